@@ -1,0 +1,22 @@
+"""Training in JAX as pure jitted step functions."""
+
+from jaxtrain.errors import UserError
+from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain.precision import Policy, autocast
+from jaxtrain.remat import block
+from jaxtrain.step import Loss, TrainState, TrainStep, eval_step, train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Loss",
+    "Policy",
+    "TrainState",
+    "TrainStep",
+    "UserError",
+    "autocast",
+    "block",
+    "dynamic_loss_scale",
+    "eval_step",
+    "train_step",
+]

@@ -1,0 +1,144 @@
+"""A model's parameters under PyTorch's names and layouts, and back.
+
+A `NameTable` declares, for each JAX parameter path, the PyTorch tensor it is. Layouts only permute, so the table
+carries gradients and optimizer moments over just as well as weights, exactly.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.errors import UserError
+
+Array = np.ndarray
+LAYER = "{layer}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor's axes differ between the frameworks: two permutations, each the other's inverse."""
+
+    to_jax: Callable[[Array], Array]
+    to_torch: Callable[[Array], Array]
+
+
+AS_IS = Layout(lambda x: x, lambda x: x)
+LINEAR = Layout(lambda x: x.T, lambda x: x.T)
+"""`torch.nn.Linear` keeps [out, in]; JAX's layers keep [in, out]."""
+CONV = Layout(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1))
+"""`torch.nn.Conv2d` keeps [out, in, height, width]; JAX's layers keep [height, width, in, out]."""
+
+
+def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
+    """A linear layer behind a flattened image: its input runs over (C, H, W) in PyTorch, (H, W, C) in JAX."""
+
+    def to_jax(x: Array) -> Array:
+        return x.reshape(-1, channels, height, width).transpose(2, 3, 1, 0).reshape(-1, x.shape[0])
+
+    def to_torch(x: Array) -> Array:
+        return x.reshape(height, width, channels, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1)
+
+    return Layout(to_jax, to_torch)
+
+
+@dataclass(frozen=True)
+class TorchParam:
+    """A PyTorch tensor's name and layout. `{layer}` in the name: the JAX leaf stacks one tensor a layer."""
+
+    name: str
+    layout: Layout = AS_IS
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """`params`: JAX path ("blocks/qkv/kernel") → its PyTorch tensor. `tied`: PyTorch names that are another's alias.
+
+    >>> table = NameTable({"kernel": TorchParam("fc.weight", LINEAR)})
+    >>> params = table.to_jax({"fc.weight": np.ones((10, 4))}, like={"kernel": np.zeros((4, 10))})
+    >>> params["kernel"].shape, table.to_torch(params)["fc.weight"].shape
+    ((4, 10), (10, 4))
+    """
+
+    params: Mapping[str, TorchParam]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def to_jax(self, tensors: Mapping[str, Array], like: Any) -> Any:
+        """Nested dicts of arrays shaped as `like`, dtypes those of `tensors`.
+
+        Every tensor is used and every leaf filled, or `UserError` lists all that is missing, unexpected or mis-shaped.
+        """
+        wanted = dict(leaves(like))
+        self._check_paths(wanted)
+        faults, used, filled = [], set(self.tied) & set(tensors), {}
+        for path, leaf in wanted.items():
+            param = self.params[path]
+            names = _names(param, leaf)
+            missing = [name for name in names if name not in tensors]
+            faults += [f"missing {name}" for name in missing]
+            used |= set(names)
+            if missing:
+                continue
+            layers = [param.layout.to_jax(np.asarray(tensors[name])) for name in names]
+            value = np.stack(layers) if LAYER in param.name else layers[0]
+            if value.shape != tuple(leaf.shape):
+                faults.append(f"mis-shaped {param.name}: {value.shape} for {path} {tuple(leaf.shape)}")
+            filled[path] = value
+        faults += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
+        faults += [
+            f"untied {alias}: differs from {name}"
+            for alias, name in self.tied.items()
+            if alias in tensors and name in tensors and not np.array_equal(tensors[alias], tensors[name])
+        ]
+        if faults:
+            raise UserError(f"the tensors do not fit the model: {'; '.join(faults)}")
+        return _nest(filled)
+
+    def to_torch(self, params: Any) -> dict[str, Array]:
+        """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases."""
+        found = dict(leaves(params))
+        self._check_paths(found)
+        tensors: dict[str, Array] = {}
+        for path, leaf in found.items():
+            param, value = self.params[path], np.asarray(leaf)
+            layers = list(value) if LAYER in param.name else [value]
+            tensors.update(
+                (name, param.layout.to_torch(layer)) for name, layer in zip(_names(param, value), layers, strict=True)
+            )
+        return tensors
+
+    def _check_paths(self, found: Mapping[str, Any]) -> None:
+        if set(found) != set(self.params):
+            raise UserError(
+                f"the name table does not fit the model: without an entry {sorted(set(found) - set(self.params))}, "
+                f"without a leaf {sorted(set(self.params) - set(found))}"
+            )
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested dicts, in order; paths joined by "/"."""
+    for key in sorted(tree):
+        path = f"{prefix}{key}"
+        if isinstance(tree[key], Mapping):
+            yield from leaves(tree[key], f"{path}/")
+        else:
+            yield path, tree[key]
+
+
+def _names(param: TorchParam, leaf: Any) -> list[str]:
+    if LAYER not in param.name:
+        return [param.name]
+    return [re.sub(re.escape(LAYER), str(i), param.name) for i in range(leaf.shape[0])]
+
+
+def _nest(flat: Mapping[str, Array]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree

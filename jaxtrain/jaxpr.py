@@ -1,0 +1,185 @@
+"""Rewrite a JAX function equation by equation, through its control flow.
+
+`transform(fn, rule)` traces `fn` to a jaxpr and evaluates it again, asking `rule` about every equation. Where the
+rule declines, a higher-order equation (jit, scan, while, cond, checkpoint, custom_jvp) is rebuilt with the public
+function that made it, its body rewritten in turn, and any other equation is bound as it was. The result is an
+ordinary JAX function: differentiating, vmapping or jitting it works as for any other.
+
+This is the one module that leans on the layout of JAX's equations (parameter names of higher-order primitives and
+`Primitive.get_bind_params`): JAX has no public rewriter, and everything else here builds on this one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
+"""Evaluates a jaxpr under the rule at hand: `run(jaxpr, consts, args)`."""
+
+Rule = Callable[[JaxprEqn, list[Any], Run], Sequence[Any] | None]
+"""Returns an equation's outputs, or None to leave it as it is: `rule(eqn, args, run)`."""
+
+
+def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
+    """`fn` with every equation of its jaxpr offered to `rule`.
+
+    >>> import jax.numpy as jnp
+    >>> def sines_to_cosines(eqn, args, run):
+    ...     return [jnp.cos(args[0])] if eqn.primitive.name == "sin" else None
+    >>> float(transform(jnp.sin, sines_to_cosines)(0.0))
+    1.0
+    """
+
+    def transformed(*args: Any) -> Any:
+        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        outs = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), rule)
+        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+    return transformed
+
+
+def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
+    """Evaluate `jaxpr` under `rule`. Arguments may be of other dtypes than those it was traced with."""
+
+    def run(inner: Jaxpr, inner_consts: Sequence[Any], inner_args: Sequence[Any]) -> list[Any]:
+        return interpret(inner, inner_consts, inner_args, rule)
+
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        outs = rule(eqn, inputs, run)
+        if outs is None:
+            rebuild = HIGHER_ORDER.get(eqn.primitive.name)
+            outs = bind(eqn, inputs) if rebuild is None else rebuild(eqn, inputs, run)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """The equation itself, applied to `args`."""
+    with eqn.ctx.manager:
+        outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def as_traced(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """The equation applied to `args` converted to the dtypes it was traced with."""
+    return bind(eqn, cast_like([v.aval for v in eqn.invars], args))
+
+
+def cast_like(avals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """`values` with the dtypes of `avals`; those that have them already, and opaque ones (keys), are untouched."""
+    return [_cast(aval, value) for aval, value in zip(avals, values, strict=True)]
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    params = [p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,))]
+    return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
+
+
+def _cast(aval: Any, value: Any) -> Any:
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or aval.dtype == jax.dtypes.float0:
+        return value
+    if getattr(value, "dtype", None) == aval.dtype:
+        return value
+    return lax.convert_element_type(value, aval.dtype)
+
+
+def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    body = eqn.params["jaxpr"]
+    if eqn.params["inline"]:
+        return run(body.jaxpr, body.consts, args)
+
+    def fn(*inner: Any) -> list[Any]:
+        return run(body.jaxpr, body.consts, inner)
+
+    fn.__name__ = eqn.params["name"]
+    return jax.jit(fn)(*args)
+
+
+def _checkpoint(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    body, policy, prevent_cse = (eqn.params[k] for k in ("jaxpr", "policy", "prevent_cse"))
+    return jax.checkpoint(lambda *a: run(body, (), a), policy=policy, prevent_cse=prevent_cse)(*args)
+
+
+def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    body, n_consts, n_carry = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    carry_avals = body.in_avals[n_consts : n_consts + n_carry]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = run(body.jaxpr, body.consts, [*consts, *carry, *x])
+        return cast_like(carry_avals, outs[:n_carry]), outs[n_carry:]
+
+    options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(step, cast_like(carry_avals, init), xs, **options)
+    return [*carry, *ys]
+
+
+def _while(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+    carry_avals = body.in_avals[n_body:]
+
+    def keep_going(carry: list[Any]) -> Any:
+        return run(cond.jaxpr, cond.consts, [*cond_consts, *carry])[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        return cast_like(carry_avals, run(body.jaxpr, body.consts, [*body_consts, *carry]))
+
+    return lax.while_loop(keep_going, step, cast_like(carry_avals, init))
+
+
+def _cond(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    def branch(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *a: cast_like(closed.out_avals, run(closed.jaxpr, closed.consts, a))
+
+    return lax.switch(args[0], [branch(b) for b in eqn.params["branches"]], *args[1:])
+
+
+def _custom_jvp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    body, n_consts = eqn.params["call_jaxpr"], eqn.params["num_consts"]
+
+    @jax.custom_jvp
+    def fn(*inner: Any) -> list[Any]:
+        return run(body.jaxpr, body.consts, inner)
+
+    @fn.defjvp
+    def jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        instantiated = [False] * (len(primals) - n_consts)
+        rule, rule_consts, zero_tangents = eqn.params["jvp_jaxpr_fun"].call_wrapped(*instantiated)
+        outs = run(rule, rule_consts, [*primals[n_consts:], *tangents[n_consts:]])
+        n = len(zero_tangents)
+        primals_out, nonzero = fn(*primals), iter(outs[n:])
+        avals = [jax.typeof(p).to_tangent_aval() for p in primals_out]
+        tangents_out = [
+            np.zeros(aval.shape, aval.dtype) if zero else _cast(aval, next(nonzero))
+            for aval, zero in zip(avals, zero_tangents, strict=True)
+        ]
+        return primals_out, tangents_out
+
+    return fn(*args)
+
+
+def _custom_vjp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    # Its backward rule is opaque, so the call keeps the dtypes it was traced with.
+    return as_traced(eqn, args)
+
+
+HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "remat2": _checkpoint,
+    "checkpoint": _checkpoint,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+}

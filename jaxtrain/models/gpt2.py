@@ -1,0 +1,134 @@
+"""GPT-2 (Radford et al. 2019), as `transformers.GPT2LMHeadModel` computes it.
+
+Blocks are alike, so their parameters are stacked along a leading layer axis and the model scans over them: one block
+is compiled, however deep the model. Each block is a unit of rematerialisation.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.remat import block
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes and dropout rate. The names are those of `transformers.GPT2Config`."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    dropout: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+
+
+class GPT2(nnx.Module):
+    """Tokens int [B, T] → logits [B, T, vocab_size]. With a dropout key it is in training mode."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        normal = nnx.initializers.normal(0.02)
+        # Bare parameters: nnx.Embed keeps the dtype it was made with.
+        self.wte = nnx.Param(normal(rngs.params(), (config.vocab_size, config.n_embd)))
+        self.wpe = nnx.Param(normal(rngs.params(), (config.n_positions, config.n_embd)))
+        self.blocks = _stacked_blocks(config, rngs)
+        self.ln_f = _layer_norm(config, rngs)
+
+    def __call__(self, tokens: jax.Array, rng: jax.Array | None = None) -> jax.Array:
+        config = self.config
+        rngs = [None] * 2 if rng is None else jax.random.split(rng, 2)
+        x = self.wte[...][tokens] + self.wpe[...][None, : tokens.shape[1]]
+        x = _dropout(x, config.dropout, rngs[0])
+        graphdef, layers = nnx.split(self.blocks)
+        apply = block(lambda layer, x, rng: nnx.merge(graphdef, layer)(x, rng))
+        layer_rngs = None if rng is None else jax.random.split(rngs[1], config.n_layer)
+        x, _ = lax.scan(lambda x, layer: (apply(layer[0], x, layer[1]), None), x, (layers, layer_rngs))
+        return self.ln_f(x) @ self.wte[...].T
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, n_embd] → the same."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
+        width = config.n_embd
+        self.config = config
+        self.ln_1 = _layer_norm(config, rngs)
+        self.qkv = _linear(width, 3 * width, 0.02, rngs)
+        # Projections into the residual stream start smaller with depth (section 2.3 of the paper).
+        into_residual = 0.02 / math.sqrt(2 * config.n_layer)
+        self.attn_proj = _linear(width, width, into_residual, rngs)
+        self.ln_2 = _layer_norm(config, rngs)
+        self.fc = _linear(width, 4 * width, 0.02, rngs)
+        self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
+
+    def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+        rate = self.config.dropout
+        rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
+        attended = self.attn_proj(self.attention(self.ln_1(x), rngs[0]))
+        x = x + _dropout(attended, rate, rngs[1])
+        hidden = jax.nn.gelu(self.fc(self.ln_2(x)), approximate=True)
+        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2])
+
+    def attention(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+        """Causal multi-head self-attention: [B, T, n_embd] → the same, before the output projection."""
+        b, t, width = x.shape
+        heads = self.config.n_head
+        q, k, v = (y.reshape(b, t, heads, width // heads) for y in jnp.split(self.qkv(x), 3, axis=-1))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width // heads)
+        causal = np.tril(np.ones((t, t), bool))[None, None]
+        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
+        weights = _dropout(jax.nn.softmax(scores, axis=-1), self.config.dropout, rng)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, width)
+
+
+def _stacked_blocks(config: GPT2Config, rngs: nnx.Rngs) -> Block:
+    """One `Block` whose parameters have a leading layer axis."""
+    keys = jax.random.split(rngs.params(), config.n_layer)
+    return nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
+
+
+def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    # The two-pass variance: E[x²] − E[x]² loses all digits where the mean is large.
+    return nnx.LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, use_fast_variance=False, rngs=rngs)
+
+
+def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(n, m, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+
+def _dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
+    if rng is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def torch_names() -> NameTable:
+    """The names in `transformers.GPT2LMHeadModel`, whose Conv1D keeps [in, out] as JAX does."""
+    blocks = {
+        "ln_1": "ln_1",
+        "qkv": "attn.c_attn",
+        "attn_proj": "attn.c_proj",
+        "ln_2": "ln_2",
+        "fc": "mlp.c_fc",
+        "mlp_proj": "mlp.c_proj",
+    }
+    table = {
+        "wte": TorchParam("transformer.wte.weight"),
+        "wpe": TorchParam("transformer.wpe.weight"),
+        "ln_f/scale": TorchParam("transformer.ln_f.weight"),
+        "ln_f/bias": TorchParam("transformer.ln_f.bias"),
+    }
+    for ours, theirs in blocks.items():
+        weight = "scale" if ours.startswith("ln") else "kernel"
+        table[f"blocks/{ours}/{weight}"] = TorchParam(f"transformer.h.{{layer}}.{theirs}.weight")
+        table[f"blocks/{ours}/bias"] = TorchParam(f"transformer.h.{{layer}}.{theirs}.bias")
+    return NameTable(table, tied={"lm_head.weight": "transformer.wte.weight"})
