@@ -17,7 +17,7 @@ class Loader:
     """An endless iterator of batches, read ahead in the background.
 
     Every epoch is a fresh permutation of the source (its own order, if not `shuffle`), cut into batches of
-    exactly `batch_size`; what remains at its end is dropped. `seed` alone decides the order, never the threads.
+    exactly `batch_size`; what remains at its end is dropped. `seed` alone decides the order, threads do not.
 
     >>> from jaxtrain.data import Arrays
     >>> source = Arrays(np.zeros((5, 2, 2, 1), np.float32), np.arange(5, dtype=np.int32))
@@ -50,8 +50,8 @@ class Loader:
         if seed < 0:
             raise UserError(f"the data seed is {seed}: choose 0 or more")
         self._order = {"examples": len(source), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-        # shuffle(seed) would add the epoch to the seed, so that runs seeded 0 and 1 shared all but one of their
-        # epochs; .seed(seed) hashes it first.
+        # shuffle(seed) would add the epoch to the seed: runs seeded 0 and 1 would share all epochs but one.
+        # .seed(seed) hashes it first.
         examples = grain.MapDataset.source(source).seed(seed)
         ordered = examples.shuffle() if shuffle else examples
         # Batching before repeating keeps an epoch's remainder out of the next epoch.
@@ -92,8 +92,8 @@ class Loader:
 def epoch_batches(source: Source, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
     """One pass over `source` in its own order, in at most `limit` batches.
 
-    Every batch has `batch_size` rows, so that a jitted step compiles once, and a float32 "weight" [batch_size]:
-    1 for an example, 0 for the rows that fill up the last batch.
+    Every batch has `batch_size` rows, so that a jitted step compiles once, and a float32 "weight"
+    [batch_size]: 1 for an example, 0 for the rows that fill up the last batch.
 
     >>> from jaxtrain.data import Arrays
     >>> source = Arrays(np.zeros((3, 2, 2, 1), np.float32), np.arange(3, dtype=np.int32))

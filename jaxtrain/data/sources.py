@@ -22,6 +22,7 @@ from jaxtrain.errors import UserError
 Example = dict[str, Any]  # name -> numpy array or numpy scalar, without a batch axis
 Bytes = NDArray[np.uint8]
 Labels = NDArray[np.int32]
+Keys = tuple[str, str]  # the names of images and labels in an npz file
 
 
 class Source(Protocol):
@@ -271,12 +272,12 @@ def check_labels(source_labels: NDArray[np.integer[Any]], classes: int) -> None:
         )
 
 
-def _present_pair(archive: np.lib.npyio.NpzFile, pairs: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
+def _present_pair(archive: np.lib.npyio.NpzFile, pairs: tuple[Keys, ...]) -> Keys | None:
     """The first pair of names of which the archive has at least one."""
     return next((pair for pair in pairs if not set(archive.files).isdisjoint(pair)), None)
 
 
-def _read_pair(archive: np.lib.npyio.NpzFile, file: Path, keys: tuple[str, str]) -> Arrays:
+def _read_pair(archive: np.lib.npyio.NpzFile, file: Path, keys: Keys) -> Arrays:
     images, labels = (_read_array(archive, file, key) for key in keys)
     where = f"{file}: {keys[1]!r}"
     if labels.dtype.kind not in "iu" or labels.ndim != 1:

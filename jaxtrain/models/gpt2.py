@@ -44,12 +44,12 @@ class GPT2(nnx.Module):
 
     def __call__(self, tokens: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         config = self.config
-        rngs = [None] * 2 if rng is None else jax.random.split(rng, 2)
+        embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
         x = self.wte[...][tokens] + self.wpe[...][None, : tokens.shape[1]]
-        x = _dropout(x, config.dropout, rngs[0])
+        x = _dropout(x, config.dropout, embed_rng)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, x, rng: nnx.merge(graphdef, layer)(x, rng))
-        layer_rngs = None if rng is None else jax.random.split(rngs[1], config.n_layer)
+        layer_rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
         x, _ = lax.scan(lambda x, layer: (apply(layer[0], x, layer[1]), None), x, (layers, layer_rngs))
         return self.ln_f(x) @ self.wte[...].T
 

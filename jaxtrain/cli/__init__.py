@@ -1,0 +1,47 @@
+"""`jaxtrain COMMAND`: one file a command, errors in one line."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jaxtrain.errors import UserError
+
+COMMANDS = {
+    "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume] [--field value …]",
+    "sample": "write text from a trained GPT: jaxtrain sample DIR",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, 1 where something did not hold, 2 for wrong usage."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [a for a in args if a != "--debug"]
+    try:
+        return _dispatch(args)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxtrain: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: jaxtrain COMMAND …\n")
+        print("\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))
+        print("\n  jaxtrain COMMAND --help says more; --debug shows tracebacks")
+        return 0 if args else 2
+    if args[0] not in COMMANDS:
+        raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
+    return int(importlib.import_module(f"jaxtrain.cli.{args[0]}").main(args[1:]))
+
+
+def nearest(word: str, known: Sequence[str] | dict[str, str]) -> str:
+    """A remark that names the known word most like `word`; empty where none is alike."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {found[0]!r}" if found else ""

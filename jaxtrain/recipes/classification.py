@@ -1,0 +1,33 @@
+"""Image classifiers."""
+
+from dataclasses import dataclass
+
+from jaxtrain.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecipe(Recipe):
+    """An image classifier on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    steps: int = 400
+    batch_size: int = 64
+    lr: float = 3e-3
+    weight_decay: float = 0.01
+    classes: int = 10
+    """Labels run from 0 to classes − 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPRecipe(ImageRecipe):
+    """A multilayer perceptron on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    hidden: int = 512
+    """Width of the hidden layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNRecipe(ImageRecipe):
+    """A small CNN on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    width: int = 16
+    """Channels of the convolution."""

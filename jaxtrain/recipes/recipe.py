@@ -1,0 +1,39 @@
+"""The settings that every training run has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run: AdamW under a linear warm-up and a cosine decay to a tenth."""
+
+    steps: int
+    """Optimizer updates to make."""
+    batch_size: int
+    """Examples (sequences, images) to an update, all its micro-batches together."""
+    lr: float
+    """Peak learning rate."""
+    data: Path | None = None
+    """Your own data instead of the recipe's."""
+    accumulate: int = 1
+    """Micro-batches the batch is cut into, one after the other in memory."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Dtype of matrix products and convolutions; master parameters are float32."""
+    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
+    """What blocks keep for the backward pass; the rest is computed again."""
+    warmup_steps: int = 20
+    """Updates over which the learning rate rises from 0."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on matrices only."""
+    clip_norm: float = 1.0
+    """Bound on the global gradient norm."""
+    seed: int = 0
+    """Of initial weights, data order and dropout."""
+    log_every: int = 10
+    """Updates between two lines of metrics.jsonl."""
+    eval_every: int = 50
+    """Updates between two evaluations."""
+    save_every: int = 100
+    """Updates between two checkpoints."""

@@ -1,0 +1,172 @@
+"""The training loop: build, check, compile; then step, log, evaluate, save, until done or told to stop."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.data.loader import Loader, epoch_batches
+from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
+from jaxtrain.recipes import Recipe
+from jaxtrain.runner import preflight
+from jaxtrain.runner.checkpoint import Checkpoints
+from jaxtrain.runner.optimizer import optimizer, schedule
+from jaxtrain.runner.run_folder import RunFolder
+from jaxtrain.runner.signals import StopSignals
+from jaxtrain.step import TrainState, eval_step, train_step
+from jaxtrain.tasks import Task, build
+
+Evaluation = Callable[[TrainState], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run stands when `fit` returns. `exit_status`: 0, or 128 + the number of the signal that stopped it."""
+
+    step: int
+    exit_status: int
+    references: Mapping[str, float]
+    sample: str | None
+
+
+def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Console) -> Outcome:
+    """Train `recipe` in the folder `run`, from its start or from its newest checkpoint.
+
+    Nothing is written before data, model and settings have passed their checks; raises `UserError` for what does not.
+    """
+    preflight.check_settings(recipe)
+    if not resume:
+        run.check_free()
+    with console.phase("reading the data, initialising the model"):
+        task = build(recipe)
+        loader = Loader(task.train, recipe.batch_size, recipe.seed)
+        batch = _peek(loader)
+        step = train_step(
+            task.loss_fn,
+            optimizer(recipe),
+            precision=recipe.precision,
+            accumulate=recipe.accumulate,
+            clip_norm=recipe.clip_norm,
+            remat=recipe.remat,
+        )
+        state = step.init(task.params, seed=recipe.seed)
+        evaluate = _evaluation(task, recipe)
+    preflight.check_labels_in_batch(task, batch)
+    console.facts(preflight.describe(task, state.params, batch))
+    if not resume:
+        with console.phase("compiling the evaluation, taking the first loss"):
+            first = evaluate(state)
+        console.facts(preflight.judge_first_loss(first["loss"], task))
+        run.create(name, recipe)
+
+    with Checkpoints(run.checkpoints) as checkpoints, MetricsLog(run.metrics, run.tensorboard) as log:
+        if resume:
+            state, position = checkpoints.restore(state)
+            loader.restore(position)
+            log.drop_after(int(state.step))
+            run.write_config(name, recipe)
+            console.message(f"resuming {run.path} at step {int(state.step)}")
+        else:
+            log.write({"step": 0, **_prefixed(first)})
+            checkpoints.save(state, loader.state())
+        if int(state.step) >= recipe.steps:
+            console.message(f"step {int(state.step)} of {recipe.steps} is done: --resume --steps N trains on")
+            return Outcome(int(state.step), 0, task.references, _sample(task, state, recipe))
+
+        with console.phase("compiling the training step"):
+            compiled = step.jitted.lower(state, batch).compile()
+        with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
+            interval = Interval(recipe, task)
+            for i in range(int(state.step) + 1, recipe.steps + 1):
+                state, metrics = compiled(state, next(loader))
+                interval.add(metrics)
+                line: dict[str, Any] = {}
+                stopping = stop.received is not None or i == recipe.steps
+                if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or stopping:
+                    line = {"step": i, **interval.close()}
+                if i % recipe.eval_every == 0 or i == recipe.steps:
+                    line |= _prefixed(evaluate(state))
+                    interval.restart_clock()
+                if line:
+                    log.write(line)
+                progress.advance(i, line)
+                if i % recipe.save_every == 0 or stopping:
+                    checkpoints.save(state, loader.state())
+                    interval.restart_clock()
+                if stopping:
+                    break
+    sample = None if stop.exit_status else _sample(task, state, recipe)
+    return Outcome(int(state.step), stop.exit_status, task.references, sample)
+
+
+class Interval:
+    """The steps since the last logged line: their mean loss, skips and throughput."""
+
+    def __init__(self, recipe: Recipe, task: Task) -> None:
+        self._schedule = schedule(recipe)
+        self._per_step = recipe.batch_size * task.units_per_row
+        self._unit = task.unit
+        self._metrics: list[dict[str, jax.Array]] = []
+        self._seconds, self._since = 0.0, time.perf_counter()
+
+    def add(self, metrics: dict[str, jax.Array]) -> None:
+        """Take note of a dispatched step, having waited for the one before it: the device is never left idle."""
+        if self._metrics:
+            self._metrics[-1]["loss"].block_until_ready()
+        self._metrics.append(metrics)
+
+    def restart_clock(self) -> None:
+        """Leave out of the throughput what was done besides steps."""
+        self._since = time.perf_counter()
+
+    def close(self) -> dict[str, Any]:
+        """The interval as a line of metrics.jsonl; a new one begins."""
+        steps = jax.device_get(self._metrics)
+        self._seconds += time.perf_counter() - self._since
+        last, n = steps[-1], len(steps)
+        weights = np.array([m["weight"] for m in steps])
+        line = {
+            "loss": float(np.average([m["loss"] for m in steps], weights=weights if weights.any() else None)),
+            # The rate this update used: the schedule counts the updates applied before it.
+            "lr": float(self._schedule(int(last["applied"]) - (not last["skipped"]))),
+            "grad_norm": float(last["grad_norm"]),
+            "loss_scale": float(last["loss_scale"]),
+            "skipped": int(sum(m["skipped"] for m in steps)),
+            f"{self._unit}_per_s": n * self._per_step / self._seconds,
+            "step_time_s": self._seconds / n,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        self._metrics, self._seconds, self._since = [], 0.0, time.perf_counter()
+        return line
+
+
+def _peek(loader: Loader) -> dict[str, np.ndarray]:
+    position = loader.state()
+    batch = next(loader)
+    loader.restore(position)
+    return batch
+
+
+def _evaluation(task: Task, recipe: Recipe) -> Evaluation:
+    """A function from a state to the means of loss and metrics over the task's validation rows."""
+    evaluate = eval_step(task.loss_fn, precision=recipe.precision)
+    rows = min(recipe.batch_size // recipe.accumulate, task.eval_rows)
+    n_batches = -(-task.eval_rows // rows)
+
+    def evaluation(state: TrainState) -> dict[str, float]:
+        sums = [jax.device_get(evaluate(state, b)) for b in epoch_batches(task.validation, rows, limit=n_batches)]
+        totals = {name: np.sum([np.array(s[name], np.float64) for s in sums], axis=0) for name in sums[0]}
+        return {name: float(total / weight) for name, (total, weight) in totals.items()}
+
+    return evaluation
+
+
+def _prefixed(evaluated: dict[str, float]) -> dict[str, float]:
+    return {f"eval_{name}": value for name, value in evaluated.items()}
+
+
+def _sample(task: Task, state: TrainState, recipe: Recipe) -> str | None:
+    return task.sample(state.params, recipe.seed) if task.sample else None
