@@ -26,7 +26,9 @@ def parse(default: T, args: list[str], prog: str) -> T:
 
 
 def _first_paragraph(panel: str) -> str:
-    """What stands between the frame and the first rule of tyro's error panel, as one line."""
-    rows = [line.strip("│ ") for line in panel.splitlines() if line.startswith("│")]
-    rule = next((i for i, row in enumerate(rows) if row.startswith("──")), len(rows))
-    return " ".join(rows[:rule]).rstrip(".") or panel.strip()
+    """The body of tyro's error panel, between its title and its first rule, as one line."""
+    _, *rows = [line.strip("│ ") for line in panel.splitlines()]
+    wordless = [not any(c.isalnum() for c in row) for row in rows]
+    begin = wordless.index(False)
+    end = wordless.index(True, begin) if True in wordless[begin:] else len(rows)
+    return " ".join(rows[begin:end]).rstrip(".")

@@ -4,6 +4,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import GPTRecipe
@@ -41,8 +43,8 @@ def main(args: list[str]) -> int:
         raise UserError(f"{run.path} holds a run of {name}, which writes no text: give one of gpt-stdlib")
     from jaxtrain.tasks.language import generate, gpt, printable
 
-    apply, params = gpt(recipe)
-    params = restore_params(run.checkpoints, params)
+    apply, init = gpt(recipe)
+    params = restore_params(run.checkpoints, jax.eval_shape(init))
     sys.stdout.write(printable(asked.prompt.encode()))
     for byte in generate(
         apply,

@@ -259,15 +259,14 @@ def check_labels(source_labels: NDArray[np.integer[Any]], classes: int) -> None:
 
     >>> check_labels(np.array([0, 1, 3]), classes=3)
     Traceback (most recent call last):
-    jaxtrain.errors.UserError: label 3 at index 2 lies outside 0..2: mend it or set the number of classes
+    jaxtrain.errors.UserError: label 3 lies outside 0..2 (1 of 3 labels do): mend it or set the number of classes
 
-    Raises UserError naming the first that does not: JAX would clamp or mask it and train on, without a word.
+    Raises UserError naming one that does not: JAX would clamp or mask it and train on, without a word.
     """
-    outside = np.flatnonzero((source_labels < 0) | (source_labels >= classes))
+    outside = source_labels[(source_labels < 0) | (source_labels >= classes)]
     if len(outside):
-        first = outside[0]
         raise UserError(
-            f"label {source_labels[first]} at index {first} lies outside 0..{classes - 1}:"
+            f"label {outside[0]} lies outside 0..{classes - 1} ({len(outside)} of {len(source_labels)} labels do):"
             " mend it or set the number of classes"
         )
 

@@ -82,9 +82,9 @@ class Console:
         table = Table.grid(padding=(0, 2))
         table.add_row(Text("best evaluation", style="dim"), f"step {best['step']}: {evaluated(best)}")
         table.add_row(Text("last evaluation", style="dim"), f"step {last['step']}: {evaluated(last)}")
-        for name, value in {**{k: f"{v:.3f}" for k, v in references.items()}, **places}.items():
+        for name, value in {**{k: f"{v:.3f} (dotted)" for k, v in references.items()}, **places}.items():
             table.add_row(Text(name, style="dim"), Text(value))
-        drawn = Text(curve(points, references, width=min(self.rich.width - 16, 72)))
+        drawn = Text(curve(points, references, width=max(20, min(self.rich.width - 14, 72))))
         self.rich.print(Panel(Group(drawn, Text(), table), title="validation loss, nats", box=box.ROUNDED))
 
     def sample(self, text: str) -> None:

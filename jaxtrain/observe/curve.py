@@ -7,7 +7,7 @@ _EIGHTHS = "▁▂▃▄▅▆▇█"
 
 
 def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float], width: int) -> str:
-    """`points` (x, y) as an area of block characters, with a line across for every reference within its range.
+    """`points` (x, y) as an area of block characters, with a dotted line across at every reference below its top.
 
     >>> print(curve([(0, 2.0), (1, 1.0), (2, 0.0)], {}, width=6).splitlines()[0].rstrip())
        2.00 ┤██
@@ -18,12 +18,12 @@ def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float]
     span = (high - low) or 1.0
     floor = low - span / HEIGHT  # so that the lowest value still shows
     heights = [(y - floor) / (high - floor) * HEIGHT for y in _resampled(points, width)]
-    marks = {round((r - floor) / (high - floor) * HEIGHT): name for name, r in references.items() if r < high}
+    dotted = {int((r - floor) / (high - floor) * HEIGHT) for r in references.values() if r < high}
     rows = []
     for level in reversed(range(HEIGHT)):
         value = floor + (level + 1) / HEIGHT * (high - floor)
-        cells = "".join(_cell(h - level, "·" if level in marks else " ") for h in heights)
-        rows.append(f"{value:7.2f} ┤{cells}{' ' + marks[level] if level in marks else ''}")
+        cells = "".join(_cell(h - level, "·" if level in dotted else " ") for h in heights)
+        rows.append(f"{value:7.2f} ┤{cells}")
     ends = f"{first:g}", f"step {last:g}"
     rows.append(f"{'':7} └{'─' * width}")
     rows.append(f"{'':9}{ends[0]}{ends[1]:>{width - len(ends[0])}}")

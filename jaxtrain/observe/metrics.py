@@ -6,8 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 
 class MetricsLog:
     """Appends to both; a line is on disk before `write` returns. JSON has no NaN: what is not finite is null."""
@@ -16,7 +14,7 @@ class MetricsLog:
         self._path = path
         self._tensorboard = tensorboard
         self._file = path.open("a")
-        self._writer = SummaryWriter(str(tensorboard))
+        self._writer = _event_writer(tensorboard)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -45,12 +43,18 @@ class MetricsLog:
         partial.replace(self._path)
         self._file = self._path.open("a")
         self._writer.close()
-        self._writer = SummaryWriter(str(self._tensorboard), purge_step=step + 1)
+        self._writer = _event_writer(self._tensorboard, purge_step=step + 1)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; none where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _event_writer(folder: Path, **options: int) -> Any:
+    from tensorboardX import SummaryWriter  # takes a second to import
+
+    return SummaryWriter(str(folder), **options)
 
 
 def _step_of(line: str) -> float:

@@ -27,6 +27,8 @@ class Recipe:
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.1
     """AdamW's decay, on matrices only."""
+    beta2: float = 0.99
+    """AdamW's memory of squared gradients: short, for short runs."""
     clip_norm: float = 1.0
     """Bound on the global gradient norm."""
     seed: int = 0

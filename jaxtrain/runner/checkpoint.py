@@ -51,7 +51,9 @@ class Checkpoints:
 
     def restore_params(self, like: Any) -> Any:
         """The parameters alone of the newest checkpoint. Raises `UserError` where there is none."""
-        tree = ocp.args.PyTreeRestore({"params": _abstract(like)}, partial_restore=True)
+        item = {"params": _abstract(like)}
+        shardings = ocp.checkpoint_utils.construct_restore_args(item)
+        tree = ocp.args.PyTreeRestore(item, restore_args=shardings, partial_restore=True)
         return self._manager.restore(self._newest(), args=ocp.args.Composite(state=tree))["state"]["params"]
 
     def _newest(self) -> int:
@@ -62,7 +64,8 @@ class Checkpoints:
 
 
 def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), tree)
 
 
 def restore_params(path: Path, like: Any) -> Any:

@@ -18,7 +18,7 @@ def schedule(recipe: Recipe) -> optax.Schedule:
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """AdamW, decaying matrices but neither biases nor norms."""
-    return optax.adamw(schedule(recipe), weight_decay=recipe.weight_decay, mask=_matrices)
+    return optax.adamw(schedule(recipe), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=_matrices)
 
 
 def _matrices(params: Any) -> Any:

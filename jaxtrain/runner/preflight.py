@@ -25,6 +25,8 @@ def check_settings(recipe: Recipe) -> None:
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"make it a multiple of {recipe.accumulate}"
         )
+    if not 0 <= recipe.beta2 < 1:
+        raise UserError(f"beta2 {recipe.beta2} is no share: choose 0 or more, below 1")
     for name in ("lr", "clip_norm"):
         if not 0 < getattr(recipe, name) < math.inf:
             raise UserError(f"{name} {getattr(recipe, name)} makes no training: make it positive")

@@ -63,9 +63,12 @@ class RunFolder:
             raise UserError(f"{parent} cannot be written: choose another --out")
 
     def create(self, name: str, recipe: Recipe) -> None:
-        """Make the folder and write config.json."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write_config(name, recipe)
+        """Make the folder and write config.json. Raises `UserError` where the system refuses."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_config(name, recipe)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be made ({error.strerror}): choose another --out") from error
 
     def write_config(self, name: str, recipe: Recipe) -> None:
         """Write config.json, whole or not at all."""

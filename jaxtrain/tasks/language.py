@@ -1,7 +1,7 @@
 """Causal language modelling over bytes: a GPT-2 that predicts every next byte."""
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ SAMPLE_BYTES = 300
 def language_task(recipe: GPTRecipe) -> Task:
     """The task of a `GPTRecipe`."""
     train, validation = _corpus(recipe)
-    apply, params = gpt(recipe)
+    apply, init = gpt(recipe)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
@@ -38,7 +38,7 @@ def language_task(recipe: GPTRecipe) -> Task:
 
     return Task(
         apply=apply,
-        params=params,
+        params=init(),
         loss_fn=loss_fn,
         train=Text(train, recipe.seq_len),
         validation=Text(validation, recipe.seq_len),
@@ -55,8 +55,8 @@ def language_task(recipe: GPTRecipe) -> Task:
     )
 
 
-def gpt(recipe: GPTRecipe) -> tuple[Any, Any]:
-    """(apply, initial params) of the recipe's model."""
+def gpt(recipe: GPTRecipe) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """(apply, init) of the recipe's model: `init()` makes its first parameters, `jax.eval_shape(init)` their shapes."""
     if recipe.n_embd % recipe.n_head:
         raise UserError(f"n_embd {recipe.n_embd} is not divisible by n_head {recipe.n_head}: change one of them")
     if not 0 <= recipe.dropout < 1:
@@ -69,7 +69,12 @@ def gpt(recipe: GPTRecipe) -> tuple[Any, Any]:
         n_head=recipe.n_head,
         dropout=recipe.dropout,
     )
-    return functional(GPT2(config, rngs=nnx.Rngs(recipe.seed)))
+
+    def model() -> GPT2:
+        return GPT2(config, rngs=nnx.Rngs(recipe.seed))
+
+    apply, _ = functional(nnx.eval_shape(model))
+    return apply, jax.jit(lambda: functional(model())[1])
 
 
 def generate(

@@ -1,0 +1,7 @@
+"""`python -m jaxtrain.cli`."""
+
+import sys
+
+from jaxtrain.cli import main
+
+sys.exit(main())

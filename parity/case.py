@@ -1,0 +1,56 @@
+"""A case: one model in both frameworks, with one loss, one stream of batches and one optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from jaxtrain.interop import NameTable
+    from jaxtrain.step import LossFn
+
+Batch = Mapping[str, np.ndarray]
+"""Arrays by name, each with the batch's rows on its first axis; floating ones in float32, so that every precision
+computes on the same numbers."""
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """The hyperparameters of `torch.optim.AdamW`, all of them said: the two frameworks' defaults differ."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run, said twice.
+
+    `torch_model()` makes the model in float32, its weights drawn from PyTorch's generator, which is seeded before.
+    `torch_loss(model, batch)`, on tensors, and `loss_fn(params, batch, rng)`, as `jaxtrain.train_step` takes it, are
+    sums with weights, and all micro-batches of a window must weigh the same. `params_like` has the shapes of the JAX
+    parameters (`jax.ShapeDtypeStruct`s do), which `names` finds in the PyTorch model. `batch(seed, rows)` draws a
+    batch; an effective batch has `rows` of them. A `clip_norm` below the gradient's norm, and a learning rate that
+    moves the parameters, show more.
+    """
+
+    name: str
+    torch_model: "Callable[[], torch.nn.Module]"
+    torch_loss: "Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, int]]"
+    loss_fn: "LossFn"
+    params_like: Any
+    names: "NameTable"
+    batch: Callable[[int, int], Batch]
+    rows: int
+    optimizer: AdamW
+    clip_norm: float
+
+    def batches(self, seed: int, steps: int) -> Iterator[Batch]:
+        """A different effective batch for each step, the same ones for the same seed."""
+        for step in range(steps):
+            yield self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)

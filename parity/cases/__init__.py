@@ -1,0 +1,21 @@
+"""The cases that come with the harness, by name. Listing them imports neither framework."""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+
+from parity.case import Case
+
+SUMMARIES = {
+    "mlp": "perceptron 784-512-10, ReLU",
+    "cnn": "convolution 3→16 of 3×3, ReLU, linear, on 32×32 images",
+    "gpt2": "transformers.GPT2LMHeadModel of 2 layers, width 32, 4 heads",
+}
+
+
+def _load(name: str) -> Case:
+    return importlib.import_module(f"parity.cases.{name}").case()
+
+
+CASES: dict[str, Callable[[], Case]] = {name: partial(_load, name) for name in SUMMARIES}
+"""What makes each case; calling it imports what the case needs."""

@@ -1,0 +1,37 @@
+"""A convolutional classifier against `torch.nn.Sequential`."""
+
+from collections.abc import Mapping
+
+from flax import nnx
+from torch import Tensor
+from torch.nn import Conv2d, Flatten, Linear, Module, ReLU, Sequential
+
+from jaxtrain.models import CNN, functional
+from jaxtrain.models.cnn import torch_names
+from parity.case import AdamW, Case
+from parity.cases import classification
+
+
+def case() -> Case:
+    """Convolution 3→16, ReLU, linear. Batches are [B, H, W, C], as JAX reads them."""
+    apply, params_like = functional(nnx.eval_shape(lambda: CNN((32, 32, 3), width=16, rngs=nnx.Rngs(0))))
+    return Case(
+        name="cnn",
+        torch_model=_torch_model,
+        torch_loss=_torch_loss,
+        loss_fn=classification.loss_fn(apply),
+        params_like=params_like,
+        names=torch_names((32, 32, 3), width=16),
+        batch=classification.images(32, 32, 3),
+        rows=16,
+        optimizer=AdamW(lr=1e-3, weight_decay=0.1),
+        clip_norm=0.5,
+    )
+
+
+def _torch_model() -> Module:
+    return Sequential(Conv2d(3, 16, 3), ReLU(), Flatten(), Linear(16 * 30 * 30, 10))
+
+
+def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return classification.torch_loss(model, {**batch, "image": batch["image"].permute(0, 3, 1, 2)})

@@ -1,0 +1,96 @@
+"""The same training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxtrain
+from jaxtrain.loss_scale import current_scale
+from parity.case import AdamW, Batch, Case
+from parity.record import Record, Snapshot, Tensors
+
+
+def run(
+    case: Case,
+    weights: Tensors,
+    precision: str,
+    *,
+    accumulate: int = 1,
+    remat: str = "none",
+    steps: int = 20,
+    seed: int = 0,
+) -> Record:
+    """Train from PyTorch's `weights` for `steps` windows of `accumulate` micro-batches each.
+
+    Raises `UserError` where a tensor of `weights` or a leaf of the JAX parameters has no counterpart of its shape.
+    """
+    with jax.enable_x64(precision == "fp64"):
+        return _run(case, weights, precision, accumulate, remat, steps, seed)
+
+
+def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: str, steps: int, seed: int) -> Record:
+    step = jaxtrain.train_step(
+        case.loss_fn,
+        optax.chain(_record_gradients(), adamw(case.optimizer)),
+        precision=precision,
+        accumulate=accumulate,
+        clip_norm=case.clip_norm,
+        remat=remat,
+    )
+    state = step.init(case.names.to_jax(weights, like=case.params_like), seed=seed)
+    losses, scales = [], [float(current_scale(state.loss_scale))]
+    first = None
+
+    for batch in case.batches(seed, steps):
+        state, metrics = step(state, _arrays(batch, precision))
+        losses.append(float(metrics["loss"]))
+        scales.append(float(current_scale(state.loss_scale)))
+        if first is None and metrics["applied"]:
+            first = _observe(case, state)
+
+    last = _observe(case, state)
+    grads, after_first = first or last
+    return Record(np.array(losses), grads, after_first, last[1], np.array(scales))
+
+
+def adamw(options: AdamW) -> optax.GradientTransformation:
+    """`torch.optim.AdamW(**options)` in optax."""
+    b1, b2 = options.betas
+    return optax.adamw(options.lr, b1, b2, options.eps, weight_decay=options.weight_decay)
+
+
+class _Fed(NamedTuple):
+    """`grads`: what the optimizer was last fed; NaN before its first update."""
+
+    grads: Any
+
+
+def _record_gradients() -> optax.GradientTransformation:
+    """Passes gradients on, and keeps them: chained before an optimizer it sees exactly what the optimizer is fed."""
+
+    def init(params: Any) -> _Fed:
+        return _Fed(jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params))
+
+    def update(grads: Any, state: _Fed, params: Any = None) -> tuple[Any, _Fed]:
+        del state, params
+        return grads, _Fed(grads)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _arrays(batch: Batch, precision: str) -> dict[str, jax.Array]:
+    dtype = np.float64 if precision == "fp64" else np.float32
+    return {name: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else None) for name, x in batch.items()}
+
+
+def _observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:
+    def tensors(tree: Any) -> Tensors:
+        # Copies: the state is donated to the next step, and NumPy would look into its buffers.
+        return case.names.to_torch(jax.tree.map(np.array, tree))
+
+    fed, optimizer_state = state.opt_state
+    moments = {name: tensors(optax.tree.get(optimizer_state, name)) for name in ("mu", "nu")}
+    return tensors(fed.grads), Snapshot(params=tensors(state.params), **moments)

@@ -1,0 +1,125 @@
+"""The reference: a training loop as PyTorch's users write it, watched through the optimizer's own hooks.
+
+It runs on the CPU wherever it runs, so that the reference is the same on every machine.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from jaxtrain.errors import UserError
+from parity.case import Batch, Case
+from parity.record import Record, Snapshot, Tensors
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def initial_weights(case: Case, seed: int) -> Tensors:
+    """The float32 weights that every run of `case` from `seed` starts with."""
+    return {name: tensor.numpy() for name, tensor in _model(case, seed).state_dict().items()}
+
+
+def run(
+    case: Case,
+    precision: str,
+    *,
+    accumulate: int = 1,
+    steps: int = 20,
+    seed: int = 0,
+    reorder: int | None = None,
+    skip: frozenset[int] = frozenset(),
+) -> Record:
+    """Train for `steps` windows of `accumulate` micro-batches each.
+
+    `reorder`, a seed, permutes the rows of every batch: the same mathematics, rounded otherwise. `skip`: the steps
+    whose update is left out, as a run that overflowed there left it out. Raises `UserError` where the micro-batches
+    of a window weigh differently.
+    """
+    model = _model(case, seed)
+    if precision == "fp64":
+        model = model.double()
+    optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer))
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
+    first = _FirstUpdate(model, optimizer)
+    losses, scales = [], [scaler.get_scale()]
+
+    for step, batch in enumerate(_tensors(case, precision, steps, seed, reorder)):
+        optimizer.zero_grad()
+        window_loss = torch.zeros([])
+        for micro_batch in _split(batch, accumulate):
+            with autocast:
+                total, weight = case.torch_loss(model, micro_batch)
+                loss = total / weight / accumulate
+            scaler.scale(loss).backward()
+            window_loss = window_loss + loss.detach()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        if step not in skip:
+            scaler.step(optimizer)
+        scaler.update()
+        losses.append(window_loss.item())
+        scales.append(scaler.get_scale())
+
+    last = _snapshot(model, optimizer)
+    return Record(np.array(losses), first.grads, first.snapshot or last, last, np.array(scales))
+
+
+class _FirstUpdate:
+    """Listens to an optimizer: what its first update was fed (NaN until there is one) and what it made.
+
+    The hooks run inside `optimizer.step()`, which GradScaler does not call where it skips.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.grads = {name: np.full(p.shape, np.nan) for name, p in model.named_parameters()}
+        self.snapshot: Snapshot | None = None
+
+        def fed(*_: Any) -> None:
+            if self.snapshot is None:
+                self.grads = {name: _array(p, p.grad) for name, p in model.named_parameters()}
+
+        def made(*_: Any) -> None:
+            self.snapshot = self.snapshot or _snapshot(model, optimizer)
+
+        optimizer.register_step_pre_hook(fed)
+        optimizer.register_step_post_hook(made)
+
+
+def _model(case: Case, seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return case.torch_model().train()
+
+
+def _tensors(
+    case: Case, precision: str, steps: int, seed: int, reorder: int | None
+) -> Iterator[dict[str, torch.Tensor]]:
+    shuffle = None if reorder is None else np.random.default_rng(reorder)
+    for batch in case.batches(seed, steps):
+        rows = np.arange(case.rows) if shuffle is None else shuffle.permutation(case.rows)
+        tensors = {name: torch.from_numpy(array[rows]) for name, array in batch.items()}
+        yield {name: x.double() if x.is_floating_point() and precision == "fp64" else x for name, x in tensors.items()}
+
+
+def _split(batch: Mapping[str, torch.Tensor], k: int) -> list[dict[str, torch.Tensor]]:
+    pieces = {name: x.chunk(k) for name, x in batch.items()}
+    return [{name: chunks[i] for name, chunks in pieces.items()} for i in range(k)]
+
+
+def _snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    params = dict(model.named_parameters())
+    return Snapshot(
+        params={name: _array(p, p) for name, p in params.items()},
+        mu={name: _array(p, optimizer.state[p].get("exp_avg")) for name, p in params.items()},
+        nu={name: _array(p, optimizer.state[p].get("exp_avg_sq")) for name, p in params.items()},
+    )
+
+
+def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:
+    """A copy of `tensor`; zeros like `p` for the gradient and the moments of a parameter the loss does not reach."""
+    return (torch.zeros_like(p) if tensor is None else tensor).detach().numpy().copy()

@@ -1,0 +1,254 @@
+"""`jaxtrain train` and `sample` as a user drives them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxtrain.cli import main
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner import RunFolder, loop
+from jaxtrain.runner.checkpoint import restore_params
+from jaxtrain.runner.optimizer import schedule
+from jaxtrain.tasks import build
+
+from .conftest import TINY_GPT
+
+SMALL = "--batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
+
+
+def run(command: str) -> int:
+    return main(command.split())
+
+
+def lines(folder: str) -> list[dict]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def final_params(folder: str):
+    recipe = RunFolder(Path(folder)).read_recipe()[1]
+    return restore_params(Path(folder, "checkpoints"), build(recipe).params)
+
+
+def stop_after(step: int, monkeypatch) -> None:
+    """Send this process SIGINT while it takes that step."""
+    add, seen = loop.Interval.add, []
+
+    def signalling(self, metrics):
+        seen.append(metrics)
+        if len(seen) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        add(self, metrics)
+
+    monkeypatch.setattr(loop.Interval, "add", signalling)
+
+
+def test_a_run_leaves_everything_the_folder_promises(capsys):
+    assert run(f"train digits-mlp --steps 10 --hidden 32 {SMALL}") == 0
+    out = capsys.readouterr().out
+    folder = Path("runs/digits-mlp")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["recipe"] == "digits-mlp"
+    assert config["settings"]["steps"] == 10
+    assert config["settings"]["seed"] == 0
+    assert config["versions"]["jax"] == jax.__version__
+    logged = [m for m in lines("runs/digits-mlp") if "loss" in m]
+    expected = "loss lr grad_norm loss_scale skipped examples_per_s step_time_s peak_memory_bytes".split()
+    assert all(set(expected) < set(m) for m in logged)
+    assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6, 8, 10]
+    assert [m["step"] for m in lines("runs/digits-mlp") if "eval_loss" in m] == [0, 4, 8, 10]
+    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [4, 8, 10]
+    page = (folder / "report.html").read_text()
+    assert "<svg" in page
+    assert "src=" not in page
+    assert "<link" not in page
+    for told in ("parameters", "first loss", "log(10)", "compiling the training step", "best evaluation", "left"):
+        assert told in out
+
+
+def test_tensorboard_reads_the_scalars():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
+    events = EventAccumulator("runs/digits-mlp/tensorboard")
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == [2, 4]
+    logged = [m["loss"] for m in lines("runs/digits-mlp") if "loss" in m]
+    np.testing.assert_allclose([e.value for e in events.Scalars("loss")], logged, rtol=1e-6)
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(monkeypatch, capsys):
+    command = f"train digits-cnn --steps 9 --width 4 --accumulate 2 --precision fp16 {SMALL}"
+    assert run(f"{command} --out whole") == 0
+    with monkeypatch.context() as patched:
+        stop_after(5, patched)
+        assert run(f"{command} --out cut") == 130
+    assert "stopped and saved at step 5" in capsys.readouterr().out
+    assert run("train --resume --out cut") == 0
+    for a, b in zip(jax.tree.leaves(final_params("whole")), jax.tree.leaves(final_params("cut")), strict=True):
+        np.testing.assert_array_equal(a, b)
+    numbers = ("step", "loss", "lr", "grad_norm", "loss_scale", "eval_loss")
+    evaluated = [{k: m[k] for k in numbers} for m in lines("whole") if "eval_loss" in m and "loss" in m]
+    assert evaluated == [{k: m[k] for k in numbers} for m in lines("cut") if "eval_loss" in m and "loss" in m]
+    steps = [m["step"] for m in lines("cut")]
+    assert len(steps) == len(set(steps))
+
+
+def test_a_killed_run_logs_no_step_twice(monkeypatch):
+    command = f"train digits-mlp --steps 9 --hidden 16 {SMALL}"
+
+    def die(self, line, step=6, write=loop.MetricsLog.write):
+        write(self, line)
+        if line["step"] == step:
+            raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(loop.MetricsLog, "write", die)
+        run(command)
+    assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6]
+    assert run("train digits-mlp --resume") == 0
+    assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6, 8, 9]
+
+
+def test_a_finished_run_says_so_and_can_go_further(capsys):
+    assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
+    assert run("train digits-mlp --resume") == 0
+    assert "step 4 of 4 is done" in capsys.readouterr().out
+    assert run("train digits-mlp --resume --steps 6") == 0
+    assert lines("runs/digits-mlp")[-1]["step"] == 6
+    assert RunFolder(Path("runs/digits-mlp")).read_recipe()[1].steps == 6
+
+
+def test_the_logged_learning_rate_is_the_one_used():
+    assert run(f"train digits-mlp --steps 10 --hidden 16 --warmup-steps 3 {SMALL}") == 0
+    recipe = RunFolder(Path("runs/digits-mlp")).read_recipe()[1]
+    logged = {m["step"]: m["lr"] for m in lines("runs/digits-mlp") if "lr" in m}
+    # The update of step n is the n-th, and a schedule counts from 0.
+    assert logged == {n: float(schedule(recipe)(n - 1)) for n in (2, 4, 6, 8, 10)}
+
+
+def test_a_gpt_learns_its_own_text_and_writes_some(text_folder, capsys):
+    command = f"train --data {text_folder} --steps 30 --eval-every 15 --lr 1e-2 --warmup-steps 3 --dropout 0.1"
+    assert run(f"{command} --remat full {TINY_GPT} --out run") == 0
+    out = capsys.readouterr().out
+    assert "unigram entropy" in out
+    assert "a sample" in out
+    evaluations = [m["eval_loss"] for m in lines("run") if "eval_loss" in m]
+    assert evaluations[-1] < 0.8 * evaluations[0]
+    assert run("sample run --length 20 --temperature 0 --prompt the") == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the")
+    assert len(first) == len("the") + 20 + 1
+    assert run("sample run --length 20 --temperature 0 --prompt the") == 0
+    assert capsys.readouterr().out == first
+
+
+def test_own_arrays_and_image_folders_train(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    np.savez("own.npz", x=rng.integers(0, 255, (40, 6, 5), np.uint8), y=rng.integers(0, 3, 40))
+    assert run(f"train digits-mlp --data own.npz --classes 3 --steps 2 --hidden 8 {SMALL} --out a") == 0
+    for name in ("cat", "dog"):
+        Path("pets", name).mkdir(parents=True)
+        for i in range(10):
+            Image.fromarray(rng.integers(0, 255, (6, 7, 3), np.uint8)).save(f"pets/{name}/{i}.png")
+    assert run(f"train digits-cnn --data pets --classes 2 --steps 2 --width 2 {SMALL} --out b") == 0
+    assert "float32 [16, 6, 7, 3]" in capsys.readouterr().out
+
+
+BAD = {
+    "train gpt-stdlb": "no recipe 'gpt-stdlb', did you mean 'gpt-stdlib'",
+    "trian": "no command 'trian', did you mean 'train'",
+    "train --data nowhere": "nowhere does not exist",
+    "train --data empty": "empty holds no text",
+    "train digits-mlp --data nowhere.npz": "nowhere.npz does not exist",
+    "train digits-mlp --data empty": "empty has no sub-folders",
+    "train digits-mlp --data outside.npz": "label 10 lies outside 0..9",
+    "train digits-mlp --classes 4": "lies outside 0..3",
+    "train digits-mlp --batch-size 10 --accumulate 4": "batch_size 10 is not divisible by accumulate 4",
+    "train digits-mlp --batch-size 5000": "batch_size is 5000 but there are only",
+    "train --resume": "runs/gpt-stdlib holds no run",
+    "train --resume --out fresh": "fresh holds no run",
+    "train --n-head 3": "n_embd 128 is not divisible by n_head 3",
+    "train --dropout 1": "dropout 1.0 is no rate",
+    "train --steps 0": "steps 0 is too small",
+    "train --steps many": "many",
+    "train --precision fp8": "fp8",
+    "train --lr -1": "lr -1.0",
+    "train --stepz 3": "--stepz",
+    "train --out a_file": "a_file is a file",
+    "sample": "which run?",
+    "sample nowhere": "nowhere holds no run",
+}
+
+
+@pytest.mark.parametrize("command", BAD, ids=lambda c: c.replace(" ", "_"))
+def test_bad_input_is_one_line_and_exit_2_and_nothing_written(command, capsys):
+    Path("empty").mkdir()
+    Path("a_file").touch()
+    np.savez("outside.npz", x=np.zeros((20, 4, 4), np.uint8), y=np.array([0, 1, 2, 10] * 5))
+    before = sorted(Path().rglob("*"))
+    assert run(command) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert BAD[command] in err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_folder_with_a_run_is_never_overwritten(capsys):
+    assert run(f"train digits-mlp --steps 2 --hidden 8 {SMALL} --out mine") == 0
+    before = {p: p.read_bytes() for p in Path("mine").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    for command in (
+        "train digits-mlp --out mine",
+        "train --out mine",
+        "train gpt-stdlib --resume --out mine",
+        "train --resume --out mine --lr 1",
+        "sample mine",
+    ):
+        assert run(command) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert {p: p.read_bytes() for p in Path("mine").rglob("*") if p.is_file()} == before
+
+
+def test_a_damaged_config_is_one_line(capsys):
+    assert run(f"train digits-mlp --steps 2 --hidden 8 {SMALL} --out mine") == 0
+    capsys.readouterr()
+    Path("mine/config.json").write_text("{")
+    assert run("train --resume --out mine") == 2
+    assert "mine/config.json cannot be read" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_real_process_saves_and_exits_130(tmp_path):
+    command = [sys.executable, "-m", "jaxtrain.cli", "train", "digits-mlp", "--steps", "100000", "--hidden", "16"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        for line in process.stdout:
+            if line.startswith("step 20/"):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 130
+    assert "stopped and saved at step" in rest
+    assert lines(str(tmp_path / "runs/digits-mlp"))[-1]["step"] >= 20
+
+
+def test_every_recipe_states_each_of_its_fields():
+    for recipe in RECIPES.values():
+        assert type(recipe).__doc__
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("train --help")
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for flag in ("--steps", "--batch-size", "--accumulate", "--precision", "--remat", "--out", "--resume", "--data"):
+        assert flag in out
+    assert run("--help") == 0
+    assert "train" in capsys.readouterr().out

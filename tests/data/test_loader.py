@@ -1,0 +1,172 @@
+"""The laws of batching: what an epoch holds, and that any position can be returned to."""
+
+import json
+import subprocess
+import sys
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.data import Arrays, Example
+from jaxtrain.data.loader import Loader, epoch_batches
+from jaxtrain.errors import UserError
+
+
+def numbered(length: int) -> Arrays:
+    return Arrays(np.arange(length, dtype=np.float32)[:, None], np.arange(length, dtype=np.int32))
+
+
+def labels(loader: Loader, count: int) -> list[list[int]]:
+    return [batch["label"].tolist() for batch in islice(loader, count)]
+
+
+SIZES = st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
+SEEDS = st.integers(0, 2**40)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, SEEDS, st.booleans(), st.integers(0, 30), st.integers(0, 8))
+def test_resume_at_any_point_equals_never_having_stopped(
+    sizes: tuple[int, int], seed: int, shuffle: bool, stop: int, read_past: int
+) -> None:
+    length, batch_size = sizes
+    uninterrupted = labels(Loader(numbered(length), batch_size, seed, shuffle), stop + 8)
+    loader = Loader(numbered(length), batch_size, seed, shuffle)
+    assert labels(loader, stop) == uninterrupted[:stop]
+    saved = json.dumps(loader.state())
+    labels(loader, read_past)
+    for resumed in (loader, Loader(numbered(length), batch_size, seed, shuffle)):
+        resumed.restore(json.loads(saved))
+        assert resumed.state() == json.loads(saved)
+        assert labels(resumed, 8) == uninterrupted[stop:]
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, SEEDS, st.booleans())
+def test_an_epoch_has_every_example_once_up_to_the_dropped_remainder(
+    sizes: tuple[int, int], seed: int, shuffle: bool
+) -> None:
+    length, batch_size = sizes
+    loader = Loader(numbered(length), batch_size, seed, shuffle)
+    for _ in range(3):
+        seen = [label for batch in labels(loader, length // batch_size) for label in batch]
+        assert len(set(seen)) == len(seen) == length - length % batch_size
+        assert set(seen) <= set(range(length))
+        assert shuffle or seen == sorted(seen)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_the_order_does_not_depend_on_threads_or_prefetch(threads: int) -> None:
+    expected = labels(Loader(numbered(50), 4, seed=3), 30)
+    for prefetch in (0, 4, 32):
+        assert labels(Loader(numbered(50), 4, seed=3, num_threads=threads, prefetch=prefetch), 30) == expected
+
+
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
+    orders = set()
+    for seed in range(3):
+        loader = Loader(numbered(50), 50, seed)
+        orders |= {tuple(order) for order in labels(loader, 3)}
+    assert len(orders) == 9
+
+
+def test_batches_stack_examples_row_by_row() -> None:
+    batch = next(Loader(numbered(9), 4, seed=0))
+    assert (batch["image"].dtype, batch["label"].dtype) == (np.float32, np.int32)
+    assert (batch["image"].shape, batch["label"].shape) == ((4, 1), (4,))
+    assert (batch["image"][:, 0] == batch["label"]).all()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_writing_into_a_batch_leaves_the_source_alone(batch_size: int) -> None:
+    source = numbered(2)
+    for batches in (Loader(source, batch_size, 0, shuffle=False), epoch_batches(source, batch_size)):
+        next(batches)["image"][:] = -1
+    assert source.images[:, 0].tolist() == [0, 1]
+
+
+def test_batches_are_read_in_the_background_before_they_are_asked_for() -> None:
+    third_was_read = threading.Event()
+
+    class Watched(Arrays):
+        def __getitem__(self, index: int, /) -> Example:
+            if index == 2:
+                third_was_read.set()
+            return super().__getitem__(index)
+
+    source = numbered(6)
+    loader = Loader(Watched(source.images, source.labels), 1, seed=0, shuffle=False)
+    next(loader)
+    assert third_was_read.wait(timeout=5)
+
+
+def test_a_batch_that_failed_is_the_next_one_again() -> None:
+    class Flaky(Arrays):
+        def __getitem__(self, index: int, /) -> Example:
+            if index == 2 and not failures:
+                failures.append(index)
+                raise UserError("the disk is away")
+            return super().__getitem__(index)
+
+    failures: list[int] = []
+    source = numbered(6)
+    loader = Loader(Flaky(source.images, source.labels), 1, seed=0, shuffle=False)
+    assert labels(loader, 2) == [[0], [1]]
+    with pytest.raises(UserError, match="the disk is away"):
+        next(loader)
+    assert loader.state()["next_batch"] == 2
+    assert labels(loader, 3) == [[2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "seed", "says"),
+    [(4, 0, "only 3 examples"), (0, 0, "batch_size is 0"), (1, -1, "seed is -1")],
+)
+def test_a_loader_that_cannot_be_is_refused(batch_size: int, seed: int, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Loader(numbered(3), batch_size, seed)
+
+
+def test_a_position_in_another_order_is_refused() -> None:
+    state = Loader(numbered(8), 2, seed=0).state()
+    others = {
+        "examples": Loader(numbered(9), 2, seed=0),
+        "batch_size": Loader(numbered(8), 4, seed=0),
+        "seed": Loader(numbered(8), 2, seed=1),
+        "shuffle": Loader(numbered(8), 2, seed=0, shuffle=False),
+    }
+    for name, other in others.items():
+        with pytest.raises(UserError, match=f"saved with {name} "):
+            other.restore(state)
+
+
+@given(st.integers(0, 20), st.integers(1, 8))
+def test_evaluation_sees_each_example_once_in_batches_of_one_shape(length: int, batch_size: int) -> None:
+    batches = list(epoch_batches(numbered(length), batch_size))
+    assert len(batches) == -(-length // batch_size)
+    for batch in batches:
+        assert {name: array.shape[0] for name, array in batch.items()} == dict.fromkeys(
+            ("image", "label", "weight"), batch_size
+        )
+        assert batch["weight"].dtype == np.float32
+    seen = [label for b in batches for label in b["label"][b["weight"] == 1]]
+    assert seen == list(range(length))
+    assert sum(float(b["weight"].sum()) for b in batches) == length
+
+
+def test_evaluation_stops_at_its_limit_of_batches() -> None:
+    assert [b["label"].tolist() for b in epoch_batches(numbered(9), 2, limit=2)] == [[0, 1], [2, 3]]
+
+
+def test_evaluation_with_an_impossible_batch_size_is_refused() -> None:
+    with pytest.raises(UserError, match="batch_size is 0"):
+        next(epoch_batches(numbered(2), 0))
+
+
+def test_importing_the_loader_emits_no_warning() -> None:
+    program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
+    assert subprocess.run(program, capture_output=True, check=True).stderr == b""
