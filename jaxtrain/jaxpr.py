@@ -92,8 +92,6 @@ def _cast(aval: Any, value: Any) -> Any:
 
 def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     body = eqn.params["jaxpr"]
-    if eqn.params["inline"]:
-        return run(body.jaxpr, body.consts, args)
 
     def fn(*inner: Any) -> list[Any]:
         return run(body.jaxpr, body.consts, inner)
@@ -108,7 +106,8 @@ def _checkpoint(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    body, n_consts, n_carry = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+    body = eqn.params["jaxpr"]
+    n_consts, n_carry = _scan_sizes(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     carry_avals = body.in_avals[n_consts : n_consts + n_carry]
 
@@ -119,6 +118,14 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
     carry, ys = lax.scan(step, cast_like(carry_avals, init), xs, **options)
     return [*carry, *ys]
+
+
+def _scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's arguments are constants, and how many its carry."""
+    if "ft_in" in eqn.params:  # since JAX 0.11: three flat trees
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
 def _while(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

@@ -19,7 +19,7 @@ from jaxtrain.remat import block
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes and dropout rate. The names are those of `transformers.GPT2Config`."""
+    """Sizes, dropout rate, and the standard deviation of initial weights. The names are those of `transformers.GPT2Config`."""
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -28,6 +28,7 @@ class GPT2Config:
     n_head: int = 12
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
 
 
 class GPT2(nnx.Module):
@@ -35,7 +36,7 @@ class GPT2(nnx.Module):
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        normal = nnx.initializers.normal(0.02)
+        normal = nnx.initializers.normal(config.initializer_range)
         # Bare parameters: nnx.Embed keeps the dtype it was made with.
         self.wte = nnx.Param(normal(rngs.params(), (config.vocab_size, config.n_embd)))
         self.wpe = nnx.Param(normal(rngs.params(), (config.n_positions, config.n_embd)))
@@ -58,15 +59,15 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, n_embd] → the same."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
-        width = config.n_embd
+        width, std = config.n_embd, config.initializer_range
         self.config = config
         self.ln_1 = _layer_norm(config, rngs)
-        self.qkv = _linear(width, 3 * width, 0.02, rngs)
+        self.qkv = _linear(width, 3 * width, std, rngs)
         # Projections into the residual stream start smaller with depth (section 2.3 of the paper).
-        into_residual = 0.02 / math.sqrt(2 * config.n_layer)
+        into_residual = std / math.sqrt(2 * config.n_layer)
         self.attn_proj = _linear(width, width, into_residual, rngs)
         self.ln_2 = _layer_norm(config, rngs)
-        self.fc = _linear(width, 4 * width, 0.02, rngs)
+        self.fc = _linear(width, 4 * width, std, rngs)
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
     def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:

@@ -85,4 +85,11 @@ def _svg(metrics: list[dict[str, Any]], names: tuple[str, ...], references: Mapp
     return svg[svg.index("<svg") :]
 
 
-_LABELS = {"loss": "training loss", "eval_loss": "validation loss", "lr": "learning rate", "grad_norm": "gradient norm"}
+_LABELS = {
+    "tokens_per_s": "tokens/s",
+    "examples_per_s": "examples/s",
+    "loss": "training loss",
+    "eval_loss": "validation loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+}

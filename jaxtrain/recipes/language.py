@@ -11,7 +11,7 @@ class GPTRecipe(Recipe):
 
     steps: int = 600
     batch_size: int = 16
-    lr: float = 2e-3
+    lr: float = 4e-3
     n_layer: int = 4
     """Blocks."""
     n_embd: int = 128

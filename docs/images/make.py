@@ -1,0 +1,33 @@
+"""Make docs/images/train.svg, the README's picture, from a real run: `python docs/images/make.py`."""
+
+import dataclasses
+import io
+import tempfile
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+
+from jaxtrain.observe import Console
+from jaxtrain.observe.metrics import read_metrics
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner import RunFolder, fit
+
+HERE = Path(__file__).parent
+WIDTH = 96
+
+
+def main() -> None:
+    """Train the default recipe and keep what the console showed."""
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], log_every=100, eval_every=100)
+    rich = RichConsole(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+    console = Console(rich)
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder) / "run")
+        outcome = fit("gpt-stdlib", recipe, run, resume=False, console=console)
+        console.sample(outcome.sample or "")
+        console.summary(read_metrics(run.metrics), outcome.references, {})
+    rich.save_svg(str(HERE / "train.svg"), title="jaxtrain train")
+
+
+if __name__ == "__main__":
+    main()
