@@ -40,7 +40,7 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
     >>> def two_layers(x):
     ...     return block(jnp.sin)(block(jnp.sin)(x))
     >>> text = str(jax.make_jaxpr(remat(two_layers, "full"))(1.0))
-    >>> text.count("checkpoint")
+    >>> text.count("policy=")
     2
     """
     if policy == "none":

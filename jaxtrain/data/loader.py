@@ -7,7 +7,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.sources import Example, Source
+from jaxtrain.data.source import Example, Source
 from jaxtrain.errors import UserError
 
 Batch = dict[str, NDArray[Any]]  # name -> [batch_size, ...]

@@ -19,7 +19,7 @@ from jaxtrain.remat import block
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes, dropout rate, and the standard deviation of initial weights. The names are those of `transformers.GPT2Config`."""
+    """Sizes, dropout rate, initial weights' standard deviation; the names are those of `transformers.GPT2Config`."""
 
     vocab_size: int = 50257
     n_positions: int = 1024

@@ -1,9 +1,9 @@
 """What each source yields, and the line each mistake gets."""
 
 import io
-import re
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path

@@ -1,0 +1,151 @@
+"""Labelled arrays in memory: scikit-learn's digits and .npz files."""
+
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.data.holdout import Labels, stratified_split
+from jaxtrain.data.source import Example
+from jaxtrain.errors import UserError
+
+Keys = tuple[str, str]  # the names of images and labels in an npz file
+
+_TRAIN_KEYS = (("x", "y"), ("image", "label"), ("x_train", "y_train"))
+_VALIDATION_KEYS = (("x_test", "y_test"), ("x_val", "y_val"))
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Labelled examples in memory: item `i` is `{"image": images[i], "label": labels[i]}`.
+
+    >>> Arrays(np.zeros((2, 8, 8, 1), np.float32), np.array([3, 1], np.int32))[1]["label"]
+    np.int32(1)
+
+    Raises UserError if the lengths differ.
+    """
+
+    images: NDArray[np.float32]  # [N, H, W, C], or [N, ...]
+    labels: Labels  # [N]
+
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.labels):
+            raise UserError(f"{len(self.images)} images but {len(self.labels)} labels: give as many")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int, /) -> Example:
+        return {"image": self.images[index], "label": self.labels[index]}
+
+
+def digits(validation_fraction: float = 0.1) -> tuple[Arrays, Arrays]:
+    """scikit-learn's 1797 handwritten digits, float32 [N, 8, 8, 1] in [0, 1], as (train, validation).
+
+    >>> train, validation = digits()
+    >>> len(train) + len(validation), train[0]["image"].shape
+    (1797, (8, 8, 1))
+
+    Raises UserError if scikit-learn is missing.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError("the digits need scikit-learn: pip install scikit-learn") from None
+    bunch = load_digits()
+    images = (bunch.images[..., None] / 16).astype(np.float32)
+    return _split_arrays(Arrays(images, bunch.target.astype(np.int32)), validation_fraction)
+
+
+def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
+    """An `.npz` file's arrays as (train, validation).
+
+    Reads `x`/`y` (or `image`/`label`, `x_train`/`y_train`) and, where they are there, `x_test`/`y_test` (or
+    `x_val`/`y_val`) for validation; otherwise a tenth of each class is held out. uint8 pixels become float32
+    in [0, 1], other numbers only float32; [N, H, W] becomes [N, H, W, 1]. Nothing pickled is ever loaded.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(f"{folder}/data.npz", x=np.full((20, 4, 4), 255, np.uint8), y=np.arange(20) % 2)
+    ...     train, validation = npz(f"{folder}/data.npz")
+    >>> train.images.shape, float(train.images.max()), len(validation)
+    ((18, 4, 4, 1), 1.0, 2)
+
+    Raises UserError if the file is missing or no npz, and if an array is missing, empty, of objects, of
+    another length than its partner, or, for labels, not of integers [N].
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{file} is not a file: give one written by numpy.savez")
+    if not zipfile.is_zipfile(file):
+        raise UserError(f"{file} is not an npz file: write one with numpy.savez(path, x=images, y=labels)")
+    with np.load(file, allow_pickle=False) as archive:
+        train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
+        validation_keys = _present_pair(archive, _VALIDATION_KEYS)
+        if validation_keys is None:
+            return _split_arrays(train, 0.1)
+        return train, _read_pair(archive, file, validation_keys)
+
+
+def check_labels(source_labels: NDArray[np.integer[Any]], classes: int) -> None:
+    """Nothing, if every label lies in 0..classes-1.
+
+    >>> check_labels(np.array([0, 1, 3]), classes=3)
+    Traceback (most recent call last):
+    jaxtrain.errors.UserError: label 3 lies outside 0..2 (1 of 3 labels do): mend it or set the number of classes
+
+    Raises UserError naming one that does not: JAX would clamp or mask it and train on, without a word.
+    """
+    outside = source_labels[(source_labels < 0) | (source_labels >= classes)]
+    if len(outside):
+        raise UserError(
+            f"label {outside[0]} lies outside 0..{classes - 1} ({len(outside)} of {len(source_labels)} labels do):"
+            " mend it or set the number of classes"
+        )
+
+
+def _present_pair(archive: np.lib.npyio.NpzFile, pairs: tuple[Keys, ...]) -> Keys | None:
+    """The first pair of names of which the archive has at least one."""
+    return next((pair for pair in pairs if not set(archive.files).isdisjoint(pair)), None)
+
+
+def _read_pair(archive: np.lib.npyio.NpzFile, file: Path, keys: Keys) -> Arrays:
+    images, labels = (_read_array(archive, file, key) for key in keys)
+    where = f"{file}: {keys[1]!r}"
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise UserError(f"{where} is {labels.dtype} {list(labels.shape)}: save integers of shape [N]")
+    if images.dtype.kind not in "biuf" or images.ndim == 0:
+        raise UserError(f"{file}: {keys[0]!r} is {images.dtype} {list(images.shape)}: save numbers [N, ...]")
+    if len(images) != len(labels):
+        raise UserError(f"{where} has {len(labels)} labels for {len(images)} images: save as many")
+    scale = np.float32(255 if images.dtype == np.uint8 else 1)
+    pixels = images.astype(np.float32) / scale
+    return Arrays(pixels[..., None] if pixels.ndim == 3 else pixels, labels.astype(np.int32))
+
+
+def _read_array(archive: np.lib.npyio.NpzFile, file: Path, key: str) -> NDArray[Any]:
+    if key not in archive.files:
+        present = ", ".join(archive.files) or "nothing"
+        raise UserError(f"{file} has no array {key!r}, only {present}: save images as x and labels as y")
+    try:
+        array = np.asarray(archive[key])
+    except ValueError:  # numpy's refusal to unpickle
+        raise UserError(f"{file}: {key!r} is an array of objects: save it as an array of numbers") from None
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{file}: {key!r} cannot be read ({error}): write the file again") from None
+    if not array.size:
+        raise UserError(f"{file}: {key!r} is empty, of shape {list(array.shape)}: save at least one example")
+    return array
+
+
+def _split_arrays(arrays: Arrays, validation_fraction: float) -> tuple[Arrays, Arrays]:
+    train, validation = stratified_split(arrays.labels, validation_fraction)
+    return (
+        Arrays(arrays.images[train], arrays.labels[train]),
+        Arrays(arrays.images[validation], arrays.labels[validation]),
+    )
