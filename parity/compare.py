@@ -58,15 +58,8 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Ver
     `theirs`: runs of the same mathematics rounded differently, the plain one first. The farthest of them is the
     measured noise of the precision. All must have overflowed at the same steps, and moved the loss scale alike.
     """
-    ratios = {
-        what: _ratio(_rms(our, true), max(_rms(other, true) for other in others))
-        for (what, our), others, true in zip(
-            _judged(ours).items(),
-            zip(*(_judged(other).values() for other in theirs), strict=True),
-            _judged(truth).values(),
-            strict=True,
-        )
-    }
+    errors = [_errors(run, truth) for run in theirs]
+    ratios = {what: _ratio(e, max(other[what] for other in errors)) for what, e in _errors(ours, truth).items()}
     faults = [
         f"{what}: {ratio:.3g} times as far from the float64 truth as PyTorch's, over {RATIO_BAR:g}"
         for what, ratio in ratios.items()
@@ -75,6 +68,11 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Ver
     for step in np.flatnonzero(ours.scales != theirs[0].scales)[:1]:
         faults.append(f"loss scale after {step} steps: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")
     return _verdict(ours, theirs[0], max(ratios.values()), faults)
+
+
+def median(verdicts: Sequence[Verdict]) -> Verdict:
+    """The middle one, from the best to the worst."""
+    return sorted(verdicts, key=lambda v: (not v.passed, v.error_ratio or 0.0))[len(verdicts) // 2]
 
 
 def relative(ours: Tensors, theirs: Tensors) -> dict[str, float]:
@@ -99,32 +97,35 @@ def _verdict(ours: Record, theirs: Record, error_ratio: float | None, faults: Se
 
 
 def _apart(ours: Record, theirs: Record) -> Iterator[str]:
-    """A line for each group of tensors of which one is farther apart than its bar."""
-    last_bar = FIRST_BAR if len(theirs.losses) == 1 else LAST_BAR
-    groups = {
-        "loss": (FIRST_BAR, _losses(ours, 1), _losses(theirs, 1)),
-        "gradient": (FIRST_BAR, ours.grads, theirs.grads),
-        "later loss": (last_bar, _losses(ours), _losses(theirs)),
-    }
-    for field in ("params", "mu", "nu"):
-        groups[f"{field} after the first update"] = (
-            FIRST_BAR,
-            getattr(ours.first, field),
-            getattr(theirs.first, field),
-        )
-        groups[f"{field} after the last step"] = (last_bar, getattr(ours.last, field), getattr(theirs.last, field))
-    for what, (bar, our, their) in groups.items():
+    """A line for each group of tensors of which one is farther apart than its bar, in the order of a run."""
+    for (what, bar, our), (_, _, their) in zip(_stages(ours), _stages(theirs), strict=True):
         name, distance = _worst(relative(our, their))
-        if not distance <= bar:
+        if distance > bar:
             yield f"{what}, {name}: {distance:.1e} apart, over {bar:.0e}"
+
+
+def _stages(record: Record) -> Iterator[tuple[str, float, Tensors]]:
+    yield "first loss", FIRST_BAR, _losses(record, 1)
+    yield "gradient", FIRST_BAR, record.grads
+    for what, tensors in vars(record.first).items():
+        yield f"{what} after the first update", FIRST_BAR, tensors
+    yield "loss", LAST_BAR, _losses(record)
+    for what, tensors in vars(record.last).items():
+        yield f"{what} after the last step", LAST_BAR, tensors
 
 
 def _losses(record: Record, steps: int | None = None) -> Tensors:
     return {f"step {i}": loss for i, loss in enumerate(record.losses[:steps], start=1)}
 
 
-def _judged(record: Record) -> dict[str, Tensors]:
-    return {"losses": _losses(record), "first gradient": record.grads, "last parameters": record.last.params}
+def _errors(run: Record, truth: Record) -> dict[str, float]:
+    """Root mean square distances of a run to the truth."""
+    return {
+        "losses": _rms(_losses(run), _losses(truth)),
+        "first gradient": _rms(run.grads, truth.grads),
+        "first parameters": _rms(run.first.params, truth.first.params),
+        "last parameters": _rms(run.last.params, truth.last.params),
+    }
 
 
 def _worst(distances: dict[str, float]) -> tuple[str, float]:
@@ -151,5 +152,4 @@ def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _norm(tensors: Iterable[np.ndarray]) -> float:
-    with np.errstate(over="ignore"):
-        return math.sqrt(sum(float(np.vdot(x, x)) for x in map(np.float64, tensors)))
+    return math.sqrt(sum(float(np.vdot(x, x)) for x in map(np.float64, tensors)))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
-from parity.case import Batch, Case
+from parity.case import Case
 from parity.record import Record, Snapshot, Tensors
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,13 +50,15 @@ def run(
 
     for step, batch in enumerate(_tensors(case, precision, steps, seed, reorder)):
         optimizer.zero_grad()
-        window_loss = torch.zeros([])
+        window_loss, weights = torch.zeros([]), set()
         for micro_batch in _split(batch, accumulate):
             with autocast:
                 total, weight = case.torch_loss(model, micro_batch)
                 loss = total / weight / accumulate
             scaler.scale(loss).backward()
             window_loss = window_loss + loss.detach()
+            weights.add(int(weight))
+        _check_alike(weights, case)
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         if step not in skip:
@@ -109,6 +111,12 @@ def _tensors(
 def _split(batch: Mapping[str, torch.Tensor], k: int) -> list[dict[str, torch.Tensor]]:
     pieces = {name: x.chunk(k) for name, x in batch.items()}
     return [{name: chunks[i] for name, chunks in pieces.items()} for i in range(k)]
+
+
+def _check_alike(weights: set[int], case: Case) -> None:
+    # The loop's mean over k is the window's mean only then.
+    if len(weights) > 1:
+        raise UserError(f"micro-batches of {case.name} weigh {sorted(weights)}: draw batches that split evenly")
 
 
 def _snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:

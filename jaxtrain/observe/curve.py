@@ -10,7 +10,7 @@ def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float]
     """`points` (x, y) as an area of block characters, with a dotted line across at every reference below its top.
 
     >>> print(curve([(0, 2.0), (1, 1.0), (2, 0.0)], {}, width=6).splitlines()[0].rstrip())
-       2.00 ┤█▁
+       2.00 ┤█
     """
     (first, *_), (last, *_) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)

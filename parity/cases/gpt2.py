@@ -46,10 +46,20 @@ def case(config: GPT2Config = CONFIG) -> Case:
 
 
 def _torch_model() -> Module:
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), CONFIG.dropout)
-    sizes = {name: getattr(CONFIG, name) for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")}
-    # The default special tokens are out of a small vocabulary's range.
-    return GPT2LMHeadModel(HFConfig(**sizes, **rates, bos_token_id=None, eos_token_id=None))
+    config = HFConfig(
+        vocab_size=CONFIG.vocab_size,
+        n_positions=CONFIG.n_positions,
+        n_embd=CONFIG.n_embd,
+        n_layer=CONFIG.n_layer,
+        n_head=CONFIG.n_head,
+        resid_pdrop=CONFIG.dropout,
+        embd_pdrop=CONFIG.dropout,
+        attn_pdrop=CONFIG.dropout,
+        # The default ones are out of a small vocabulary's range.
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)
 
 
 def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:

@@ -1,0 +1,146 @@
+"""`parity COMMAND`: which cases there are, and whether they hold. Mistakes are answered in one line."""
+
+import argparse
+import difflib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from parity.case import Case
+from parity.cases import CASES, SUMMARIES
+from parity.report import Result, bars, document, table
+from parity.run import PRECISIONS, check, validate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, 1 where something differs, 2 for wrong usage."""
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    if options.command == "list":
+        print("\n".join(f"{name:6} {summary}" for name, summary in SUMMARIES.items()))
+        return 0
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    # A pipe has no width, and a table folded to a guessed one is hard to read.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console.print(bars())
+    from jaxtrain.errors import UserError  # and with it JAX: seconds, once something is on the screen
+
+    try:
+        results = _results(options, console)
+    except UserError as error:
+        if options.debug:
+            raise
+        print(f"parity: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("parity: interrupted", file=sys.stderr)
+        return 130
+    console.print(table(results))
+    if options.json:
+        options.json.write_text(json.dumps(document(results), indent=2, allow_nan=False) + "\n")
+    return 0 if all(result.verdict.passed for result in results) else 1
+
+
+def _results(options: argparse.Namespace, console: Console) -> list[Result]:
+    """Everything asked for, run; but first, whether it can be."""
+    if options.json:
+        _check_writable(options.json)
+    with console.status("importing"):
+        cases = [_load(name) for name in options.cases or CASES]
+    checks = list(product(cases, options.precision or ["fp64", "fp32"]))
+    settings = {"accumulate": options.accumulate, "remat": options.remat, "steps": options.steps}
+    for case, precision in checks:
+        validate(case, precision, **settings)
+    return [_result(case, precision, settings, options.seed, console) for case, precision in checks]
+
+
+def _result(case: Case, precision: str, settings: dict[str, Any], seed: int, console: Console) -> Result:
+    start = time.perf_counter()
+    with console.status(f"{case.name} {precision}"):
+        verdict = check(case, precision, seed=seed, **settings)
+    seconds = time.perf_counter() - start
+    console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
+    for fault in verdict.faults:
+        console.print(f"  {fault}")
+    return Result(case, precision, seed=seed, verdict=verdict, **settings)
+
+
+def _load(name: str) -> Case:
+    from jaxtrain.errors import UserError
+
+    try:
+        return CASES[name]()
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers"):
+            raise
+        raise UserError(f"{missing.name} is not installed: pip install 'jaxtrain[parity]'") from missing
+
+
+def _check_writable(path: Path) -> None:
+    from jaxtrain.errors import UserError
+
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another --json path") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"parity: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("parity", description="Is the JAX training step the one PyTorch would have made?")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("list", help="the cases there are")
+    run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")
+    run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="all of them if none is named")
+    run.add_argument("--precision", action="extend", type=_precisions, help="by default fp64,fp32; also bf16, fp16")
+    run.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
+    run.add_argument("--remat", default="none", metavar="P", help="what JAX keeps for the backward pass")
+    run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
+    run.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of weights and data")
+    run.add_argument("--json", type=Path, metavar="F", help="write the results there too")
+    run.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _case(name: str) -> str:
+    if name not in CASES:
+        near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}"
+        raise argparse.ArgumentTypeError(f"no case {name!r}: {hint}")
+    return name
+
+
+def _precisions(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in PRECISIONS:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose from {','.join(PRECISIONS)}")
+    return names
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The laws of the name table: exact both ways, PyTorch's meaning of each layout, every fault named at once."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxtrain as jt
+from jaxtrain.interop import AS_IS, CONV, LINEAR, NameTable, TorchParam, linear_after_flatten
+
+SIZE = st.integers(1, 4)
+LAYOUTS = st.one_of(
+    st.tuples(st.just(AS_IS), st.lists(SIZE, max_size=3).map(tuple)),
+    st.tuples(st.just(LINEAR), st.tuples(SIZE, SIZE)),
+    st.tuples(st.just(CONV), st.tuples(SIZE, SIZE, SIZE, SIZE)),
+    st.builds(
+        lambda out, c, h, w: (linear_after_flatten(c, h, w), (out, c * h * w)),
+        SIZE, SIZE, SIZE, SIZE,
+    ),
+)  # fmt: skip
+DTYPES = st.sampled_from([np.float32, np.float64, np.float16, np.int32])
+
+
+def numbered(shape, dtype, start=0):
+    return (np.arange(np.prod(shape, dtype=int)) + start).reshape(shape).astype(dtype)
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+@given(st.lists(st.tuples(LAYOUTS, DTYPES, st.integers(0, 3)), min_size=1, max_size=4))
+def test_there_and_back_is_exact(leaves):
+    params, tensors, like = {}, {}, {}
+    for i, ((layout, shape), dtype, layers) in enumerate(leaves):
+        torch_name = f"h.{{layer}}.p{i}" if layers else f"p{i}"
+        names = [f"h.{layer}.p{i}" for layer in range(layers)] if layers else [f"p{i}"]
+        params[f"outer/p{i}"] = TorchParam(torch_name, layout)
+        tensors |= {name: numbered(shape, dtype, start=7 * j) for j, name in enumerate(names)}
+        jax_shape = layout.to_jax(np.zeros(shape)).shape
+        like[f"p{i}"] = np.zeros((layers, *jax_shape) if layers else jax_shape)
+    table = NameTable(params)
+    in_jax = table.to_jax(tensors, like={"outer": like})
+    assert {name: x.shape for name, x in in_jax["outer"].items()} == {name: x.shape for name, x in like.items()}
+    assert_same(table.to_torch(in_jax), tensors)
+    assert_same(table.to_jax(table.to_torch(in_jax), like={"outer": like})["outer"], in_jax["outer"])
+
+
+def test_linear_means_torchs_linear():
+    weight, x = np.random.default_rng(0).normal(size=(3, 4)), np.random.default_rng(1).normal(size=(5, 4))
+    expected = torch.nn.functional.linear(torch.tensor(x), torch.tensor(weight))
+    np.testing.assert_allclose(x @ LINEAR.to_jax(weight), expected, rtol=1e-13)
+
+
+def test_conv_means_torchs_conv2d():
+    weight, x = np.random.default_rng(0).normal(size=(3, 2, 3, 2)), np.random.default_rng(1).normal(size=(1, 5, 6, 2))
+    expected = torch.nn.functional.conv2d(torch.tensor(x.transpose(0, 3, 1, 2)), torch.tensor(weight))
+    with jax.enable_x64(True):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        ours = jax.lax.conv_general_dilated(x, CONV.to_jax(weight), (1, 1), "VALID", dimension_numbers=dimensions)
+    np.testing.assert_allclose(ours, expected.permute(0, 2, 3, 1), rtol=1e-12, atol=1e-14)
+
+
+def test_linear_after_flatten_means_torchs_over_channels_first():
+    weight, x = np.random.default_rng(0).normal(size=(3, 24)), np.random.default_rng(1).normal(size=(5, 2, 3, 4))
+    expected = torch.nn.functional.linear(torch.tensor(x).flatten(1), torch.tensor(weight))
+    ours = x.transpose(0, 2, 3, 1).reshape(5, 24) @ linear_after_flatten(2, 3, 4).to_jax(weight)
+    np.testing.assert_allclose(ours, expected, rtol=1e-13)
+
+
+TABLE = NameTable(
+    {
+        "wte": TorchParam("wte.weight"),
+        "blocks/fc": TorchParam("h.{layer}.fc.weight", LINEAR),
+        "head": TorchParam("head.weight", LINEAR),
+    },
+    tied={"lm_head.weight": "wte.weight"},
+)
+LIKE = {"wte": np.zeros((5, 4)), "blocks": {"fc": np.zeros((2, 4, 3))}, "head": np.zeros((4, 2))}
+
+
+def fitting():
+    return {
+        "wte.weight": numbered((5, 4), np.float32),
+        "h.0.fc.weight": numbered((3, 4), np.float32),
+        "h.1.fc.weight": numbered((3, 4), np.float32, 12),
+        "head.weight": numbered((2, 4), np.float32),
+    }
+
+
+def faults(tensors):
+    with pytest.raises(jt.UserError) as error:
+        TABLE.to_jax(tensors, like=LIKE)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_all_faults_are_named_at_once():
+    tensors = fitting()
+    del tensors["wte.weight"], tensors["h.1.fc.weight"]
+    message = faults(
+        {**tensors, "head.weight": np.zeros((3, 4)), "h.2.fc.weight": np.zeros((3, 4)), "extra": np.ones(1)}
+    )
+    for fault in (
+        "missing wte.weight",
+        "missing h.1.fc.weight",
+        "mis-shaped head.weight: (4, 3) for head (4, 2)",
+        "unexpected extra",
+        "unexpected h.2.fc.weight",
+    ):
+        assert fault in message
+    assert "h.0.fc.weight" not in message
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong", "like"),
+    [
+        (CONV, (3, 4), (3, 3, 2, 4)),
+        (linear_after_flatten(2, 3, 4), (3, 25), (24, 3)),
+        (linear_after_flatten(2, 3, 4), (3,), (24, 3)),
+        (LINEAR, (3,), (4, 3)),
+    ],
+)
+def test_a_tensor_of_the_wrong_rank_or_size_is_a_fault_like_any_other(layout, wrong, like):
+    table = NameTable({"p": TorchParam("p.weight", layout), "q": TorchParam("q.weight")})
+    with pytest.raises(jt.UserError, match=r"mis-shaped p\.weight.*; unexpected r") as error:
+        table.to_jax({"p.weight": np.zeros(wrong), "r": np.zeros(1)}, like={"p": np.zeros(like), "q": np.zeros(1)})
+    assert "missing q.weight" in str(error.value)
+
+
+def test_layers_of_different_shapes_are_a_fault_like_any_other():
+    assert "mis-shaped h." in faults({**fitting(), "h.1.fc.weight": np.zeros((3, 5))})
+
+
+def test_a_tied_tensor_may_be_there_or_not_but_must_agree():
+    tensors = fitting()
+    without = TABLE.to_jax(tensors, like=LIKE)
+    tied = TABLE.to_jax({**tensors, "lm_head.weight": tensors["wte.weight"].copy()}, like=LIKE)
+    np.testing.assert_array_equal(without["wte"], tied["wte"])
+    assert "lm_head.weight" not in TABLE.to_torch(tied)
+    message = faults({**tensors, "lm_head.weight": tensors["wte.weight"] + 1})
+    assert "untied lm_head.weight: differs from wte.weight" in message
+
+
+def test_a_table_that_does_not_fit_the_model_says_both_sides():
+    with pytest.raises(jt.UserError, match=r"without an entry \['new'\], without a leaf \['head'\]"):
+        TABLE.to_torch({"wte": LIKE["wte"], "blocks": LIKE["blocks"], "new": np.zeros(1)})

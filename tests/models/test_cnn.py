@@ -1,0 +1,53 @@
+"""The CNN: PyTorch's `Sequential` on channels-last images, in whatever dtype it is given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+
+from jaxtrain import jaxpr
+from jaxtrain.models import CNN, functional
+from jaxtrain.models.cnn import torch_names
+
+SHAPE, WIDTH = (6, 5, 3), 4
+IMAGES = np.random.default_rng(0).normal(size=(2, *SHAPE))
+
+
+def model():
+    return functional(CNN(SHAPE, WIDTH, classes=7, rngs=nnx.Rngs(0)))
+
+
+def every_dtype(traced):
+    for eqn in traced.eqns:
+        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from every_dtype(inner)
+
+
+def test_images_give_logits():
+    apply, params = model()
+    assert apply(params, jnp.ones((2, *SHAPE))).shape == (2, 7)
+    assert params["conv"]["kernel"].shape == (3, 3, 3, WIDTH)
+    assert params["head"]["kernel"].shape == (4 * 3 * WIDTH, 7)
+
+
+def test_it_equals_torchs_sequential_in_float64():
+    apply, params = model()
+    theirs = torch.nn.Sequential(
+        torch.nn.Conv2d(3, WIDTH, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 3 * WIDTH, 7)
+    ).double()
+    tensors = {name: t.numpy() for name, t in theirs.state_dict().items()}
+    with jax.enable_x64(True):
+        ours = apply(torch_names(SHAPE, WIDTH).to_jax(tensors, like=params), IMAGES)
+    expected = theirs(torch.tensor(IMAGES.transpose(0, 3, 1, 2)))
+    np.testing.assert_allclose(ours, expected.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_float64_stays_float64_throughout():
+    apply, params = model()
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        traced = jax.make_jaxpr(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()))(params)
+    assert "float64" in set(every_dtype(traced.jaxpr))
+    assert "float32" not in set(every_dtype(traced.jaxpr))

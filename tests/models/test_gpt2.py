@@ -1,0 +1,131 @@
+"""GPT-2: causal, deterministic without a key, and float64 throughout where its parameters are."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtrain import jaxpr
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import GPT2, GPT2Config, functional
+from jaxtrain.models.gpt2 import _dropout, torch_names
+
+CONFIG = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, dropout=0.25)
+TOKENS = np.random.default_rng(0).integers(0, 11, size=(3, 6)).astype(np.int32)
+
+
+def model(**changes):
+    apply, params = functional(GPT2(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
+    # As large as in training, so that no layer is near the identity.
+    return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
+
+
+def every_dtype(traced):
+    for eqn in traced.eqns:
+        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from every_dtype(inner)
+
+
+def test_tokens_give_logits_and_blocks_are_stacked():
+    apply, params = model(n_layer=3)
+    assert apply(params, TOKENS).shape == (3, 6, 11)
+    assert params["blocks"]["qkv"]["kernel"].shape == (3, 8, 24)
+    assert params["blocks"]["fc"]["bias"].shape == (3, 32)
+    assert params["wte"].shape == (11, 8)
+    assert params["wpe"].shape == (8, 8)
+
+
+def test_every_layer_starts_different():
+    _, params = model()
+    first, second = params["blocks"]["qkv"]["kernel"]
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_a_token_changes_no_earlier_logits_and_its_own(position):
+    apply, params = model()
+    changed = TOKENS.copy()
+    changed[:, position] = (changed[:, position] + 1) % 11
+    before, after = apply(params, TOKENS), apply(params, changed)
+    np.testing.assert_array_equal(after[:, :position], before[:, :position])
+    # This one and every later sees it.
+    assert (np.abs(after - before)[:, position:].max(axis=-1) > 0).all()
+
+
+def test_a_row_of_the_batch_changes_no_other():
+    apply, params = model()
+    changed = TOKENS.copy()
+    changed[1] = (changed[1] + 1) % 11
+    before, after = apply(params, TOKENS), apply(params, changed)
+    np.testing.assert_array_equal(after[::2], before[::2])
+
+
+def test_without_a_key_there_is_no_dropout():
+    apply, params = model()
+    plain, _ = model(dropout=0.0)
+    np.testing.assert_array_equal(apply(params, TOKENS), apply(params, TOKENS))
+    np.testing.assert_array_equal(apply(params, TOKENS), plain(params, TOKENS))
+    np.testing.assert_array_equal(plain(params, TOKENS, jax.random.key(0)), plain(params, TOKENS))
+
+
+def test_with_a_key_dropout_is_that_keys():
+    apply, params = model()
+    one, again, other = (apply(params, TOKENS, jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    assert not np.array_equal(one, apply(params, TOKENS))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
+    n = 1_000_000
+    dropped = np.asarray(_dropout(jnp.ones(n), rate, jax.random.key(0)))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / (1 - rate))}
+    # Five standard deviations of a binomial.
+    assert abs((dropped == 0).mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / n)
+
+
+def test_every_place_and_every_layer_has_dropout_of_its_own():
+    apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
+    traced = jax.make_jaxpr(apply)(params, TOKENS, jax.random.key(0))
+
+    def drawn(traced, times=1):
+        for eqn in traced.eqns:
+            if eqn.primitive.name == "random_bits":
+                yield times, eqn.outvars[0].aval.shape
+            inside = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+            for inner in jaxpr.inner_jaxprs(eqn):
+                yield from drawn(inner, inside)
+
+    # The embedding; in each of the two layers the attention weights, the attention's output and the MLP's.
+    hidden, weights = (3, 6, 8), (3, 2, 6, 6)
+    assert sorted(drawn(traced.jaxpr)) == sorted([(1, hidden), (2, weights), (2, hidden), (2, hidden)])
+
+
+def test_float64_stays_float64_throughout():
+    apply, params = model()
+
+    def loss(params, rng):
+        return cross_entropy(apply(params, TOKENS[:, :-1], rng), TOKENS[:, 1:]).sum()
+
+    # flax's LayerNorm relies on promotion.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
+    found = set(every_dtype(traced.jaxpr))
+    assert "float64" in found
+    assert "float32" not in found
+
+
+def test_torch_names_cover_every_parameter():
+    _, params = model()
+    tensors = torch_names().to_torch(params)
+    # Twelve tensors a layer, two embeddings, the last norm's scale and bias.
+    assert len(tensors) == 2 * 12 + 4
+    assert tensors["transformer.h.1.attn.c_attn.weight"].shape == (8, 24)
+    back = torch_names().to_jax({**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}, like=params)
+    jax.tree.map(np.testing.assert_array_equal, back, params)

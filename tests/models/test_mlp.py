@@ -1,0 +1,53 @@
+"""The MLP: PyTorch's `Sequential`, in whatever dtype it is given."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+
+from jaxtrain import jaxpr
+from jaxtrain.models import MLP, functional
+from jaxtrain.models.mlp import torch_names
+
+SIZES = (12, 6, 5, 3)
+IMAGES = np.random.default_rng(0).normal(size=(4, 2, 2, 3))
+
+
+def double(params):
+    return jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+
+
+def every_dtype(traced):
+    for eqn in traced.eqns:
+        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from every_dtype(inner)
+
+
+def test_images_of_any_shape_give_logits():
+    apply, params = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
+    assert apply(params, jnp.ones((4, 2, 2, 3))).shape == (4, 3)
+    assert apply(params, jnp.ones((4, 12))).shape == (4, 3)
+
+
+def test_it_equals_torchs_sequential_in_float64():
+    apply, params = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
+    layers = [torch.nn.Flatten()]
+    for n, m in itertools.pairwise(SIZES):
+        layers += [torch.nn.Linear(n, m, dtype=torch.float64), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers[:-1])
+    with jax.enable_x64(True):
+        theirs = torch_names(3).to_jax({name: t.numpy() for name, t in model.state_dict().items()}, like=params)
+        ours = apply(theirs, IMAGES)
+    np.testing.assert_allclose(ours, model(torch.tensor(IMAGES)).detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_float64_stays_float64_throughout():
+    apply, params = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(True):
+        traced = jax.make_jaxpr(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()))(double(params))
+    assert "float64" in set(every_dtype(traced.jaxpr))
+    assert "float32" not in set(every_dtype(traced.jaxpr))
