@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxtrain.optim import adamw
 from jaxtrain.recipes import Recipe
 
 
@@ -18,7 +19,7 @@ def schedule(recipe: Recipe) -> optax.Schedule:
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """AdamW, decaying matrices but neither biases nor norms."""
-    return optax.adamw(schedule(recipe), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=_matrices)
+    return adamw(schedule(recipe), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=_matrices)
 
 
 def _matrices(params: Any) -> Any:
