@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 
 
 class Window(NamedTuple):
-    """`sums`: float32 sums of weighted gradients (float64 for float64 parameters); `weight` float32[]: their weight."""
+    """`sums` of weighted gradients and their `weight` [], in float32; in float64 for float64 parameters."""
 
     sums: optax.MultiStepsState
     weight: jax.Array
@@ -24,7 +24,7 @@ class Window(NamedTuple):
 
 def open_window(params: Any) -> Window:
     """An empty window for gradients shaped like `params`."""
-    return Window(_summing(params).init(params), jnp.zeros([], np.float32))
+    return Window(_summing(params).init(params), jnp.zeros([], _sum_dtype(params)))
 
 
 def add(window: Window, grads: Any, weight: jax.Array, k: int) -> Window:
@@ -40,7 +40,7 @@ def add(window: Window, grads: Any, weight: jax.Array, k: int) -> Window:
     # optax multiplies by booleans, which JAX's strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         _, sums = _summing(grads).update(weighted, window.sums)
-    return Window(sums, window.weight + weight)
+    return Window(sums, window.weight + weight.astype(window.weight.dtype))
 
 
 def mean_gradient(window: Window) -> Any:
@@ -71,5 +71,8 @@ def nonzero(weight: jax.Array) -> jax.Array:
 
 def _summing(tree: Any) -> optax.MultiSteps:
     never = np.iinfo(np.int32).max
-    dtype = jnp.result_type(np.float32, *(x.dtype for x in jax.tree.leaves(tree)))
-    return optax.MultiSteps(optax.identity(), never, use_grad_mean=False, accumulator_dtype=dtype)
+    return optax.MultiSteps(optax.identity(), never, use_grad_mean=False, accumulator_dtype=_sum_dtype(tree))
+
+
+def _sum_dtype(tree: Any) -> Any:
+    return np.float64 if any(x.dtype == np.float64 for x in jax.tree.leaves(tree)) else np.float32

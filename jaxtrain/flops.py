@@ -35,13 +35,15 @@ def _flops(jaxpr: Jaxpr) -> int:
 
 def _eqn_flops(eqn: JaxprEqn) -> int:
     name, inner = eqn.primitive.name, [_flops(j) for j in inner_jaxprs(eqn)]
+    shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
+    out_size = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-        return 2 * eqn.outvars[0].aval.size * depth
+        depth = math.prod(shapes[0][i] for i in contracted)
+        return 2 * out_size * depth
     if name == "conv_general_dilated":
-        kernel, spec = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
-        return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[spec[0]]
+        kernel, spec = shapes[1], eqn.params["dimension_numbers"].rhs_spec
+        return 2 * out_size * math.prod(kernel) // kernel[spec[0]]
     if name == "scan":
         return eqn.params["length"] * sum(inner)
     if name == "while" and any(inner):

@@ -37,7 +37,7 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     def transformed(*args: Any) -> Any:
         closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         outs = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), rule)
-        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+        return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
 
     return transformed
 

@@ -53,9 +53,9 @@ def dynamic_loss_scale(
         found_inf = ~all_finite(grads)
         tracker = jnp.where(found_inf, 0, state.growth_tracker + 1)
         grow = tracker == growth_interval
-        grown = state.scale * np.float32(growth_factor)
+        grown = _times(state.scale, growth_factor)
         grown = jnp.where(jnp.isfinite(grown), grown, state.scale)
-        scale = jnp.where(found_inf, state.scale * np.float32(backoff_factor), jnp.where(grow, grown, state.scale))
+        scale = jnp.where(found_inf, _times(state.scale, backoff_factor), jnp.where(grow, grown, state.scale))
         new = LossScaleState(scale, jnp.where(grow, 0, tracker), found_inf, state.skipped + found_inf.astype(np.int32))
         inverse = 1 / state.scale
         return jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads), new
@@ -76,6 +76,12 @@ def current_scale(state: Any) -> jax.Array | float:
 def found_inf(state: Any) -> jax.Array | bool:
     """Whether the last update was non-finite, and so is to be skipped: False without scaling."""
     return state.found_inf if isinstance(state, LossScaleState) else False
+
+
+def _times(scale: jax.Array, factor: float) -> jax.Array:
+    """float32 by a double, rounded once, as PyTorch's kernel multiplies: 1.7 is no float32."""
+    with jax.enable_x64(True):
+        return (scale.astype(np.float64) * factor).astype(np.float32)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -26,8 +26,11 @@ FLOAT32 = frozenset(
     {"exp", "exp2", "expm1", "log", "log1p", "pow", "integer_pow", "rsqrt"}  # exp … pow, rsqrt
     | {"acos", "asin", "cosh", "sinh", "tan", "erf_inv"}  # of the trigonometric ones, these alone are listed
     | {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp"}  # sum, prod, cumsum, cumprod, softmax
+    # In no list of PyTorch's, which refuses them in low precision, as XLA does.
+    | {"cholesky", "eig", "eigh", "fft", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"}
+    | {"triangular_solve", "tridiagonal", "tridiagonal_solve"}
 )
-"""Run in float32: exponentials, logarithms, powers and long sums, hence softmax, norms and losses."""
+"""Run in float32: exponentials, logarithms, powers and long sums, hence softmax, norms and losses; decompositions."""
 
 # These read each operand's own dtype, so that widening one to another's would add conversions PyTorch has not.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
@@ -101,7 +104,7 @@ def autocast(fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
         name = eqn.primitive.name
         args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
         if name in jaxpr.HIGHER_ORDER:
-            return None
+            return jaxpr.HIGHER_ORDER[name](eqn, args, run)
         if name in LOW_PRECISION:
             return _bind_low(eqn, args, dtype)
         if name in FLOAT32:

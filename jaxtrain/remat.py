@@ -62,7 +62,7 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
             outs = jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
         else:
             outs = jax.checkpoint(jaxpr_as_fun(closed), policy=save)(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+        return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
 
     return rematerialised
 

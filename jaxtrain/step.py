@@ -4,7 +4,7 @@ One pure function of a state and a batch, jitted once, its state donated. It kno
 logging: whatever a run must remember is in `TrainState`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,9 @@ LossFn = Callable[..., Any]
 """`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state of its own (BatchNorm),
 `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`. In evaluation `rng` is None: no dropout.
 `metrics` maps names to `Loss`es or to scalar means, which are weighted like the loss."""
+
+
+_OWN_METRICS = frozenset({"loss", "weight", "grad_norm", "loss_scale", "skipped", "applied"})
 
 
 class Loss(NamedTuple):
@@ -108,7 +111,7 @@ def train_step(
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = optax.with_extra_args_support(optimizer)
-    compute_loss = rematerialise(numerics.apply(_checked(loss_fn)), remat)
+    compute_loss = _in_float32(rematerialise(numerics.apply(_checked(loss_fn)), remat))
 
     def scaled_loss(params: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any) -> Any:
         loss, metrics, model_state = compute_loss(params, micro_batch, rng, model_state)
@@ -157,15 +160,14 @@ def train_step(
             rng=state.rng,
         )
         truth = {
-            "loss": _mean(losses, losses),
-            **{name: _mean(value, losses) for name, value in metrics.items()},
+            "loss": _mean(losses),
             "weight": losses.weight.sum(),
             "grad_norm": grad_norm,
             "loss_scale": jnp.asarray(current_scale(state.loss_scale), np.float32),
             "skipped": jnp.asarray(skip),
             "applied": new.step - getattr(scaler_state, "skipped", 0),
         }
-        return new, truth
+        return new, {**truth, **{name: _mean(sums) for name, sums in metrics.items()}}
 
     def init(params: Any, model_state: Any, seed: int) -> TrainState:
         params = numerics.cast_params(params)
@@ -175,7 +177,8 @@ def train_step(
             micro_step=jnp.copy(zero),
             params=params,
             model_state=jax.tree.map(jnp.copy, model_state),
-            opt_state=_permissive(optimizer.init)(params),
+            # Copies: an optimizer that keeps the first parameters shares their buffers, and both are donated.
+            opt_state=jax.tree.map(jnp.copy, _permissive(optimizer.init)(params)),
             loss_scale=scaler.init(params),
             rng=jax.random.key(seed),
         )
@@ -185,20 +188,19 @@ def train_step(
 
 def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
     """The jitted evaluation of one batch: `loss` and the loss_fn's metrics as `Loss`es, to be summed over batches."""
-    compute_loss = policy(precision).apply(_checked(loss_fn))
+    compute_loss = _in_float32(policy(precision).apply(_checked(loss_fn)))
 
     def evaluate(state: TrainState, batch: Any) -> dict[str, Loss]:
         loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)
-        means = {k: v if isinstance(v, Loss) else Loss(v * loss.weight, loss.weight) for k, v in metrics.items()}
-        return {"loss": loss, **means}
+        return {"loss": loss, **metrics}
 
     return jax.jit(evaluate)
 
 
-def _checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, Mapping[str, Any], Any]]:
+def _checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, dict[str, Any], Any]]:
     """`loss_fn` with one signature, with or without model state, and its result made sure of."""
 
-    def compute(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, Mapping[str, Any], Any]:
+    def compute(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
         if model_state is None:
             result = loss_fn(params, batch, rng)
             expected = "(jaxtrain.Loss(total, weight), metrics)"
@@ -209,21 +211,48 @@ def _checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, Mapping[str, Any], An
         if not (isinstance(result, tuple) and len(result) == parts and isinstance(result[0], Loss)):
             raise UserError(f"loss_fn returned {_describe(result)}: make it return {expected}")
         loss, metrics, *rest = result
-        if jnp.shape(loss.total) or jnp.shape(loss.weight):
+        if not _scalar(loss):
             raise UserError(f"loss_fn returned {_describe(loss)}: sum the total and the weight to scalars")
-        # A float16 loss would overflow at the initial scale of 65536.
-        total = jnp.asarray(loss.total, np.promote_types(jnp.result_type(loss.total), np.float32))
-        weight = lax.stop_gradient(jnp.asarray(loss.weight, np.float32))
-        return Loss(total, weight), dict(metrics), rest[0] if rest else None
+        for name, value in metrics.items():
+            if name in _OWN_METRICS:
+                raise UserError(f"the metric {name!r} is the step's own: give yours another name")
+            if not _scalar(value):
+                raise UserError(f"the metric {name!r} is {_describe(value)}: make it a scalar or a jaxtrain.Loss")
+        return loss, dict(metrics), rest[0] if rest else None
 
     return compute
 
 
-def _mean(value: Any, losses: Loss) -> jax.Array:
-    """The window's mean of a metric whose leaves are stacked by micro-batch; a bare scalar weighs like the loss."""
-    if not isinstance(value, Loss):
-        value = Loss(value * losses.weight.astype(value.dtype), losses.weight)
-    total, weight = value.total.sum(), value.weight.sum()
+def _in_float32(compute: Callable[..., tuple[Loss, dict[str, Any], Any]]) -> Callable[..., Any]:
+    """What a low-precision computation returns, widened before it is divided, scaled or summed.
+
+    A float16 loss overflows at a scale of 65536. Metrics become `Loss`es: a bare scalar is a mean, and weighs like
+    the loss. Model state keeps its dtypes.
+    """
+
+    def computed(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Loss], Any]:
+        loss, metrics, new_state = compute(params, batch, rng, model_state)
+        loss = Loss(_wide(loss.total), lax.stop_gradient(_wide(loss.weight)))
+        sums = {}
+        for name, value in metrics.items():
+            own = value if isinstance(value, Loss) else Loss(_wide(value) * loss.weight, loss.weight)
+            sums[name] = Loss(_wide(own.total), _wide(own.weight))
+        return loss, sums, jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), new_state, model_state)
+
+    return computed
+
+
+def _wide(x: Any) -> jax.Array:
+    return jnp.asarray(x, np.float64 if jnp.result_type(x) == np.float64 else np.float32)
+
+
+def _scalar(value: Any) -> bool:
+    return all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(value))
+
+
+def _mean(sums: Loss) -> jax.Array:
+    """The mean over a window of sums stacked by micro-batch."""
+    total, weight = sums.total.sum(), sums.weight.sum()
     return total / window.nonzero(weight).astype(total.dtype)
 
 

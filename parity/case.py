@@ -35,8 +35,8 @@ class Case:
     `torch_loss(model, batch)`, on tensors, and `loss_fn(params, batch, rng)`, as `jaxtrain.train_step` takes it, are
     sums with weights, and all micro-batches of a window must weigh the same. `params_like` has the shapes of the JAX
     parameters (`jax.ShapeDtypeStruct`s do), which `names` finds in the PyTorch model. `batch(seed, rows)` draws a
-    batch; an effective batch has `rows` of them. A `clip_norm` below the gradient's norm, and a learning rate that
-    moves the parameters, show more.
+    batch; an effective batch has `rows` of them. Most is shown by a learning rate that moves the parameters, and by a
+    `clip_norm` between the gradients' norms: a gradient always clipped hides a wrong scale.
     """
 
     name: str

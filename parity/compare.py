@@ -123,7 +123,6 @@ def _errors(run: Record, truth: Record) -> dict[str, float]:
     return {
         "losses": _rms(_losses(run), _losses(truth)),
         "first gradient": _rms(run.grads, truth.grads),
-        "first parameters": _rms(run.first.params, truth.first.params),
         "last parameters": _rms(run.last.params, truth.last.params),
     }
 

@@ -75,17 +75,21 @@ class NameTable:
         faults, used, filled = [], set(self.tied) & set(tensors), {}
         for path, leaf in wanted.items():
             param = self.params[path]
-            names = _names(param, leaf)
-            missing = [name for name in names if name not in tensors]
-            faults += [f"missing {name}" for name in missing]
-            used |= set(names)
-            if missing:
-                continue
-            layers = [param.layout.to_jax(np.asarray(tensors[name])) for name in names]
-            value = np.stack(layers) if LAYER in param.name else layers[0]
-            if value.shape != tuple(leaf.shape):
-                faults.append(f"mis-shaped {param.name}: {value.shape} for {path} {tuple(leaf.shape)}")
-            filled[path] = value
+            stacked = LAYER in param.name
+            layers = []
+            for name in _names(param, leaf):
+                used.add(name)
+                if name not in tensors:
+                    faults.append(f"missing {name}")
+                    continue
+                layer = _laid_out(param.layout, np.asarray(tensors[name]))
+                wanted_shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
+                if layer is None or layer.shape != wanted_shape:
+                    faults.append(f"mis-shaped {name}: {tensors[name].shape} for {path} {wanted_shape}")
+                    continue
+                layers.append(layer)
+            if not faults:
+                filled[path] = np.stack(layers) if stacked else layers[0]
         faults += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
         faults += [
             f"untied {alias}: differs from {name}"
@@ -125,6 +129,14 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(tree[key], f"{path}/")
         else:
             yield path, tree[key]
+
+
+def _laid_out(layout: Layout, tensor: Array) -> Array | None:
+    """`tensor` in JAX's layout; None where its rank or size has none."""
+    try:
+        return layout.to_jax(tensor)
+    except ValueError:
+        return None
 
 
 def _names(param: TorchParam, leaf: Any) -> list[str]:

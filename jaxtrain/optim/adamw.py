@@ -18,7 +18,7 @@ import optax
 class AdamState(NamedTuple):
     """`count` int32[], updates so far; `mu` and `nu`, like the parameters: the moving averages of g and g²."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     mu: Any
     nu: Any
 

@@ -25,7 +25,7 @@ def case() -> Case:
         batch=classification.images(32, 32, 3),
         rows=16,
         optimizer=AdamW(lr=1e-3, weight_decay=0.1),
-        clip_norm=0.5,
+        clip_norm=15.0,
     )
 
 

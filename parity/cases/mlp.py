@@ -22,7 +22,7 @@ def case() -> Case:
         batch=images(28, 28),
         rows=64,
         optimizer=AdamW(lr=1e-2, weight_decay=0.1),
-        clip_norm=0.5,
+        clip_norm=2.5,
     )
 
 

@@ -109,7 +109,7 @@ def test_all_faults_are_named_at_once():
     for fault in (
         "missing wte.weight",
         "missing h.1.fc.weight",
-        "mis-shaped head.weight: (4, 3) for head (4, 2)",
+        "mis-shaped head.weight: (3, 4) for head (4, 2)",
         "unexpected extra",
         "unexpected h.2.fc.weight",
     ):
