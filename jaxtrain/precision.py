@@ -109,6 +109,8 @@ def autocast(fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
             return _bind_low(eqn, args, dtype)
         if name in FLOAT32:
             return jaxpr.bind(eqn, [_to(np.float32, x) if _is_low(x) else x for x in args])
+        if name == "convert_element_type" and getattr(eqn.invars[0].aval, "dtype", None) == eqn.params["new_dtype"]:
+            return args  # only strips a scalar of its weak type, in which a literal goes on not to widen
         if name in _INDEPENDENT:
             return jaxpr.bind(eqn, args)
         if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):

@@ -82,9 +82,10 @@ def _load(name: str) -> Case:
     try:
         return CASES[name]()
     except ModuleNotFoundError as missing:
-        if missing.name not in ("torch", "transformers"):
+        package = str(missing.name).partition(".")[0]
+        if package not in ("torch", "transformers"):
             raise
-        raise UserError(f"{missing.name} is not installed: pip install 'jaxtrain[parity]'") from missing
+        raise UserError(f"{package} is not installed: pip install 'jaxtrain[parity]'") from missing
 
 
 def _check_writable(path: Path) -> None:

@@ -27,7 +27,8 @@ def run(
 
     Raises `UserError` where a tensor of `weights` or a leaf of the JAX parameters has no counterpart of its shape.
     """
-    with jax.enable_x64(precision == "fp64"):
+    # Strict promotion would refuse a model's float32 constants in float64.
+    with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
         return _run(case, weights, precision, accumulate, remat, steps, seed)
 
 

@@ -322,6 +322,15 @@ def test_custom_rules_survive():
     assert_same_bits(gradient, jnp.full_like(X, -1.0))
 
 
+def test_the_users_own_checkpoints_and_their_policies_stay():
+    policy = jax.checkpoint_policies.dots_saveable
+    checkpointed = jax.checkpoint(lambda x: jnp.sin(x @ W), policy=policy, prevent_cse=False)
+    cast = autocast(lambda x: lax.scan(lambda c, _: (checkpointed(c), None), x, None, length=3)[0], jnp.bfloat16)
+    (eqn,) = (e for e in equations(jax.make_jaxpr(cast)(X).jaxpr) if e.primitive.name in ("checkpoint", "remat2"))
+    assert eqn.params["policy"] is policy
+    assert eqn.params["prevent_cse"] is False
+
+
 def test_closed_over_and_traced_values_are_cast_too():
     @jax.jit
     def outer(w):

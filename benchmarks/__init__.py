@@ -1,0 +1,1 @@
+"""JAX beside PyTorch on the same work, in one run."""

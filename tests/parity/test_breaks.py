@@ -1,0 +1,71 @@
+"""A harness that never says no proves nothing: every bug planted here is seen."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+
+import jaxtrain.accumulate
+import jaxtrain.step
+from jaxtrain.clip import clip_grad_norm
+from parity import jax_side
+from parity.case import AdamW, Case
+from parity.cases import CASES, gpt2
+from parity.run import check
+
+
+def faults(case: Case, **settings: object) -> str:
+    verdict = check(case, **{"steps": 6, **settings})
+    assert not verdict.passed
+    return "; ".join(verdict.faults)
+
+
+def test_flaxs_layer_norm_epsilon_is_seen() -> None:
+    case = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
+    assert "first loss" in faults(case)
+
+
+def test_the_exact_gelu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    gelu = jax.nn.gelu
+    monkeypatch.setattr(jax.nn, "gelu", lambda x, approximate: gelu(x, approximate=False))
+    assert "first loss" in faults(CASES["gpt2"]())
+
+
+def test_optaxs_default_weight_decay_is_seen_after_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_side, "adamw", lambda options: optax.adamw(options.lr))
+    found = faults(CASES["mlp"]())
+    assert "params after the first update" in found
+    assert "gradient" not in found
+
+
+def test_a_window_summed_instead_of_averaged_is_seen_in_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean_gradient = jaxtrain.accumulate.mean_gradient
+    summed = lambda window: jax.tree.map(lambda g: 4 * g, mean_gradient(window))  # noqa: E731
+    monkeypatch.setattr(jaxtrain.accumulate, "mean_gradient", summed)
+    found = faults(CASES["mlp"](), accumulate=4)
+    assert "gradient" in found
+    assert "first loss" not in found
+
+
+def test_clipping_without_pytorchs_epsilon_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtrain.step, "clip_grad_norm", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6))
+    assert "mu after the last step" in faults(CASES["mlp"]())
+
+
+def test_adams_epsilon_under_the_root_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adamw(options: AdamW) -> optax.GradientTransformation:
+        b1, b2 = options.betas
+        return optax.adamw(options.lr, b1, b2, 0.0, options.eps**2, weight_decay=options.weight_decay)
+
+    monkeypatch.setattr(jax_side, "adamw", adamw)
+    assert "params after the first update" in faults(CASES["gpt2"]())
+
+
+def test_optaxs_float32_bias_correction_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adamw(options: AdamW) -> optax.GradientTransformation:
+        b1, b2 = options.betas
+        return optax.adamw(options.lr, b1, b2, options.eps, weight_decay=options.weight_decay)
+
+    monkeypatch.setattr(jax_side, "adamw", adamw)
+    assert "last parameters" in faults(CASES["cnn"](), precision="fp32", steps=20)

@@ -1,0 +1,114 @@
+"""The command: what it prints, writes and returns."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.errors import UserError
+from parity.cases import CASES, SUMMARIES, gpt2
+from parity.cli import main
+from parity.compare import Verdict
+from parity.report import Result, document
+
+ROW = [
+    *("name", "precision", "accumulate", "remat", "optimizer", "steps", "seed", "passed", "loss_rel"),
+    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence"),
+]
+
+
+def test_list_names_every_case_in_a_line_and_imports_no_framework() -> None:
+    program = "import sys; from parity.cli import main; main(['list']); print({'torch', 'jax'} & set(sys.modules))"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    *lines, imported = printed.splitlines()
+    assert [line.split()[0] for line in lines] == list(CASES)
+    assert imported == "set()"
+
+
+def test_cases_that_hold_exit_0_and_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "parity.json"
+    argv = ["run", "mlp", "--precision", "fp64,fp32", "--precision", "bf16", "--accumulate", "2", "--steps", "3"]
+    assert main([*argv, "--seed", "7", "--json", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[0].startswith("fp64: within 1e-10 of PyTorch")
+    written = json.loads(path.read_text())
+    assert list(written) == ["environment", "cases", "passed", "failed"]
+    assert (written["passed"], written["failed"]) == (3, 0)
+    assert {"python", "platform", "jax", "torch", "devices"} <= set(written["environment"])
+    for row, precision in zip(written["cases"], ["fp64", "fp32", "bf16"], strict=True):
+        assert list(row) == ROW
+        assert (row["name"], row["precision"], row["accumulate"], row["remat"]) == ("mlp", precision, 2, "none")
+        assert (row["optimizer"], row["steps"], row["seed"], row["passed"]) == ("AdamW", 3, 7, True)
+        assert (row["error_ratio"] is None) == (precision == "fp64")
+        assert row["first_divergence"] is None
+
+
+def test_a_case_that_differs_exits_1_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flax_epsilon = dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)
+    monkeypatch.setitem(CASES, "gpt2", lambda: gpt2.case(flax_epsilon))
+    path = tmp_path / "parity.json"
+    assert main(["run", "gpt2", "--precision", "fp64", "--steps", "2", "--json", str(path)]) == 1
+    assert "gradient, transformer.h." in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert (written["passed"], written["failed"]) == (0, 1)
+    assert written["cases"][0]["grad_rel_max"] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run", "gtp2"], "no case 'gtp2': did you mean 'gpt2'?"),
+        (["run", "resnet"], "no case 'resnet': choose one of mlp, cnn, gpt2"),
+        (["run", "--precision", "fp64,fp8"], "'fp8' is unknown: choose from fp64,fp32,bf16,fp16"),
+        (["run", "--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["run", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
+        (["run", "mlp", "--accumulate", "3"], "accumulate 3 does not divide the 64 rows of mlp: choose one of 1, 2, 4"),
+        (["run", "mlp", "--remat", "some"], "remat 'some' is unknown: choose one of none, full"),
+        (["run", "mlp", "--json", "/nowhere/a.json"], "/nowhere/a.json cannot be written (No such file or directory)"),
+        (["run", "--rtol", "1"], "unrecognized arguments: --rtol 1"),
+        (["walk"], "invalid choice: 'walk'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_usage_exits_2_with_one_line_before_anything_runs(
+    argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("parity.cli.check", pytest.fail)
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert err.startswith("parity: ")
+    assert err.count("\n") == 1
+    assert "held" not in out
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(UserError):
+        main(["run", "mlp", "--accumulate", "3", "--debug"])
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> None:
+    program = f"import sys; sys.modules['{package}'] = None; from parity.cli import main; sys.exit(main(['run']))"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr == f"parity: {package} is not installed: pip install 'jaxtrain[parity]'\n"
+
+
+def test_what_is_not_finite_is_null_in_valid_json() -> None:
+    verdict = Verdict(math.inf, math.inf, "w", math.inf, math.inf, ("gradient, w: inf apart",))
+    written = json.dumps(document([Result(CASES["mlp"](), "fp32", 1, "none", 20, 0, verdict)]), allow_nan=False)
+    row = json.loads(written)["cases"][0]
+    assert (row["loss_rel"], row["error_ratio"], row["passed"]) == (None, None, False)
+
+
+def test_every_case_has_a_summary_and_its_own_name() -> None:
+    assert list(SUMMARIES) == list(CASES)
+    assert [make().name for make in CASES.values()] == list(CASES)

@@ -1,0 +1,137 @@
+"""Both sides start alike, split alike, skip alike, and refuse what does not fit."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.models import MLP, functional
+from jaxtrain.models.mlp import torch_names
+from parity import jax_side, torch_side
+from parity.case import AdamW, Case
+from parity.cases.classification import images, loss_fn, torch_loss
+from parity.run import check
+
+
+def small(magnitude: float = 1.0) -> Case:
+    """A perceptron 6-5-3 on images of that magnitude."""
+    apply, params_like = functional(nnx.eval_shape(lambda: MLP((6, 5, 3), rngs=nnx.Rngs(0))))
+    noise = images(2, 3, classes=3)
+    return Case(
+        name="small",
+        torch_model=lambda: torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3)
+        ),
+        torch_loss=torch_loss,
+        loss_fn=loss_fn(apply),
+        params_like=params_like,
+        names=torch_names(2),
+        batch=lambda seed, rows: {**noise(seed, rows), "image": noise(seed, rows)["image"] * np.float32(magnitude)},
+        rows=8,
+        optimizer=AdamW(lr=1e-2),
+        clip_norm=1.0,
+    )
+
+
+def test_batches_differ_by_step_and_by_seed_and_come_again() -> None:
+    case = small()
+    drawn = [batch["image"] for seed in (0, 1) for batch in case.batches(seed, 3)]
+    assert len({image.tobytes() for image in drawn}) == 6
+    again = [batch["image"] for seed in (0, 1) for batch in case.batches(seed, 3)]
+    np.testing.assert_array_equal(drawn, again)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
+    case = dataclasses.replace(small(), optimizer=AdamW(lr=0.0))
+    weights = torch_side.initial_weights(case, seed=3)
+    ours = jax_side.run(case, weights, precision, steps=1, seed=3)
+    theirs = torch_side.run(case, precision, steps=1, seed=3)
+    for name, weight in weights.items():
+        assert weight.dtype == np.float32
+        np.testing.assert_array_equal(ours.last.params[name], weight)
+        np.testing.assert_array_equal(theirs.last.params[name], weight)
+
+
+def test_reordered_rows_and_other_splits_are_the_same_mathematics() -> None:
+    plain = torch_side.run(small(), "fp64", steps=3)
+    for other in (torch_side.run(small(), "fp64", steps=3, reorder=1, accumulate=k) for k in (1, 2, 8)):
+        np.testing.assert_allclose(other.losses, plain.losses, rtol=1e-12)
+        np.testing.assert_allclose(other.last.params["1.weight"], plain.last.params["1.weight"], rtol=1e-9)
+
+
+def test_a_step_that_overflows_is_skipped_by_both_and_by_the_truth() -> None:
+    case = small(magnitude=30.0)
+    theirs = torch_side.run(case, "fp16")
+    assert 0 in theirs.skipped
+    assert len(theirs.skipped) < 20
+    ours = jax_side.run(case, torch_side.initial_weights(case, 0), "fp16")
+    np.testing.assert_array_equal(ours.scales, theirs.scales)
+    assert np.isfinite(ours.grads["1.weight"]).all()
+    verdict = check(case, "fp16")
+    assert verdict.passed, verdict.faults
+
+
+def test_a_run_of_nothing_but_overflows_is_not_passed() -> None:
+    verdict = check(small(magnitude=1e8), "fp16", steps=2)
+    assert not verdict.passed
+
+
+def test_micro_batches_of_different_weights_are_refused() -> None:
+    def of_the_first_class(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return torch_loss(model, batch)[0], int((batch["label"] == 0).sum())
+
+    with pytest.raises(UserError, match="micro-batches of small weigh"):
+        torch_side.run(dataclasses.replace(small(), torch_loss=of_the_first_class), "fp32", accumulate=4)
+
+
+def test_a_parameter_the_loss_does_not_reach_is_recorded_as_zeros() -> None:
+    def model() -> torch.nn.Module:
+        made = small().torch_model()
+        made.idle = torch.nn.Linear(2, 2)
+        made.forward = lambda x: made[3](made[2](made[1](made[0](x))))
+        return made
+
+    run = torch_side.run(dataclasses.replace(small(), torch_model=model), "fp32", steps=1)
+    assert not run.grads["idle.weight"].any()
+    assert not run.last.mu["idle.weight"].any()
+
+
+def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
+    case = small()
+
+    def with_layers(*sizes: int) -> Case:
+        layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
+        relus = [torch.nn.ReLU() for _ in layers]
+        modules = [module for pair in zip(layers, relus, strict=True) for module in pair]
+        return dataclasses.replace(case, torch_model=lambda: torch.nn.Sequential(torch.nn.Flatten(), *modules))
+
+    with pytest.raises(UserError, match=r"unexpected 5\.bias; unexpected 5\.weight"):
+        check(with_layers(6, 5, 3, 3))
+    with pytest.raises(UserError, match=r"missing 3\.bias; missing 3\.weight"):
+        check(with_layers(6, 5))
+    with pytest.raises(UserError, match=r"mis-shaped 1\.weight: \(6, 4\) .* \(6, 5\)"):
+        check(with_layers(6, 4, 3))
+    one_short = NameTable({path: TorchParam(p.name) for path, p in list(case.names.params.items())[1:]})
+    with pytest.raises(UserError, match="without an entry"):
+        check(dataclasses.replace(case, names=one_short))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"precision": "fp8"}, "precision 'fp8' is unknown: choose one of fp64, fp32, bf16, fp16"),
+        ({"accumulate": 3}, "accumulate 3 does not divide the 8 rows of small: choose one of 1, 2, 4, 8"),
+        ({"accumulate": 0}, "accumulate 0 does not divide"),
+        ({"steps": 0}, "steps 0 train nothing"),
+        ({"remat": "some"}, "remat 'some' is unknown"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check(small(), **settings)
