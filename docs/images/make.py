@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import tempfile
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def main() -> None:
         outcome = fit("gpt-stdlib", recipe, run, resume=False, console=console)
         console.sample(outcome.sample or "")
         console.summary(read_metrics(run.metrics), outcome.references, {})
-    rich.save_svg(str(HERE / "train.svg"), title="jaxtrain train")
+    svg = rich.export_svg(title="jaxtrain train")
+    # rich would have the reader's browser fetch a font.
+    (HERE / "train.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
