@@ -51,7 +51,12 @@ class Policy:
     loss_scaling: bool = False
 
     def cast_params(self, params: Any) -> Any:
-        """A copy of `params` with its floating leaves in `param_dtype`; others keep theirs."""
+        """A copy of `params` with its floating leaves in `param_dtype`; others keep theirs.
+
+        Raises `UserError` for float64 where JAX is not set to have any.
+        """
+        if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
+            raise UserError("precision 'fp64' needs JAX's x64 mode: jax.config.update('jax_enable_x64', True)")
         return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if _is_float(x) else None, copy=True), params)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:

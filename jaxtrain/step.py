@@ -4,7 +4,7 @@ One pure function of a state and a batch, jitted once, its state donated. It kno
 logging: whatever a run must remember is in `TrainState`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +104,7 @@ def train_step(
     >>> float(metrics["loss"]), int(metrics["applied"])
     (1.0, 1)
     """
-    if accumulate < 1:
+    if not isinstance(accumulate, int) or accumulate < 1:
         raise UserError(f"accumulate {accumulate} is not a number of micro-batches: make it 1 or more")
     if clip_norm is not None and not clip_norm > 0:
         raise UserError(f"clip_norm {clip_norm} bounds nothing: make it positive, or None for no clipping")
@@ -116,7 +116,7 @@ def train_step(
     def scaled_loss(params: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any) -> Any:
         loss, metrics, model_state = compute_loss(params, micro_batch, rng, model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 over- and underflows at the same scales.
-        mean = loss.total / (window.nonzero(loss.weight) * accumulate).astype(loss.total.dtype)
+        mean = loss.total / (window.nonzero(loss.weight) * accumulate)
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
@@ -208,9 +208,13 @@ def _checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, dict[str, Any], Any]]
             result = loss_fn(params, batch, rng, model_state)
             expected = "(jaxtrain.Loss(total, weight), metrics, model_state)"
         parts = 2 if model_state is None else 3
-        if not (isinstance(result, tuple) and len(result) == parts and isinstance(result[0], Loss)):
-            raise UserError(f"loss_fn returned {_describe(result)}: make it return {expected}")
-        loss, metrics, *rest = result
+        match result:
+            case (Loss() as loss, Mapping() as metrics, *rest) if len(result) == parts:
+                pass
+            case _:
+                raise UserError(f"loss_fn returned {_describe(result)}: make it return {expected}")
+        if rest and not _alike(rest[0], model_state):
+            raise UserError(f"loss_fn returned model_state {_describe(rest[0])}: make it {_describe(model_state)}")
         if not _scalar(loss):
             raise UserError(f"loss_fn returned {_describe(loss)}: sum the total and the weight to scalars")
         for name, value in metrics.items():
@@ -232,28 +236,38 @@ def _in_float32(compute: Callable[..., tuple[Loss, dict[str, Any], Any]]) -> Cal
 
     def computed(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Loss], Any]:
         loss, metrics, new_state = compute(params, batch, rng, model_state)
-        loss = Loss(_wide(loss.total), lax.stop_gradient(_wide(loss.weight)))
-        sums = {}
-        for name, value in metrics.items():
-            own = value if isinstance(value, Loss) else Loss(_wide(value) * loss.weight, loss.weight)
-            sums[name] = Loss(_wide(own.total), _wide(own.weight))
+        loss = _wide(loss)
+        sums = {
+            name: _wide(
+                value
+                if isinstance(value, Loss)
+                else Loss(jnp.asarray(value, loss.weight.dtype) * loss.weight, loss.weight)
+            )
+            for name, value in metrics.items()
+        }
         return loss, sums, jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), new_state, model_state)
 
     return computed
 
 
-def _wide(x: Any) -> jax.Array:
-    return jnp.asarray(x, np.float64 if jnp.result_type(x) == np.float64 else np.float32)
+def _wide(loss: Loss) -> Loss:
+    """In float32, or float64 where the total is; nothing is differentiated through the weight."""
+    dtype = np.float64 if jnp.result_type(loss.total) == np.float64 else np.float32
+    return Loss(jnp.asarray(loss.total, dtype), lax.stop_gradient(jnp.asarray(loss.weight, dtype)))
 
 
 def _scalar(value: Any) -> bool:
     return all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(value))
 
 
+def _alike(a: Any, b: Any) -> bool:
+    return bool(jax.tree.structure(a) == jax.tree.structure(b))
+
+
 def _mean(sums: Loss) -> jax.Array:
     """The mean over a window of sums stacked by micro-batch."""
     total, weight = sums.total.sum(), sums.weight.sum()
-    return total / window.nonzero(weight).astype(total.dtype)
+    return total / window.nonzero(weight)
 
 
 def _keep_if(skip: jax.Array | bool, old: Any, new: Any) -> Any:

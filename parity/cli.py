@@ -3,8 +3,10 @@
 import argparse
 import difflib
 import json
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -40,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
         results = _results(options, console)
     except UserError as error:
         if options.debug:
-            raise
+            traceback.print_exc()
         print(f"parity: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -53,11 +55,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _results(options: argparse.Namespace, console: Console) -> list[Result]:
-    """Everything asked for, run; but first, whether it can be."""
-    if options.json:
-        _check_writable(options.json)
+    """Everything asked for; nothing is run before all of it is found possible."""
     with console.status("importing"):
-        cases = [_load(name) for name in options.cases or CASES]
+        cases = [CASES[name]() for name in options.cases or CASES]
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
     settings = {"accumulate": options.accumulate, "remat": options.remat, "steps": options.steps}
     for case, precision in checks:
@@ -72,29 +72,8 @@ def _result(case: Case, precision: str, settings: dict[str, Any], seed: int, con
     seconds = time.perf_counter() - start
     console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
     for fault in verdict.faults:
-        console.print(f"  {fault}")
+        console.print(f"  {fault}", markup=False, soft_wrap=True)
     return Result(case, precision, seed=seed, verdict=verdict, **settings)
-
-
-def _load(name: str) -> Case:
-    from jaxtrain.errors import UserError
-
-    try:
-        return CASES[name]()
-    except ModuleNotFoundError as missing:
-        package = str(missing.name).partition(".")[0]
-        if package not in ("torch", "transformers"):
-            raise
-        raise UserError(f"{package} is not installed: pip install 'jaxtrain[parity]'") from missing
-
-
-def _check_writable(path: Path) -> None:
-    from jaxtrain.errors import UserError
-
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): choose another --json path") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--remat", default="none", metavar="P", help="what JAX keeps for the backward pass")
     run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
     run.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of weights and data")
-    run.add_argument("--json", type=Path, metavar="F", help="write the results there too")
+    run.add_argument("--json", type=_writable, metavar="F", help="write the results there too")
     run.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
@@ -132,6 +111,13 @@ def _precisions(text: str) -> list[str]:
         if name not in PRECISIONS:
             raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose from {','.join(PRECISIONS)}")
     return names
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that can be")
+    return path
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -66,7 +66,7 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Ver
         if ratio > RATIO_BAR
     ]
     for step in np.flatnonzero(ours.scales != theirs[0].scales)[:1]:
-        faults.append(f"loss scale after {step} steps: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")
+        faults.append(f"loss scale after step {step}: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")
     return _verdict(ours, theirs[0], max(ratios.values()), faults)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import jaxtrain
+from jaxtrain import optim
 from jaxtrain.loss_scale import current_scale
 from parity.case import AdamW, Batch, Case
 from parity.record import Record, Snapshot, Tensors
@@ -58,9 +59,8 @@ def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: s
 
 
 def adamw(options: AdamW) -> optax.GradientTransformation:
-    """`torch.optim.AdamW(**options)` in optax."""
-    b1, b2 = options.betas
-    return optax.adamw(options.lr, b1, b2, options.eps, weight_decay=options.weight_decay)
+    """`torch.optim.AdamW(**options)` in JAX."""
+    return optim.adamw(options.lr, *options.betas, options.eps, options.weight_decay)
 
 
 class _Fed(NamedTuple):

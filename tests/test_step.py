@@ -466,6 +466,22 @@ def test_metrics_of_whole_numbers_and_python_numbers_are_metrics_too(k, precisio
 
 
 @pytest.mark.parametrize("k", [1, 2])
+def test_metrics_of_a_float64_model_keep_its_digits(k):
+    def loss_fn(params, batch, rng):
+        metrics = {"mean": batch.mean(), "own": jt.Loss(batch.sum(), len(batch)), "half": 0.5}
+        return jt.Loss((params * batch).sum(), weight=len(batch)), metrics
+
+    with jax.enable_x64(True):
+        step = jt.train_step(loss_fn, optax.sgd(0.0), accumulate=k, precision="fp64")
+        batch = np.array([0.1, 0.2, 0.3, 0.4])
+        state, metrics = step(step.init(jnp.ones(())), batch)
+        sums = jt.eval_step(loss_fn, precision="fp64")(state, batch)
+    for name, expected in {"loss": 0.25, "mean": 0.25, "own": 0.25, "half": 0.5}.items():
+        assert float(metrics[name]) == pytest.approx(expected, rel=1e-15)
+        assert float(sums[name].total / sums[name].weight) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("k", [1, 2])
 def test_a_low_precision_metric_is_weighted_in_float32(k):
     def loss_fn(params, batch, rng):
         out = batch["x"] @ params
@@ -599,6 +615,7 @@ def fine(params, batch, rng):
         ({"remat": "some"}, r"remat 'some' is unknown: choose one of none, full"),
         ({"accumulate": 0}, r"accumulate 0 "),
         ({"accumulate": -2}, r"accumulate -2 "),
+        ({"accumulate": 2.5}, r"accumulate 2\.5 "),
         ({"clip_norm": 0}, r"clip_norm 0 "),
         ({"clip_norm": -1.5}, r"clip_norm -1\.5 "),
         ({"clip_norm": float("nan")}, r"clip_norm nan "),
@@ -617,6 +634,7 @@ def test_a_setting_that_means_nothing_is_the_users_error_with_its_value(argument
         (lambda loss: loss, r"returned Loss\(total=float32\[\], weight="),
         (lambda loss: (loss.total, {}), r"returned \(float32\[\], \{\}\)"),
         (lambda loss: (loss, {}, None), r"returned \(Loss\("),
+        (lambda loss: (loss, None), r"returned \(Loss\("),
         (lambda loss: None, r"returned None"),
         (lambda loss: (jt.Loss(loss.total * jnp.ones(3), 1), {}), r"total=float32\[3\].*sum the total"),
         (lambda loss: (jt.Loss(loss.total, jnp.ones(4)), {}), r"weight=float32\[4\].*sum the total and the weight"),
@@ -628,6 +646,12 @@ def test_a_loss_fn_that_returns_something_else_is_the_users_error(returned, mess
     )
     with pytest.raises(jt.UserError, match=message):
         step(step.init(jnp.ones(4)), BATCH32)
+
+
+def test_fp64_without_jaxs_x64_mode_is_the_users_error():
+    # JAX would train in float32, and say so in a warning at most.
+    with pytest.raises(jt.UserError, match="x64"):
+        jt.train_step(fine, optax.sgd(0.1), precision="fp64").init(jnp.ones(4))
 
 
 def test_a_loss_fn_that_forgets_its_model_state_is_the_users_error():

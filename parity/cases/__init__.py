@@ -14,8 +14,17 @@ SUMMARIES = {
 
 
 def _load(name: str) -> Case:
-    return importlib.import_module(f"parity.cases.{name}").case()
+    try:
+        module = importlib.import_module(f"parity.cases.{name}")
+    except ModuleNotFoundError as missing:
+        from jaxtrain.errors import UserError
+
+        package = str(missing.name).partition(".")[0]
+        if package not in ("torch", "transformers"):
+            raise
+        raise UserError(f"{package} is not installed: pip install 'jaxtrain[parity]'") from missing
+    return module.case()
 
 
 CASES: dict[str, Callable[[], Case]] = {name: partial(_load, name) for name in SUMMARIES}
-"""What makes each case; calling it imports what the case needs."""
+"""What makes each case; calling it imports what the case needs, or raises `UserError` where that is not installed."""

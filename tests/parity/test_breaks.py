@@ -3,12 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
+import jaxtrain
 import jaxtrain.accumulate
 import jaxtrain.step
 from jaxtrain.clip import clip_grad_norm
+from jaxtrain.loss_scale import dynamic_loss_scale
 from parity import jax_side
 from parity.case import AdamW, Case
 from parity.cases import CASES, gpt2
@@ -69,3 +72,18 @@ def test_optaxs_float32_bias_correction_is_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(jax_side, "adamw", adamw)
     assert "last parameters" in faults(CASES["cnn"](), precision="fp32", steps=20)
+
+
+def test_bfloat16_products_in_a_float32_run_are_seen() -> None:
+    case = CASES["mlp"]()
+    in_bfloat16 = dataclasses.replace(case, loss_fn=jaxtrain.autocast(case.loss_fn, jnp.bfloat16))
+    assert "first gradient" in faults(in_bfloat16, precision="fp32")
+
+
+def test_gradients_left_scaled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def still_scaled() -> optax.GradientTransformation:
+        scaler = dynamic_loss_scale()
+        return optax.GradientTransformation(scaler.init, lambda grads, state: (grads, scaler.update(grads, state)[1]))
+
+    monkeypatch.setattr(jaxtrain.step, "dynamic_loss_scale", still_scaled)
+    assert "first gradient" in faults(CASES["mlp"](), precision="fp16")

@@ -15,16 +15,13 @@ def test_in_float64_the_runs_mean_the_same(case: str, accumulate: int, remat: st
     assert verdict.error_ratio is None
 
 
-OPTAX_BIAS_CORRECTION = pytest.mark.xfail(strict=True, reason="optax corrects Adam's bias in float32: 1e-5 off")
-
-
 @pytest.mark.parametrize(
     ("case", "precision", "accumulate"),
     [
         ("mlp", "fp32", 4),
         ("mlp", "bf16", 1),
         ("mlp", "fp16", 4),
-        pytest.param("cnn", "fp32", 1, marks=OPTAX_BIAS_CORRECTION),
+        ("cnn", "fp32", 1),
         ("cnn", "bf16", 4),
         ("cnn", "fp16", 1),
         ("gpt2", "fp32", 1),

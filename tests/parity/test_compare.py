@@ -80,7 +80,7 @@ def test_an_exact_pytorch_leaves_no_room() -> None:
 
 def test_loss_scales_must_move_alike() -> None:
     ours, theirs = record(1e-3, (8.0, 4.0, 4.0)), record(1e-3, (8.0, 8.0, 4.0))
-    assert same_precision(ours, [theirs], record()).faults == ("loss scale after 1 steps: 4, PyTorch's 8",)
+    assert same_precision(ours, [theirs], record()).faults == ("loss scale after step 1: 4, PyTorch's 8",)
     assert (ours.skipped, theirs.skipped) == ({0}, {1})
 
 
