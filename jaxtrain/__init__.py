@@ -2,9 +2,10 @@
 
 from jaxtrain.errors import UserError
 from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain.objective import Loss
 from jaxtrain.precision import Policy, autocast
 from jaxtrain.remat import block
-from jaxtrain.step import Loss, TrainState, TrainStep, eval_step, train_step
+from jaxtrain.step import TrainState, TrainStep, eval_step, train_step
 
 __version__ = "0.1.0"
 

@@ -78,6 +78,11 @@ def found_inf(state: Any) -> jax.Array | bool:
     return state.found_inf if isinstance(state, LossScaleState) else False
 
 
+def skipped(state: Any) -> jax.Array | int:
+    """How many updates were non-finite so far: 0 without scaling."""
+    return state.skipped if isinstance(state, LossScaleState) else 0
+
+
 def _times(scale: jax.Array, factor: float) -> jax.Array:
     """float32 by a double, rounded once, as PyTorch's kernel multiplies: 1.7 is no float32."""
     with jax.enable_x64(True):

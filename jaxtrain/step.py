@@ -4,7 +4,7 @@ One pure function of a state and a batch, jitted once, its state donated. It kno
 logging: whatever a run must remember is in `TrainState`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,27 +16,10 @@ from jax import lax
 from jaxtrain import accumulate as window
 from jaxtrain.clip import clip_grad_norm
 from jaxtrain.errors import UserError
-from jaxtrain.loss_scale import current_scale, dynamic_loss_scale, found_inf, no_loss_scale
+from jaxtrain.loss_scale import current_scale, dynamic_loss_scale, found_inf, no_loss_scale, skipped
+from jaxtrain.objective import Loss, LossFn, checked, in_float32
 from jaxtrain.precision import Policy, policy
 from jaxtrain.remat import remat as rematerialise
-
-LossFn = Callable[..., Any]
-"""`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state of its own (BatchNorm),
-`loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`. In evaluation `rng` is None: no dropout.
-`metrics` maps names to `Loss`es or to scalar means, which are weighted like the loss."""
-
-
-_OWN_METRICS = frozenset({"loss", "weight", "grad_norm", "loss_scale", "skipped", "applied"})
-
-
-class Loss(NamedTuple):
-    """A sum over examples (or tokens) and the weight (their number) it is to be divided by; scalars both.
-
-    A sum, never a mean: so accumulated, sharded and padded batches give exactly the gradient of the one big batch.
-    """
-
-    total: Any
-    weight: Any
 
 
 class TrainState(NamedTuple):
@@ -111,7 +94,7 @@ def train_step(
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = optax.with_extra_args_support(optimizer)
-    compute_loss = _in_float32(rematerialise(numerics.apply(_checked(loss_fn)), remat))
+    compute_loss = in_float32(rematerialise(numerics.apply(checked(loss_fn)), remat))
 
     def scaled_loss(params: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any) -> Any:
         loss, metrics, model_state = compute_loss(params, micro_batch, rng, model_state)
@@ -165,7 +148,7 @@ def train_step(
             "grad_norm": grad_norm,
             "loss_scale": jnp.asarray(current_scale(state.loss_scale), np.float32),
             "skipped": jnp.asarray(skip),
-            "applied": new.step - getattr(scaler_state, "skipped", 0),
+            "applied": new.step - skipped(scaler_state),
         }
         return new, {**truth, **{name: _mean(sums) for name, sums in metrics.items()}}
 
@@ -188,80 +171,13 @@ def train_step(
 
 def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
     """The jitted evaluation of one batch: `loss` and the loss_fn's metrics as `Loss`es, to be summed over batches."""
-    compute_loss = _in_float32(policy(precision).apply(_checked(loss_fn)))
+    compute_loss = in_float32(policy(precision).apply(checked(loss_fn)))
 
     def evaluate(state: TrainState, batch: Any) -> dict[str, Loss]:
         loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)
         return {"loss": loss, **metrics}
 
     return jax.jit(evaluate)
-
-
-def _checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, dict[str, Any], Any]]:
-    """`loss_fn` with one signature, with or without model state, and its result made sure of."""
-
-    def compute(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
-        if model_state is None:
-            result = loss_fn(params, batch, rng)
-            expected = "(jaxtrain.Loss(total, weight), metrics)"
-        else:
-            result = loss_fn(params, batch, rng, model_state)
-            expected = "(jaxtrain.Loss(total, weight), metrics, model_state)"
-        parts = 2 if model_state is None else 3
-        match result:
-            case (Loss() as loss, Mapping() as metrics, *rest) if len(result) == parts:
-                pass
-            case _:
-                raise UserError(f"loss_fn returned {_describe(result)}: make it return {expected}")
-        if rest and not _alike(rest[0], model_state):
-            raise UserError(f"loss_fn returned model_state {_describe(rest[0])}: make it {_describe(model_state)}")
-        if not _scalar(loss):
-            raise UserError(f"loss_fn returned {_describe(loss)}: sum the total and the weight to scalars")
-        for name, value in metrics.items():
-            if name in _OWN_METRICS:
-                raise UserError(f"the metric {name!r} is the step's own: give yours another name")
-            if not _scalar(value):
-                raise UserError(f"the metric {name!r} is {_describe(value)}: make it a scalar or a jaxtrain.Loss")
-        return loss, dict(metrics), rest[0] if rest else None
-
-    return compute
-
-
-def _in_float32(compute: Callable[..., tuple[Loss, dict[str, Any], Any]]) -> Callable[..., Any]:
-    """What a low-precision computation returns, widened before it is divided, scaled or summed.
-
-    A float16 loss overflows at a scale of 65536. Metrics become `Loss`es: a bare scalar is a mean, and weighs like
-    the loss. Model state keeps its dtypes.
-    """
-
-    def computed(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Loss], Any]:
-        loss, metrics, new_state = compute(params, batch, rng, model_state)
-        loss = _wide(loss)
-        sums = {
-            name: _wide(
-                value
-                if isinstance(value, Loss)
-                else Loss(jnp.asarray(value, loss.weight.dtype) * loss.weight, loss.weight)
-            )
-            for name, value in metrics.items()
-        }
-        return loss, sums, jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), new_state, model_state)
-
-    return computed
-
-
-def _wide(loss: Loss) -> Loss:
-    """In float32, or float64 where the total is; nothing is differentiated through the weight."""
-    dtype = np.float64 if jnp.result_type(loss.total) == np.float64 else np.float32
-    return Loss(jnp.asarray(loss.total, dtype), lax.stop_gradient(jnp.asarray(loss.weight, dtype)))
-
-
-def _scalar(value: Any) -> bool:
-    return all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(value))
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return bool(jax.tree.structure(a) == jax.tree.structure(b))
 
 
 def _mean(sums: Loss) -> jax.Array:
@@ -283,7 +199,3 @@ def _permissive(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args)
 
     return called
-
-
-def _describe(x: Any) -> str:
-    return str(jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", x)).replace("'", "")

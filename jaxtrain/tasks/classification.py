@@ -10,8 +10,8 @@ from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folde
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, MLP, functional
+from jaxtrain.objective import Loss
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe
-from jaxtrain.step import Loss
 from jaxtrain.tasks.task import Task, row_weights
 
 Images = Arrays | ImageFolder

@@ -14,8 +14,8 @@ from jaxtrain.data import Text, split_text, stdlib_files, text_files, unigram_en
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
+from jaxtrain.objective import Loss
 from jaxtrain.recipes import GPTRecipe
-from jaxtrain.step import Loss
 from jaxtrain.tasks.task import Task, row_weights
 
 VOCABULARY = 256

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data import Source
-from jaxtrain.step import LossFn
+from jaxtrain.objective import LossFn
 
 
 @dataclass(frozen=True)
