@@ -19,7 +19,8 @@ def _gpt2_tiny() -> Case:
     from jaxtrain.models import GPT2Config
     from parity.cases import gpt2
 
-    return gpt2.sized(GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4), rows=12, tokens=65)
+    config = GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4)
+    return gpt2.case(config, reference=config, rows=12, tokens=65)
 
 
 def _mlp_launch_bound() -> Case:

@@ -21,8 +21,10 @@ CONFIG = GPT2Config(vocab_size=101, n_positions=32, n_embd=32, n_layer=2, n_head
 TOKENS = 17
 
 
-def case(config: GPT2Config = CONFIG) -> Case:
-    """Rows of 17 tokens, of which the first 16 predict the last 16. `config` is that of the JAX model."""
+def case(config: GPT2Config = CONFIG, *, reference: GPT2Config = CONFIG, rows: int = 16, tokens: int = TOKENS) -> Case:
+    """`rows` of `tokens` tokens, each but the last predicting the next. `config` is the JAX model's, `reference` the
+    other's.
+    """
     apply, params_like = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
@@ -33,34 +35,34 @@ def case(config: GPT2Config = CONFIG) -> Case:
 
     return Case(
         name="gpt2",
-        torch_model=_torch_model,
+        torch_model=lambda: _torch_model(reference),
         torch_loss=_torch_loss,
         loss_fn=loss_fn,
         params_like=params_like,
         names=torch_names(),
-        batch=_batch,
-        rows=16,
+        batch=lambda seed, rows: _batch(seed, rows, tokens, reference.vocab_size),
+        rows=rows,
         # With the default eps, Adam makes steps of the rounding noise that is the gradient of the key bias.
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=0.6,
     )
 
 
-def _torch_model() -> Module:
-    config = HFConfig(
-        vocab_size=CONFIG.vocab_size,
-        n_positions=CONFIG.n_positions,
-        n_embd=CONFIG.n_embd,
-        n_layer=CONFIG.n_layer,
-        n_head=CONFIG.n_head,
-        resid_pdrop=CONFIG.dropout,
-        embd_pdrop=CONFIG.dropout,
-        attn_pdrop=CONFIG.dropout,
+def _torch_model(config: GPT2Config) -> Module:
+    sizes = HFConfig(
+        vocab_size=config.vocab_size,
+        n_positions=config.n_positions,
+        n_embd=config.n_embd,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        resid_pdrop=config.dropout,
+        embd_pdrop=config.dropout,
+        attn_pdrop=config.dropout,
         # The default ones are out of a small vocabulary's range.
         bos_token_id=None,
         eos_token_id=None,
     )
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(sizes)
 
 
 def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
@@ -69,5 +71,5 @@ def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
 
-def _batch(seed: int, rows: int) -> Batch:
-    return {"tokens": np.random.default_rng(seed).integers(CONFIG.vocab_size, size=(rows, TOKENS))}
+def _batch(seed: int, rows: int, tokens: int, vocab_size: int) -> Batch:
+    return {"tokens": np.random.default_rng(seed).integers(vocab_size, size=(rows, tokens))}
