@@ -5,6 +5,7 @@ multiplication, which one inf turns into NaN for good, its own update would run 
 micro-batches of different weights as equals. So the optimizer's arithmetic runs once a window, outside.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,39 +14,50 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.objective import Loss
+
+Schedule = Callable[[jax.Array], Any]
+"""From the number of applied updates, int32[], to the micro-batches of the next window."""
 
 
 class Window(NamedTuple):
-    """`sums` of weighted gradients and their `weight` [], in float32; in float64 for float64 parameters."""
+    """`sums` of weighted gradients and the summed `loss`, in float32; in float64 for float64 parameters."""
 
     sums: optax.MultiStepsState
-    weight: jax.Array
+    loss: Loss
 
 
 def open_window(params: Any) -> Window:
     """An empty window for gradients shaped like `params`."""
-    return Window(_summing(params).init(params), jnp.zeros([], _sum_dtype(params)))
+    dtype = _sum_dtype(params)
+    return Window(_summing(params).init(params), Loss(jnp.zeros([], dtype), jnp.zeros([], dtype)))
 
 
-def add(window: Window, grads: Any, weight: jax.Array, k: int) -> Window:
-    """The window with one more of its k micro-batches: the gradient of its mean loss over k, and that mean's weight.
+def add(window: Window, grads: Any, loss: Loss, k: jax.Array | int) -> Window:
+    """The window with one more of its k micro-batches: the gradient of its mean loss over k, and its summed loss.
 
     >>> params = jnp.zeros(1)
-    >>> window = add(open_window(params), jnp.array([3.0 / 2]), jnp.float32(1), k=2)
-    >>> window = add(window, jnp.array([1.0 / 2]), jnp.float32(3), k=2)
+    >>> window = add(open_window(params), jnp.array([3.0 / 2]), Loss(jnp.float32(5), jnp.float32(1)), k=2)
+    >>> window = add(window, jnp.array([1.0 / 2]), Loss(jnp.float32(7), jnp.float32(3)), k=2)
     >>> float(mean_gradient(window)[0])      # (3·1 + 1·3) / (1 + 3)
     1.5
     """
-    weighted = jax.tree.map(lambda g: g * (weight * k).astype(g.dtype), grads)
+    factor = loss.weight * jnp.asarray(k, loss.weight.dtype)
+    weighted = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
     # optax multiplies by booleans, which JAX's strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         _, sums = _summing(grads).update(weighted, window.sums)
-    return Window(sums, window.weight + weight.astype(window.weight.dtype))
+    return Window(sums, Loss(*(a + b.astype(a.dtype) for a, b in zip(window.loss, loss, strict=True))))
+
+
+def count(window: Window) -> jax.Array:
+    """int32[]: the micro-batches in the window."""
+    return jnp.asarray(window.sums.mini_step)
 
 
 def mean_gradient(window: Window) -> Any:
     """The gradient of the window's mean loss: the sum of the weighted gradients over the sum of the weights."""
-    weight = nonzero(window.weight)
+    weight = nonzero(window.loss.weight)
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), window.sums.acc_grads)
 
 

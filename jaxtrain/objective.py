@@ -15,7 +15,7 @@ LossFn = Callable[..., Any]
 `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`. In evaluation `rng` is None: no dropout.
 `metrics` maps names to `Loss`es or to scalar means, which are weighted like the loss."""
 
-STEP_METRICS = frozenset({"loss", "weight", "grad_norm", "loss_scale", "skipped", "applied"})
+STEP_METRICS = frozenset({"loss", "weight", "grad_norm", "loss_scale", "skipped", "applied", "updated"})
 
 
 class Loss(NamedTuple):

@@ -21,13 +21,15 @@ from jaxtrain.objective import Loss, LossFn, checked, in_float32
 from jaxtrain.precision import Policy, policy
 from jaxtrain.remat import remat as rematerialise
 
+Step = Callable[..., tuple["TrainState", dict[str, jax.Array]]]
+
 
 class TrainState(NamedTuple):
     """Everything a run is: save it, restore it anywhere, and the run continues bit for bit.
 
     `step` int32[], windows so far; `micro_step` int32[], micro-batches so far; `params` in the policy's param dtype;
     `model_state`, None without one; `opt_state`, the optimizer's own; `loss_scale`, the scaler's own; `rng`, a key
-    from which every micro-batch's key is folded.
+    from which every micro-batch's key is folded; `window`, of a run that streams its micro-batches, else None.
     """
 
     step: jax.Array
@@ -37,20 +39,23 @@ class TrainState(NamedTuple):
     opt_state: Any
     loss_scale: Any
     rng: jax.Array
+    window: window.Window | None
 
 
 class TrainStep:
-    """A jitted training step: `state, metrics = step(state, batch)`. Built by `train_step`."""
+    """A jitted training step, built by `train_step`: a window at a time, or a micro-batch at a time."""
 
-    def __init__(self, init: Callable[..., TrainState], pure: Callable[..., Any]) -> None:
+    def __init__(self, init: Callable[..., TrainState], whole: Step, micro: Step, flush: Callable[..., Any]) -> None:
         self._init = init
-        self.pure = pure
+        self.pure = whole
         """The step as a plain function of (state, batch), to be composed or jitted otherwise."""
-        self.jitted = jax.jit(pure, donate_argnums=0)
+        self.jitted = jax.jit(whole, donate_argnums=0)
+        self._micro = jax.jit(micro, donate_argnums=0)
+        self._flush = jax.jit(flush, donate_argnums=0)
 
-    def init(self, params: Any, *, model_state: Any = None, seed: int = 0) -> TrainState:
-        """A fresh state around a copy of `params`."""
-        return self._init(params, model_state, seed)
+    def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+        """A fresh state around a copy of `params`; with `streaming`, one that holds a window, for `micro`."""
+        return self._init(params, model_state, seed, streaming)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer update from one effective batch [k·B, …]. `state` is donated: use the one returned.
@@ -61,22 +66,35 @@ class TrainStep:
         """
         return self.jitted(state, batch)
 
+    def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One micro-batch [B, …] into the state's window; where that fills it, an update, as `updated` says.
+
+        `loss` and `weight` are of the window so far, the loss_fn's metrics of the micro-batch; `grad_norm` is 0 and
+        `skipped` False until the window closes. The update is that of the whole window's batch, to the bit.
+        """
+        return self._micro(state, micro_batch)
+
+    def flush(self, state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        """An update from what the window holds, however short; none where it is empty."""
+        return self._flush(state)
+
 
 def train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
     precision: str | Policy = "fp32",
-    accumulate: int = 1,
+    accumulate: int | window.Schedule = 1,
     clip_norm: float | None = None,
     remat: str = "none",
     loss_scale: optax.GradientTransformation | None = None,
 ) -> TrainStep:
     """The training step of `loss_fn` under `optimizer`.
 
-    `precision`: a policy of `jaxtrain.precision`. `accumulate`: micro-batches to a window. `clip_norm`: bound on the
-    global gradient norm, as PyTorch clips it. `remat`: what blocks keep for the backward pass (`jaxtrain.remat`).
-    `loss_scale`: by default dynamic for fp16 and none otherwise. Raises `UserError` for values it does not know.
+    `precision`: a policy of `jaxtrain.precision`. `accumulate`: micro-batches to a window, or a schedule of them by
+    applied update, whose micro-batches are then streamed. `clip_norm`: bound on the global gradient norm, as PyTorch
+    clips it. `remat`: what blocks keep for the backward pass (`jaxtrain.remat`). `loss_scale`: by default dynamic for
+    fp16 and none otherwise. Raises `UserError` for values it does not know.
 
     >>> def loss_fn(params, batch, rng):
     ...     error = batch["x"] @ params - batch["y"]
@@ -87,7 +105,7 @@ def train_step(
     >>> float(metrics["loss"]), int(metrics["applied"])
     (1.0, 1)
     """
-    if not isinstance(accumulate, int) or accumulate < 1:
+    if not callable(accumulate) and (not isinstance(accumulate, int) or accumulate < 1):
         raise UserError(f"accumulate {accumulate} is not a number of micro-batches: make it 1 or more")
     if clip_norm is not None and not clip_norm > 0:
         raise UserError(f"clip_norm {clip_norm} bounds nothing: make it positive, or None for no clipping")
@@ -96,63 +114,83 @@ def train_step(
     optimizer = optax.with_extra_args_support(optimizer)
     compute_loss = in_float32(rematerialise(numerics.apply(checked(loss_fn)), remat))
 
-    def scaled_loss(params: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any) -> Any:
+    def scaled_loss(params: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
         loss, metrics, model_state = compute_loss(params, micro_batch, rng, model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 over- and underflows at the same scales.
-        mean = loss.total / (window.nonzero(loss.weight) * accumulate)
+        mean = loss.total / (window.nonzero(loss.weight) * jnp.asarray(k, loss.weight.dtype))
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
 
-    def micro_gradient(state: TrainState, micro_batch: Any, model_state: Any, i: Any) -> Any:
+    def micro_gradient(state: TrainState, micro_batch: Any, model_state: Any, i: Any, k: Any) -> Any:
         rng = jax.random.fold_in(state.rng, state.micro_step + i)
-        grads, aux = differentiate(state.params, micro_batch, rng, model_state, current_scale(state.loss_scale))
+        grads, aux = differentiate(state.params, micro_batch, rng, model_state, current_scale(state.loss_scale), k)
         return grads, *aux
 
-    def window_gradient(state: TrainState, batch: Any) -> Any:
-        if accumulate == 1:
-            grads, loss, metrics, model_state = micro_gradient(state, batch, state.model_state, 0)
-            return grads, *jax.tree.map(lambda x: x[None], (loss, metrics)), model_state
+    def window_gradient(state: TrainState, batch: Any, k: int) -> Any:
+        if k == 1:
+            grads, loss, metrics, model_state = micro_gradient(state, batch, state.model_state, 0, k)
+            return grads, loss, metrics, model_state
 
         def add_micro_batch(carry: Any, i_and_micro_batch: Any) -> Any:
             opened, model_state = carry
             i, micro_batch = i_and_micro_batch
-            grads, loss, metrics, model_state = micro_gradient(state, micro_batch, model_state, i)
-            return (window.add(opened, grads, loss.weight, accumulate), model_state), (loss, metrics)
+            grads, loss, metrics, model_state = micro_gradient(state, micro_batch, model_state, i, k)
+            return (window.add(opened, grads, loss, k), model_state), metrics
 
-        micro_batches = (jnp.arange(accumulate, dtype=np.int32), window.split(batch, accumulate))
+        micro_batches = (jnp.arange(k, dtype=np.int32), window.split(batch, k))
         carry = (window.open_window(state.params), state.model_state)
-        (closed, model_state), (losses, metrics) = lax.scan(add_micro_batch, carry, micro_batches)
-        return window.mean_gradient(closed), losses, metrics, model_state
+        (closed, model_state), metrics = lax.scan(add_micro_batch, carry, micro_batches)
+        metrics = jax.tree.map(lambda x: x.sum(0), metrics)
+        return window.mean_gradient(closed), closed.loss, metrics, model_state
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, losses, metrics, model_state = window_gradient(state, batch)
+    def update(state: TrainState, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Unscale, check, clip, update, rescale."""
         grads, scaler_state = scaler.update(grads, state.loss_scale)
         skip = found_inf(scaler_state)
         grads, grad_norm = clip_grad_norm(grads, clip_norm)
         updates, opt_state = _permissive(optimizer.update)(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, opt_state = _keep_if(skip, (state.params, state.opt_state), (params, opt_state))
-        new = TrainState(
-            step=state.step + 1,
-            micro_step=state.micro_step + accumulate,
-            params=params,
-            model_state=model_state,
-            opt_state=opt_state,
-            loss_scale=scaler_state,
-            rng=state.rng,
-        )
-        truth = {
-            "loss": _mean(losses),
-            "weight": losses.weight.sum(),
-            "grad_norm": grad_norm,
-            "loss_scale": jnp.asarray(current_scale(state.loss_scale), np.float32),
-            "skipped": jnp.asarray(skip),
-            "applied": new.step - skipped(scaler_state),
-        }
-        return new, {**truth, **{name: _mean(sums) for name, sums in metrics.items()}}
+        new = state._replace(step=state.step + 1, params=params, opt_state=opt_state, loss_scale=scaler_state)
+        return new, _truth(state, new, grad_norm, skip)
 
-    def init(params: Any, model_state: Any, seed: int) -> TrainState:
+    def whole(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        if callable(accumulate):
+            raise UserError("accumulate is a schedule: give its micro-batches one by one to step.micro")
+        if state.window is not None:
+            raise UserError("the state streams micro-batches: give them to step.micro, or init without streaming")
+        grads, loss, metrics, model_state = window_gradient(state, batch, accumulate)
+        new, truth = update(state, grads)
+        new = new._replace(micro_step=state.micro_step + accumulate, model_state=model_state)
+        return new, {**truth, **_means(loss, metrics)}
+
+    def micro(state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        opened = _opened(state)
+        if accumulate == 1:
+            new, truth = whole(state._replace(window=None), micro_batch)
+            return new._replace(window=opened), {**truth, "updated": jnp.array(True)}
+        k = accumulate(applied(state)) if callable(accumulate) else accumulate
+        grads, loss, metrics, model_state = micro_gradient(state, micro_batch, state.model_state, 0, k)
+        opened = window.add(opened, grads, loss, k)
+        state = state._replace(micro_step=state.micro_step + 1, model_state=model_state, window=opened)
+        new, truth = lax.cond(window.count(opened) >= k, close, leave_open, state)
+        return new, {**truth, **_means(opened.loss, metrics)}
+
+    def flush(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        opened = _opened(state)
+        new, truth = lax.cond(window.count(opened) > 0, close, leave_open, state)
+        return new, {**truth, **_means(opened.loss, {})}
+
+    def close(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        new, truth = update(state, window.mean_gradient(_opened(state)))
+        return new._replace(window=window.open_window(state.params)), {**truth, "updated": jnp.array(True)}
+
+    def leave_open(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        norm = jnp.zeros([], _opened(state).loss.total.dtype)
+        return state, {**_truth(state, state, norm, False), "updated": jnp.array(False)}
+
+    def init(params: Any, model_state: Any, seed: int, streaming: bool) -> TrainState:
         params = numerics.cast_params(params)
         zero = jnp.zeros([], np.int32)
         return TrainState(
@@ -164,9 +202,15 @@ def train_step(
             opt_state=jax.tree.map(jnp.copy, _permissive(optimizer.init)(params)),
             loss_scale=scaler.init(params),
             rng=jax.random.key(seed),
+            window=window.open_window(params) if streaming else None,
         )
 
-    return TrainStep(init, step)
+    return TrainStep(init, whole, micro, flush)
+
+
+def applied(state: TrainState) -> jax.Array:
+    """int32[]: the updates applied so far, which is what schedules count."""
+    return state.step - skipped(state.loss_scale)
 
 
 def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
@@ -180,10 +224,26 @@ def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[
     return jax.jit(evaluate)
 
 
-def _mean(sums: Loss) -> jax.Array:
-    """The mean over a window of sums stacked by micro-batch."""
-    total, weight = sums.total.sum(), sums.weight.sum()
-    return total / window.nonzero(weight)
+def _opened(state: TrainState) -> window.Window:
+    if state.window is None:
+        raise UserError("the state holds no window: step.init(params, streaming=True) makes one that does")
+    return state.window
+
+
+def _truth(old: TrainState, new: TrainState, grad_norm: jax.Array, skip: jax.Array | bool) -> dict[str, jax.Array]:
+    """What an update really was."""
+    return {
+        "grad_norm": grad_norm,
+        "loss_scale": jnp.asarray(current_scale(old.loss_scale), np.float32),
+        "skipped": jnp.asarray(skip),
+        "applied": applied(new),
+    }
+
+
+def _means(loss: Loss, metrics: dict[str, Loss]) -> dict[str, jax.Array]:
+    """The loss, its weight, and the loss_fn's metrics, from their sums."""
+    sums = {"loss": loss, **metrics}
+    return {"weight": loss.weight, **{name: s.total / window.nonzero(s.weight) for name, s in sums.items()}}
 
 
 def _keep_if(skip: jax.Array | bool, old: Any, new: Any) -> Any:

@@ -80,7 +80,9 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
     k = len(micro_batches)
     window = accumulate.open_window({"w": jnp.zeros(3)})
     for gradient, weight in micro_batches:
-        window = accumulate.add(window, {"w": jnp.asarray(gradient)}, jnp.float32(weight), k)
+        window = accumulate.add(
+            window, {"w": jnp.asarray(gradient)}, jt.Loss(jnp.float32(weight), jnp.float32(weight)), k
+        )
     weight = sum(w for _, w in micro_batches)
     # Whole numbers, so that float32 rounds nowhere but in the division, for which XLA takes a reciprocal.
     total = sum((g * w * k for g, w in micro_batches), np.zeros(3, np.float32))
@@ -88,7 +90,7 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
     np.testing.assert_array_max_ulp(
         np.asarray(accumulate.mean_gradient(window)["w"]), total / np.float32(weight or 1), maxulp=1
     )
-    assert window.weight == weight
+    assert window.loss == (weight, weight)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -100,7 +102,7 @@ def test_a_non_finite_micro_batch_shows_in_its_window_and_leaves_nothing_in_the_
         window = accumulate.open_window(params)
         for i in range(3):
             w = jnp.array([1.0, bad if planted and i == position else 2.0])
-            window = accumulate.add(window, {"w": w, "b": jnp.ones(1)}, jnp.float32(2), 3)
+            window = accumulate.add(window, {"w": w, "b": jnp.ones(1)}, jt.Loss(jnp.float32(1), jnp.float32(2)), 3)
         return accumulate.mean_gradient(window)
 
     clean = window_of(planted=False)
