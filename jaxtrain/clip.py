@@ -1,4 +1,4 @@
-"""Gradient clipping as `torch.nn.utils.clip_grad_norm_` does it (`torch/nn/utils/clip_grad.py`)."""
+"""Gradient clipping as `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do it (torch/nn/utils/clip_grad.py)."""
 
 from typing import Any
 
@@ -21,3 +21,14 @@ def clip_grad_norm(grads: Any, max_norm: float | None) -> tuple[Any, jax.Array]:
         return grads, norm
     factor = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm
+
+
+def clip_grad_value(grads: Any, max_value: float | None) -> Any:
+    """`grads` with every element held within ±`max_value`. None leaves them.
+
+    >>> clip_grad_value({"w": jnp.array([3.0, -0.5])}, max_value=1.0)["w"].tolist()
+    [1.0, -0.5]
+    """
+    if max_value is None:
+        return grads
+    return jax.tree.map(lambda g: jnp.clip(g, -max_value, max_value), grads)

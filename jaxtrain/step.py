@@ -14,8 +14,9 @@ import optax
 from jax import lax
 
 from jaxtrain import accumulate as window
-from jaxtrain.clip import clip_grad_norm
+from jaxtrain.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.errors import UserError
+from jaxtrain.frozen import Frozen, merge, nothing, partition
 from jaxtrain.loss_scale import current_scale, dynamic_loss_scale, found_inf, no_loss_scale, skipped
 from jaxtrain.objective import Loss, LossFn, checked, in_float32
 from jaxtrain.precision import Policy, policy
@@ -86,15 +87,18 @@ def train_step(
     precision: str | Policy = "fp32",
     accumulate: int | window.Schedule = 1,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
+    frozen: Frozen = nothing,
     remat: str = "none",
     loss_scale: optax.GradientTransformation | None = None,
 ) -> TrainStep:
     """The training step of `loss_fn` under `optimizer`.
 
     `precision`: a policy of `jaxtrain.precision`. `accumulate`: micro-batches to a window, or a schedule of them by
-    applied update, whose micro-batches are then streamed. `clip_norm`: bound on the global gradient norm, as PyTorch
-    clips it. `remat`: what blocks keep for the backward pass (`jaxtrain.remat`). `loss_scale`: by default dynamic for
-    fp16 and none otherwise. Raises `UserError` for values it does not know.
+    applied update, whose micro-batches are then streamed. `clip_norm`: bound on the global gradient norm, or
+    `clip_value`: on its elements, as PyTorch clips them. `frozen`: which parameters, by path, are not trained.
+    `remat`: what blocks keep for the backward pass (`jaxtrain.remat`). `loss_scale`: by default dynamic for fp16 and
+    none otherwise. Raises `UserError` for values it does not know.
 
     >>> def loss_fn(params, batch, rng):
     ...     error = batch["x"] @ params - batch["y"]
@@ -107,15 +111,16 @@ def train_step(
     """
     if not callable(accumulate) and (not isinstance(accumulate, int) or accumulate < 1):
         raise UserError(f"accumulate {accumulate} is not a number of micro-batches: make it 1 or more")
-    if clip_norm is not None and not clip_norm > 0:
-        raise UserError(f"clip_norm {clip_norm} bounds nothing: make it positive, or None for no clipping")
+    for name, bound in {"clip_norm": clip_norm, "clip_value": clip_value}.items():
+        if bound is not None and not bound > 0:
+            raise UserError(f"{name} {bound} bounds nothing: make it positive, or None for no clipping")
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = optax.with_extra_args_support(optimizer)
     compute_loss = in_float32(rematerialise(numerics.apply(checked(loss_fn)), remat))
 
-    def scaled_loss(params: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
-        loss, metrics, model_state = compute_loss(params, micro_batch, rng, model_state)
+    def scaled_loss(trained: Any, kept: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
+        loss, metrics, model_state = compute_loss(merge(trained, kept), micro_batch, rng, model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 over- and underflows at the same scales.
         mean = loss.total / (window.nonzero(loss.weight) * jnp.asarray(k, loss.weight.dtype))
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
@@ -124,8 +129,14 @@ def train_step(
 
     def micro_gradient(state: TrainState, micro_batch: Any, model_state: Any, i: Any, k: Any) -> Any:
         rng = jax.random.fold_in(state.rng, state.micro_step + i)
-        grads, aux = differentiate(state.params, micro_batch, rng, model_state, current_scale(state.loss_scale), k)
+        trained, kept = partition(state.params, frozen)
+        scale = current_scale(state.loss_scale)
+        grads, aux = differentiate(trained, kept, micro_batch, rng, model_state, scale, k)
         return grads, *aux
+
+    def empty_window(params: Any) -> window.Window:
+        trained, _ = partition(params, frozen)
+        return window.open_window(trained)
 
     def window_gradient(state: TrainState, batch: Any, k: int) -> Any:
         if k == 1:
@@ -139,7 +150,7 @@ def train_step(
             return (window.add(opened, grads, loss, k), model_state), metrics
 
         micro_batches = (jnp.arange(k, dtype=np.int32), window.split(batch, k))
-        carry = (window.open_window(state.params), state.model_state)
+        carry = (empty_window(state.params), state.model_state)
         (closed, model_state), metrics = lax.scan(add_micro_batch, carry, micro_batches)
         metrics = jax.tree.map(lambda x: x.sum(0), metrics)
         return window.mean_gradient(closed), closed.loss, metrics, model_state
@@ -149,10 +160,14 @@ def train_step(
         grads, scaler_state = scaler.update(grads, state.loss_scale)
         skip = found_inf(scaler_state)
         grads, grad_norm = clip_grad_norm(grads, clip_norm)
-        updates, opt_state = _permissive(optimizer.update)(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        params, opt_state = _keep_if(skip, (state.params, state.opt_state), (params, opt_state))
-        new = state._replace(step=state.step + 1, params=params, opt_state=opt_state, loss_scale=scaler_state)
+        grads = clip_grad_value(grads, clip_value)
+        old, kept = partition(state.params, frozen)
+        updates, opt_state = _permissive(optimizer.update)(grads, state.opt_state, old)
+        trained = optax.apply_updates(old, updates)
+        trained, opt_state = _keep_if(skip, (old, state.opt_state), (trained, opt_state))
+        new = state._replace(
+            step=state.step + 1, params=merge(trained, kept), opt_state=opt_state, loss_scale=scaler_state
+        )
         return new, _truth(state, new, grad_norm, skip)
 
     def whole(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -184,7 +199,7 @@ def train_step(
 
     def close(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         new, truth = update(state, window.mean_gradient(_opened(state)))
-        return new._replace(window=window.open_window(state.params)), {**truth, "updated": jnp.array(True)}
+        return new._replace(window=empty_window(state.params)), {**truth, "updated": jnp.array(True)}
 
     def leave_open(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         norm = jnp.zeros([], _opened(state).loss.total.dtype)
@@ -192,6 +207,7 @@ def train_step(
 
     def init(params: Any, model_state: Any, seed: int, streaming: bool) -> TrainState:
         params = numerics.cast_params(params)
+        trained, _ = partition(params, frozen)
         zero = jnp.zeros([], np.int32)
         return TrainState(
             step=zero,
@@ -199,10 +215,10 @@ def train_step(
             params=params,
             model_state=jax.tree.map(jnp.copy, model_state),
             # Copies: an optimizer that keeps the first parameters shares their buffers, and both are donated.
-            opt_state=jax.tree.map(jnp.copy, _permissive(optimizer.init)(params)),
-            loss_scale=scaler.init(params),
+            opt_state=jax.tree.map(jnp.copy, _permissive(optimizer.init)(trained)),
+            loss_scale=scaler.init(trained),
             rng=jax.random.key(seed),
-            window=window.open_window(params) if streaming else None,
+            window=empty_window(params) if streaming else None,
         )
 
     return TrainStep(init, whole, micro, flush)

@@ -39,3 +39,5 @@ class Recipe:
     """Updates between two evaluations."""
     save_every: int = 100
     """Updates between two checkpoints."""
+    max_skips: int = 100
+    """Updates skipped in a row, their fp16 gradients inf or NaN, that end the run."""

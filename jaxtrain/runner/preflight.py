@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import Recipe
 from jaxtrain.tasks import Task
 
-_AT_LEAST_ONE = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "save_every")
+_AT_LEAST_ONE = ("steps", "batch_size", "accumulate", "log_every", "eval_every", "save_every", "max_skips")
 # A fresh model guesses about evenly; beyond this share of log(classes) its initialisation or its loss is suspect.
 _SUSPECT = 0.25
 
