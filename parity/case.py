@@ -49,6 +49,8 @@ class Case:
     rows: int
     optimizer: AdamW
     clip_norm: float
+    state_like: Any = None
+    buffers: "NameTable | None" = None
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """A different effective batch for each step, the same ones for the same seed."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.record import Record, Tensors
+from parity.record import Record, Snapshot, Tensors
 
 FIRST_BAR = 1e-10
 """Relative distance in float64 up to the end of the first step: rounding is 1e-16, a wrong epsilon 1e-6."""
@@ -49,7 +49,7 @@ class Verdict:
 
 def same_meaning(ours: Record, theirs: Record) -> Verdict:
     """The verdict on two float64 runs: every loss, gradient, parameter and moment is within the bars."""
-    return _verdict(ours, theirs, None, [*_apart(ours, theirs)])
+    return _verdict(ours, theirs, theirs, None, [*_apart(ours, theirs)])
 
 
 def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Verdict:
@@ -67,7 +67,7 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Ver
     ]
     for step in np.flatnonzero(ours.scales != theirs[0].scales)[:1]:
         faults.append(f"loss scale after step {step}: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")
-    return _verdict(ours, theirs[0], max(ratios.values()), faults)
+    return _verdict(ours, theirs[0], truth, max(ratios.values()), faults)
 
 
 def median(verdicts: Sequence[Verdict]) -> Verdict:
@@ -75,24 +75,26 @@ def median(verdicts: Sequence[Verdict]) -> Verdict:
     return sorted(verdicts, key=lambda v: (not v.passed, v.error_ratio or 0.0))[len(verdicts) // 2]
 
 
-def relative(ours: Tensors, theirs: Tensors) -> dict[str, float]:
-    """‖ours − theirs‖ / ‖theirs‖ of each tensor; infinite where either is not finite.
+def relative(ours: Tensors, theirs: Tensors, truth: Tensors | None = None) -> dict[str, float]:
+    """‖ours − theirs‖ / ‖truth‖ of each tensor, the truth being theirs if none is given; infinite where not finite.
 
     Raises `ValueError` where they are not the same tensors by name.
 
     >>> relative({"w": np.array([1.0]), "zero": np.array([1e-17])}, {"w": np.array([2.0]), "zero": np.array([0.0])})
     {'w': 0.5, 'zero': 5e-18}
     """
+    truth = theirs if truth is None else truth
     if ours.keys() != theirs.keys():
         raise ValueError(f"in one of the runs only: {sorted(ours.keys() ^ theirs.keys())}")
-    whole = _norm(theirs.values())
-    return {name: _ratio(_norm([_minus(ours[name], x)]), _scale(_norm([x]), whole)) for name, x in theirs.items()}
+    whole = _norm(truth.values())
+    scales = {name: _scale(_norm([truth[name]]), whole) for name in theirs}
+    return {name: _ratio(_norm([_minus(ours[name], x)]), scales[name]) for name, x in theirs.items()}
 
 
-def _verdict(ours: Record, theirs: Record, error_ratio: float | None, faults: Sequence[str]) -> Verdict:
+def _verdict(ours: Record, theirs: Record, truth: Record, error_ratio: float | None, faults: Sequence[str]) -> Verdict:
     _, loss_rel = _worst(relative(_losses(ours), _losses(theirs)))
-    grad_worst, grad_rel = _worst(relative(ours.grads, theirs.grads))
-    _, param_rel = _worst(relative(ours.last.params, theirs.last.params))
+    grad_worst, grad_rel = _worst(relative(ours.grads, theirs.grads, truth.grads))
+    _, param_rel = _worst(relative(ours.last.params, theirs.last.params, truth.last.params))
     return Verdict(loss_rel, grad_rel, grad_worst, param_rel, error_ratio, tuple(faults))
 
 
@@ -107,11 +109,16 @@ def _apart(ours: Record, theirs: Record) -> Iterator[str]:
 def _stages(record: Record) -> Iterator[tuple[str, float, Tensors]]:
     yield "first loss", FIRST_BAR, _losses(record, 1)
     yield "gradient", FIRST_BAR, record.grads
-    for what, tensors in vars(record.first).items():
+    for what, tensors in _present(record.first):
         yield f"{what} after the first update", FIRST_BAR, tensors
     yield "loss", LAST_BAR, _losses(record)
-    for what, tensors in vars(record.last).items():
+    for what, tensors in _present(record.last):
         yield f"{what} after the last step", LAST_BAR, tensors
+
+
+def _present(snapshot: Snapshot) -> Iterator[tuple[str, Tensors]]:
+    """Its groups of tensors; a model without state has no buffers."""
+    return ((what, tensors) for what, tensors in vars(snapshot).items() if tensors)
 
 
 def _losses(record: Record, steps: int | None = None) -> Tensors:
@@ -120,11 +127,14 @@ def _losses(record: Record, steps: int | None = None) -> Tensors:
 
 def _errors(run: Record, truth: Record) -> dict[str, float]:
     """Root mean square distances of a run to the truth."""
-    return {
+    errors = {
         "losses": _rms(_losses(run), _losses(truth)),
         "first gradient": _rms(run.grads, truth.grads),
         "last parameters": _rms(run.last.params, truth.last.params),
     }
+    if truth.last.buffers:
+        errors["last buffers"] = _rms(run.last.buffers, truth.last.buffers)
+    return errors
 
 
 def _worst(distances: dict[str, float]) -> tuple[str, float]:

@@ -10,7 +10,7 @@ import optax
 import jaxtrain
 from jaxtrain import optim
 from jaxtrain.loss_scale import current_scale
-from parity.case import AdamW, Batch, Case
+from parity.case import AdamW, Case
 from parity.record import Record, Snapshot, Tensors
 
 
@@ -42,7 +42,8 @@ def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: s
         clip_norm=case.clip_norm,
         remat=remat,
     )
-    state = step.init(case.names.to_jax(weights, like=case.params_like), seed=seed)
+    params, model_state = _split(case, weights)
+    state = step.init(params, model_state=_arrays(model_state, precision), seed=seed)
     losses, scales = [], [float(current_scale(state.loss_scale))]
     first = None
 
@@ -82,9 +83,19 @@ def _record_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _arrays(batch: Batch, precision: str) -> dict[str, jax.Array]:
+def _split(case: Case, weights: Tensors) -> tuple[Any, Any]:
+    """PyTorch's state_dict as (params, model_state); None for a model without."""
+    if case.buffers is None:
+        return case.names.to_jax(weights, like=case.params_like), None
+    names = {param.name for param in case.buffers.params.values()}
+    buffers = {name: x for name, x in weights.items() if name in names}
+    params = {name: x for name, x in weights.items() if name not in names}
+    return case.names.to_jax(params, like=case.params_like), case.buffers.to_jax(buffers, like=case.state_like)
+
+
+def _arrays(tree: Any, precision: str) -> Any:
     dtype = np.float64 if precision == "fp64" else np.float32
-    return {name: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else None) for name, x in batch.items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)
 
 
 def _observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:
@@ -94,4 +105,5 @@ def _observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]
 
     fed, optimizer_state = state.opt_state
     moments = {name: tensors(optax.tree.get(optimizer_state, name)) for name in ("mu", "nu")}
-    return tensors(fed.grads), Snapshot(params=tensors(state.params), **moments)
+    buffers = {} if case.buffers is None else case.buffers.to_torch(jax.tree.map(np.array, state.model_state))
+    return tensors(fed.grads), Snapshot(params=tensors(state.params), **moments, buffers=buffers)

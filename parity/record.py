@@ -10,11 +10,12 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Parameters and the optimizer's first and second moments at one moment of a run."""
+    """Parameters, the optimizer's first and second moments, and the model's own state at one moment of a run."""
 
     params: Tensors
     mu: Tensors
     nu: Tensors
+    buffers: Tensors
 
 
 @dataclass(frozen=True)

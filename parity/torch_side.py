@@ -19,7 +19,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def initial_weights(case: Case, seed: int) -> Tensors:
-    """The float32 weights that every run of `case` from `seed` starts with."""
+    """The float32 weights, and buffers, that every run of `case` from `seed` starts with."""
     return {name: tensor.numpy() for name, tensor in _model(case, seed).state_dict().items()}
 
 
@@ -35,9 +35,9 @@ def run(
 ) -> Record:
     """Train for `steps` windows of `accumulate` micro-batches each.
 
-    `reorder`, a seed, permutes the rows of every batch: the same mathematics, rounded otherwise. `skip`: the steps
-    whose update is left out, as a run that overflowed there left it out. Raises `UserError` where the micro-batches
-    of a window weigh differently.
+    `reorder`, a seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `skip`: the
+    steps whose update is left out, as a run that overflowed there left it out. Raises `UserError` where the
+    micro-batches of a window weigh differently.
     """
     model = _model(case, seed)
     if precision == "fp64":
@@ -45,10 +45,10 @@ def run(
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer))
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
-    first = _FirstUpdate(model, optimizer)
+    first = _FirstUpdate(case, model, optimizer)
     losses, scales = [], [scaler.get_scale()]
 
-    for step, batch in enumerate(_tensors(case, precision, steps, seed, reorder)):
+    for step, batch in enumerate(_tensors(case, precision, accumulate, steps, seed, reorder)):
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
         for micro_batch in _split(batch, accumulate):
@@ -67,7 +67,7 @@ def run(
         losses.append(window_loss.item())
         scales.append(scaler.get_scale())
 
-    last = _snapshot(model, optimizer)
+    last = _snapshot(case, model, optimizer)
     return Record(np.array(losses), first.grads, first.snapshot or last, last, np.array(scales))
 
 
@@ -77,7 +77,7 @@ class _FirstUpdate:
     The hooks run inside `optimizer.step()`, which GradScaler does not call where it skips.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.grads = {name: np.full(p.shape, np.nan) for name, p in model.named_parameters()}
         self.snapshot: Snapshot | None = None
 
@@ -86,7 +86,7 @@ class _FirstUpdate:
                 self.grads = {name: _array(p, p.grad) for name, p in model.named_parameters()}
 
         def made(*_: Any) -> None:
-            self.snapshot = self.snapshot or _snapshot(model, optimizer)
+            self.snapshot = self.snapshot or _snapshot(case, model, optimizer)
 
         optimizer.register_step_pre_hook(fed)
         optimizer.register_step_post_hook(made)
@@ -99,12 +99,14 @@ def _model(case: Case, seed: int) -> torch.nn.Module:
 
 
 def _tensors(
-    case: Case, precision: str, steps: int, seed: int, reorder: int | None
+    case: Case, precision: str, accumulate: int, steps: int, seed: int, reorder: int | None
 ) -> Iterator[dict[str, torch.Tensor]]:
     shuffle = None if reorder is None else np.random.default_rng(reorder)
     for batch in case.batches(seed, steps):
-        rows = np.arange(case.rows) if shuffle is None else shuffle.permutation(case.rows)
-        tensors = {name: torch.from_numpy(array[rows]) for name, array in batch.items()}
+        # Within micro-batches, of which BatchNorm takes the statistics.
+        rows = np.arange(case.rows).reshape(accumulate, -1)
+        order = (rows if shuffle is None else shuffle.permuted(rows, axis=1)).reshape(-1)
+        tensors = {name: torch.from_numpy(array[order]) for name, array in batch.items()}
         yield {name: x.double() if x.is_floating_point() and precision == "fp64" else x for name, x in tensors.items()}
 
 
@@ -119,12 +121,14 @@ def _check_alike(weights: set[int], case: Case) -> None:
         raise UserError(f"micro-batches of {case.name} weigh {sorted(weights)}: draw batches that split evenly")
 
 
-def _snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-    params = dict(model.named_parameters())
+def _snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    names = [] if case.buffers is None else [param.name for param in case.buffers.params.values()]
     return Snapshot(
         params={name: _array(p, p) for name, p in params.items()},
         mu={name: _array(p, optimizer.state[p].get("exp_avg")) for name, p in params.items()},
         nu={name: _array(p, optimizer.state[p].get("exp_avg_sq")) for name, p in params.items()},
+        buffers={name: buffers[name].numpy().copy() for name in names},
     )
 
 

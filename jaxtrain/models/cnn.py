@@ -1,35 +1,55 @@
-"""The smallest convolutional classifier: conv 3×3, ReLU, linear."""
+"""The smallest convolutional classifier: conv 3×3, ReLU, linear; with BatchNorm behind the convolution if asked."""
 
 import jax
 from flax import nnx
 
-from jaxtrain.interop import CONV, NameTable, TorchParam, linear_after_flatten
+from jaxtrain.interop import AS_IS, CONV, NameTable, TorchParam, linear_after_flatten
+from jaxtrain.models.batch_norm import BatchNorm
 
 
 class CNN(nnx.Module):
     """Images [B, H, W, C] → logits [B, classes]. The convolution has no padding, as PyTorch's default."""
 
     def __init__(
-        self, image_shape: tuple[int, int, int] = (32, 32, 3), width: int = 16, classes: int = 10, *, rngs: nnx.Rngs
+        self,
+        image_shape: tuple[int, int, int] = (32, 32, 3),
+        width: int = 16,
+        classes: int = 10,
+        *,
+        batch_norm: bool = False,
+        rngs: nnx.Rngs,
     ) -> None:
         height, width_px, channels = image_shape
         self.conv = nnx.Conv(channels, width, kernel_size=(3, 3), padding="VALID", rngs=rngs)
+        self.norm = BatchNorm(width) if batch_norm else None
         self.head = nnx.Linear((height - 2) * (width_px - 2) * width, classes, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = jax.nn.relu(self.conv(x))
+    def __call__(self, x: jax.Array, training: bool = False) -> jax.Array:
+        x = self.conv(x)
+        if self.norm is not None:
+            x = self.norm(x, training)
+        x = jax.nn.relu(x)
         return self.head(x.reshape(x.shape[0], -1))
 
 
-def torch_names(image_shape: tuple[int, int, int] = (32, 32, 3), width: int = 16) -> NameTable:
-    """The names in `torch.nn.Sequential(Conv2d(3, 16, 3), ReLU(), Flatten(), Linear(…, 10))`."""
+def torch_names(
+    image_shape: tuple[int, int, int] = (32, 32, 3), width: int = 16, *, batch_norm: bool = False
+) -> NameTable:
+    """The names in `torch.nn.Sequential(Conv2d(3, 16, 3), [BatchNorm2d(16),] ReLU(), Flatten(), Linear(…, 10))`."""
     height, width_px, _ = image_shape
-    flattened = linear_after_flatten(width, height - 2, width_px - 2)
-    return NameTable(
-        {
-            "conv/kernel": TorchParam("0.weight", CONV),
-            "conv/bias": TorchParam("0.bias"),
-            "head/kernel": TorchParam("3.weight", flattened),
-            "head/bias": TorchParam("3.bias"),
-        }
-    )
+    head = 4 if batch_norm else 3
+    table = {
+        "conv/kernel": TorchParam("0.weight", CONV),
+        "conv/bias": TorchParam("0.bias"),
+        "head/kernel": TorchParam(f"{head}.weight", linear_after_flatten(width, height - 2, width_px - 2)),
+        "head/bias": TorchParam(f"{head}.bias"),
+    }
+    if batch_norm:
+        table |= {"norm/scale": TorchParam("1.weight", AS_IS), "norm/bias": TorchParam("1.bias", AS_IS)}
+    return NameTable(table)
+
+
+def torch_buffers() -> NameTable:
+    """The names of the BatchNorm's running statistics in the same model."""
+    names = {"mean": "running_mean", "var": "running_var", "count": "num_batches_tracked"}
+    return NameTable({f"norm/{ours}": TorchParam(f"1.{theirs}") for ours, theirs in names.items()})

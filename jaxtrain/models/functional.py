@@ -21,3 +21,24 @@ def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
         return nnx.merge(graphdef, params)(*inputs)
 
     return apply, nnx.to_pure_dict(state)
+
+
+def functional_with_state(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    """(apply, params, model_state) of a model with BatchNorm: `apply(params, model_state, *inputs)` returns the
+    output and the new model state.
+
+    >>> from jaxtrain.models.cnn import CNN
+    >>> import jax.numpy as jnp
+    >>> apply, params, state = functional_with_state(CNN((8, 8, 3), batch_norm=True, rngs=nnx.Rngs(0)))
+    >>> logits, state = apply(params, state, jnp.ones((5, 8, 8, 3)), True)
+    >>> logits.shape, int(state["norm"]["count"])
+    ((5, 10), 1)
+    """
+    split: tuple[Any, ...] = nnx.split(model, nnx.Param, nnx.BatchStat)
+    graphdef, params, state = split
+
+    def apply(params: Any, model_state: Any, *inputs: Any) -> tuple[Any, Any]:
+        model = nnx.merge(graphdef, params, model_state)
+        return model(*inputs), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    return apply, nnx.to_pure_dict(params), nnx.to_pure_dict(state)

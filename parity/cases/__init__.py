@@ -9,13 +9,14 @@ from parity.case import Case
 SUMMARIES = {
     "mlp": "perceptron 784-512-10, ReLU",
     "cnn": "convolution 3→16 of 3×3, ReLU, linear, on 32×32 images",
+    "cnn-bn": "the same with BatchNorm, on 10×10 images, running statistics included",
     "gpt2": "transformers.GPT2LMHeadModel of 2 layers, width 32, 4 heads",
 }
 
 
 def _load(name: str) -> Case:
     try:
-        module = importlib.import_module(f"parity.cases.{name}")
+        module = importlib.import_module(f"parity.cases.{name.replace('-', '_')}")
     except ModuleNotFoundError as missing:
         from jaxtrain.errors import UserError
 

@@ -18,7 +18,7 @@ def case() -> Case:
     return Case(
         name="cnn",
         torch_model=_torch_model,
-        torch_loss=_torch_loss,
+        torch_loss=torch_loss,
         loss_fn=classification.loss_fn(apply),
         params_like=params_like,
         names=torch_names((32, 32, 3), width=16),
@@ -33,5 +33,6 @@ def _torch_model() -> Module:
     return Sequential(Conv2d(3, 16, 3), ReLU(), Flatten(), Linear(16 * 30 * 30, 10))
 
 
-def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+def torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross-entropy of `model` on [B, H, W, C] images."""
     return classification.torch_loss(model, {**batch, "image": batch["image"].permute(0, 3, 1, 2)})

@@ -12,6 +12,7 @@ import jaxtrain.accumulate
 import jaxtrain.step
 from jaxtrain.clip import clip_grad_norm
 from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain.models import BatchNorm
 from parity import jax_side
 from parity.case import AdamW, Case
 from parity.cases import CASES, gpt2
@@ -87,3 +88,28 @@ def test_gradients_left_scaled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(jaxtrain.step, "dynamic_loss_scale", still_scaled)
     assert "first gradient" in faults(CASES["mlp"](), precision="fp16")
+
+
+def remember(momentum: float, bessel: bool):
+    def _remember(self: BatchNorm, mean: jax.Array, var: jax.Array, n: int) -> None:
+        new = {"mean": mean, "var": var * (n / (n - 1)) if bessel else var}
+        for name, value in new.items():
+            running = getattr(self, name)
+            running[...] = (1 - momentum) * running[...] + momentum * value
+        self.count[...] += 1
+
+    return _remember
+
+
+@pytest.mark.parametrize(("momentum", "bessel"), [(0.1, False), (0.9, True)])
+def test_flaxs_running_statistics_are_seen_in_the_buffers_alone(
+    monkeypatch: pytest.MonkeyPatch, momentum: float, bessel: bool
+) -> None:
+    monkeypatch.setattr(BatchNorm, "_remember", remember(0.1, True))
+    assert check(CASES["cnn-bn"](), steps=3).passed
+    monkeypatch.setattr(BatchNorm, "_remember", remember(momentum, bessel))
+    verdict = check(CASES["cnn-bn"](), steps=3)
+    assert [fault.split(",")[0] for fault in verdict.faults] == [
+        "buffers after the first update",
+        "buffers after the last step",
+    ]

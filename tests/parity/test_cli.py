@@ -64,7 +64,7 @@ def test_a_case_that_differs_exits_1_and_says_where(
     ("argv", "said"),
     [
         (["run", "gtp2"], "no case 'gtp2': did you mean 'gpt2'?"),
-        (["run", "resnet"], "no case 'resnet': choose one of mlp, cnn, gpt2"),
+        (["run", "resnet"], "no case 'resnet': choose one of mlp, cnn, cnn-bn, gpt2"),
         (["run", "--precision", "fp64,fp8"], "'fp8' is unknown: choose from fp64,fp32,bf16,fp16"),
         (["run", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["run", "--seed", "-1"], "'-1' is not a whole number of at least 0"),

@@ -1,0 +1,44 @@
+"""Batch normalisation as `torch.nn.BatchNorm2d` computes it.
+
+flax's differs in three ways: its momentum is the weight of the old statistics, its running variance is the biased one,
+and it computes the variance as E[x²] − E[x]².
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class BatchNorm(nnx.Module):
+    """[…, features] normalised over all axes but the last; in training by the batch's own statistics.
+
+    Running statistics move by `momentum` towards the batch's mean and unbiased variance, in every training pass.
+    """
+
+    def __init__(self, features: int, *, momentum: float = 0.1, epsilon: float = 1e-5) -> None:
+        self.momentum, self.epsilon = momentum, epsilon
+        self.scale = nnx.Param(jnp.ones(features))
+        self.bias = nnx.Param(jnp.zeros(features))
+        self.mean = nnx.BatchStat(jnp.zeros(features))
+        self.var = nnx.BatchStat(jnp.ones(features))
+        self.count = nnx.BatchStat(jnp.zeros([], np.int32))
+
+    def __call__(self, x: jax.Array, training: bool) -> jax.Array:
+        if training:
+            axes = tuple(range(x.ndim - 1))
+            mean = x.mean(axes, keepdims=True)
+            var = jnp.square(x - mean).mean(axes, keepdims=True)
+            self._remember(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1])
+        else:
+            shape = (1,) * (x.ndim - 1) + (-1,)
+            mean, var = self.mean[...].reshape(shape), self.var[...].reshape(shape)
+        normalised = (x - mean) * jax.lax.rsqrt(var + self.epsilon)
+        return normalised * self.scale[...].reshape(mean.shape) + self.bias[...].reshape(mean.shape)
+
+    def _remember(self, mean: jax.Array, var: jax.Array, n: int) -> None:
+        unbiased = var * (n / (n - 1))
+        for running, new in ((self.mean, mean), (self.var, unbiased)):
+            old = running[...]
+            running[...] = (1 - self.momentum) * old + self.momentum * new.astype(old.dtype)
+        self.count[...] += 1

@@ -1,0 +1,48 @@
+"""A convolutional classifier with BatchNorm against `torch.nn.Sequential`."""
+
+from typing import Any
+
+from flax import nnx
+from torch.nn import BatchNorm2d, Conv2d, Flatten, Linear, Module, ReLU, Sequential
+
+import jaxtrain
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import CNN, functional_with_state
+from jaxtrain.models.cnn import torch_buffers, torch_names
+from parity.case import AdamW, Case
+from parity.cases import classification
+from parity.cases.cnn import torch_loss
+
+SHAPE = (10, 10, 3)
+
+
+def case() -> Case:
+    """Convolution 3→16, BatchNorm, ReLU, linear, in training mode; running statistics are compared too."""
+    apply, params_like, state_like = functional_with_state(
+        nnx.eval_shape(lambda: CNN(SHAPE, width=16, batch_norm=True, rngs=nnx.Rngs(0)))
+    )
+
+    def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jaxtrain.Loss, dict[str, Any], Any]:
+        logits, model_state = apply(params, model_state, batch["image"], rng is not None)
+        losses = cross_entropy(logits, batch["label"])
+        return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}, model_state
+
+    return Case(
+        name="cnn-bn",
+        torch_model=_torch_model,
+        torch_loss=torch_loss,
+        loss_fn=loss_fn,
+        params_like=params_like,
+        names=torch_names(SHAPE, width=16, batch_norm=True),
+        batch=classification.images(*SHAPE),
+        rows=16,
+        # The bias before a BatchNorm has gradient 0 but for rounding, of which the default eps makes steps.
+        optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
+        clip_norm=0.8,
+        state_like=state_like,
+        buffers=torch_buffers(),
+    )
+
+
+def _torch_model() -> Module:
+    return Sequential(Conv2d(3, 16, 3), BatchNorm2d(16), ReLU(), Flatten(), Linear(16 * 8 * 8, 10))
