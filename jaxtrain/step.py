@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxtrain import accumulate as window
 from jaxtrain.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.ema import moved
 from jaxtrain.errors import UserError
 from jaxtrain.frozen import Frozen, merge, nothing, partition
 from jaxtrain.loss_scale import current_scale, dynamic_loss_scale, found_inf, no_loss_scale, skipped
@@ -30,7 +31,8 @@ class TrainState(NamedTuple):
 
     `step` int32[], windows so far; `micro_step` int32[], micro-batches so far; `params` in the policy's param dtype;
     `model_state`, None without one; `opt_state`, the optimizer's own; `loss_scale`, the scaler's own; `rng`, a key
-    from which every micro-batch's key is folded; `window`, of a run that streams its micro-batches, else None.
+    from which every micro-batch's key is folded; `window`, of a run that streams its micro-batches, else None; `ema`,
+    the moving average of the parameters, or None: `state._replace(params=state.ema)` evaluates it.
     """
 
     step: jax.Array
@@ -41,6 +43,7 @@ class TrainState(NamedTuple):
     loss_scale: Any
     rng: jax.Array
     window: window.Window | None
+    ema: Any
 
 
 class TrainStep:
@@ -89,6 +92,7 @@ def train_step(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     frozen: Frozen = nothing,
+    ema: float | None = None,
     remat: str = "none",
     loss_scale: optax.GradientTransformation | None = None,
 ) -> TrainStep:
@@ -96,7 +100,8 @@ def train_step(
 
     `precision`: a policy of `jaxtrain.precision`. `accumulate`: micro-batches to a window, or a schedule of them by
     applied update, whose micro-batches are then streamed. `clip_norm`: bound on the global gradient norm, or
-    `clip_value`: on its elements, as PyTorch clips them. `frozen`: which parameters, by path, are not trained.
+    `clip_value`: on its elements, as PyTorch clips them. `frozen`: which parameters, by path, are not trained. `ema`:
+    decay of a moving average of the parameters, which applied updates move.
     `remat`: what blocks keep for the backward pass (`jaxtrain.remat`). `loss_scale`: by default dynamic for fp16 and
     none otherwise. Raises `UserError` for values it does not know.
 
@@ -114,6 +119,8 @@ def train_step(
     for name, bound in {"clip_norm": clip_norm, "clip_value": clip_value}.items():
         if bound is not None and not bound > 0:
             raise UserError(f"{name} {bound} bounds nothing: make it positive, or None for no clipping")
+    if ema is not None and not 0 <= ema < 1:
+        raise UserError(f"ema {ema} is no decay: make it 0 or more, below 1, or None for no average")
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = optax.with_extra_args_support(optimizer)
@@ -163,10 +170,12 @@ def train_step(
         grads = clip_grad_value(grads, clip_value)
         old, kept = partition(state.params, frozen)
         updates, opt_state = _permissive(optimizer.update)(grads, state.opt_state, old)
-        trained = optax.apply_updates(old, updates)
-        trained, opt_state = _keep_if(skip, (old, state.opt_state), (trained, opt_state))
+        params = merge(optax.apply_updates(old, updates), kept)
+        average = None if ema is None else moved(state.ema, params, ema, first=applied(state) == 0)
+        before = state.params, state.opt_state, state.ema
+        params, opt_state, average = _keep_if(skip, before, (params, opt_state, average))
         new = state._replace(
-            step=state.step + 1, params=merge(trained, kept), opt_state=opt_state, loss_scale=scaler_state
+            step=state.step + 1, params=params, opt_state=opt_state, loss_scale=scaler_state, ema=average
         )
         return new, _truth(state, new, grad_norm, skip)
 
@@ -219,6 +228,7 @@ def train_step(
             loss_scale=scaler.init(trained),
             rng=jax.random.key(seed),
             window=empty_window(params) if streaming else None,
+            ema=None if ema is None else jax.tree.map(jnp.copy, params),
         )
 
     return TrainStep(init, whole, micro, flush)
