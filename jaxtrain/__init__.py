@@ -1,7 +1,7 @@
 """Training in JAX as pure jitted step functions."""
 
 from jaxtrain.errors import UserError
-from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain.loss_scale import dynamic_loss_scale, static_loss_scale
 from jaxtrain.objective import Loss
 from jaxtrain.precision import Policy, autocast
 from jaxtrain.remat import block
@@ -19,5 +19,6 @@ __all__ = [
     "block",
     "dynamic_loss_scale",
     "eval_step",
+    "static_loss_scale",
     "train_step",
 ]

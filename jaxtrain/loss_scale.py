@@ -5,7 +5,7 @@ The arithmetic is that of `torch/amp/grad_scaler.py` and `aten/src/ATen/native/c
 would not be finite; it halves, and the count of clean updates starts again, on any inf or NaN.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -116,9 +116,9 @@ def state_dict(scaler: optax.GradientTransformation, state: Any) -> dict[str, An
         raise UserError(f"a {type(state).__name__} is not the state of a loss scale: give the scaler and its own state")
     return {
         "scale": float(state.scale),
-        "growth_factor": rule.growth_factor,
-        "backoff_factor": rule.backoff_factor,
-        "growth_interval": rule.growth_interval,
+        "growth_factor": float(rule.growth_factor),
+        "backoff_factor": float(rule.backoff_factor),
+        "growth_interval": int(rule.growth_interval),
         "_growth_tracker": int(state.growth_tracker),
     }
 
@@ -144,11 +144,10 @@ def load_state_dict(
     scale, growth_factor, backoff_factor, growth_interval, tracker = (saved[name] for name in _SAVED)
     if not isinstance(tracker, int | np.integer) or not 0 <= tracker < 2**31:
         raise UserError(f"_growth_tracker {tracker} is not a number of updates: make it 0 to start the count again")
-    if growth_factor == backoff_factor == 1:
-        _check_scales(scale=scale)
-        return _Rule(scale, 1.0, 1.0, growth_interval, growth_tracker=tracker).transformation()
-    _check(scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale)
-    rule = _Rule(scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, tracker)
+    static = growth_factor == backoff_factor == 1
+    growth, backoff = (2.0, 0.5) if static else (growth_factor, backoff_factor)
+    _check(scale, growth, backoff, growth_interval, min_scale, max_scale)
+    rule = _Rule(scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, int(tracker))
     return rule.transformation()
 
 
@@ -190,8 +189,7 @@ class _Rule:
             skipped=state.skipped + found_inf.astype(np.int32),
             consecutive=jnp.where(found_inf, state.consecutive + 1, 0),
         )
-        inverse = 1 / state.scale
-        return jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads), new
+        return _unscaled(grads, state.scale), new
 
     def _bounded(self, scale: jax.Array) -> jax.Array:
         if self.min_scale is not None:
@@ -213,21 +211,38 @@ def _check(
         raise UserError(f"growth_factor {growth_factor} grows nothing: make it finite and above 1, such as 2")
     if not 0 < backoff_factor < 1:
         raise UserError(f"backoff_factor {backoff_factor} is no share: choose above 0 and below 1, such as 0.5")
-    if not isinstance(growth_interval, int | np.integer) or not 1 <= growth_interval < 2**31:
+    if not _known(growth_interval, lambda n: isinstance(n, int | np.integer) and 1 <= n < 2**31):
         raise UserError(f"growth_interval {growth_interval} is not a number of updates: choose 1 to {2**31 - 1}")
     _check_scales(init_scale=init_scale, min_scale=min_scale, max_scale=max_scale)
     if min_scale is not None and max_scale is not None and min_scale > max_scale:
         raise UserError(f"min_scale {min_scale} is above max_scale {max_scale}: exchange them")
-    if not (min_scale or 0) <= init_scale <= (max_scale or np.inf):
-        raise UserError(f"init_scale {init_scale} is outside min_scale {min_scale} to max_scale {max_scale}: move it in")
+    if not _known(init_scale, lambda scale: (min_scale or 0) <= scale <= (max_scale or np.inf)):
+        raise UserError(
+            f"init_scale {init_scale} is outside min_scale {min_scale} to max_scale {max_scale}: move it in"
+        )
 
 
 def _check_scales(**scales: float | None) -> None:
     """Raises `UserError` for one that float32 does not hold as a normal, positive number."""
     limits = np.finfo(np.float32)
     for name, scale in scales.items():
-        if scale is not None and not float(limits.tiny) <= scale <= float(limits.max):
+        if scale is not None and not _known(scale, lambda scale: float(limits.tiny) <= scale <= float(limits.max)):
             raise UserError(f"{name} {scale} scales nothing: choose a positive float32, such as 65536")
+
+
+def _known(value: Any, sensible: Callable[[Any], Any]) -> bool:
+    """Whether the value is sensible, or one that JAX traces, which nobody can know yet."""
+    return isinstance(value, jax.core.Tracer) or bool(sensible(value))
+
+
+def _unscaled(grads: Any, scale: jax.Array) -> Any:
+    """`grads` over `scale`, as PyTorch unscales: by the reciprocal, rounded once.
+
+    In two factors where the reciprocal would be subnormal, which XLA's CPU flushes to 0; a power of two rounds nothing.
+    """
+    step = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-64), np.float32(1))
+    inverse = 1 / (scale * step)
+    return jax.tree.map(lambda g: g * step.astype(g.dtype) * inverse.astype(g.dtype), grads)
 
 
 def _times(scale: jax.Array, factor: float) -> jax.Array:

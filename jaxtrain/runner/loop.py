@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from jaxtrain.data.loader import Loader, epoch_batches
+from jaxtrain.errors import UserError
+from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
 from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import preflight
@@ -18,6 +20,9 @@ from jaxtrain.runner.run_folder import RunFolder
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.step import TrainState, eval_step, train_step
 from jaxtrain.tasks import Task, build
+
+# A sound fp16 run finds its scale in the thousands or above; below this, small gradients round to 0.
+LOW_SCALE = 1024
 
 Evaluation = Callable[[TrainState], dict[str, float]]
 
@@ -79,12 +84,13 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
         with console.phase("compiling the training step"):
             compiled = step.jitted.lower(state, batch).compile()
         with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
-            interval = Interval(recipe, task)
+            interval = Interval(recipe, task, skips=int(consecutive(state.loss_scale)))
+            to_warn = isinstance(state.loss_scale, LossScaleState)
             for i in range(int(state.step) + 1, recipe.steps + 1):
                 state, metrics = compiled(state, next(loader))
                 interval.add(metrics)
                 line: dict[str, Any] = {}
-                stopping = stop.received is not None or i == recipe.steps
+                stopping = stop.received is not None or i == recipe.steps or interval.stuck
                 if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or stopping:
                     line = {"step": i, **interval.close()}
                 if i % recipe.eval_every == 0 or i == recipe.steps:
@@ -93,9 +99,14 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
                 if line:
                     log.write(line)
                 progress.advance(i, line)
-                if i % recipe.save_every == 0 or stopping:
+                if line and to_warn and interval.highest_scale < LOW_SCALE:
+                    console.message(_low_scale(i, interval.highest_scale))
+                    to_warn = False
+                if i % recipe.save_every == 0 or stopping or interval.stuck:
                     checkpoints.save(state, loader.state())
                     interval.restart_clock()
+                if interval.stuck:
+                    raise UserError(_stuck(i, state, recipe))
                 if stopping:
                     break
     sample = None if stop.exit_status else _sample(task, state, recipe)
@@ -103,9 +114,15 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
 
 
 class Interval:
-    """The steps since the last logged line: their mean loss, skips and throughput."""
+    """The steps since the last logged line: their mean loss, skips and throughput.
 
-    def __init__(self, recipe: Recipe, task: Task) -> None:
+    `highest_scale`: the loss scale's highest in the interval last closed. `stuck`: whether `recipe.max_skips` steps
+    in a row were skipped, `skips` of them before the first one here.
+    """
+
+    def __init__(self, recipe: Recipe, task: Task, *, skips: int = 0) -> None:
+        self.highest_scale, self.stuck = float("inf"), False
+        self._skips, self._max_skips = skips, recipe.max_skips
         self._schedule = schedule(recipe)
         self._per_step = recipe.batch_size * task.units_per_row
         self._unit = task.unit
@@ -114,9 +131,16 @@ class Interval:
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
         """Take note of a dispatched step, having waited for the one before it: the device is never left idle."""
+        # On its way before it is asked for, so that asking costs no wait of its own.
+        metrics["skipped"].copy_to_host_async()
         if self._metrics:
             self._metrics[-1]["loss"].block_until_ready()
+            self._count(self._metrics[-1])
         self._metrics.append(metrics)
+
+    def _count(self, done: dict[str, Any]) -> None:
+        self._skips = self._skips + 1 if done["skipped"] else 0
+        self.stuck |= self._skips >= self._max_skips
 
     def restart_clock(self) -> None:
         """Leave out of the throughput what was done besides steps."""
@@ -127,6 +151,8 @@ class Interval:
         steps = jax.device_get(self._metrics)
         self._seconds += time.perf_counter() - self._since
         last, n = steps[-1], len(steps)
+        self._count(last)
+        self.highest_scale = float(max(m["loss_scale"] for m in steps))
         weights = np.array([m["weight"] for m in steps])
         line = {
             "loss": float(np.average([m["loss"] for m in steps], weights=weights if weights.any() else None)),
@@ -141,6 +167,21 @@ class Interval:
         }
         self._metrics, self._seconds, self._since = [], 0.0, time.perf_counter()
         return line
+
+
+def _low_scale(step: int, scale: float) -> str:
+    return (
+        f"warning: step {step}: the loss scale has stayed at {scale:g} or below, so that small gradients are lost: "
+        "is the learning rate too high, is the loss a sum where it should be a mean, "
+        "or do activations overflow? then try --precision bf16"
+    )
+
+
+def _stuck(step: int, state: TrainState, recipe: Recipe) -> str:
+    return (
+        f"step {step}: {recipe.max_skips} updates in a row were skipped, their gradients inf or NaN down to loss scale "
+        f"{float(current_scale(state.loss_scale)):g}; saved: start again with a lower --lr or with --precision bf16"
+    )
 
 
 def _peek(loader: Loader) -> dict[str, np.ndarray]:

@@ -1,0 +1,148 @@
+"""A run whose fp16 gradients overflow: warned of, and ended."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.observe import Console
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner import RunFolder, fit, preflight
+from jaxtrain.runner.loop import Interval
+
+# After one update at this rate nothing is finite any more.
+RUINED = dataclasses.replace(
+    RECIPES["digits-mlp"], hidden=8, batch_size=8, precision="fp16", lr=1e9, warmup_steps=0, log_every=4, max_skips=13
+)
+RUIN_AT = 1 + RUINED.max_skips
+
+
+class Heard(Console):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def train(folder, recipe, *, resume=False):
+    console = Heard()
+    try:
+        fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
+    except UserError as error:
+        return console.messages, str(error)
+    return console.messages, None
+
+
+def saved_steps(folder):
+    return sorted(int(p.name) for p in (folder / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def ruined(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ruined") / "run"
+    return folder, *train(folder, RUINED)
+
+
+def test_a_run_that_only_skips_is_ended_in_one_line(ruined):
+    _, _, told = ruined
+    step = int(told.split(":")[0].removeprefix("step "))
+    assert step in (RUIN_AT, RUIN_AT + 1)
+    scale = 65536 * 0.5 ** (step - 1)
+    for part in ("13 updates in a row were skipped", f"loss scale {scale:g};", "lower --lr", "bf16"):
+        assert part in told
+    assert "\n" not in told
+
+
+def test_what_it_was_is_saved_and_logged(ruined):
+    folder, _, told = ruined
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"step {last['step']}:" in told
+    assert saved_steps(folder)[-1] == last["step"]
+
+
+def test_a_low_scale_is_warned_of_once(ruined):
+    warnings = [m for m in ruined[1] if "warning" in m]
+    # Of steps 5 to 8 the first ran at 4096; of 9 to 12 the first at 256.
+    assert len(warnings) == 1
+    assert "step 12: the loss scale has stayed at 512 or below" in warnings[0]
+    for part in ("learning rate", "a sum where it should be a mean", "bf16"):
+        assert part in warnings[0]
+
+
+def test_a_resumed_run_counts_on_from_its_checkpoint(ruined, tmp_path):
+    folder = shutil.copytree(ruined[0], tmp_path / "run")
+    step = saved_steps(folder)[-1]
+    _, told = train(folder, dataclasses.replace(RUINED, max_skips=step + 3), resume=True)
+    assert f"{step + 3} updates in a row" in told
+    assert saved_steps(folder)[-1] in (step + 4, step + 5)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_sound_run_hears_nothing(precision, tmp_path):
+    recipe = dataclasses.replace(RUINED, lr=1e-3, precision=precision, steps=6, max_skips=3)
+    messages, told = train(tmp_path / "run", recipe)
+    assert told is None
+    assert not [m for m in messages if "warning" in m]
+
+
+def interval(max_skips, **how):
+    return Interval(
+        dataclasses.replace(RUINED, max_skips=max_skips), SimpleNamespace(units_per_row=1, unit="examples"), **how
+    )
+
+
+def metrics(skipped):
+    scalars = {"loss": 1.0, "weight": 1.0, "grad_norm": 1.0, "loss_scale": 8.0, "applied": 1}
+    return {**{name: jnp.asarray(x) for name, x in scalars.items()}, "skipped": jnp.asarray(skipped)}
+
+
+@pytest.mark.parametrize("close_every", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("pattern", "before", "stuck"),
+    [
+        ("sss", 0, True),
+        ("sscss", 0, False),
+        ("csscsssc", 0, True),
+        ("ss", 1, True),
+        ("c", 5, False),
+        ("cs", 5, False),
+        ("s", 5, True),
+    ],
+)
+def test_only_skips_in_a_row_count_wherever_lines_are_logged(pattern, before, stuck, close_every):
+    steps = interval(3, skips=before)
+    for i, event in enumerate(pattern, 1):
+        steps.add(metrics(event == "s"))
+        if i % close_every == 0 or i == len(pattern):
+            steps.close()
+    assert steps.stuck is stuck
+
+
+class Pending:
+    """A value of a step that is not done: it may be sent for, not waited for."""
+
+    def copy_to_host_async(self):
+        pass
+
+    def __bool__(self):
+        pytest.fail("waited for the newest step")
+
+
+def test_counting_never_waits_for_the_newest_step():
+    steps = interval(1)
+    steps.add(metrics(True))
+    assert steps.stuck is False
+    steps.add({**metrics(True), "skipped": Pending()})
+    assert steps.stuck is True
+
+
+@pytest.mark.parametrize("max_skips", [0, -1])
+def test_max_skips_is_one_or_more(max_skips):
+    with pytest.raises(UserError, match=f"max_skips {max_skips} is too small"):
+        preflight.check_settings(dataclasses.replace(RUINED, max_skips=max_skips))
