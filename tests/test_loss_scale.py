@@ -91,6 +91,16 @@ def test_scale_trace_equals_torch_for_factors_that_float32_cannot_hold(factors, 
     check_traces(factors, scales, trackers, infs, interval)
 
 
+@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+def test_scale_trace_equals_torch_on_ten_thousand_patterns_from_any_state(interval):
+    random = np.random.default_rng(interval)
+    n = 2500
+    scales = (2.0 ** random.uniform(-100, 127, n)).astype(np.float32)
+    trackers = random.integers(0, 8, n).astype(np.int32)
+    infs = random.random((n, UPDATES)) < random.choice([0.0, 0.02, 0.2, 0.7], (n, 1))
+    check_traces((2.0, 0.5), scales, trackers, infs, interval)
+
+
 def test_scale_trace_equals_torch_over_ten_thousand_updates_at_the_default_interval():
     random = np.random.default_rng(0)
     infs = random.random(10_000) < 1 / 3000
