@@ -147,8 +147,7 @@ def train_step(
 
     def window_gradient(state: TrainState, batch: Any, k: int) -> Any:
         if k == 1:
-            grads, loss, metrics, model_state = micro_gradient(state, batch, state.model_state, 0, k)
-            return grads, loss, metrics, model_state
+            return micro_gradient(state, batch, state.model_state, 0, k)
 
         def add_micro_batch(carry: Any, i_and_micro_batch: Any) -> Any:
             opened, model_state = carry
