@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import jax
-import numpy as np
 import torch
 
 import jaxtrain
 from jaxtrain.flops import flops
-from jaxtrain.optim import adamw
+from parity import jax_side, torch_side
 from parity.case import Batch, Case
-from parity.torch_side import initial_weights
 
 Step = Callable[[], float]
 """Takes one whole step, to the end of what it started, and returns its loss."""
@@ -19,11 +17,9 @@ Step = Callable[[], float]
 
 def jax_engine(case: Case, batch: Batch) -> tuple[Step, int]:
     """(step, the FLOPs of one)."""
-    options = case.optimizer
-    optimizer = adamw(options.lr, *options.betas, options.eps, options.weight_decay)
-    step = jaxtrain.train_step(case.loss_fn, optimizer, clip_norm=case.clip_norm)
-    state = step.init(case.names.to_jax(initial_weights(case, seed=0), like=case.params_like))
-    arrays = {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in batch.items()}
+    step = jaxtrain.train_step(case.loss_fn, jax_side.adamw(case.optimizer), clip_norm=case.clip_norm)
+    state = step.init(case.names.to_jax(torch_side.initial_weights(case, seed=0), like=case.params_like))
+    arrays = jax_side.arrays(batch, "fp32")
     counted = flops(step.pure, state, arrays)
     compiled = step.jitted.lower(state, arrays).compile()
 
@@ -37,9 +33,7 @@ def jax_engine(case: Case, batch: Batch) -> tuple[Step, int]:
 
 def torch_eager(case: Case, batch: Batch) -> Step:
     """PyTorch as its users run it: eager, with the fused AdamW."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = case.torch_model().train()
+    model = torch_side.seeded_model(case, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
     tensors = {name: torch.from_numpy(x) for name, x in batch.items()}
 

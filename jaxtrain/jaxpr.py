@@ -34,12 +34,18 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     1.0
     """
 
-    def transformed(*args: Any) -> Any:
+    return retraced(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
+
+
+def retraced(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
+    """`fn` whose jaxpr is evaluated by `evaluate(closed, leaves of the arguments)`."""
+
+    def evaluated(*args: Any) -> Any:
         closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outs = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), rule)
+        outs = evaluate(closed, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
 
-    return transformed
+    return evaluated
 
 
 def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:

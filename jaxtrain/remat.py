@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
@@ -55,16 +55,12 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
         body = eqn.params["jaxpr"]
         return jax.checkpoint(lambda *a: run(body.jaxpr, body.consts, a), policy=save)(*args)
 
-    def rematerialised(*args: Any) -> Any:
-        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        leaves = jax.tree.leaves(args)
+    def rematerialised(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         if _has_block(closed.jaxpr):
-            outs = jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
-        else:
-            outs = jax.checkpoint(jaxpr_as_fun(closed), policy=save)(*leaves)
-        return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
+            return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
+        return list(jax.checkpoint(jaxpr_as_fun(closed), policy=save)(*leaves))
 
-    return rematerialised
+    return jaxpr.retraced(fn, rematerialised)
 
 
 def _is_block(eqn: JaxprEqn) -> bool:

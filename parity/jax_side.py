@@ -43,12 +43,12 @@ def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: s
         remat=remat,
     )
     params, model_state = _split(case, weights)
-    state = step.init(params, model_state=_arrays(model_state, precision), seed=seed)
+    state = step.init(params, model_state=arrays(model_state, precision), seed=seed)
     losses, scales = [], [float(current_scale(state.loss_scale))]
     first = None
 
     for batch in case.batches(seed, steps):
-        state, metrics = step(state, _arrays(batch, precision))
+        state, metrics = step(state, arrays(batch, precision))
         losses.append(float(metrics["loss"]))
         scales.append(float(current_scale(state.loss_scale)))
         if first is None and metrics["applied"]:
@@ -93,7 +93,8 @@ def _split(case: Case, weights: Tensors) -> tuple[Any, Any]:
     return case.names.to_jax(params, like=case.params_like), case.buffers.to_jax(buffers, like=case.state_like)
 
 
-def _arrays(tree: Any, precision: str) -> Any:
+def arrays(tree: Any, precision: str) -> Any:
+    """`tree` as JAX's arrays: floating ones in float32, or float64 for fp64, others in int32."""
     dtype = np.float64 if precision == "fp64" else np.float32
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)
 

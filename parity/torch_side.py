@@ -20,7 +20,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def initial_weights(case: Case, seed: int) -> Tensors:
     """The float32 weights, and buffers, that every run of `case` from `seed` starts with."""
-    return {name: tensor.numpy() for name, tensor in _model(case, seed).state_dict().items()}
+    return {name: tensor.numpy() for name, tensor in seeded_model(case, seed).state_dict().items()}
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     steps whose update is left out, as a run that overflowed there left it out. Raises `UserError` where the
     micro-batches of a window weigh differently.
     """
-    model = _model(case, seed)
+    model = seeded_model(case, seed)
     if precision == "fp64":
         model = model.double()
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer))
@@ -92,7 +92,8 @@ class _FirstUpdate:
         optimizer.register_step_post_hook(made)
 
 
-def _model(case: Case, seed: int) -> torch.nn.Module:
+def seeded_model(case: Case, seed: int) -> torch.nn.Module:
+    """The case's model in training mode, its weights drawn from `seed`; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return case.torch_model().train()

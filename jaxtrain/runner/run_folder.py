@@ -88,12 +88,6 @@ class RunFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.config} cannot be read ({error!r}): restore it, or start a new run") from error
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The logged steps, in order."""
-        if not self.metrics.exists():
-            return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
-
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
     settings = dataclasses.asdict(recipe)

@@ -37,7 +37,6 @@ def classification_task(recipe: ImageRecipe) -> Task:
     frequencies = np.bincount(validation.labels, minlength=recipe.classes) / len(validation)
     present = frequencies[frequencies > 0]
     return Task(
-        apply=apply,
         params=params,
         loss_fn=loss_fn,
         train=train,

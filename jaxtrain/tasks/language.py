@@ -38,7 +38,6 @@ def language_task(recipe: GPTRecipe) -> Task:
         return printable(PROMPT + bytes(generate(apply, params, recipe.seq_len, PROMPT, SAMPLE_BYTES, seed=seed)))
 
     return Task(
-        apply=apply,
         params=init(),
         loss_fn=loss_fn,
         train=Text(train, recipe.seq_len),

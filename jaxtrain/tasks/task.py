@@ -13,9 +13,8 @@ from jaxtrain.objective import LossFn
 
 @dataclass(frozen=True)
 class Task:
-    """`apply(params, inputs, …)` and its `params`; the loss; sources of examples; how to count and judge them."""
+    """First parameters and the loss; sources of examples; how to count and judge them."""
 
-    apply: Callable[..., Any]
     params: Any
     loss_fn: LossFn
     train: Source
