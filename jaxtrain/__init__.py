@@ -3,7 +3,7 @@
 from jaxtrain.errors import UserError
 from jaxtrain.loss_scale import dynamic_loss_scale, static_loss_scale
 from jaxtrain.objective import Loss
-from jaxtrain.precision import Policy, autocast
+from jaxtrain.precision import Policy, autocast, autocast_disabled, kernel
 from jaxtrain.remat import block
 from jaxtrain.step import TrainState, TrainStep, eval_step, train_step
 
@@ -16,9 +16,11 @@ __all__ = [
     "TrainStep",
     "UserError",
     "autocast",
+    "autocast_disabled",
     "block",
     "dynamic_loss_scale",
     "eval_step",
+    "kernel",
     "static_loss_scale",
     "train_step",
 ]

@@ -5,16 +5,21 @@ rule declines, a higher-order equation (jit, scan, while, cond, checkpoint, cust
 function that made it, its body rewritten in turn, and any other equation is bound as it was. The result is an
 ordinary JAX function: differentiating, vmapping or jitting it works as for any other.
 
-This is the one module that leans on the layout of JAX's equations (parameter names of higher-order primitives and
-`Primitive.get_bind_params`): JAX has no public rewriter, and everything else here builds on this one.
+This is the one module that leans on the layout of JAX's equations (parameter names of higher-order primitives,
+`Primitive.get_bind_params`) and on a private name: JAX has no public rewriter, and no public way to say that an
+equation stands where another stood (`source_info_util`, as `jax.core.eval_jaxpr` uses it), without which errors,
+profiles and scopes would name this file. Everything else here builds on this one.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
@@ -40,9 +45,10 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
 def retraced(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
     """`fn` whose jaxpr is evaluated by `evaluate(closed, leaves of the arguments)`."""
 
-    def evaluated(*args: Any) -> Any:
-        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outs = evaluate(closed, jax.tree.leaves(args))
+    @functools.wraps(fn)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        outs = evaluate(closed, jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
 
     return evaluated
@@ -57,18 +63,26 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        outs = rule(eqn, inputs, run)
-        if outs is None:
-            rebuild = HIGHER_ORDER.get(eqn.primitive.name)
-            outs = bind(eqn, inputs) if rebuild is None else rebuild(eqn, inputs, run)
+        with _standing_for(eqn):
+            outs = rule(eqn, inputs, run)
+            if outs is None:
+                rebuild = HIGHER_ORDER.get(eqn.primitive.name)
+                outs = bind(eqn, inputs) if rebuild is None else rebuild(eqn, inputs, run)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
 
+@contextmanager
+def _standing_for(eqn: JaxprEqn) -> Iterator[None]:
+    """What is traced inside has the source line, the scopes and the settings of `eqn`."""
+    scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), eqn.ctx.manager:
+        yield
+
+
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The equation itself, applied to `args`."""
-    with eqn.ctx.manager:
-        outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
@@ -88,6 +102,16 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
 
 
+def in_scope(eqn: JaxprEqn, name: str) -> bool:
+    """Whether the equation, or the one it is the derivative of, was traced under `jax.named_scope(name)`."""
+    return any(part.name == name for part in eqn.source_info.name_stack.stack)
+
+
+def calls(eqn: JaxprEqn, name: str) -> bool:
+    """Whether the equation calls a jitted function of that name."""
+    return eqn.params.get("name") == name and eqn.primitive.name in ("jit", "pjit")
+
+
 def _cast(aval: Any, value: Any) -> Any:
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) or aval.dtype == jax.dtypes.float0:
         return value
@@ -103,7 +127,19 @@ def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
         return run(body.jaxpr, body.consts, inner)
 
     fn.__name__ = eqn.params["name"]
-    return jax.jit(fn)(*args)
+    shardings: dict[str, Any] = {side: _shardings(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
+    return jax.jit(fn, **{side: given for side, given in shardings.items() if any(given)})(*args)
+
+
+def _shardings(given: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
+    return [x if isinstance(x, jax.sharding.Sharding) else None for x in given]
+
+
+def _shard_map(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    body = eqn.params["jaxpr"]
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    axes = eqn.params["newly_manual_axes"]
+    return list(jax.shard_map(lambda *a: tuple(run(body, (), a)), axis_names=axes, **options)(*args))
 
 
 def _checkpoint(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
@@ -181,8 +217,46 @@ def _custom_jvp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 
 def _custom_vjp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    # Its backward rule is opaque, so the call keeps the dtypes it was traced with.
-    return as_traced(eqn, args)
+    body, backward = eqn.params["call_jaxpr"], eqn.params["bwd"]
+    if eqn.params["symbolic_zeros"] or eqn.params["num_consts"]:
+        return as_traced(eqn, args)  # what its rule would be told of them is known to JAX alone
+
+    @jax.custom_vjp
+    def fn(*inner: Any) -> list[Any]:
+        return run(body.jaxpr, body.consts, inner)
+
+    def fwd(*inner: Any) -> tuple[list[Any], list[Any]]:
+        rule, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(inner))
+        outs = run(rule, consts, inner)
+        n = len(outs) - len(body.out_avals)
+        computed = iter(zip(outs[:n], rule.outvars[:n], strict=True))
+        _, _, forwarded = eqn.params["out_trees"]()
+        residuals = [next(computed) if i is None else (inner[i], body.jaxpr.invars[i]) for i in forwarded]
+        traced[:] = [_shaped(var.aval) for _, var in residuals]
+        return outs[n:], [x for x, _ in residuals]
+
+    traced: list[jax.ShapeDtypeStruct] = []  # the residuals as the rule's author wrote them
+
+    def bwd(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        outs = [_shaped(aval) for aval in body.out_avals]
+        closed = jax.make_jaxpr(lambda *a: _gradients(backward.call_wrapped(*a)))(*traced, *outs)
+        grads = run(closed.jaxpr, closed.consts, [*residuals, *cotangents])
+        return tuple(_cast(jax.typeof(x).to_tangent_aval(), g) for x, g in zip(args, grads, strict=True))
+
+    fn.defvjp(fwd, bwd)
+    return fn(*args)
+
+
+def _shaped(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _gradients(returned: Any) -> list[Any]:
+    """What a backward rule returned; JAX's symbolic zeros, of arguments without a gradient, made arrays."""
+    if isinstance(returned[0], list):
+        returned, _ = returned  # since JAX 0.11: and a log
+    arrays = (jax.Array, np.ndarray)
+    return [x if isinstance(x, arrays) else np.zeros(x.aval.shape, x.aval.dtype) for x in returned]
 
 
 HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
@@ -195,4 +269,5 @@ HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
     "cond": _cond,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
+    "shard_map": _shard_map,
 }

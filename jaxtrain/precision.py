@@ -1,12 +1,12 @@
 """Mixed precision by program transformation: named policies, and autocast over the jaxpr.
 
-The lists are those of PyTorch's autocast for CUDA (`aten/src/ATen/autocast_mode.h`, AT_FORALL_LOWER_PRECISION_FP
-and AT_FORALL_FP32), said in JAX's primitives. Master parameters stay in `param_dtype`; a model written in plain
-float32 needs no change.
+Which operation runs in which dtype is `autocast_lists`. Master parameters stay in `param_dtype`; a model written in
+plain float32 needs no change.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,35 +14,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jaxtrain import jaxpr
+from jaxtrain.autocast_lists import LISTS, Dtype
+from jaxtrain.bias import biased_products
 from jaxtrain.errors import UserError
-
-LOW_PRECISION = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Run in the compute dtype: matmul, linear, conv, bmm and their kin."""
-
-FLOAT32 = frozenset(
-    {"exp", "exp2", "expm1", "log", "log1p", "pow", "integer_pow", "rsqrt"}  # exp … pow, rsqrt
-    | {"acos", "asin", "cosh", "sinh", "tan", "erf_inv"}  # of the trigonometric ones, these alone are listed
-    | {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp"}  # sum, prod, cumsum, cumprod, softmax
-    # In no list of PyTorch's, which refuses them in low precision, as XLA does.
-    | {"cholesky", "eig", "eigh", "fft", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"}
-    | {"triangular_solve", "tridiagonal", "tridiagonal_solve"}
-)
-"""Run in float32: exponentials, logarithms, powers and long sums, hence softmax, norms and losses; decompositions."""
 
 # These read each operand's own dtype, so that widening one to another's would add conversions PyTorch has not.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
 _LOW_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_SETTLED, _KERNEL = "autocast_settled", "autocast_kernel"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a training step, and what a float32 matrix product means on hardware that has cheaper ones.
+    """The dtypes of a computation, and what a float32 matrix product means on hardware that has cheaper ones.
 
-    `compute_dtype` None leaves the model's own dtypes alone. `matmul_precision` is JAX's
-    (`jax.default_matmul_precision`): "highest" is PyTorch's default for float32 products on GPUs.
+    With a `compute_dtype` the computation is autocast to it; without, its floating inputs are taken to `param_dtype`,
+    in which it then runs as it was written. `matmul_precision` is JAX's (`jax.default_matmul_precision`): "highest"
+    is PyTorch's default for float32 products on GPUs. Policies compose: what one is applied to inside a computation
+    under another keeps its own. `dataclasses.replace` makes variants.
+
+    >>> x = jnp.ones((2, 2))
+    >>> head = POLICIES["fp32"].apply(lambda x: x @ x)
+    >>> body_and_head = POLICIES["bf16"].apply(lambda x: (x @ x, head(x)))
+    >>> [y.dtype.name for y in body_and_head(x)]
+    ['bfloat16', 'float32']
     """
 
     param_dtype: Any
@@ -51,23 +49,35 @@ class Policy:
     loss_scaling: bool = False
 
     def cast_params(self, params: Any) -> Any:
-        """A copy of `params` with its floating leaves in `param_dtype`; others keep theirs.
+        """A copy of `params`, or of model state, with its floating leaves in `param_dtype`; others keep theirs.
 
         Raises `UserError` for float64 where JAX is not set to have any.
         """
-        if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
-            raise UserError("precision 'fp64' needs JAX's x64 mode: jax.config.update('jax_enable_x64', True)")
+        self._check_available()
         return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if _is_float(x) else None, copy=True), params)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` computed as this policy says."""
-        inner = fn if self.compute_dtype is None else autocast(fn, self.compute_dtype)
+        inner = self._uncast(fn) if self.compute_dtype is None else autocast(fn, self.compute_dtype)
 
-        def computed(*args: Any) -> Any:
+        def computed(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
-                return inner(*args)
+                return inner(*args, **kwargs)
 
         return computed
+
+    def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            self._check_available()
+            args, kwargs = jax.tree.map(lambda x: _to(self.param_dtype, x) if _is_array(x) else x, (args, kwargs))
+            with autocast_disabled():
+                return fn(*args, **kwargs)
+
+        return computed
+
+    def _check_available(self) -> None:
+        if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
+            raise UserError("precision 'fp64' needs JAX's x64 mode: jax.config.update('jax_enable_x64', True)")
 
 
 POLICIES = {
@@ -76,7 +86,9 @@ POLICIES = {
     "tf32": Policy(np.float32, matmul_precision="tensorfloat32"),
     "bf16": Policy(np.float32, jnp.bfloat16, matmul_precision="default"),
     "fp16": Policy(np.float32, np.float16, matmul_precision="default", loss_scaling=True),
+    "bf16_params": Policy(jnp.bfloat16, matmul_precision="default"),
 }
+"""By name. "bf16_params" has no float32 anywhere, as `model.bfloat16()`; the others keep master parameters."""
 
 
 def policy(precision: str | Policy) -> Policy:
@@ -92,11 +104,13 @@ def policy(precision: str | Policy) -> Policy:
     return POLICIES[precision]
 
 
-def autocast(fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """`fn` with matrix products and convolutions in `dtype`, the `FLOAT32` list in float32, and every other
-    operation in the widest dtype of its inputs, as `torch.autocast("cuda", dtype)` would run it.
+def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callable[..., Any]:
+    """`fn` with each operation in the dtype that `torch.autocast(device, dtype)` would run it in.
 
-    float64 is left alone. Scalars and literals do not widen. Loops keep the dtypes of their carries.
+    Matrix products and convolutions in `dtype`, with the bias of a linear layer; the float32 list of `device`
+    ("cuda" or "cpu": `autocast_lists`) in float32; every other operation in the widest dtype of its inputs. float64
+    is left alone. Scalars and literals do not widen. Loops keep the dtypes of their carries. The CUDA lists are the
+    default wherever this runs, so that a rehearsal on the CPU has the numerics of the training it rehearses.
 
     >>> x = jnp.ones((2, 2))
     >>> autocast(lambda x: x @ x, jnp.bfloat16)(x).dtype.name
@@ -104,32 +118,105 @@ def autocast(fn: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     >>> autocast(lambda x: jnp.exp(x @ x), jnp.bfloat16)(x).dtype.name
     'float32'
     """
+    if device not in LISTS:
+        raise UserError(f"autocast knows no lists for device {device!r}: choose one of {', '.join(LISTS)}")
+    lists = LISTS[device]
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-        name = eqn.primitive.name
-        args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
-        if name in jaxpr.HIGHER_ORDER:
-            return jaxpr.HIGHER_ORDER[name](eqn, args, run)
-        if name in LOW_PRECISION:
-            return _bind_low(eqn, args, dtype)
-        if name in FLOAT32:
-            return jaxpr.bind(eqn, [_to(np.float32, x) if _is_low(x) else x for x in args])
-        if name == "convert_element_type" and getattr(eqn.invars[0].aval, "dtype", None) == eqn.params["new_dtype"]:
-            return args  # only strips a scalar of its weak type, in which a literal goes on not to widen
-        if name in _INDEPENDENT:
-            return jaxpr.bind(eqn, args)
-        if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
-            return jaxpr.as_traced(eqn, args)
-        return jaxpr.bind(eqn, _widen(args))
+    def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        biases = dict(biased_products(closed.jaxpr))
 
-    return jaxpr.transform(fn, rule)
+        def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+            name = eqn.primitive.name
+            args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
+            if jaxpr.in_scope(eqn, _SETTLED):
+                return jaxpr.as_traced(eqn, args)
+            if jaxpr.calls(eqn, _KERNEL):
+                return _rounded_to_first(eqn, args)
+            if name in jaxpr.HIGHER_ORDER:
+                return jaxpr.HIGHER_ORDER[name](eqn, args, run)
+            if eqn.outvars[0] in biases:
+                return _add_bias(eqn, args, biases[eqn.outvars[0]])
+            if name in lists:
+                return _LISTED[lists[name]](eqn, args, dtype)
+            if name == "convert_element_type" and _only_weakens(eqn):
+                return [eqn.primitive.bind(*args, **{**eqn.params, "weak_type": True})]
+            if name in _INDEPENDENT:
+                return jaxpr.bind(eqn, args)
+            if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
+                return jaxpr.as_traced(eqn, args)
+            return jaxpr.bind(eqn, _widen(args))
+
+        with jax.named_scope(_SETTLED):  # an autocast within an autocast has the last word, as PyTorch's
+            return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
+
+    return jaxpr.retraced(fn, evaluate)
 
 
-def _bind_low(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+def autocast_disabled() -> AbstractContextManager[None]:
+    """A region that autocast leaves in the dtypes it was written in, as `torch.autocast(…, enabled=False)`.
+
+    What is computed inside is, in float32 or as the code converts it itself; also to be used as a decorator.
+
+    >>> def fn(x):
+    ...     with autocast_disabled():
+    ...         return x @ x
+    >>> autocast(fn, jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+    'float32'
+    """
+    # Equations remember the scopes they were traced in, through jit, scan and differentiation.
+    return jax.named_scope(_SETTLED)
+
+
+def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a pure function of arrays as one operation, in no list, of which PyTorch has a kernel (batch_norm, gelu).
+
+    Autocast then does what the kernel does: it computes in float32 and rounds once, to the dtype of the first argument.
+
+    >>> def twice_cubed(x):
+    ...     return 2 * x**3
+    >>> autocast(lambda x: kernel(twice_cubed)(x @ x), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+    'bfloat16'
+    """
+
+    def autocast_kernel(*args: Any) -> Any:
+        return fn(*args)
+
+    return jax.jit(autocast_kernel)
+
+
+def _low(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     if not all(_is_low(x) for x in args):
         return jaxpr.as_traced(eqn, args)
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
     return [eqn.primitive.bind(*(_to(dtype, x) for x in args), **params)]
+
+
+def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+    del dtype
+    return jaxpr.bind(eqn, [_to(np.float32, x) if _is_low(x) else x for x in args])
+
+
+def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+    widest = next((x.dtype for x in _widen(args) if _is_float(x)), None)
+    return [_to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype)]
+
+
+_LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
+
+
+def _add_bias(eqn: JaxprEqn, args: list[Any], which: int) -> list[Any]:
+    product, bias = args[1 - which], args[which]
+    if not (_is_low(product) and _is_low(bias)):
+        return jaxpr.bind(eqn, _widen(args))
+    # Broadcast before it is rounded, so that its gradient is summed in float32.
+    shape = product.shape
+    return jaxpr.bind(eqn, [product, _to(product.dtype, lax.broadcast_in_dim(bias, shape, range(len(shape))))])
+
+
+def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+    outs = jaxpr.as_traced(eqn, args)
+    first = args[0].dtype
+    return [_to(first, outs[0]), *outs[1:]]
 
 
 def _widen(args: list[Any]) -> list[Any]:
@@ -159,6 +246,17 @@ def _to(dtype: Any, x: Any) -> Any:
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", np.int32), np.floating)
+
+
+def _only_weakens(eqn: JaxprEqn) -> bool:
+    """Whether a conversion only says how wide a number is, as of `where`'s 1: it goes on not to widen anything."""
+    x: Any = eqn.invars[0].aval
+    strips = x.weak_type and x.dtype == eqn.params["new_dtype"]
+    return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not _is_float(x)))
+
+
+def _is_array(x: Any) -> bool:
+    return _is_float(x) and not isinstance(x, float)
 
 
 def _is_low(x: Any) -> bool:

@@ -13,7 +13,7 @@ import jaxtrain as jt
 from jaxtrain import jaxpr
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
-from jaxtrain.precision import POLICIES, autocast, policy
+from jaxtrain.precision import POLICIES, autocast, kernel, policy
 from jaxtrain.remat import remat as rematerialise
 
 F32 = jnp.ones((4, 4))
@@ -261,9 +261,20 @@ def in_nest(x, w):
     return jax.vmap(lambda which: lax.scan(body, 0.0, which[None])[1][0])(jnp.arange(2.0)).sum(0)
 
 
+MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+ROWS, WHOLE = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+
+def in_shard_map(x, w):
+    def local(x, w):
+        return lax.psum((x @ w).sum(0), "data")
+
+    return jax.shard_map(local, mesh=MESH, in_specs=(ROWS, WHOLE), out_specs=WHOLE)(jnp.concatenate([x, x, x, x]), w)
+
+
 CONTROL_FLOW = [
     in_jit, in_scan, in_reverse_scan, in_map, in_fori, in_while, in_cond, in_switch, in_checkpoint, in_block,
-    in_custom_jvp, in_custom_jvp_of_some, in_custom_vjp, in_nest,
+    in_custom_jvp, in_custom_jvp_of_some, in_custom_vjp, in_nest, in_shard_map,
 ]  # fmt: skip
 
 
@@ -275,10 +286,9 @@ def value_and_gradients(fn):
 def test_autocast_goes_through_control_flow_with_the_right_gradient(fn):
     cast = autocast(fn, jnp.bfloat16)
     traced = jax.make_jaxpr(value_and_gradients(cast))(X, W)
-    expected = {"float32"} if fn is in_custom_vjp else {"bfloat16"}
     found = dtypes_of(traced, "dot_general")
     assert len(found) >= 3
-    assert all(dtypes == expected for dtypes in found)
+    assert all(dtypes == {"bfloat16"} for dtypes in found)
     value, gradients = jax.jit(value_and_gradients(cast))(X, W)
     plain_value, plain_gradients = jax.jit(value_and_gradients(fn))(X, W)
     assert_same_bits((value.astype(np.float32), gradients), (plain_value, plain_gradients))
@@ -362,6 +372,124 @@ def test_autocast_equals_the_casts_written_by_hand(dtype):
     assert_same_bits(jax.value_and_grad(autocast(plain, dtype))(params), jax.value_and_grad(by_hand)(params))
 
 
+# --- A linear layer's bias.
+
+
+def low(x):
+    return x.astype(jnp.bfloat16).astype(np.float32)
+
+
+LINEAR = {
+    "nnx": lambda x, w, b: nnx_linear(x, w, b),
+    "by hand": lambda x, w, b: x @ w + b[None],
+    "the bias first": lambda x, w, b: b[None] + x @ w,
+    "an example at a time": lambda x, w, b: jax.vmap(lambda row: w.T @ row + b)(x),
+    "in a scan": lambda x, w, b: lax.map(lambda row: (row[None] @ w + b[None])[0], x),
+}
+
+
+def nnx_linear(x, w, b):
+    layer = nnx.Linear(*w.shape, rngs=nnx.Rngs(0))
+    layer.kernel, layer.bias = nnx.Param(w), nnx.Param(b)
+    return layer(x)
+
+
+@pytest.mark.parametrize("layer", LINEAR)
+def test_a_linear_layer_adds_its_bias_in_low_precision_and_sums_its_gradient_in_float32(layer):
+    random = np.random.default_rng(0)
+    x, w, b = (random.normal(size=n).astype(np.float32) for n in ((64, 4), (4, 8), (8,)))
+    cast = autocast(LINEAR[layer], jnp.bfloat16)
+    out = cast(x, w, b)
+    assert out.dtype == jnp.bfloat16
+    product = jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.bfloat16)
+    assert_same_bits(out, product + b.astype(jnp.bfloat16)[None])
+    cotangent = np.asarray(low(random.normal(size=(64, 8)).astype(np.float32)))
+    gradient = jax.grad(lambda b: (cast(x, w, b).astype(np.float32) * cotangent).sum())(b)
+    assert gradient.dtype == np.float32
+    np.testing.assert_allclose(gradient, cotangent.sum(0, dtype=np.float64), rtol=1e-5)
+
+
+NO_BIAS = {
+    "a matrix": lambda x, w, b: x @ w + x[:, :1] * b[None],
+    "a column": lambda x, w, b: x @ w + x[:, :1],
+    "no product": lambda x, w, b: jnp.tanh(x @ w) + b[None],
+    "of a batched product": lambda x, w, b: jnp.einsum("bij,bjk->bik", x[None], w[None]) + b[None, None],
+}
+
+
+@pytest.mark.parametrize("formula", NO_BIAS)
+def test_what_is_added_otherwise_widens(formula):
+    out = jax.eval_shape(autocast(NO_BIAS[formula], jnp.bfloat16), jnp.ones((5, 4)), jnp.ones((4, 8)), jnp.ones(8))
+    assert out.dtype == np.float32
+
+
+# --- Regions of their own.
+
+
+def test_a_region_may_opt_out():
+    @jt.autocast_disabled()
+    def head(x):
+        return x @ W
+
+    def fn(x):
+        with jt.autocast_disabled():
+            inside = lax.scan(lambda c, _: (c @ W, None), x, None, length=2)[0]
+        return x @ W, inside, jax.jit(head)(x @ W), x @ W
+
+    dtypes = [out.dtype.name for out in jax.eval_shape(autocast(fn, jnp.bfloat16), X)]
+    assert dtypes == ["bfloat16", "float32", "float32", "bfloat16"]
+    products = dtypes_of(jax.make_jaxpr(jax.grad(lambda x: autocast(head, jnp.bfloat16)(x).sum()))(X), "dot_general")
+    assert products == [{"float32"}] * len(products)
+    # Through every later rewriting too.
+    cast = rematerialise(autocast(lambda x: jt.block(head)(x).sum(), "float16"), "full")
+    assert dtypes_of(jax.make_jaxpr(jax.grad(cast))(X), "dot_general")[0] == {"float32"}
+
+
+def test_an_autocast_within_an_autocast_has_the_last_word():
+    inner = autocast(lambda x: x @ W, "float16")
+    outs = jax.eval_shape(autocast(lambda x: (inner(x), x @ W), jnp.bfloat16), X)
+    assert [out.dtype.name for out in outs] == ["float16", "bfloat16"]
+
+
+def test_a_kernel_computes_in_float32_and_rounds_once():
+    def cube(x):
+        return x * x * x
+
+    x = jnp.linspace(0.1, 3.0, 64).reshape(8, 8)
+    ours = autocast(lambda x: kernel(cube)(x @ jnp.eye(8)), jnp.bfloat16)(x)
+    assert_same_bits(ours, cube(low(x)).astype(jnp.bfloat16))
+    assert not np.array_equal(ours, cube(x.astype(jnp.bfloat16)))
+    assert_same_bits(kernel(cube)(x), cube(x))
+
+
+def test_autocast_takes_keywords():
+    cast = autocast(lambda x, *, scale, w: scale * (x @ w), jnp.bfloat16)
+    assert_same_bits(cast(X, w=W, scale=2.0), autocast(lambda x: 2.0 * (x @ W), jnp.bfloat16)(X))
+
+
+def test_shardings_asked_for_within_stay():
+    rows = jax.NamedSharding(MESH, ROWS)
+    spread = jax.jit(lambda x: x @ W, out_shardings=rows)
+    out = jax.jit(autocast(spread, jnp.bfloat16))(jnp.concatenate([X, X]))
+    assert out.sharding.is_equivalent_to(rows, 2)
+
+
+def test_an_equation_keeps_the_line_and_the_scope_it_was_written_in():
+    def fn(x):
+        with jax.named_scope("attention"):
+            return jnp.exp(x @ W)
+
+    traced = jax.make_jaxpr(jaxpr.transform(fn, lambda eqn, args, run: None))(X)
+    for eqn in traced.eqns:
+        assert jaxpr.in_scope(eqn, "attention")
+        assert any(frame.file_name == __file__ for frame in eqn.source_info.traceback.frames)
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(jt.UserError, match="device 'tpu': choose one of cuda, cpu"):
+        autocast(jnp.sin, jnp.bfloat16, device="tpu")
+
+
 # --- A whole model.
 
 CONFIG = GPT2Config(vocab_size=19, n_positions=8, n_embd=16, n_layer=2, n_head=2, dropout=0.1)
@@ -441,8 +569,32 @@ def test_only_fp16_scales_its_loss():
     [("fp32", {"HIGHEST"}), ("fp64", {"HIGHEST"}), ("tf32", {"HIGH"}), ("bf16", {"DEFAULT"})],
 )
 def test_a_policy_says_what_a_float32_product_is(name, expected):
-    traced = jax.make_jaxpr(policy(name).apply(lambda x, w: x @ w))(X, W)
+    with jax.enable_x64(name == "fp64"):
+        traced = jax.make_jaxpr(policy(name).apply(lambda x, w: x @ w))(X, W)
     (eqn,) = (e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general")
     precision = eqn.params["precision"]
     names = {p.name for p in (precision if isinstance(precision, tuple) else (precision,))}
     assert names == expected
+
+
+def test_bf16_params_computes_and_keeps_everything_in_bfloat16():
+    pure = policy("bf16_params")
+    params = pure.cast_params({"w": W, "n": np.arange(2)})
+    assert [p.dtype.name for p in jax.tree.leaves(params)] == ["int32", "bfloat16"]
+    out = pure.apply(lambda params, x, rng: (x @ params["w"], jnp.exp(x), rng))(params, X, None)
+    assert [x.dtype.name for x in out[:2]] == ["bfloat16", "bfloat16"]
+    assert out[2] is None
+
+
+def test_policies_compose():
+    head = policy("fp32").apply(lambda x: x @ W)
+
+    def body(x):
+        return x @ W, head(x @ W)
+
+    for name in ("bf16", "fp16"):
+        outs = jax.eval_shape(policy(name).apply(body), X)
+        assert [out.dtype.name for out in outs] == [np.dtype(policy(name).compute_dtype).name, "float32"]
+    traced = jax.make_jaxpr(policy("bf16").apply(head))(X)
+    (eqn,) = (e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general")
+    assert eqn.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)

@@ -19,10 +19,10 @@ class Recipe:
     """Your own data instead of the recipe's."""
     accumulate: int = 1
     """Micro-batches the batch is cut into, one after the other in memory."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Dtype of matrix products and convolutions; master parameters are float32."""
-    remat: Literal["none", "full", "dots", "dots_no_batch"] = "none"
-    """What blocks keep for the backward pass; the rest is computed again."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
+    """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
+    remat: str = "none"
+    """What blocks keep for the backward pass: none (all), full (nothing), dots, dots_no_batch, names:A,B, offload:A,B."""
     warmup_steps: int = 20
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.1
