@@ -42,7 +42,8 @@ def torch_eager(case: Case, batch: Batch) -> Step:
         total, weight = case.torch_loss(model, tensors)
         loss = total / weight
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        if case.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
         return loss.item()
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.nonfinite import Nonfinite, earlier, locate, nowhere
 from jaxtrain.objective import Loss
 
 Schedule = Callable[[jax.Array], Any]
@@ -21,16 +22,18 @@ Schedule = Callable[[jax.Array], Any]
 
 
 class Window(NamedTuple):
-    """`sums` of weighted gradients and the summed `loss`, in float32; in float64 for float64 parameters."""
+    """`sums` of weighted gradients and the summed `loss`, in float32; in float64 for float64 parameters. `nonfinite`:
+    where the first inf or NaN came in."""
 
     sums: optax.MultiStepsState
     loss: Loss
+    nonfinite: Nonfinite
 
 
 def open_window(params: Any) -> Window:
     """An empty window for gradients shaped like `params`."""
     dtype = _sum_dtype(params)
-    return Window(_summing(params).init(params), Loss(jnp.zeros([], dtype), jnp.zeros([], dtype)))
+    return Window(_summing(params).init(params), Loss(jnp.zeros([], dtype), jnp.zeros([], dtype)), nowhere())
 
 
 def add(window: Window, grads: Any, loss: Loss, k: jax.Array | int) -> Window:
@@ -42,12 +45,13 @@ def add(window: Window, grads: Any, loss: Loss, k: jax.Array | int) -> Window:
     >>> float(mean_gradient(window)[0])      # (3·1 + 1·3) / (1 + 3)
     1.5
     """
+    nonfinite = earlier(window.nonfinite, locate(grads, count(window)))
     factor = loss.weight * jnp.asarray(k, loss.weight.dtype)
     weighted = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
     # optax multiplies by booleans, which JAX's strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
         _, sums = _summing(grads).update(weighted, window.sums)
-    return Window(sums, Loss(*(a + b.astype(a.dtype) for a, b in zip(window.loss, loss, strict=True))))
+    return Window(sums, Loss(*(a + b.astype(a.dtype) for a, b in zip(window.loss, loss, strict=True))), nonfinite)
 
 
 def count(window: Window) -> jax.Array:

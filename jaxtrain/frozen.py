@@ -21,6 +21,11 @@ def nothing(path: str) -> bool:
     return False
 
 
+def path_name(path: Any) -> str:
+    """A leaf's path in a tree as "blocks/qkv/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def partition(params: Any, frozen: Frozen) -> tuple[Any, Any]:
     """(trained, frozen) leaves. Leaves that are not floating are frozen in any case: they have no gradient.
 
@@ -30,7 +35,7 @@ def partition(params: Any, frozen: Frozen) -> tuple[Any, Any]:
 
     def keep(path: Any, leaf: Any) -> bool:
         trainable = jnp.issubdtype(jnp.result_type(leaf), np.inexact)
-        return not trainable or frozen(jax.tree_util.keystr(path, simple=True, separator="/"))
+        return not trainable or frozen(path_name(path))
 
     kept = jax.tree_util.tree_map_with_path(keep, params)
     trained = jax.tree.map(lambda keep, leaf: None if keep else leaf, kept, params)

@@ -15,7 +15,10 @@ LossFn = Callable[..., Any]
 `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`. In evaluation `rng` is None: no dropout.
 `metrics` maps names to `Loss`es or to scalar means, which are weighted like the loss."""
 
-STEP_METRICS = frozenset({"loss", "weight", "grad_norm", "loss_scale", "skipped", "applied", "updated"})
+STEP_METRICS = frozenset(
+    {"loss", "weight", "lr", "grad_norm", "loss_scale", "skipped", "applied", "attempted", "updated"}
+    | {"nonfinite_micro_batch", "nonfinite_leaf"}
+)
 
 
 class Loss(NamedTuple):

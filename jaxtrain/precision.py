@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -123,10 +124,12 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
     lists = LISTS[device]
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        biases = dict(biased_products(closed.jaxpr))
+        biases = {found.total: found.bias for found in biased_products(closed.jaxpr)}
+        unrounded = {found.product for found in biased_products(closed.jaxpr)}
+        casts: WeakKeyDictionary[jaxpr.Run, _Casts] = WeakKeyDictionary()
 
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-            name = eqn.primitive.name
+            name, to = eqn.primitive.name, casts.setdefault(run, _Casts())
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
             if jaxpr.in_scope(eqn, _SETTLED):
                 return jaxpr.as_traced(eqn, args)
@@ -135,16 +138,18 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
             if eqn.outvars[0] in biases:
-                return _add_bias(eqn, args, biases[eqn.outvars[0]])
+                return _add_bias(eqn, args, biases[eqn.outvars[0]], dtype, to)
+            if eqn.outvars[0] in unrounded:
+                return _low_unrounded(eqn, args, dtype)
             if name in lists:
-                return _LISTED[lists[name]](eqn, args, dtype)
+                return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
                 return [eqn.primitive.bind(*args, **{**eqn.params, "weak_type": True})]
             if name in _INDEPENDENT:
                 return jaxpr.bind(eqn, args)
             if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
                 return jaxpr.as_traced(eqn, args)
-            return jaxpr.bind(eqn, _widen(args))
+            return jaxpr.bind(eqn, _widen(args, to))
 
         with jax.named_scope(_SETTLED):  # an autocast within an autocast has the last word, as PyTorch's
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
@@ -184,33 +189,67 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(autocast_kernel)
 
 
-def _low(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+class _Casts:
+    """Conversions of one body of equations. What is low-precision is widened once, however often it is used wide, so
+    that its gradients are summed before they are rounded."""
+
+    def __init__(self) -> None:
+        self._widened: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, dtype: Any, x: Any) -> Any:
+        if dtype != np.float32 or not _is_array(x) or x.dtype == np.float32:
+            return _to(dtype, x)
+        if id(x) not in self._widened:
+            self._widened[id(x)] = x, _to(dtype, x)
+        return self._widened[id(x)][1]
+
+
+def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     if not all(_is_low(x) for x in args):
         return jaxpr.as_traced(eqn, args)
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
-    return [eqn.primitive.bind(*(_to(dtype, x) for x in args), **params)]
+    return [eqn.primitive.bind(*(to(dtype, x) for x in args), **params)]
 
 
-def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     del dtype
-    return jaxpr.bind(eqn, [_to(np.float32, x) if _is_low(x) else x for x in args])
+    return jaxpr.bind(eqn, _widen([to(np.float32, x) if _is_low(x) else x for x in args], to))
 
 
-def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
-    widest = next((x.dtype for x in _widen(args) if _is_float(x)), None)
-    return [_to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype)]
+def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
+    widest = next((x.dtype for x in _widen(args, to) if _is_float(x)), None)
+    return [to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
 
 
 _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
 
 
-def _add_bias(eqn: JaxprEqn, args: list[Any], which: int) -> list[Any]:
+def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+    """The product in float32, of low-precision operands; differentiated as the one that is rounded."""
+    if not all(_is_low(x) for x in args):
+        return jaxpr.as_traced(eqn, args)
+
+    @jax.custom_jvp
+    def product(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **{**eqn.params, "preferred_element_type": np.dtype(np.float32)})
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (x, y), (dx, dy) = primals, tangents
+        parts = [_low(eqn, ab, dtype, _Casts())[0] for ab in ([dx, y], [x, dy]) if not any(map(_is_zero, ab))]
+        return product(x, y), _to(np.float32, functools.reduce(lax.add, parts))
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return [product(*(_to(dtype, x) for x in args))]
+
+
+def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
+    """The sum, rounded once, and the bias's gradient summed in float32, then rounded as PyTorch's kernel rounds it."""
     product, bias = args[1 - which], args[which]
     if not (_is_low(product) and _is_low(bias)):
-        return jaxpr.bind(eqn, _widen(args))
-    # Broadcast before it is rounded, so that its gradient is summed in float32.
-    shape = product.shape
-    return jaxpr.bind(eqn, [product, _to(product.dtype, lax.broadcast_in_dim(bias, shape, range(len(shape))))])
+        return jaxpr.bind(eqn, _widen(args, to))
+    bias = lax.broadcast_in_dim(_to(np.float32, _to(dtype, bias)), product.shape, range(product.ndim))
+    (total,) = jaxpr.bind(eqn, [to(np.float32, product), bias])
+    return [_to(dtype, total)]
 
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
@@ -219,7 +258,7 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     return [_to(first, outs[0]), *outs[1:]]
 
 
-def _widen(args: list[Any]) -> list[Any]:
+def _widen(args: list[Any], to: _Casts) -> list[Any]:
     """Floating `args` in the widest dtype among those with dimensions; failing these, among the scalars."""
     floats = [x for x in args if _is_float(x)]
     strong = [x for x in floats if not getattr(x, "weak_type", isinstance(x, float))]
@@ -227,7 +266,7 @@ def _widen(args: list[Any]) -> list[Any]:
     if not deciding:
         return args
     widest = functools.reduce(_wider, (x.dtype for x in deciding))
-    return [_to(widest, x) if _is_float(x) else x for x in args]
+    return [to(widest, x) if _is_float(x) else x for x in args]
 
 
 def _wider(a: Any, b: Any) -> Any:
@@ -242,6 +281,10 @@ def _weaken(invar: Any, x: Any) -> Any:
 
 def _to(dtype: Any, x: Any) -> Any:
     return x if getattr(x, "dtype", None) == dtype else lax.convert_element_type(x, dtype)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _is_float(x: Any) -> bool:

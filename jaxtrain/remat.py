@@ -57,8 +57,9 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
     >>> text = str(jax.make_jaxpr(remat(two_layers, "full"))(1.0))
     >>> text.count("policy=")
     2
+    >>> from jax.ad_checkpoint import checkpoint_name
     >>> def with_a_name(x):
-    ...     return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "inner"))
+    ...     return jnp.sin(checkpoint_name(jnp.sin(x), "inner"))
     >>> [str(jax.make_jaxpr(jax.grad(remat(with_a_name, p)))(1.0)).count("sin ") for p in ("full", "names:inner")]
     [3, 2]
     """
@@ -115,7 +116,7 @@ def _refuse_absent(policy: str, names: list[str], checkpointed: list[Jaxpr]) -> 
     if absent := sorted({*names} - carried):
         raise UserError(
             f"remat {policy!r}: no checkpointed block uses a value named {', '.join(absent)} (named there: "
-            f"{', '.join(sorted(carried)) or 'none'}): name it, h = jax.ad_checkpoint.checkpoint_name(h, {absent[0]!r})"
+            f"{', '.join(sorted(carried)) or 'none'}): name it, h = checkpoint_name(h, {absent[0]!r})"
         )
 
 

@@ -4,7 +4,7 @@ One pure function of a state and a batch, jitted once, its state donated. It kno
 logging: whatever a run must remember is in `TrainState`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,16 @@ from jaxtrain.clip import clip_grad_norm, clip_grad_value
 from jaxtrain.ema import moved
 from jaxtrain.errors import UserError
 from jaxtrain.frozen import Frozen, merge, nothing, partition
+from jaxtrain.hooks import Hook, hooked
 from jaxtrain.loss_scale import current_scale, dynamic_loss_scale, found_inf, no_loss_scale, skipped
+from jaxtrain.nonfinite import Nonfinite, locate
 from jaxtrain.objective import Loss, LossFn, checked, in_float32
+from jaxtrain.optim.arithmetic import in_float32 as in_float32_arithmetic
+from jaxtrain.optim.arithmetic import wide
+from jaxtrain.optim.learning_rate import used_learning_rate
 from jaxtrain.precision import Policy, policy
 from jaxtrain.remat import remat as rematerialise
+from jaxtrain.retrace import budgeted
 
 Step = Callable[..., tuple["TrainState", dict[str, jax.Array]]]
 
@@ -49,13 +55,19 @@ class TrainState(NamedTuple):
 class TrainStep:
     """A jitted training step, built by `train_step`: a window at a time, or a micro-batch at a time."""
 
-    def __init__(self, init: Callable[..., TrainState], whole: Step, micro: Step, flush: Callable[..., Any]) -> None:
+    def __init__(
+        self, init: Callable[..., TrainState], whole: Step, micro: Step, flush: Step, allow_recompile: int | None
+    ) -> None:
         self._init = init
         self.pure = whole
         """The step as a plain function of (state, batch), to be composed or jitted otherwise."""
-        self.jitted = jax.jit(whole, donate_argnums=0)
-        self._micro = jax.jit(micro, donate_argnums=0)
-        self._flush = jax.jit(flush, donate_argnums=0)
+
+        def jitted(step: Step, *names: str) -> Any:
+            return jax.jit(budgeted(step, names, allow_recompile), donate_argnums=0)
+
+        self.jitted = jitted(whole, "state", "batch")
+        self._micro = jitted(micro, "state", "micro_batch")
+        self._flush = jitted(flush, "state")
 
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """A fresh state around a copy of `params`; with `streaming`, one that holds a window, for `micro`."""
@@ -65,8 +77,11 @@ class TrainStep:
         """One optimizer update from one effective batch [k·B, …]. `state` is donated: use the one returned.
 
         The metrics, scalars: `loss` and the loss_fn's own, averaged by weight over the window; `weight`; `grad_norm`,
-        unscaled and before clipping; `loss_scale`, as used here; `skipped`, whether an inf or NaN left everything as
-        it was; `applied`, updates applied so far, which is what schedules count.
+        unscaled and before clipping; `loss_scale`, as used here; `lr`, as used here, where the optimizer's state tells
+        (`jaxtrain.optim`'s and `optax.inject_hyperparams`'s do); `skipped`, whether an inf or NaN left everything as
+        it was; `applied`, updates applied so far, which is what schedules count, of `attempted`;
+        `nonfinite_micro_batch` and `nonfinite_leaf` (`jaxtrain.leaf_name` names it), where in the window the first inf
+        or NaN of the gradient was, −1 if nowhere.
         """
         return self.jitted(state, batch)
 
@@ -95,6 +110,8 @@ def train_step(
     ema: float | None = None,
     remat: str = "none",
     loss_scale: optax.GradientTransformation | None = None,
+    hooks: Mapping[str, Hook] | None = None,
+    allow_recompile: int | None = None,
 ) -> TrainStep:
     """The training step of `loss_fn` under `optimizer`.
 
@@ -103,7 +120,9 @@ def train_step(
     `clip_value`: on its elements, as PyTorch clips them. `frozen`: which parameters, by path, are not trained. `ema`:
     decay of a moving average of the parameters, which applied updates move.
     `remat`: what blocks keep for the backward pass (`jaxtrain.remat`). `loss_scale`: by default dynamic for fp16 and
-    none otherwise. Raises `UserError` for values it does not know.
+    none otherwise. `hooks`: functions of the gradient at a parameter, by path, or at a value, by `checkpoint_name`
+    (`jaxtrain.hooks`). `allow_recompile`: how often other shapes or dtypes may make it compile again; None for ever
+    so often. Raises `UserError` for values it does not know.
 
     >>> def loss_fn(params, batch, rng):
     ...     error = batch["x"] @ params - batch["y"]
@@ -123,8 +142,8 @@ def train_step(
         raise UserError(f"ema {ema} is no decay: make it 0 or more, below 1, or None for no average")
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
-    optimizer = optax.with_extra_args_support(optimizer)
-    compute_loss = in_float32(rematerialise(numerics.apply(checked(loss_fn)), remat))
+    optimizer = in_float32_arithmetic(optimizer)
+    compute_loss = in_float32(rematerialise(numerics.apply(hooked(checked(loss_fn), hooks or {})), remat))
 
     def scaled_loss(trained: Any, kept: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
         loss, metrics, model_state = compute_loss(merge(trained, kept), micro_batch, rng, model_state)
@@ -139,7 +158,7 @@ def train_step(
         trained, kept = partition(state.params, frozen)
         scale = current_scale(state.loss_scale)
         grads, aux = differentiate(trained, kept, micro_batch, rng, model_state, scale, k)
-        return grads, *aux
+        return wide(grads), *aux
 
     def empty_window(params: Any) -> window.Window:
         trained, _ = partition(params, frozen)
@@ -147,7 +166,8 @@ def train_step(
 
     def window_gradient(state: TrainState, batch: Any, k: int) -> Any:
         if k == 1:
-            return micro_gradient(state, batch, state.model_state, 0, k)
+            grads, *rest = micro_gradient(state, batch, state.model_state, 0, k)
+            return grads, *rest, locate(grads, 0)
 
         def add_micro_batch(carry: Any, i_and_micro_batch: Any) -> Any:
             opened, model_state = carry
@@ -159,32 +179,33 @@ def train_step(
         carry = (empty_window(state.params), state.model_state)
         (closed, model_state), metrics = lax.scan(add_micro_batch, carry, micro_batches)
         metrics = jax.tree.map(lambda x: x.sum(0), metrics)
-        return window.mean_gradient(closed), closed.loss, metrics, model_state
+        return window.mean_gradient(closed), closed.loss, metrics, model_state, closed.nonfinite
 
-    def update(state: TrainState, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(state: TrainState, grads: Any, nonfinite: Nonfinite) -> tuple[TrainState, dict[str, jax.Array]]:
         """Unscale, check, clip, update, rescale."""
         grads, scaler_state = scaler.update(grads, state.loss_scale)
         skip = found_inf(scaler_state)
         grads, grad_norm = clip_grad_norm(grads, clip_norm)
         grads = clip_grad_value(grads, clip_value)
         old, kept = partition(state.params, frozen)
-        updates, opt_state = _permissive(optimizer.update)(grads, state.opt_state, old)
-        params = merge(optax.apply_updates(old, updates), kept)
+        updates, opt_state = optimizer.update(grads, state.opt_state, old)
+        lr = used_learning_rate(opt_state)
+        params = merge(jax.tree.map(_moved_by, old, updates), kept)
         average = None if ema is None else moved(state.ema, params, ema, first=applied(state) == 0)
         before = state.params, state.opt_state, state.ema
         params, opt_state, average = _keep_if(skip, before, (params, opt_state, average))
         new = state._replace(
             step=state.step + 1, params=params, opt_state=opt_state, loss_scale=scaler_state, ema=average
         )
-        return new, _truth(state, new, grad_norm, skip)
+        return new, _truth(state, new, grad_norm, skip, lr, nonfinite)
 
     def whole(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if callable(accumulate):
             raise UserError("accumulate is a schedule: give its micro-batches one by one to step.micro")
         if state.window is not None:
             raise UserError("the state streams micro-batches: give them to step.micro, or init without streaming")
-        grads, loss, metrics, model_state = window_gradient(state, batch, accumulate)
-        new, truth = update(state, grads)
+        grads, loss, metrics, model_state, nonfinite = window_gradient(state, batch, accumulate)
+        new, truth = update(state, grads, nonfinite)
         new = new._replace(micro_step=state.micro_step + accumulate, model_state=model_state)
         return new, {**truth, **_means(loss, metrics)}
 
@@ -206,12 +227,15 @@ def train_step(
         return new, {**truth, **_means(opened.loss, {})}
 
     def close(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
-        new, truth = update(state, window.mean_gradient(_opened(state)))
+        closed = _opened(state)
+        new, truth = update(state, window.mean_gradient(closed), closed.nonfinite)
         return new._replace(window=empty_window(state.params)), {**truth, "updated": jnp.array(True)}
 
     def leave_open(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
-        norm = jnp.zeros([], _opened(state).loss.total.dtype)
-        return state, {**_truth(state, state, norm, False), "updated": jnp.array(False)}
+        opened = _opened(state)
+        norm = jnp.zeros([], opened.loss.total.dtype)
+        truth = _truth(state, state, norm, False, used_learning_rate(state.opt_state), opened.nonfinite)
+        return state, {**truth, "updated": jnp.array(False)}
 
     def init(params: Any, model_state: Any, seed: int, streaming: bool) -> TrainState:
         params = numerics.cast_params(params)
@@ -221,16 +245,16 @@ def train_step(
             step=zero,
             micro_step=jnp.copy(zero),
             params=params,
-            model_state=jax.tree.map(jnp.copy, model_state),
+            model_state=numerics.cast_params(model_state),
             # Copies: an optimizer that keeps the first parameters shares their buffers, and both are donated.
-            opt_state=jax.tree.map(jnp.copy, _permissive(optimizer.init)(trained)),
+            opt_state=jax.tree.map(jnp.copy, optimizer.init(trained)),
             loss_scale=scaler.init(trained),
             rng=jax.random.key(seed),
             window=empty_window(params) if streaming else None,
             ema=None if ema is None else jax.tree.map(jnp.copy, params),
         )
 
-    return TrainStep(init, whole, micro, flush)
+    return TrainStep(init, whole, micro, flush, allow_recompile)
 
 
 def applied(state: TrainState) -> jax.Array:
@@ -255,13 +279,24 @@ def _opened(state: TrainState) -> window.Window:
     return state.window
 
 
-def _truth(old: TrainState, new: TrainState, grad_norm: jax.Array, skip: jax.Array | bool) -> dict[str, jax.Array]:
+def _truth(
+    old: TrainState,
+    new: TrainState,
+    grad_norm: jax.Array,
+    skip: jax.Array | bool,
+    lr: jax.Array | None,
+    nonfinite: Nonfinite,
+) -> dict[str, jax.Array]:
     """What an update really was."""
     return {
+        **({} if lr is None else {"lr": lr}),
         "grad_norm": grad_norm,
         "loss_scale": jnp.asarray(current_scale(old.loss_scale), np.float32),
         "skipped": jnp.asarray(skip),
         "applied": applied(new),
+        "attempted": new.step,
+        "nonfinite_micro_batch": nonfinite.micro_batch,
+        "nonfinite_leaf": nonfinite.leaf,
     }
 
 
@@ -276,11 +311,7 @@ def _keep_if(skip: jax.Array | bool, old: Any, new: Any) -> Any:
     return new if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old, new)
 
 
-def _permissive(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """An optimizer's function under JAX's ordinary promotion: optax relies on it, whatever the caller's mode."""
-
-    def called(*args: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return fn(*args)
-
-    return called
+def _moved_by(param: jax.Array, update: jax.Array) -> jax.Array:
+    """Their sum, rounded once to the parameter's dtype."""
+    kind = np.promote_types(param.dtype, update.dtype)
+    return (param.astype(kind) + update.astype(kind)).astype(param.dtype)

@@ -36,7 +36,9 @@ class Case:
     sums with weights, and all micro-batches of a window must weigh the same. `params_like` has the shapes of the JAX
     parameters (`jax.ShapeDtypeStruct`s do), which `names` finds in the PyTorch model. `batch(seed, rows)` draws a
     batch; an effective batch has `rows` of them. Most is shown by a learning rate that moves the parameters, and by a
-    `clip_norm` between the gradients' norms: a gradient always clipped hides a wrong scale.
+    `clip_norm` between the gradients' norms: a gradient always clipped hides a wrong scale; None clips nothing. Where
+    `loss_fn` drops, by masks of `jax.random.bernoulli`, PyTorch's model is to drop the same activations in the same
+    order: it is given the same masks.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Case:
     batch: Callable[[int, int], Batch]
     rows: int
     optimizer: AdamW
-    clip_norm: float
+    clip_norm: float | None
     state_like: Any = None
     buffers: "NameTable | None" = None
 

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import math
 import os
 import sys
 import time
@@ -57,23 +58,26 @@ def _run(options: argparse.Namespace) -> int:
 def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     """Everything asked for; nothing is run before all of it is found possible."""
     with console.status("importing"):
-        cases = [CASES[name]() for name in options.cases or CASES]
+        made_with = {} if options.dropout is None else {"dropout": options.dropout}
+        cases = [CASES[name](**made_with) for name in options.cases or CASES]
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
     settings = {"accumulate": options.accumulate, "remat": options.remat, "steps": options.steps}
     for case, precision in checks:
         validate(case, precision, **settings)
-    return [_result(case, precision, settings, options.seed, console) for case, precision in checks]
+    return [_result(case, precision, settings, options, console) for case, precision in checks]
 
 
-def _result(case: Case, precision: str, settings: dict[str, Any], seed: int, console: Console) -> Result:
+def _result(
+    case: Case, precision: str, settings: dict[str, Any], options: argparse.Namespace, console: Console
+) -> Result:
     start = time.perf_counter()
     with console.status(f"{case.name} {precision}"):
-        verdict = check(case, precision, seed=seed, **settings)
+        verdict = check(case, precision, seed=options.seed, **settings)
     seconds = time.perf_counter() - start
     console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
     for fault in verdict.faults:
         console.print(f"  {fault}", markup=False, soft_wrap=True)
-    return Result(case, precision, seed=seed, verdict=verdict, **settings)
+    return Result(case, precision, dropout=options.dropout, seed=options.seed, verdict=verdict, **settings)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,9 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="the cases there are")
     run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")
     run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="all of them if none is named")
-    run.add_argument("--precision", action="extend", type=_precisions, help="by default fp64,fp32; also bf16, fp16")
+    run.add_argument(
+        "--precision", action="extend", type=_precisions, help="by default fp64,fp32; also bf16, fp16, bf16_params"
+    )
     run.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
     run.add_argument("--remat", default="none", metavar="P", help="what JAX keeps for the backward pass")
+    run.add_argument("--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0")
     run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
     run.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of weights and data")
     run.add_argument("--json", type=_writable, metavar="F", help="write the results there too")
@@ -111,6 +118,16 @@ def _precisions(text: str) -> list[str]:
         if name not in PRECISIONS:
             raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose from {','.join(PRECISIONS)}")
     return names
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: make it 0 or more, below 1")
+    return rate
 
 
 def _writable(text: str) -> Path:

@@ -5,7 +5,7 @@ from functools import partial
 from parity.case import Case
 from parity.compare import Verdict, median, same_meaning, same_precision
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_params")
 REORDERINGS = 3
 """PyTorch's runs over permuted rows: the farthest of them and of the plain one measures a precision's noise."""
 TRAININGS = 5
@@ -23,15 +23,18 @@ def check(
 ) -> Verdict:
     """Train `case` in PyTorch and in JAX, and say whether the two runs are the same.
 
-    In fp64 they are to mean the same; in fp32, bf16 and fp16 JAX's is to be as near the float64 truth as PyTorch's.
+    In fp64 they are to mean the same; in the others JAX's is to be as near the float64 truth as PyTorch's.
+    PyTorch's dropout is given the masks that JAX draws.
     Raises `UserError` for settings that do not fit the case, and where its name table leaves a tensor over.
     """
     validate(case, precision, accumulate=accumulate, remat=remat, steps=steps)
     # Imported when something is run, so that listing the cases, or a mistyped one, is answered at once.
     from parity import jax_side, torch_side
+    from parity.randomness import dropout_masks
 
     def training(seed: int) -> Verdict:
-        torch_run = partial(torch_side.run, case, accumulate=accumulate, steps=steps, seed=seed)
+        masks = dropout_masks(case, precision, accumulate=accumulate, steps=steps, seed=seed)
+        torch_run = partial(torch_side.run, case, accumulate=accumulate, steps=steps, seed=seed, masks=masks)
         weights = torch_side.initial_weights(case, seed)
         ours = jax_side.run(case, weights, precision, accumulate=accumulate, remat=remat, steps=steps, seed=seed)
         theirs = torch_run(precision)

@@ -3,7 +3,7 @@
 It runs on the CPU wherever it runs, so that the reference is the same on every machine.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -13,9 +13,12 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
+from parity.randomness import GivenMasks, Masks, reordered
 from parity.record import Record, Snapshot, Tensors
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
+"""Model and batch are taken to it, as `model.to(dtype)` does."""
 
 
 def initial_weights(case: Case, seed: int) -> Tensors:
@@ -30,29 +33,30 @@ def run(
     accumulate: int = 1,
     steps: int = 20,
     seed: int = 0,
+    masks: Sequence[Masks] | None = None,
     reorder: int | None = None,
     skip: frozenset[int] = frozenset(),
 ) -> Record:
     """Train for `steps` windows of `accumulate` micro-batches each.
 
-    `reorder`, a seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `skip`: the
-    steps whose update is left out, as a run that overflowed there left it out. Raises `UserError` where the
-    micro-batches of a window weigh differently.
+    `masks`, of each micro-batch, are what its dropout keeps; PyTorch draws its own if none are given. `reorder`, a
+    seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `skip`: the steps whose
+    update is left out, as a run that overflowed there left it out. Raises `UserError` where the micro-batches of a
+    window weigh differently, and where the masks are not those that the model needs.
     """
     model = seeded_model(case, seed)
-    if precision == "fp64":
-        model = model.double()
+    model = model.to(WHOLE.get(precision, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer))
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     first = _FirstUpdate(case, model, optimizer)
     losses, scales = [], [scaler.get_scale()]
 
-    for step, batch in enumerate(_tensors(case, precision, accumulate, steps, seed, reorder)):
+    for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, reorder)):
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
-        for micro_batch in _split(batch, accumulate):
-            with autocast:
+        for micro_batch, kept in window:
+            with autocast, nullcontext() if kept is None else GivenMasks(kept):
                 total, weight = case.torch_loss(model, micro_batch)
                 loss = total / weight / accumulate
             scaler.scale(loss).backward()
@@ -60,7 +64,8 @@ def run(
             weights.add(int(weight))
         _check_alike(weights, case)
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        if case.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         if step not in skip:
             scaler.step(optimizer)
         scaler.update()
@@ -99,21 +104,33 @@ def seeded_model(case: Case, seed: int) -> torch.nn.Module:
         return case.torch_model().train()
 
 
-def _tensors(
-    case: Case, precision: str, accumulate: int, steps: int, seed: int, reorder: int | None
-) -> Iterator[dict[str, torch.Tensor]]:
+def _windows(
+    case: Case,
+    precision: str,
+    accumulate: int,
+    steps: int,
+    seed: int,
+    masks: Sequence[Masks] | None,
+    reorder: int | None,
+) -> Iterator[list[tuple[dict[str, torch.Tensor], Masks | None]]]:
+    """The micro-batches of each window, with their dropout masks."""
     shuffle = None if reorder is None else np.random.default_rng(reorder)
-    for batch in case.batches(seed, steps):
+    for step, batch in enumerate(case.batches(seed, steps)):
         # Within micro-batches, of which BatchNorm takes the statistics.
         rows = np.arange(case.rows).reshape(accumulate, -1)
-        order = (rows if shuffle is None else shuffle.permuted(rows, axis=1)).reshape(-1)
-        tensors = {name: torch.from_numpy(array[order]) for name, array in batch.items()}
-        yield {name: x.double() if x.is_floating_point() and precision == "fp64" else x for name, x in tensors.items()}
+        orders = rows if shuffle is None else shuffle.permuted(rows, axis=1)
+        window = []
+        for i, order in enumerate(orders, start=step * accumulate):
+            kept = None if masks is None else masks[i]
+            if kept is not None and shuffle is not None:
+                kept = reordered(kept, order % len(order))
+            window.append(({name: _tensor(x[order], precision) for name, x in batch.items()}, kept))
+        yield window
 
 
-def _split(batch: Mapping[str, torch.Tensor], k: int) -> list[dict[str, torch.Tensor]]:
-    pieces = {name: x.chunk(k) for name, x in batch.items()}
-    return [{name: chunks[i] for name, chunks in pieces.items()} for i in range(k)]
+def _tensor(array: np.ndarray, precision: str) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.to(WHOLE[precision]) if tensor.is_floating_point() and precision in WHOLE else tensor
 
 
 def _check_alike(weights: set[int], case: Case) -> None:
@@ -129,10 +146,12 @@ def _snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimiz
         params={name: _array(p, p) for name, p in params.items()},
         mu={name: _array(p, optimizer.state[p].get("exp_avg")) for name, p in params.items()},
         nu={name: _array(p, optimizer.state[p].get("exp_avg_sq")) for name, p in params.items()},
-        buffers={name: buffers[name].numpy().copy() for name in names},
+        buffers={name: _array(buffers[name], buffers[name]) for name in names},
     )
 
 
 def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:
     """A copy of `tensor`; zeros like `p` for the gradient and the moments of a parameter the loss does not reach."""
-    return (torch.zeros_like(p) if tensor is None else tensor).detach().numpy().copy()
+    tensor = (torch.zeros_like(p) if tensor is None else tensor).detach()
+    # NumPy has no bfloat16, all of which float32 holds.
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()

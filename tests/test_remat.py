@@ -253,7 +253,7 @@ def test_a_name_that_no_checkpointed_value_carries_is_refused_with_those_there(f
     first = absent.split(",")[0]
     assert str(refused.value) == (
         f"remat '{policy}': no checkpointed block uses a value named {absent} (named there: {there}): "
-        f"name it, h = jax.ad_checkpoint.checkpoint_name(h, '{first}')"
+        f"name it, h = checkpoint_name(h, '{first}')"
     )
 
 

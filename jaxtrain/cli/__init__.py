@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"jaxtrain: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt:
         print("jaxtrain: interrupted", file=sys.stderr)
         return 130

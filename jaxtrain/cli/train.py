@@ -19,7 +19,7 @@ from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.runner import RunFolder, fit
 
 # Of a resumed run these may change; any other change would make it another run.
-_MAY_CHANGE = {"steps", "log_every", "eval_every", "save_every", "max_skips"}
+_MAY_CHANGE = {"steps", "log_every", "eval_every", "save_every", "max_skips", "allow_recompile"}
 
 
 @dataclass(frozen=True)

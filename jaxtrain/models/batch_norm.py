@@ -4,10 +4,15 @@ flax's differs in three ways: its momentum is the weight of the old statistics, 
 and it computes the variance as E[x²] − E[x]².
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.precision import kernel
 
 
 class BatchNorm(nnx.Module):
@@ -25,20 +30,36 @@ class BatchNorm(nnx.Module):
         self.count = nnx.BatchStat(jnp.zeros([], np.int32))
 
     def __call__(self, x: jax.Array, training: bool) -> jax.Array:
-        if training:
-            axes = tuple(range(x.ndim - 1))
-            mean = x.mean(axes, keepdims=True)
-            var = jnp.square(x - mean).mean(axes, keepdims=True)
-            self._remember(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1])
-        else:
+        scale, bias = self.scale[...], self.bias[...]
+        if not training:
             shape = (1,) * (x.ndim - 1) + (-1,)
             mean, var = self.mean[...].reshape(shape), self.var[...].reshape(shape)
-        normalised = (x - mean) * jax.lax.rsqrt(var + self.epsilon)
-        return normalised * self.scale[...].reshape(mean.shape) + self.bias[...].reshape(mean.shape)
+            return kernel(partial(_normalised, epsilon=self.epsilon))(x, mean, var, scale, bias)
+        y, mean, var = kernel(partial(_normalised_by_batch, epsilon=self.epsilon))(x, scale, bias)
+        self._remember(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1])
+        return y
 
     def _remember(self, mean: jax.Array, var: jax.Array, n: int) -> None:
+        if n < 2:
+            raise UserError(f"BatchNorm was given {n} value a channel to train on: give it more than 1")
         unbiased = var * (n / (n - 1))
         for running, new in ((self.mean, mean), (self.var, unbiased)):
             old = running[...]
             running[...] = (1 - self.momentum) * old + self.momentum * new.astype(old.dtype)
         self.count[...] += 1
+
+
+def _normalised_by_batch(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """And the batch's mean and biased variance."""
+    axes = tuple(range(x.ndim - 1))
+    mean = x.mean(axes, keepdims=True)
+    var = jnp.square(x - mean).mean(axes, keepdims=True)
+    return _normalised(x, mean, var, scale, bias, epsilon=epsilon), mean, var
+
+
+def _normalised(
+    x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float
+) -> jax.Array:
+    return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale.reshape(mean.shape) + bias.reshape(mean.shape)

@@ -1,14 +1,18 @@
-"""The smallest convolutional classifier: conv 3×3, ReLU, linear; with BatchNorm behind the convolution if asked."""
+"""The smallest convolutional classifier: conv 3×3, ReLU, linear; if asked, BatchNorm before the ReLU, dropout after."""
 
 import jax
 from flax import nnx
 
 from jaxtrain.interop import AS_IS, CONV, NameTable, TorchParam, linear_after_flatten
 from jaxtrain.models.batch_norm import BatchNorm
+from jaxtrain.models.dropout import dropout
 
 
 class CNN(nnx.Module):
-    """Images [B, H, W, C] → logits [B, classes]. The convolution has no padding, as PyTorch's default."""
+    """Images [B, H, W, C] → logits [B, classes]. The convolution has no padding, as PyTorch's default.
+
+    With a dropout key it drops; in training mode BatchNorm uses the batch's statistics.
+    """
 
     def __init__(
         self,
@@ -17,18 +21,20 @@ class CNN(nnx.Module):
         classes: int = 10,
         *,
         batch_norm: bool = False,
+        dropout: float = 0.0,
         rngs: nnx.Rngs,
     ) -> None:
+        self.dropout = dropout
         height, width_px, channels = image_shape
         self.conv = nnx.Conv(channels, width, kernel_size=(3, 3), padding="VALID", rngs=rngs)
         self.norm = BatchNorm(width) if batch_norm else None
         self.head = nnx.Linear((height - 2) * (width_px - 2) * width, classes, rngs=rngs)
 
-    def __call__(self, x: jax.Array, training: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array, training: bool = False, rng: jax.Array | None = None) -> jax.Array:
         x = self.conv(x)
         if self.norm is not None:
             x = self.norm(x, training)
-        x = jax.nn.relu(x)
+        x = dropout(jax.nn.relu(x), self.dropout, rng)
         return self.head(x.reshape(x.shape[0], -1))
 
 

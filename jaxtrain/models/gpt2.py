@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.remat import block
 
 
@@ -103,13 +104,6 @@ def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(n, m, kernel_init=nnx.initializers.normal(std), rngs=rngs)
-
-
-def _dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    if rng is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
 def torch_names() -> NameTable:

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: linear layers with ReLU between."""
+"""A multilayer perceptron: linear layers with ReLU, and dropout if asked, between."""
 
 import itertools
 
@@ -6,18 +6,25 @@ import jax
 from flax import nnx
 
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
+from jaxtrain.models.dropout import dropout
 
 
 class MLP(nnx.Module):
-    """Images or vectors [B, …] flattened to `sizes[0]` features → logits [B, `sizes[-1]`]."""
+    """Images or vectors [B, …] flattened to `sizes[0]` features → logits [B, `sizes[-1]`].
 
-    def __init__(self, sizes: tuple[int, ...] = (784, 512, 10), *, rngs: nnx.Rngs) -> None:
+    With a dropout key it drops behind every ReLU.
+    """
+
+    def __init__(self, sizes: tuple[int, ...] = (784, 512, 10), dropout: float = 0.0, *, rngs: nnx.Rngs) -> None:
+        self.dropout = dropout
         self.layers = nnx.List([nnx.Linear(n, m, rngs=rngs) for n, m in itertools.pairwise(sizes)])
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, rng: jax.Array | None = None) -> jax.Array:
         x = x.reshape(x.shape[0], -1)
-        for layer in self.layers[:-1]:
-            x = jax.nn.relu(layer(x))
+        hidden = self.layers[:-1]
+        rngs = [None] * len(hidden) if rng is None else jax.random.split(rng, len(hidden))
+        for layer, layer_rng in zip(hidden, rngs, strict=True):
+            x = dropout(jax.nn.relu(layer(x)), self.dropout, layer_rng)
         return self.layers[-1](x)
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.learning_rate import scale_by_learning_rate
+
 
 class AdamState(NamedTuple):
     """`count` int32[], updates so far; `mu` and `nu`, like the parameters: the moving averages of g and g²."""
@@ -44,7 +46,7 @@ def adamw(
     return optax.chain(
         scale_by_adam(b1, b2, eps),
         optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        scale_by_learning_rate(learning_rate),
     )
 
 

@@ -22,7 +22,7 @@ class Recipe:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
     """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
     remat: str = "none"
-    """What blocks keep for the backward pass: none (all), full (nothing), dots, dots_no_batch, names:A,B, offload:A,B."""
+    """What blocks compute again: none; full; all but dots, dots_no_batch, names:A,B or offload:A,B."""
     warmup_steps: int = 20
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.1
@@ -39,5 +39,7 @@ class Recipe:
     """Updates between two evaluations."""
     save_every: int = 100
     """Updates between two checkpoints."""
+    allow_recompile: int = 0
+    """How often a batch of another shape may make the step compile again."""
     max_skips: int = 100
     """Updates skipped in a row, their fp16 gradients inf or NaN, that end the run."""

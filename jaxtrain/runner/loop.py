@@ -9,13 +9,14 @@ import jax
 import numpy as np
 
 from jaxtrain.data.loader import Loader, epoch_batches
-from jaxtrain.errors import UserError
+from jaxtrain.errors import RunFailed
 from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
+from jaxtrain.nonfinite import leaf_name
 from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import preflight
 from jaxtrain.runner.checkpoint import Checkpoints
-from jaxtrain.runner.optimizer import optimizer, schedule
+from jaxtrain.runner.optimizer import optimizer
 from jaxtrain.runner.run_folder import RunFolder
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.step import TrainState, eval_step, train_step
@@ -41,6 +42,7 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
     """Train `recipe` in the folder `run`, from its start or from its newest checkpoint.
 
     Nothing is written before data, model and settings have passed their checks; raises `UserError` for what does not.
+    Raises `RunFailed`, with everything saved, where the updates are skipped for good.
     """
     preflight.check_settings(recipe)
     if not resume:
@@ -56,11 +58,12 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
             accumulate=recipe.accumulate,
             clip_norm=recipe.clip_norm,
             remat=recipe.remat,
+            allow_recompile=recipe.allow_recompile,
         )
         state = step.init(task.params, seed=recipe.seed)
         evaluate = _evaluation(task, recipe)
     preflight.check_labels_in_batch(task, batch)
-    console.facts(preflight.describe(task, state.params, batch))
+    console.facts(preflight.describe(task, state.params, batch, recipe))
     if not resume:
         with console.phase("compiling the evaluation, taking the first loss"):
             first = evaluate(state)
@@ -82,12 +85,12 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
             return Outcome(int(state.step), 0, task.references, _sample(task, state, recipe))
 
         with console.phase("compiling the training step"):
-            compiled = step.jitted.lower(state, batch).compile()
+            step.jitted.lower(state, batch).compile()
         with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
             interval = Interval(recipe, task, skips=int(consecutive(state.loss_scale)))
             to_warn = isinstance(state.loss_scale, LossScaleState)
             for i in range(int(state.step) + 1, recipe.steps + 1):
-                state, metrics = compiled(state, next(loader))
+                state, metrics = step(state, next(loader))
                 interval.add(metrics)
                 line: dict[str, Any] = {}
                 stopping = stop.received is not None or i == recipe.steps or interval.stuck
@@ -106,7 +109,7 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
                     checkpoints.save(state, loader.state())
                     interval.restart_clock()
                 if interval.stuck:
-                    raise UserError(_stuck(i, state, recipe))
+                    raise RunFailed(_stuck(i, state, recipe, interval.nonfinite))
                 if stopping:
                     break
     sample = None if stop.exit_status else _sample(task, state, recipe)
@@ -117,13 +120,13 @@ class Interval:
     """The steps since the last logged line: their mean loss, skips and throughput.
 
     `highest_scale`: the loss scale's highest in the interval last closed. `stuck`: whether `recipe.max_skips` steps
-    in a row were skipped, `skips` of them before the first one here.
+    in a row were skipped, `skips` of them before the first one here. `nonfinite`: micro-batch and leaf where the
+    interval's last gradient that was not finite first was not.
     """
 
     def __init__(self, recipe: Recipe, task: Task, *, skips: int = 0) -> None:
-        self.highest_scale, self.stuck = float("inf"), False
+        self.highest_scale, self.stuck, self.nonfinite = float("inf"), False, (-1, -1)
         self._skips, self._max_skips = skips, recipe.max_skips
-        self._schedule = schedule(recipe)
         self._per_step = recipe.batch_size * task.units_per_row
         self._unit = task.unit
         self._metrics: list[dict[str, jax.Array]] = []
@@ -153,11 +156,13 @@ class Interval:
         last, n = steps[-1], len(steps)
         self._count(last)
         self.highest_scale = float(max(m["loss_scale"] for m in steps))
+        for m in steps:
+            if m["nonfinite_leaf"] >= 0:
+                self.nonfinite = int(m["nonfinite_micro_batch"]), int(m["nonfinite_leaf"])
         weights = np.array([m["weight"] for m in steps])
         line = {
             "loss": float(np.average([m["loss"] for m in steps], weights=weights if weights.any() else None)),
-            # The rate this update used: the schedule counts the updates applied before it.
-            "lr": float(self._schedule(int(last["applied"]) - (not last["skipped"]))),
+            "lr": float(last["lr"]),
             "grad_norm": float(last["grad_norm"]),
             "loss_scale": float(last["loss_scale"]),
             "skipped": int(sum(m["skipped"] for m in steps)),
@@ -177,10 +182,12 @@ def _low_scale(step: int, scale: float) -> str:
     )
 
 
-def _stuck(step: int, state: TrainState, recipe: Recipe) -> str:
+def _stuck(step: int, state: TrainState, recipe: Recipe, where: tuple[int, int]) -> str:
+    micro_batch, leaf = where
     return (
         f"step {step}: {recipe.max_skips} updates in a row were skipped, their gradients inf or NaN down to loss scale "
-        f"{float(current_scale(state.loss_scale)):g}; saved: start again with a lower --lr or with --precision bf16"
+        f"{float(current_scale(state.loss_scale)):g}, the last first in {leaf_name(state.params, leaf)}, micro-batch "
+        f"{micro_batch}; saved: start again with a lower --lr or with --precision bf16"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.batch_size import EffectiveBatch
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import Recipe
 from jaxtrain.tasks import Task
@@ -30,19 +31,25 @@ def check_settings(recipe: Recipe) -> None:
     for name in ("lr", "clip_norm"):
         if not 0 < getattr(recipe, name) < math.inf:
             raise UserError(f"{name} {getattr(recipe, name)} makes no training: make it positive")
-    for name in ("warmup_steps", "weight_decay", "seed"):
+    for name in ("warmup_steps", "weight_decay", "seed", "allow_recompile"):
         if getattr(recipe, name) < 0:
             raise UserError(f"{name} {getattr(recipe, name)} is negative: make it 0 or more")
 
 
-def describe(task: Task, params: Any, batch: dict[str, np.ndarray]) -> dict[str, str]:
-    """What a person would look at first: data, shapes, dtypes, label range, parameter count."""
+def describe(task: Task, params: Any, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
+    """What a person would look at first: data, shapes, dtypes, label range, parameter count, effective batch."""
     leaves = jax.tree.leaves(params)
     count = sum(x.size for x in leaves)
     size = sum(x.size * x.dtype.itemsize for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
     arrays = {name: f"{x.dtype} {list(x.shape)}, {x.min():g} to {x.max():g}" for name, x in batch.items()}
-    return {**task.facts, **arrays, "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB"}
+    effective = EffectiveBatch(recipe.batch_size // recipe.accumulate, recipe.accumulate)
+    return {
+        **task.facts,
+        **arrays,
+        "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB",
+        "effective batch": str(effective).removeprefix("effective batch "),
+    }
 
 
 def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:

@@ -27,11 +27,10 @@ def images(*shape: int, classes: int = 10) -> Callable[[int, int], Batch]:
 
 
 def loss_fn(apply: Callable[..., Any]) -> LossFn:
-    """Cross-entropy of the logits `apply(params, images)`, summed over images."""
+    """Cross-entropy of the logits `apply(params, images, rng)`, summed over images."""
 
     def loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-        del rng
-        losses = cross_entropy(apply(params, batch["image"]), batch["label"])
+        losses = cross_entropy(apply(params, batch["image"], rng), batch["label"])
         return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}
 
     return loss

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from flax import nnx
 from torch import Tensor
-from torch.nn import Conv2d, Flatten, Linear, Module, ReLU, Sequential
+from torch.nn import Conv2d, Dropout, Flatten, Linear, Module, ReLU, Sequential
 
 from jaxtrain.models import CNN, functional
 from jaxtrain.models.cnn import torch_names
@@ -12,14 +12,15 @@ from parity.case import AdamW, Case
 from parity.cases import classification
 
 
-def case() -> Case:
-    """Convolution 3→16, ReLU, linear. Batches are [B, H, W, C], as JAX reads them."""
-    apply, params_like = functional(nnx.eval_shape(lambda: CNN((32, 32, 3), width=16, rngs=nnx.Rngs(0))))
+def case(dropout: float = 0.0) -> Case:
+    """Convolution 3→16, ReLU, `dropout`, linear. Batches are [B, H, W, C], as JAX reads them."""
+    model = nnx.eval_shape(lambda: CNN((32, 32, 3), width=16, dropout=dropout, rngs=nnx.Rngs(0)))
+    apply, params_like = functional(model)
     return Case(
         name="cnn",
-        torch_model=_torch_model,
+        torch_model=lambda: _torch_model(dropout),
         torch_loss=torch_loss,
-        loss_fn=classification.loss_fn(apply),
+        loss_fn=classification.loss_fn(lambda params, image, rng: apply(params, image, rng is not None, rng)),
         params_like=params_like,
         names=torch_names((32, 32, 3), width=16),
         batch=classification.images(32, 32, 3),
@@ -29,8 +30,9 @@ def case() -> Case:
     )
 
 
-def _torch_model() -> Module:
-    return Sequential(Conv2d(3, 16, 3), ReLU(), Flatten(), Linear(16 * 30 * 30, 10))
+def _torch_model(dropout: float) -> Module:
+    # One module with the ReLU, so that the names do not depend on the dropout.
+    return Sequential(Conv2d(3, 16, 3), Sequential(ReLU(), Dropout(dropout)), Flatten(), Linear(16 * 30 * 30, 10))
 
 
 def torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from flax import nnx
-from torch.nn import BatchNorm2d, Conv2d, Flatten, Linear, Module, ReLU, Sequential
+from torch.nn import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Module, ReLU, Sequential
 
 import jaxtrain
 from jaxtrain.losses import cross_entropy
@@ -16,20 +16,20 @@ from parity.cases.cnn import torch_loss
 SHAPE = (10, 10, 3)
 
 
-def case() -> Case:
-    """Convolution 3→16, BatchNorm, ReLU, linear, in training mode; running statistics are compared too."""
+def case(dropout: float = 0.0) -> Case:
+    """Convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared too."""
     apply, params_like, state_like = functional_with_state(
-        nnx.eval_shape(lambda: CNN(SHAPE, width=16, batch_norm=True, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(lambda: CNN(SHAPE, width=16, batch_norm=True, dropout=dropout, rngs=nnx.Rngs(0)))
     )
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jaxtrain.Loss, dict[str, Any], Any]:
-        logits, model_state = apply(params, model_state, batch["image"], rng is not None)
+        logits, model_state = apply(params, model_state, batch["image"], rng is not None, rng)
         losses = cross_entropy(logits, batch["label"])
         return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}, model_state
 
     return Case(
         name="cnn-bn",
-        torch_model=_torch_model,
+        torch_model=lambda: _torch_model(dropout),
         torch_loss=torch_loss,
         loss_fn=loss_fn,
         params_like=params_like,
@@ -44,5 +44,7 @@ def case() -> Case:
     )
 
 
-def _torch_model() -> Module:
-    return Sequential(Conv2d(3, 16, 3), BatchNorm2d(16), ReLU(), Flatten(), Linear(16 * 8 * 8, 10))
+def _torch_model(dropout: float) -> Module:
+    # One module with the ReLU, so that the names do not depend on the dropout.
+    activation = Sequential(ReLU(), Dropout(dropout))
+    return Sequential(Conv2d(3, 16, 3), BatchNorm2d(16), activation, Flatten(), Linear(16 * 8 * 8, 10))

@@ -1,6 +1,7 @@
 """GPT-2 against `transformers.GPT2LMHeadModel`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,19 @@ CONFIG = GPT2Config(vocab_size=101, n_positions=32, n_embd=32, n_layer=2, n_head
 TOKENS = 17
 
 
-def case(config: GPT2Config = CONFIG, *, reference: GPT2Config = CONFIG, rows: int = 16, tokens: int = TOKENS) -> Case:
+def case(
+    config: GPT2Config = CONFIG,
+    *,
+    reference: GPT2Config = CONFIG,
+    dropout: float | None = None,
+    rows: int = 16,
+    tokens: int = TOKENS,
+) -> Case:
     """`rows` of `tokens` tokens, each but the last predicting the next. `config` is the JAX model's, `reference` the
-    other's.
+    other's; `dropout`, if given, the rate of both.
     """
+    if dropout is not None:
+        config, reference = replace(config, dropout=dropout), replace(reference, dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:

@@ -49,6 +49,7 @@ def _row(result: Result) -> dict[str, Any]:
         "precision": result.precision,
         "accumulate": result.accumulate,
         "remat": result.remat,
+        "dropout": result.dropout,
         "optimizer": type(result.case.optimizer).__name__,
         "steps": result.steps,
         "seed": result.seed,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from jaxtrain.errors import UserError
 from jaxtrain.models import BatchNorm, functional_with_state
 
 
@@ -52,3 +53,12 @@ def test_outputs_gradients_and_running_statistics_are_pytorchs_in_float64(rows, 
         assert np.linalg.norm(np.asarray(evaluated) - reference) <= 1e-10 * np.linalg.norm(reference)
         for name in state:
             np.testing.assert_array_equal(state[name], unchanged[name])
+
+
+def test_one_value_a_channel_is_refused_as_pytorch_refuses_it():
+    norm = BatchNorm(3)
+    with pytest.raises(UserError, match="1 value a channel"):
+        norm(jnp.ones((1, 3)), True)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
+    norm(jnp.ones((1, 3)), False)

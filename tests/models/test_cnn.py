@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from flax import nnx
 
@@ -51,3 +52,16 @@ def test_float64_stays_float64_throughout():
         traced = jax.make_jaxpr(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()))(params)
     assert "float64" in set(every_dtype(traced.jaxpr))
     assert "float32" not in set(every_dtype(traced.jaxpr))
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_only_a_key_makes_it_drop_and_then_the_activations(batch_norm):
+    def logits(dropout, rng):
+        model = CNN(SHAPE, WIDTH, batch_norm=batch_norm, dropout=dropout, rngs=nnx.Rngs(0))
+        model.head.kernel[...] = jnp.ones_like(model.head.kernel)
+        return model(jnp.asarray(IMAGES, np.float32), True, rng)
+
+    np.testing.assert_array_equal(logits(0.5, None), logits(0.0, None))
+    np.testing.assert_array_equal(logits(0.0, jax.random.key(0)), logits(0.0, None))
+    assert not np.array_equal(logits(0.5, jax.random.key(0)), logits(0.5, None))
+    np.testing.assert_array_equal(logits(1 - 2**-20, jax.random.key(0)), 0)

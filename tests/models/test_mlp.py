@@ -51,3 +51,24 @@ def test_float64_stays_float64_throughout():
         traced = jax.make_jaxpr(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()))(double(params))
     assert "float64" in set(every_dtype(traced.jaxpr))
     assert "float32" not in set(every_dtype(traced.jaxpr))
+
+
+def test_only_a_key_makes_it_drop_behind_every_relu(monkeypatch):
+    keys, shapes = set(), []
+    bernoulli = jax.random.bernoulli
+
+    def recorded(key, p, shape):
+        keys.add(np.asarray(jax.random.key_data(key)).tobytes())
+        shapes.append(shape)
+        return bernoulli(key, p, shape)
+
+    monkeypatch.setattr(jax.random, "bernoulli", recorded)
+    apply, params = functional(MLP(SIZES, dropout=0.5, rngs=nnx.Rngs(0)))
+    plain, _ = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(IMAGES, np.float32)
+    np.testing.assert_array_equal(apply(params, x), plain(params, x))
+    np.testing.assert_array_equal(plain(params, x, jax.random.key(0)), plain(params, x))
+    assert shapes == []
+    assert not np.array_equal(apply(params, x, jax.random.key(0)), plain(params, x))
+    assert shapes == [(4, 6), (4, 5)]
+    assert len(keys) == 2

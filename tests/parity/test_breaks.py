@@ -1,6 +1,8 @@
 """A harness that never says no proves nothing: every bug planted here is seen."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,15 @@ import pytest
 
 import jaxtrain
 import jaxtrain.accumulate
+import jaxtrain.models.cnn
+import jaxtrain.models.mlp
 import jaxtrain.step
 from jaxtrain.clip import clip_grad_norm
 from jaxtrain.loss_scale import dynamic_loss_scale
 from jaxtrain.models import BatchNorm
-from parity import jax_side
+from parity import jax_side, randomness
 from parity.case import AdamW, Case
-from parity.cases import CASES, gpt2
+from parity.cases import CASES, cnn_bn, gpt2, mlp
 from parity.run import check
 
 
@@ -88,6 +92,38 @@ def test_gradients_left_scaled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(jaxtrain.step, "dynamic_loss_scale", still_scaled)
     assert "first gradient" in faults(CASES["mlp"](), precision="fp16")
+
+
+@pytest.fixture
+def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch is given every micro-batch's masks one micro-batch late."""
+    dropout_masks = randomness.dropout_masks
+
+    def late(*args: Any, **settings: Any) -> list[randomness.Masks]:
+        first, *rest = dropout_masks(*args, **settings)
+        return [*rest, first]
+
+    monkeypatch.setattr(randomness, "dropout_masks", late)
+
+
+@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, gpt2.case])
+def test_dropout_by_another_micro_batchs_key_is_seen(make: Callable[..., Case], shifted: None) -> None:
+    assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)
+
+
+@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, gpt2.case])
+def test_another_dropout_rate_is_seen(make: Callable[..., Case]) -> None:
+    case = make(dropout=0.1)
+    assert "first loss" in faults(dataclasses.replace(case, torch_model=make(dropout=0.11).torch_model), steps=1)
+
+
+@pytest.mark.parametrize("model", [jaxtrain.models.mlp, jaxtrain.models.cnn])
+def test_dropout_that_does_not_keep_the_mean_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = {jaxtrain.models.mlp: mlp.case, jaxtrain.models.cnn: cnn_bn.case}[model]
+    assert check(make(dropout=0.1), steps=1).passed
+    dropout = model.dropout
+    monkeypatch.setattr(model, "dropout", lambda x, rate, rng: dropout(x, rate, rng) * (1 - rate))
+    assert "first loss" in faults(make(dropout=0.1), steps=1)
 
 
 def remember(momentum: float, bessel: bool):

@@ -30,6 +30,9 @@ def test_in_float64_the_runs_mean_the_same(case: str, accumulate: int, remat: st
         ("gpt2", "fp32", 1),
         ("gpt2", "bf16", 4),
         ("gpt2", "fp16", 1),
+        ("mlp", "bf16_params", 4),
+        ("cnn-bn", "bf16_params", 1),
+        ("gpt2", "bf16_params", 4),
     ],
 )
 def test_in_low_precision_jax_is_as_near_the_truth_as_pytorch(case: str, precision: str, accumulate: int) -> None:

@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from parity.case import Case
 from parity.cases import CASES, SUMMARIES, gpt2
 from parity.cli import main
 from parity.compare import Verdict
 from parity.report import Result, document
 
 ROW = [
-    *("name", "precision", "accumulate", "remat", "optimizer", "steps", "seed", "passed", "loss_rel"),
+    *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
     *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence"),
 ]
 
@@ -47,6 +49,22 @@ def test_cases_that_hold_exit_0_and_are_written_as_json(tmp_path: Path, capsys: 
         assert row["first_divergence"] is None
 
 
+def test_cases_are_run_with_the_dropout_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+
+    def check(case: Case, *_: object, **__: object) -> Verdict:
+        rates.extend(module.p for module in case.torch_model().modules() if isinstance(module, torch.nn.Dropout))
+        return Verdict(0.0, 0.0, "w", 0.0, None, ())
+
+    monkeypatch.setattr("parity.cli.check", check)
+    path = tmp_path / "parity.json"
+    assert main(["run", "mlp", "cnn-bn", "--precision", "fp64", "--dropout", "0.5", "--json", str(path)]) == 0
+    assert rates == [0.5, 0.5]
+    assert [row["dropout"] for row in json.loads(path.read_text())["cases"]] == rates
+    assert main(["run", "mlp", "--precision", "fp64", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["cases"][0]["dropout"] is None
+
+
 def test_a_case_that_differs_exits_1_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +89,8 @@ def test_a_case_that_differs_exits_1_and_says_where(
         (["run", "mlp", "--accumulate", "3"], "accumulate 3 does not divide the 64 rows of mlp: choose one of 1, 2, 4"),
         (["run", "mlp", "--remat", "some"], "remat 'some' is unknown: choose one of none, full"),
         (["run", "mlp", "--json", "/nowhere/a.json"], "'/nowhere/a.json' cannot be written: name a file"),
+        (["run", "mlp", "--dropout", "1"], "'1' is not a rate: make it 0 or more, below 1"),
+        (["run", "autograd.cubic", "--dropout", "0.1"], "autograd.cubic has no dropout: leave it out, or name only"),
         (["run", "--rtol=1"], "unrecognized arguments: --rtol=1"),
         (["walk"], "invalid choice: 'walk'"),
         ([], "the following arguments are required: COMMAND"),
@@ -103,7 +123,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> Non
 
 def test_what_is_not_finite_is_null_in_valid_json() -> None:
     verdict = Verdict(math.inf, math.inf, "w", math.inf, math.inf, ("gradient, w: inf apart",))
-    written = json.dumps(document([Result(CASES["mlp"](), "fp32", 1, "none", 20, 0, verdict)]), allow_nan=False)
+    written = json.dumps(document([Result(CASES["mlp"](), "fp32", 1, "none", None, 20, 0, verdict)]), allow_nan=False)
     row = json.loads(written)["cases"][0]
     assert (row["loss_rel"], row["error_ratio"], row["passed"]) == (None, None, False)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import RunFolder, fit, preflight
@@ -34,7 +34,7 @@ def train(folder, recipe, *, resume=False):
     console = Heard()
     try:
         fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
-    except UserError as error:
+    except RunFailed as error:
         return console.messages, str(error)
     return console.messages, None
 
@@ -54,7 +54,14 @@ def test_a_run_that_only_skips_is_ended_in_one_line(ruined):
     step = int(told.split(":")[0].removeprefix("step "))
     assert step in (RUIN_AT, RUIN_AT + 1)
     scale = 65536 * 0.5 ** (step - 1)
-    for part in ("13 updates in a row were skipped", f"loss scale {scale:g};", "lower --lr", "bf16"):
+    for part in (
+        "13 updates in a row were skipped",
+        f"loss scale {scale:g},",
+        "first in layers/",
+        "micro-batch 0;",
+        "lower --lr",
+        "bf16",
+    ):
         assert part in told
     assert "\n" not in told
 
@@ -98,7 +105,8 @@ def interval(max_skips, **how):
 
 
 def metrics(skipped):
-    scalars = {"loss": 1.0, "weight": 1.0, "grad_norm": 1.0, "loss_scale": 8.0, "applied": 1}
+    scalars = {"loss": 1.0, "weight": 1.0, "lr": 0.1, "grad_norm": 1.0, "loss_scale": 8.0, "applied": 1}
+    scalars |= {"nonfinite_micro_batch": -1, "nonfinite_leaf": -1}
     return {**{name: jnp.asarray(x) for name, x in scalars.items()}, "skipped": jnp.asarray(skipped)}
 
 

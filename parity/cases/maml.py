@@ -1,0 +1,93 @@
+"""Meta-learning by MAML (Finn et al. 2017, arXiv:1703.03400): the loss is that of weights which a step of gradient
+descent has already changed, and its gradient runs through that step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Linear, Module, Sequential, Tanh
+from torch.nn.functional import mse_loss
+
+import jaxtrain
+from jaxtrain.interop import LINEAR, NameTable, TorchParam
+from parity.case import AdamW, Batch, Case
+
+SHOTS, WIDTH = 10, 16
+INNER_LR = 0.1
+
+
+def case() -> Case:
+    """Sine waves, a row each: an inner step on 10 points, the loss on 10 others; perceptron 1-16-16-1, tanh."""
+    sizes = {0: (1, WIDTH), 2: (WIDTH, WIDTH), 4: (WIDTH, 1)}
+    return Case(
+        name="maml",
+        torch_model=lambda: Sequential(Linear(*sizes[0]), Tanh(), Linear(*sizes[2]), Tanh(), Linear(*sizes[4])),
+        torch_loss=_torch_loss,
+        loss_fn=loss_fn,
+        params_like={
+            f"layer{i}": {
+                "kernel": jax.ShapeDtypeStruct(size, np.float32),
+                "bias": jax.ShapeDtypeStruct(size[1:], np.float32),
+            }
+            for i, size in sizes.items()
+        },
+        names=NameTable(
+            {f"layer{i}/kernel": TorchParam(f"{i}.weight", LINEAR) for i in sizes}
+            | {f"layer{i}/bias": TorchParam(f"{i}.bias") for i in sizes}
+        ),
+        batch=_batch,
+        rows=8,
+        optimizer=AdamW(lr=1e-2, weight_decay=0.1),
+        clip_norm=2.0,
+    )
+
+
+def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
+    """The loss after adaptation, summed over tasks."""
+    del rng
+
+    def error(params: Any, xs: Any, ys: Any) -> Any:
+        predicted = jax.vmap(_forward, in_axes=(None, 0))(params, xs)
+        return jnp.mean((predicted - ys) ** 2)
+
+    def after_a_step(support_x: Any, support_y: Any, query_x: Any, query_y: Any) -> Any:
+        grads = jax.grad(error)(params, support_x, support_y)
+        adapted = jax.tree.map(lambda p, g: p - INNER_LR * g, params, grads)
+        return error(adapted, query_x, query_y)
+
+    losses = jax.vmap(after_a_step)(batch["support_x"], batch["support_y"], batch["query_x"], batch["query_y"])
+    return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}
+
+
+def _forward(params: Any, x: Any) -> Any:
+    for name in ("layer0", "layer2"):
+        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+    return x @ params["layer4"]["kernel"] + params["layer4"]["bias"]
+
+
+def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    params: dict[str, Tensor] = dict(model.named_parameters())
+    losses = []
+    for support_x, support_y, query_x, query_y in zip(
+        batch["support_x"], batch["support_y"], batch["query_x"], batch["query_y"], strict=True
+    ):
+        error = mse_loss(functional_call(model, params, support_x), support_y)
+        grads = torch.autograd.grad(error, list(params.values()), create_graph=True)
+        adapted = {name: p - INNER_LR * g for (name, p), g in zip(params.items(), grads, strict=True)}
+        losses.append(mse_loss(functional_call(model, adapted, query_x), query_y))
+    return torch.stack(losses).sum(), len(losses)
+
+
+def _batch(seed: int, rows: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    amplitude, phase = rng.uniform(0.1, 5.0, (rows, 1, 1)), rng.uniform(0.0, np.pi, (rows, 1, 1))
+    x = {name: rng.uniform(-5.0, 5.0, (rows, SHOTS, 1)) for name in ("support", "query")}
+    waves = {f"{name}_x": value for name, value in x.items()}
+    waves |= {f"{name}_y": amplitude * np.sin(value - phase) for name, value in x.items()}
+    return {name: array.astype(np.float32) for name, array in waves.items()}

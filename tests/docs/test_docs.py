@@ -1,0 +1,50 @@
+"""What the pages show runs, and what they name exists."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import subgradients
+from parity.cases import CASES
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    names: dict[str, object] = {}
+    for i, block in enumerate(blocks, start=1):
+        exec(compile(block, f"{page.name}, block {i}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_a_page_links_to_exist(page):
+    for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / path).exists(), path
+
+
+def test_the_page_on_autograd_names_every_subgradient_and_case():
+    page = (ROOT / "docs" / "autograd.md").read_text()
+    public = {name for name, x in vars(subgradients).items() if getattr(x, "__module__", "") == subgradients.__name__}
+    assert {name for name in public if name[0] != "_"} == set(re.findall(r"`subgradients\.(\w+)`", page))
+    commands = re.findall(r"`parity run\s([^`]+)`", page)
+    assert commands
+    assert {name for command in commands for name in command.split()} <= set(CASES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_prints_a_falling_loss(example, capsys):
+    assert len(example.read_text().splitlines()) <= 60
+    runpy.run_path(str(example), run_name="__main__")
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) >= 4
+    assert losses[-1] < losses[0] / 4
+
+
+def test_there_are_examples():
+    assert {"gradient_penalty.py", "maml.py"} <= {example.name for example in EXAMPLES}
