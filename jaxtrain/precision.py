@@ -25,7 +25,8 @@ from jaxtrain.errors import UserError
 # These read each operand's own dtype, so that widening one to another's would add conversions PyTorch has not.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
 _LOW_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-_SETTLED, _KERNEL = "autocast_settled", "autocast_kernel"
+_SETTLED = "autocast_settled"
+KERNEL = "autocast_kernel"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
             if jaxpr.in_scope(eqn, _SETTLED):
                 return jaxpr.as_traced(eqn, args)
-            if jaxpr.calls(eqn, _KERNEL):
+            if jaxpr.calls(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
@@ -149,7 +150,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind(eqn, args)
             if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
                 return jaxpr.as_traced(eqn, args)
-            return jaxpr.bind(eqn, _widen(args, to))
+            with _within_kernel():
+                return jaxpr.bind(eqn, _widen(args, to))
 
         with jax.named_scope(_SETTLED):  # an autocast within an autocast has the last word, as PyTorch's
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
@@ -217,8 +219,9 @@ def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any
 
 
 def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
-    widest = next((x.dtype for x in _widen(args, to) if _is_float(x)), None)
-    return [to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
+    widest = _widest(args)
+    with _within_kernel():
+        return [_to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
 
 
 _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
@@ -236,7 +239,8 @@ def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
         parts = [_low(eqn, ab, dtype, _Casts())[0] for ab in ([dx, y], [x, dy]) if not any(map(_is_zero, ab))]
-        return product(x, y), _to(np.float32, functools.reduce(lax.add, parts))
+        with _within_kernel():
+            return product(x, y), _to(np.float32, functools.reduce(lax.add, parts))
 
     product.defjvp(jvp, symbolic_zeros=True)
     return [product(*(_to(dtype, x) for x in args))]
@@ -247,26 +251,35 @@ def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts
     product, bias = args[1 - which], args[which]
     if not (_is_low(product) and _is_low(bias)):
         return jaxpr.bind(eqn, _widen(args, to))
-    bias = lax.broadcast_in_dim(_to(np.float32, _to(dtype, bias)), product.shape, range(product.ndim))
-    (total,) = jaxpr.bind(eqn, [to(np.float32, product), bias])
-    return [_to(dtype, total)]
+    bias = _to(dtype, bias)
+    with _within_kernel():
+        bias = lax.broadcast_in_dim(_to(np.float32, bias), product.shape, range(product.ndim))
+        (total,) = jaxpr.bind(eqn, [to(np.float32, product), bias])
+        return [_to(dtype, total)]
 
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    outs = jaxpr.as_traced(eqn, args)
-    first = args[0].dtype
-    return [_to(first, outs[0]), *outs[1:]]
+    with _within_kernel():
+        outs = jaxpr.as_traced(eqn, args)
+        return [_to(args[0].dtype, outs[0]), *outs[1:]]
+
+
+def _within_kernel() -> AbstractContextManager[None]:
+    """Conversions traced inside are those that PyTorch makes within a kernel, between memory and registers."""
+    return jax.named_scope(KERNEL)
 
 
 def _widen(args: list[Any], to: _Casts) -> list[Any]:
-    """Floating `args` in the widest dtype among those with dimensions; failing these, among the scalars."""
-    floats = [x for x in args if _is_float(x)]
-    strong = [x for x in floats if not getattr(x, "weak_type", isinstance(x, float))]
+    """Floating `args` in the widest dtype among them."""
+    widest = _widest(args)
+    return args if widest is None else [to(widest, x) if _is_float(x) else x for x in args]
+
+
+def _widest(args: list[Any]) -> Any:
+    """The widest floating dtype among those with dimensions; failing these, among the scalars; None without any."""
+    strong = [x for x in args if _is_float(x) and not getattr(x, "weak_type", isinstance(x, float))]
     deciding = [x for x in strong if np.ndim(x)] or strong
-    if not deciding:
-        return args
-    widest = functools.reduce(_wider, (x.dtype for x in deciding))
-    return [to(widest, x) if _is_float(x) else x for x in args]
+    return functools.reduce(_wider, (x.dtype for x in deciding)) if deciding else None
 
 
 def _wider(a: Any, b: Any) -> Any:
