@@ -1,7 +1,8 @@
 """GPT-2 (Radford et al. 2019), as `transformers.GPT2LMHeadModel` computes it.
 
 Blocks are alike, so their parameters are stacked along a leading layer axis and the model scans over them: one block
-is compiled, however deep the model. Each block is a unit of rematerialisation.
+is compiled, however deep the model. Each block is a unit of rematerialisation, in which "attention" and "hidden" (what
+enters its two projections into the residual stream) have names.
 """
 
 import math
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.models.dropout import dropout as _dropout
@@ -74,9 +76,9 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
         rate = self.config.dropout
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
-        attended = self.attn_proj(self.attention(self.ln_1(x), rngs[0]))
+        attended = self.attn_proj(checkpoint_name(self.attention(self.ln_1(x), rngs[0]), "attention"))
         x = x + _dropout(attended, rate, rngs[1])
-        hidden = jax.nn.gelu(self.fc(self.ln_2(x)), approximate=True)
+        hidden = checkpoint_name(jax.nn.gelu(self.fc(self.ln_2(x)), approximate=True), "hidden")
         return x + _dropout(self.mlp_proj(hidden), rate, rngs[2])
 
     def attention(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
