@@ -1,0 +1,250 @@
+"""The HTML page: what a reader finds on it, whatever the numbers and the names are."""
+
+import dataclasses
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parity.report.page import Divergence, Excerpt, PageCase, write_page
+
+HELD = PageCase(
+    name="mlp",
+    precision="fp64",
+    accumulate=1,
+    remat="none",
+    optimizer="AdamW",
+    steps=3,
+    seed=0,
+    passed=True,
+    faults=(),
+    error_ratio=None,
+    loss_rel=1e-15,
+    grad_rel_max=2e-15,
+    grad_worst="1.weight",
+    param_rel_max=3e-15,
+    torch_losses=np.array([3.0, 2.0, 1.0]),
+    jax_losses=np.array([3.0, 2.0, 1.0 + 1e-15]),
+    torch_scales=np.ones(4),
+    jax_scales=np.ones(4),
+    grad_errors={"1.weight": 2e-15, "1.bias": 1e-16},
+    torch_grad_errors=None,
+    floor=2.2e-16,
+    divergence=None,
+)
+SPITEFUL = "<script>alert('&amp;')</script>"
+DIFFERS = dataclasses.replace(
+    HELD,
+    name="gpt2",
+    precision="fp16",
+    passed=False,
+    faults=("first gradient: 3 times as far", SPITEFUL),
+    error_ratio=3.0,
+    torch_scales=np.array([4.0, 2.0, 2.0, 2.0]),
+    jax_scales=np.array([4.0, 4.0, 2.0, 2.0]),
+    torch_grad_errors={"1.weight": 2e-4, "1.bias": 1e-4},
+    floor=9.8e-4,
+    divergence=Divergence(
+        "h.0.ln_1",
+        "native_layer_norm",
+        Excerpt("a.py", 7, 6, ("  if a < b:", "    c &= d")),
+        Excerpt("b.py", 2, 2, ("e",)),
+    ),
+)
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+LEFT_OPEN = {"html", "th"}
+"""What HTML lets close by itself, and the page does let."""
+
+
+class Page(HTMLParser):
+    """The elements of a page as (tag, attributes), its text, and the tags still open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html = html
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID | LEFT_OPEN:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in LEFT_OPEN:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def text(self, tag: str) -> list[str]:
+        return [data for inside, data in self.texts if inside == tag]
+
+    def having(self, tag: str, **attributes: str | None) -> list[dict[str, str | None]]:
+        return [a for t, a in self.elements if t == tag and attributes.items() <= a.items()]
+
+
+@pytest.fixture
+def page(tmp_path: Path):
+    def build(*cases: PageCase, **environment: object) -> Page:
+        path = tmp_path / "page.html"
+        write_page(path, environment, cases)
+        assert list(tmp_path.iterdir()) == [path]
+        return Page(path.read_text(encoding="utf-8"))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("cases", "verdict"),
+    [
+        ([HELD] * 14 + [DIFFERS] * 2, "14 checks held, 2 differ"),
+        ([HELD, DIFFERS], "1 check held, 1 differs"),
+        ([HELD] * 2, "2 checks held, none differs"),
+        ([], "Nothing was checked"),
+    ],
+)
+def test_the_verdict_is_the_title_and_the_headline(page, cases, verdict):
+    built = page(*cases)
+    assert built.text("h1") == [verdict]
+    assert built.text("title")[0] == f"{verdict} — parity"
+    assert built.having("h1")[0]["class"] == ("held" if verdict.endswith("none differs") else "differs")
+
+
+def test_every_check_has_a_row_that_links_to_its_section_those_that_differ_first(page):
+    built = page(HELD, DIFFERS, HELD, DIFFERS)
+    links = [a["href"] for a in built.having("a")]
+    sections = [f"#{a['id']}" for a in built.having("div", **{"class": "body"}) if "id" in a]
+    assert links == sections
+    assert len(set(links)) == 4
+    assert built.text("a") == ["gpt2", "gpt2", "mlp", "mlp"]
+
+
+def test_the_sections_of_checks_that_differ_are_open_and_no_other(page):
+    built = page(HELD, DIFFERS, HELD, DIFFERS)
+    assert ["open" in a for a in built.having("details")] == [True, True, False, False, False]
+
+
+def test_the_page_is_well_formed_and_refers_to_nothing_outside_itself(page):
+    built = page(HELD, DIFFERS, python="3.11")
+    assert built.open == []
+    assert not re.findall(r"https?:|//[a-z]|@import|url\(", re.sub(r"^\s*//.*$", "", built.html, flags=re.M))
+    assert {a.get("href", "#")[0] for a in built.having("a")} == {"#"}
+    assert [a["href"] for a in built.having("link")] == ["data:,"]
+    assert not [a for _, a in built.elements if "src" in a]
+
+
+def test_names_faults_excerpts_and_the_environment_are_text_not_markup(page):
+    plain = page(DIFFERS)
+    excerpt = Excerpt(SPITEFUL, 1, 1, (SPITEFUL,))
+    names = {SPITEFUL: 0.1, '" onload="x': 0.2}
+    built = page(
+        dataclasses.replace(
+            DIFFERS,
+            name=SPITEFUL,
+            grad_worst=SPITEFUL,
+            grad_errors=names,
+            torch_grad_errors=names,
+            divergence=Divergence(SPITEFUL, SPITEFUL, excerpt, excerpt),
+        ),
+        **{SPITEFUL: [SPITEFUL]},
+    )
+    assert len(built.having("script")) == len(plain.having("script")) == 1
+    assert not [a for _, a in built.elements if "onload" in a]
+    assert SPITEFUL in built.text("a")
+    assert SPITEFUL in built.text("li")
+    assert SPITEFUL in built.text("dt")
+    assert built.text("mark").count(f"{SPITEFUL}\n") == 2
+
+
+def test_the_divergence_shows_both_sources_with_the_line_in_question_marked(page):
+    built = page(DIFFERS)
+    assert {"h.0.ln_1", "native_layer_norm", "a.py:7", "b.py:2"} <= set(built.text("code"))
+    assert built.text("mark") == ["  c &= d\n", "e\n"]
+    assert built.text("i") == ["6", "7", "2"]
+    assert not page(HELD).having("mark")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, 1e308, -1e308, 5e-324])
+def test_no_number_breaks_the_drawing(page, value):
+    series = np.array([1.0, value, 1.0])
+    odd = dataclasses.replace(
+        DIFFERS,
+        loss_rel=value,
+        grad_rel_max=value,
+        param_rel_max=value,
+        error_ratio=value,
+        jax_losses=series,
+        torch_losses=-series,
+        jax_scales=np.append(series, 2.0),
+        grad_errors={"1.weight": value, "1.bias": 0.5},
+        torch_grad_errors={"1.weight": 0.5, "1.bias": value},
+    )
+    built = page(odd)
+    numbers = [
+        number
+        for _, attributes in built.elements
+        for name in ("d", "x", "x1", "x2", "y", "y1", "y2", "width", "height")
+        for number in re.findall(r"nan|inf|-?[\d.]+(?:e[-+]\d+)?", attributes.get(name) or "")
+    ]
+    assert len(numbers) > 100
+    assert all(abs(float(number)) <= 1001 for number in numbers)
+    said = "JAX's loss is not finite at 1 of 3 steps, first at step 2" in built.text("p")
+    assert said == (not math.isfinite(value))
+    assert bool(built.having("rect", **{"class": "lost"})) == (not math.isfinite(value))
+
+
+def test_a_run_that_left_nothing_to_draw_has_its_verdict_still(page):
+    nothing = dict.fromkeys(("torch_losses", "jax_losses", "torch_scales", "jax_scales"), ())
+    built = page(dataclasses.replace(DIFFERS, grad_errors={}, torch_grad_errors={}, **nothing))
+    assert built.text("a") == ["gpt2"]
+    assert built.text("li") == list(DIFFERS.faults)
+
+
+def test_curves_are_where_their_values_are(page):
+    torch, jax, _, dots, *_ = [a["d"] for a in page(HELD).having("path") if a["d"].count("M") > 1 or "L" in a["d"]]
+    assert torch == jax == "M166.67 0h0L500 500L833.33 1000"
+    assert dots.count("M") == 2
+
+
+def test_the_scale_is_drawn_where_it_moved(page):
+    assert "Loss scale" not in page(HELD).text("h4")
+    built = page(DIFFERS)
+    assert "Loss scale" in built.text("h4")
+    torch, jax = [a["d"] for a in built.having("path") if "V" in a["d"]]
+    assert torch == "M125 0h0H375V1000H625V1000H875V1000"
+    assert jax == "M125 0h0H375V0H625V1000H875V1000"
+
+
+def test_colours_rank_the_errors_on_a_scale_of_their_precision(page):
+    def colours(precision: str, floor: float, *errors: float) -> list[str]:
+        named = {str(i): e for i, e in enumerate(errors)}
+        built = page(dataclasses.replace(HELD, precision=precision, floor=floor, grad_errors=named))
+        strip = [a["class"] for t, a in built.elements if t == "rect" and a.get("height") == "100%" and "class" in a]
+        return strip[: len(errors)]
+
+    assert colours("fp64", 2.2e-16, 0.0, 1e-16, 1e-6, 1.0, 9.0, math.nan) == ["t0", "t0", "t7", "t11", "t11", "lost"]
+    assert colours("bf16", 7.8e-3, 1e-6, 1e-2, 1.0) == ["t0", "t4", "t11"]
+
+
+def test_the_floor_is_labelled_and_the_worst_five_parameters_are_listed(page):
+    errors = {f"layer.{i}": 10.0**-i for i in range(40)}
+    built = page(dataclasses.replace(HELD, grad_errors=errors))
+    assert built.text("code") == ["1.weight", *(f"layer.{i}" for i in range(5))]
+    assert built.text("span").count("┄ fp64 rounding 2.2e-16") == 2
+    assert "layer.39, JAX 1.0e-39" in built.text("title")
+
+
+def test_a_long_run_can_be_pointed_at_in_a_bounded_number_of_places(page):
+    losses = np.linspace(3, 1, 10_001)
+    built = page(dataclasses.replace(HELD, torch_losses=losses, jax_losses=losses))
+    assert 100 < len([t for t in built.text("title") if t.startswith("step ")]) <= 200
