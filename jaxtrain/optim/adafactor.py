@@ -1,0 +1,97 @@
+"""Adafactor with the arithmetic of `torch.optim.Adafactor` (`torch/optim/_adafactor.py`).
+
+`optax.adafactor` is another algorithm: other decay, other factors, other clipping.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.learning_rate import rate_at
+
+
+class AdafactorState(NamedTuple):
+    """`count` int32[], updates so far; `learning_rate` float[], the scheduler's at the last of them; `row_var`
+    [.., m, 1] and `col_var` [.., 1, n], the factors of a matrix's second moment; `variance`, that of a vector. What a
+    leaf has not is an array of no elements."""
+
+    count: jax.Array  # type: ignore[assignment]
+    learning_rate: jax.Array
+    row_var: Any
+    col_var: Any
+    variance: Any
+
+
+def adafactor(
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`torch.optim.Adafactor`, a parameter's root mean square in its step, its last two axes factored.
+
+    Transposing a matrix changes nothing. But a convolution's last two axes are others in JAX's layout than in
+    PyTorch's, and layers stacked in one array share one root mean square: with these it is Adafactor, not PyTorch's.
+
+    >>> tx = adafactor(0.1)
+    >>> params = jnp.ones((2, 3))
+    >>> updates, _ = tx.update(jnp.full((2, 3), 3.0), tx.init(params), params)
+    >>> round(float(updates[0, 0]), 6)
+    -0.1
+    """
+
+    def init(params: Any) -> AdafactorState:
+        def factor(axis: int) -> Any:
+            return jax.tree.map(lambda p: _mean_square(jnp.zeros_like(p), axis) if p.ndim > 1 else _nothing(p), params)
+
+        variance = jax.tree.map(lambda p: _nothing(p) if p.ndim > 1 else jnp.zeros_like(p), params)
+        zero = jnp.zeros([], np.int32)
+        return AdafactorState(zero, rate_at(learning_rate, zero), factor(-1), factor(-2), variance)
+
+    def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
+        lr = rate_at(learning_rate, state.count)
+        count = optax.safe_increment(state.count)
+        t = count.astype(lr.dtype)
+        weight = t**beta2_decay
+
+        def toward(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old + weight.astype(old.dtype) * (new - old)
+
+        def factor(old: Any, axis: int) -> Any:
+            return jax.tree.map(lambda v, g: toward(v, _mean_square(g, axis)) if g.ndim > 1 else v, old, grads)
+
+        row, col = factor(state.row_var, -1), factor(state.col_var, -2)
+        variance = jax.tree.map(lambda v, g: v if g.ndim > 1 else toward(v, g * g), state.variance, grads)
+
+        def change(g: jax.Array, p: jax.Array, r: jax.Array, c: jax.Array, v: jax.Array) -> jax.Array:
+            eps1 = float(jnp.finfo(p.dtype).eps) if eps[0] is None else eps[0]
+            if g.ndim > 1:
+                v = r * jnp.broadcast_to(c, g.shape) / jnp.maximum(r.mean(-2, keepdims=True), eps1)
+            direction = g / jnp.sqrt(jnp.maximum(v, eps1 * eps1))
+            step = jnp.maximum(eps[1], _rms(p)) * jnp.minimum(lr, 1 / jnp.sqrt(t)).astype(p.dtype)
+            decay = lr.astype(p.dtype) * weight_decay
+            return -(step / jnp.maximum(1.0, _rms(direction) / d)) * direction - decay * p
+
+        updates = jax.tree.map(change, grads, params, row, col, variance)
+        return updates, AdafactorState(count, lr, row, col, variance)
+
+    return optax.chain(*seen(0.0, maximize), optax.GradientTransformation(init, update))
+
+
+def _mean_square(x: jax.Array, axis: int) -> jax.Array:
+    return (x * x).mean(axis, keepdims=True)
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt((x * x).mean())
+
+
+def _nothing(p: jax.Array) -> jax.Array:
+    return jnp.zeros([0], p.dtype)

@@ -1,0 +1,64 @@
+"""Averaged SGD with the arithmetic of `torch.optim.ASGD` (`torch/optim/asgd.py`), which optax has not."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.learning_rate import descend, rate_at
+from jaxtrain.optim.moments import zeros
+
+
+class AsgdState(NamedTuple):
+    """`count` int32[], updates so far; `learning_rate` float[], the scheduler's at the last; `eta` and `mu` float[],
+    the next update's step and its weight in the average; `ax`, the averaged parameters."""
+
+    count: jax.Array  # type: ignore[assignment]
+    learning_rate: jax.Array
+    eta: jax.Array
+    mu: jax.Array
+    ax: Any
+
+
+def asgd(
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    lambd: float = 1e-4,
+    alpha: float = 0.75,
+    t0: float = 1e6,
+    weight_decay: float = 0.0,
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`torch.optim.ASGD`. A step is taken at the `eta` that the update before it computed, so a schedule acts one late.
+
+    `optax.tree.get(state, "ax")` are the averaged parameters, which PyTorch too only keeps.
+
+    >>> tx = asgd(0.1, lambd=0.0)
+    >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)), jnp.zeros(1))
+    >>> round(float(updates[0]), 6)
+    -0.3
+    """
+
+    def init(params: Any) -> AsgdState:
+        zero = jnp.zeros([], np.int32)
+        first = rate_at(learning_rate, zero)
+        return AsgdState(zero, first, jnp.copy(first), jnp.ones_like(first), zeros(params))
+
+    def update(grads: Any, state: AsgdState, params: Any) -> tuple[Any, AsgdState]:
+        decayed = jax.tree.map(lambda g, p: g + lambd * p, grads, params)
+        updates = descend(state.eta, decayed)
+
+        def averaged(ax: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
+            moved = p + u
+            return jnp.where(state.mu == 1, moved, ax + (moved - ax) * state.mu.astype(ax.dtype))
+
+        lr = rate_at(learning_rate, state.count)
+        count = optax.safe_increment(state.count)
+        t = count.astype(lr.dtype)
+        eta, mu = lr / (1 + lambd * lr * t) ** alpha, 1 / jnp.maximum(1, t - t0)
+        return updates, AsgdState(count, lr, eta, mu, jax.tree.map(averaged, state.ax, params, updates))
+
+    return optax.chain(*seen(weight_decay, maximize), optax.GradientTransformation(init, update))

@@ -1,0 +1,15 @@
+"""The gradient an optimizer sees: negated to maximize, and with the parameters' L2 penalty in it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+Mask = Any | Callable[[Any], Any] | None
+"""What decays: a tree of booleans, or a function of the parameters to one, as in `optax.add_decayed_weights`."""
+
+
+def seen(weight_decay: float, maximize: bool, mask: Mask = None) -> list[optax.GradientTransformation]:
+    """±g + weight_decay · p, as every file of `torch/optim` begins: the sign first, so that decay still decays."""
+    sign = [optax.scale(-1.0)] if maximize else []
+    return [*sign, optax.add_decayed_weights(weight_decay, mask)] if weight_decay else sign

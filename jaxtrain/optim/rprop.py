@@ -1,0 +1,58 @@
+"""Rprop with the arithmetic of `torch.optim.Rprop` (`torch/optim/rprop.py`).
+
+`optax.rprop` does not move at its first update; PyTorch does.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.learning_rate import rate_at
+from jaxtrain.optim.moments import zeros
+
+
+class RpropState(NamedTuple):
+    """`prev`, the last gradient, 0 where its sign had changed; `step_size`, of every element."""
+
+    prev: Any
+    step_size: Any
+
+
+def rprop(
+    learning_rate: optax.ScalarOrSchedule = 1e-2,
+    etas: tuple[float, float] = (0.5, 1.2),
+    step_sizes: tuple[float, float] = (1e-6, 50.0),
+    *,
+    maximize: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """`torch.optim.Rprop`: the learning rate is every element's first step size, and nothing after that.
+
+    A schedule is asked for its first value only, as PyTorch does; so there is no learning rate in the state. A zero
+    gradient moves nothing and leaves the step size.
+
+    >>> tx = rprop(0.1)
+    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+    -0.1
+    """
+
+    def init(params: Any) -> RpropState:
+        first = rate_at(learning_rate, jnp.zeros([], np.int32))
+        return RpropState(zeros(params), jax.tree.map(lambda p: jnp.full_like(p, first.astype(p.dtype)), params))
+
+    def update(grads: Any, state: RpropState, params: Any = None) -> tuple[Any, RpropState]:
+        del params
+        agree = jax.tree.map(lambda g, p: jnp.sign(g * p), grads, state.prev)
+
+        def resized(size: jax.Array, sign: jax.Array) -> jax.Array:
+            eta = jnp.where(sign > 0, etas[1], jnp.where(sign < 0, etas[0], 1.0)).astype(size.dtype)
+            return jnp.clip(size * eta, step_sizes[0], step_sizes[1])
+
+        size = jax.tree.map(resized, state.step_size, agree)
+        kept = jax.tree.map(lambda g, sign: jnp.where(sign < 0, 0, g), grads, agree)
+        return jax.tree.map(lambda g, s: -jnp.sign(g) * s, kept, size), RpropState(kept, size)
+
+    return optax.chain(*seen(0.0, maximize), optax.GradientTransformation(init, update))

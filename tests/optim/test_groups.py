@@ -1,0 +1,92 @@
+"""Parameter groups: who updates what, what is frozen, what decays, and the rates they tell."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.errors import UserError
+from jaxtrain.optim import adamw, all_but, groups, no_decay, sgd, used_learning_rate, used_learning_rates
+
+PARAMS = {
+    "blocks": {"kernel": jnp.full((2, 2), 2.0), "bias": jnp.full(2, 3.0)},
+    "norm": {"scale": jnp.full(2, 4.0)},
+}
+
+
+def loss_fn(params, batch, rng):
+    del rng
+    x = (batch @ params["blocks"]["kernel"] + params["blocks"]["bias"][None]) * params["norm"]["scale"][None]
+    return jt.Loss((x**2).sum(), weight=len(batch)), {}
+
+
+def test_each_group_is_updated_as_if_alone():
+    tx = groups(
+        lambda path: "norms" if path.startswith("norm") else "rest",
+        {"norms": adamw(0.1, weight_decay=0.0), "rest": sgd(0.5, momentum=0.9)},
+    )
+    state, moved = tx.init(PARAMS), PARAMS
+    alone = {
+        "norm": (adamw(0.1, weight_decay=0.0), PARAMS["norm"]),
+        "blocks": (sgd(0.5, momentum=0.9), PARAMS["blocks"]),
+    }
+    states = {name: tx.init(params) for name, (tx, params) in alone.items()}
+    for _ in range(3):
+        updates, state = tx.update(PARAMS, state, moved)
+        for name, (part, _) in alone.items():
+            expected, states[name] = part.update(PARAMS[name], states[name], moved[name])
+            jax.tree.map(np.testing.assert_array_equal, updates[name], expected)
+        moved = optax.apply_updates(moved, updates)
+
+
+def test_a_frozen_group_keeps_nothing_and_stays_under_the_step():
+    tx = groups(lambda path: "body" if "blocks" in path else "head", {"body": optax.set_to_zero(), "head": adamw(0.1)})
+    step = jt.train_step(loss_fn, tx)
+    state = step.init(PARAMS)
+    assert all(x.size <= 2 for x in jax.tree.leaves(state.opt_state))
+    state, metrics = step(state, jnp.ones((4, 2)))
+    jax.tree.map(np.testing.assert_array_equal, state.params["blocks"], PARAMS["blocks"])
+    assert np.all(np.asarray(state.params["norm"]["scale"]) < 4)
+    np.testing.assert_allclose(metrics["lr"], 0.1)
+
+
+def test_groups_stand_with_parameters_frozen_by_the_step():
+    tx = groups(
+        lambda path: "decayed" if path.endswith("kernel") else "rest", {"decayed": adamw(0.1), "rest": sgd(0.1)}
+    )
+    step = jt.train_step(loss_fn, tx, frozen=lambda path: path == "blocks/bias")
+    state, metrics = step(step.init(PARAMS), jnp.ones((4, 2)))
+    np.testing.assert_array_equal(state.params["blocks"]["bias"], PARAMS["blocks"]["bias"])
+    assert np.all(np.asarray(state.params["blocks"]["kernel"]) != 2)
+    assert "lr" not in metrics
+    assert set(used_learning_rates(state.opt_state)) == {"decayed", "rest"}
+
+
+def test_many_rates_have_no_one_rate():
+    tx = groups(
+        lambda path: path.split("/")[0], {"blocks": sgd(lambda t: 0.5 / (1.0 + t.astype(np.float32))), "norm": sgd(0.1)}
+    )
+    state = tx.init(PARAMS)
+    for _ in range(2):
+        _, state = tx.update(PARAMS, state, PARAMS)
+    assert used_learning_rate(state) is None
+    rates = used_learning_rates(state)
+    np.testing.assert_allclose([rates["blocks"], rates["norm"]], [0.25, 0.1])
+    assert used_learning_rates(sgd(0.1).init(PARAMS)) == {}
+
+
+def test_an_unknown_group_is_named():
+    with pytest.raises(UserError, match=r"blocks/bias is in group 'bodi', .* choose from body"):
+        groups(lambda path: "bodi", {"body": sgd()}).init(PARAMS)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_biases_and_norms_do_not_decay_where_masked(make):
+    tx = make(1.0, weight_decay=0.5, mask=all_but(no_decay))
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    updates, _ = tx.update(zeros, tx.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(updates["blocks"]["kernel"], -1.0)
+    for still in (updates["blocks"]["bias"], updates["norm"]["scale"]):
+        np.testing.assert_array_equal(still, 0.0)
