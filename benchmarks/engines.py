@@ -17,8 +17,8 @@ Step = Callable[[], float]
 
 def jax_engine(case: Case, batch: Batch) -> tuple[Step, int]:
     """(step, the FLOPs of one)."""
-    step = jaxtrain.train_step(case.loss_fn, jax_side.adamw(case.optimizer), clip_norm=case.clip_norm)
-    state = step.init(case.names.to_jax(torch_side.initial_weights(case, seed=0), like=case.params_like))
+    step = jaxtrain.train_step(case.loss_fn, case.optimizer.jax, clip_norm=case.clip_norm)
+    state = step.init(case.tables[0].to_jax(torch_side.initial_weights(case, seed=0), like=case.params_like))
     arrays = jax_side.arrays(batch, "fp32")
     counted = flops(step.pure, state, arrays)
     compiled = step.jitted.lower(state, arrays).compile()

@@ -149,7 +149,7 @@ def _checkpoint(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     body = eqn.params["jaxpr"]
-    n_consts, n_carry = _scan_sizes(eqn)
+    n_consts, n_carry = scan_sizes(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     carry_avals = body.in_avals[n_consts : n_consts + n_carry]
 
@@ -162,7 +162,7 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-def _scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's arguments are constants, and how many its carry."""
     if "ft_in" in eqn.params:  # since JAX 0.11: three flat trees
         consts, carry, _ = eqn.params["ft_in"].unpack()

@@ -1,7 +1,8 @@
 """Proof that a JAX training step is the one PyTorch would have made, on your own model."""
 
-from parity.case import AdamW, Case
+from parity.case import Case
 from parity.compare import Verdict
-from parity.run import check
+from parity.optimizer import AdamW, Optimizer
+from parity.run import assert_matches, check
 
-__all__ = ["AdamW", "Case", "Verdict", "check"]
+__all__ = ["AdamW", "Case", "Optimizer", "Verdict", "assert_matches", "check"]

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from parity.optimizer import AdamW, Optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -18,27 +21,18 @@ computes on the same numbers."""
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """The hyperparameters of `torch.optim.AdamW`, all of them said: the two frameworks' defaults differ."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-
-
-@dataclass(frozen=True)
 class Case:
     """One training run, said twice.
 
     `torch_model()` makes the model in float32, its weights drawn from PyTorch's generator, which is seeded before.
     `torch_loss(model, batch)`, on tensors, and `loss_fn(params, batch, rng)`, as `jaxtrain.train_step` takes it, are
     sums with weights, and all micro-batches of a window must weigh the same. `params_like` has the shapes of the JAX
-    parameters (`jax.ShapeDtypeStruct`s do), which `names` finds in the PyTorch model. `batch(seed, rows)` draws a
-    batch; an effective batch has `rows` of them. Most is shown by a learning rate that moves the parameters, and by a
-    `clip_norm` between the gradients' norms: a gradient always clipped hides a wrong scale; None clips nothing. Where
-    `loss_fn` drops, by masks of `jax.random.bernoulli`, PyTorch's model is to drop the same activations in the same
-    order: it is given the same masks.
+    parameters (`jax.ShapeDtypeStruct`s do), which `names` finds in the PyTorch model, and `state_like` of the model
+    state, which `buffers` finds; a table that is None is proposed (`parity.weights`): `tables` are those to use.
+    `batch(seed, rows)` draws a batch; an effective batch has `rows` of them. Most is shown by a learning rate that
+    moves the parameters, and by a `clip_norm` between the gradients' norms: a gradient always clipped hides a wrong
+    scale; None clips nothing. Where `loss_fn` drops, by masks of `jax.random.bernoulli`, PyTorch's model is to drop
+    the same activations in the same order: it is given the same masks.
     """
 
     name: str
@@ -46,13 +40,20 @@ class Case:
     torch_loss: "Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, int]]"
     loss_fn: "LossFn"
     params_like: Any
-    names: "NameTable"
+    names: "NameTable | Any"
     batch: Callable[[int, int], Batch]
     rows: int
-    optimizer: AdamW
+    optimizer: AdamW | Optimizer
     clip_norm: float | None
     state_like: Any = None
     buffers: "NameTable | None" = None
+
+    @cached_property
+    def tables(self) -> "tuple[NameTable, NameTable | None]":
+        """The tables of the parameters and of the buffers, as given or proposed; None for a model without state."""
+        from parity.weights import tables  # which imports both frameworks
+
+        return tables(self)
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """A different effective batch for each step, the same ones for the same seed."""

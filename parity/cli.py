@@ -9,16 +9,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
+from parity.attestation import environment
 from parity.case import Case
-from parity.cases import CASES, SUMMARIES
-from parity.report import Result, bars, document, table
-from parity.run import PRECISIONS, check, validate
+from parity.cases import CASES, SUMMARIES, case_of
+from parity.locate import STEPS, locate
+from parity.report import Result, bars, divergence, document, table
+from parity.run import PRECISIONS, Settings, examine, validate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,19 +31,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     if options.command == "list":
-        print("\n".join(f"{name:6} {summary}" for name, summary in SUMMARIES.items()))
+        width = max(map(len, SUMMARIES))
+        print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
         return 0
-    return _run(options)
+    return _answer(_run if options.command == "run" else _locate, options)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
+    """The command's exit status; a mistake of the user's in one line."""
     # A pipe has no width, and a table folded to a guessed one is hard to read.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    console.print(bars())
+    if options.command == "run":
+        console.print(bars())
     from jaxtrain.errors import UserError  # and with it JAX: seconds, once something is on the screen
 
     try:
-        results = _results(options, console)
+        return command(options, console)
     except UserError as error:
         if options.debug:
             traceback.print_exc()
@@ -49,35 +55,62 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    results = _results(options, console)
     console.print(table(results))
     if options.json:
         options.json.write_text(json.dumps(document(results), indent=2, allow_nan=False) + "\n")
+    if options.html:
+        from parity.report.page import page_case, write_page  # imports what no other command needs
+
+        write_page(options.html, environment(), [page_case(result) for result in results])
     return 0 if all(result.verdict.passed for result in results) else 1
+
+
+def _locate(options: argparse.Namespace, console: Console) -> int:
+    start = time.perf_counter()
+    with console.status(options.case):
+        found = locate(case_of(options.case, **_made_with(options)), seed=options.seed, steps=options.steps)
+    seconds = time.perf_counter() - start
+    console.print(
+        f"{options.case} {'differs' if found else 'does not differ'} in {options.steps} steps, {seconds:.1f} s"
+    )
+    if found:
+        console.print(divergence(found), soft_wrap=True)
+    return 1 if found else 0
+
+
+def _made_with(options: argparse.Namespace) -> dict[str, Any]:
+    return {} if options.dropout is None else {"dropout": options.dropout}
 
 
 def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     """Everything asked for; nothing is run before all of it is found possible."""
     with console.status("importing"):
-        made_with = {} if options.dropout is None else {"dropout": options.dropout}
-        cases = [CASES[name](**made_with) for name in options.cases or CASES]
+        cases = [case_of(name, **_made_with(options)) for name in options.cases or CASES]
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
-    settings = {"accumulate": options.accumulate, "remat": options.remat, "steps": options.steps}
+    settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
     for case, precision in checks:
-        validate(case, precision, **settings)
+        validate(case, precision, settings)
     return [_result(case, precision, settings, options, console) for case, precision in checks]
 
 
-def _result(
-    case: Case, precision: str, settings: dict[str, Any], options: argparse.Namespace, console: Console
-) -> Result:
+def _result(case: Case, precision: str, settings: Settings, options: argparse.Namespace, console: Console) -> Result:
     start = time.perf_counter()
     with console.status(f"{case.name} {precision}"):
-        verdict = check(case, precision, seed=options.seed, **settings)
+        examination = examine(case, precision, locate=True, **asdict(settings))
+    verdict = examination.verdict
     seconds = time.perf_counter() - start
     console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
     for fault in verdict.faults:
         console.print(f"  {fault}", markup=False, soft_wrap=True)
-    return Result(case, precision, dropout=options.dropout, seed=options.seed, verdict=verdict, **settings)
+    if verdict.stage:
+        console.print(f"  {verdict.stage}", markup=False, soft_wrap=True)
+    if verdict.first_divergence:
+        console.print(divergence(verdict.first_divergence), soft_wrap=True)
+    return Result(case, precision, settings, examination, options.dropout)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,18 +129,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
     run.add_argument("--remat", default="none", metavar="P", help="what JAX keeps for the backward pass")
-    run.add_argument("--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0")
     run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
-    run.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of weights and data")
     run.add_argument("--json", type=_writable, metavar="F", help="write the results there too")
-    run.add_argument("--debug", action="store_true", help="show tracebacks")
+    run.add_argument("--html", type=_writable, metavar="F", help="and as a page to look at")
+    where = commands.add_parser("locate", help="the first operation of PyTorch's that a case's JAX model has not")
+    where.add_argument("case", type=_case, metavar="CASE")
+    where.add_argument(
+        "--steps", type=_at_least(1), default=STEPS, metavar="N", help=f"optimizer steps; by default {STEPS}"
+    )
+    for command in (run, where):
+        command.add_argument(
+            "--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0"
+        )
+        command.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of weights and data")
+        command.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 
 
 def _case(name: str) -> str:
-    if name not in CASES:
+    if "::" not in name and name not in CASES:
         near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}, or path/to/file.py::case"
         raise argparse.ArgumentTypeError(f"no case {name!r}: {hint}")
     return name
 

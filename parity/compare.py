@@ -7,10 +7,14 @@ precisions PyTorch itself is the measure: its own distance to the float64 truth.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parity.record import Record, Snapshot, Tensors
+
+if TYPE_CHECKING:
+    from parity.locate import Divergence
 
 FIRST_BAR = 1e-10
 """Relative distance in float64 up to the end of the first step: rounding is 1e-16, a wrong epsilon 1e-6."""
@@ -31,7 +35,8 @@ class Verdict:
     Relative distances to PyTorch's run: `loss_rel`, the worst of the steps; `grad_rel_max`, the worst gradient fed to
     the first update, which is that of `grad_worst`; `param_rel_max`, the worst parameter after the last step.
     `error_ratio`, None in float64: the distance to the float64 truth over PyTorch's own, the worst of losses, first
-    gradient and last parameters. `faults`: a line for each thing that failed.
+    gradient and last parameters. `faults`: a line for each thing that failed. If asked for, `stage`: the one at
+    fault, and `first_divergence`: where.
     """
 
     loss_rel: float
@@ -40,11 +45,20 @@ class Verdict:
     param_rel_max: float
     error_ratio: float | None
     faults: tuple[str, ...]
+    first_divergence: "Divergence | None" = None
+    stage: str | None = None
 
     @property
     def passed(self) -> bool:
         """Whether nothing failed."""
         return not self.faults
+
+    @property
+    def lines(self) -> list[str]:
+        """What failed, and where, a line each."""
+        found = self.first_divergence
+        where = {"stage": self.stage, "in PyTorch": found and found.torch, "in JAX": found and found.jax_source}
+        return [*self.faults, *(f"{what}: {said}" for what, said in where.items() if said)]
 
 
 def same_meaning(ours: Record, theirs: Record) -> Verdict:
@@ -118,7 +132,8 @@ def _stages(record: Record) -> Iterator[tuple[str, float, Tensors]]:
 
 def _present(snapshot: Snapshot) -> Iterator[tuple[str, Tensors]]:
     """Its groups of tensors; a model without state has no buffers."""
-    return ((what, tensors) for what, tensors in vars(snapshot).items() if tensors)
+    groups = {"params": snapshot.params, **snapshot.moments, "buffers": snapshot.buffers}
+    return ((what, tensors) for what, tensors in groups.items() if tensors)
 
 
 def _losses(record: Record, steps: int | None = None) -> Tensors:

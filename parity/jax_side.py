@@ -8,9 +8,9 @@ import numpy as np
 import optax
 
 import jaxtrain
-from jaxtrain import optim
 from jaxtrain.loss_scale import current_scale
-from parity.case import AdamW, Case
+from parity.case import Case
+from parity.oracle import in_float64
 from parity.record import Record, Snapshot, Tensors
 
 
@@ -35,33 +35,29 @@ def run(
 
 def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: str, steps: int, seed: int) -> Record:
     step = jaxtrain.train_step(
-        case.loss_fn,
-        optax.chain(_record_gradients(), adamw(case.optimizer)),
+        in_float64(case.loss_fn) if precision == "fp64" else case.loss_fn,
+        optax.chain(_record_gradients(), case.optimizer.jax),
         precision=precision,
         accumulate=accumulate,
         clip_norm=case.clip_norm,
         remat=remat,
     )
-    params, model_state = _split(case, weights)
+    params, model_state = from_torch(case, weights)
     state = step.init(params, model_state=arrays(model_state, precision), seed=seed)
-    losses, scales = [], [float(current_scale(state.loss_scale))]
+    losses, norms, scales = [], [], [float(current_scale(state.loss_scale))]
     first = None
 
     for batch in case.batches(seed, steps):
         state, metrics = step(state, arrays(batch, precision))
         losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
         scales.append(float(current_scale(state.loss_scale)))
         if first is None and metrics["applied"]:
             first = _observe(case, state)
 
     last = _observe(case, state)
     grads, after_first = first or last
-    return Record(np.array(losses), grads, after_first, last[1], np.array(scales))
-
-
-def adamw(options: AdamW) -> optax.GradientTransformation:
-    """`torch.optim.AdamW(**options)` in JAX."""
-    return optim.adamw(options.lr, *options.betas, options.eps, options.weight_decay)
+    return Record(np.array(losses), grads, after_first, last[1], np.array(scales), np.array(norms))
 
 
 class _Fed(NamedTuple):
@@ -83,14 +79,15 @@ def _record_gradients() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _split(case: Case, weights: Tensors) -> tuple[Any, Any]:
+def from_torch(case: Case, weights: Tensors) -> tuple[Any, Any]:
     """PyTorch's state_dict as (params, model_state); None for a model without."""
-    if case.buffers is None:
-        return case.names.to_jax(weights, like=case.params_like), None
-    names = {param.name for param in case.buffers.params.values()}
+    table, buffers_table = case.tables
+    if buffers_table is None:
+        return table.to_jax(weights, like=case.params_like), None
+    names = {param.name for param in buffers_table.params.values()}
     buffers = {name: x for name, x in weights.items() if name in names}
     params = {name: x for name, x in weights.items() if name not in names}
-    return case.names.to_jax(params, like=case.params_like), case.buffers.to_jax(buffers, like=case.state_like)
+    return table.to_jax(params, like=case.params_like), buffers_table.to_jax(buffers, like=case.state_like)
 
 
 def arrays(tree: Any, precision: str) -> Any:
@@ -100,11 +97,23 @@ def arrays(tree: Any, precision: str) -> Any:
 
 
 def _observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:
-    def tensors(tree: Any) -> Tensors:
-        # Copies: the state is donated to the next step, and NumPy would look into its buffers.
-        return case.names.to_torch(jax.tree.map(np.array, tree))
+    fed, opt_state = state.opt_state
+    snapshot = Snapshot(to_torch(case, state.params), moments(case, opt_state), buffers(case, state.model_state))
+    return to_torch(case, fed.grads), snapshot
 
-    fed, optimizer_state = state.opt_state
-    moments = {name: tensors(optax.tree.get(optimizer_state, name)) for name in ("mu", "nu")}
-    buffers = {} if case.buffers is None else case.buffers.to_torch(jax.tree.map(np.array, state.model_state))
-    return tensors(fed.grads), Snapshot(params=tensors(state.params), **moments, buffers=buffers)
+
+def to_torch(case: Case, tree: Any) -> Tensors:
+    """Parameters, or what is shaped like them, under PyTorch's names."""
+    # Copies: the state is donated to the next step, and NumPy would look into its buffers.
+    return case.tables[0].to_torch(jax.tree.map(np.array, tree))
+
+
+def moments(case: Case, opt_state: Any) -> dict[str, Tensors]:
+    """The optimizer's moments, by PyTorch's names for them and for the parameters."""
+    return {name: to_torch(case, optax.tree.get(opt_state, ours)) for name, ours in case.optimizer.moments.items()}
+
+
+def buffers(case: Case, model_state: Any) -> Tensors:
+    """The model's own state under PyTorch's names."""
+    table = case.tables[1]
+    return {} if table is None else table.to_torch(jax.tree.map(np.array, model_state))

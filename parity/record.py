@@ -1,5 +1,6 @@
 """What a training run leaves behind to be compared."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +11,24 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Parameters, the optimizer's first and second moments, and the model's own state at one moment of a run."""
+    """Parameters, the optimizer's moments by PyTorch's names for them, and the model's own state at one moment."""
 
     params: Tensors
-    mu: Tensors
-    nu: Tensors
+    moments: Mapping[str, Tensors]
     buffers: Tensors
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the reference from inside: its micro-batches, `loss`, the mean over them, the gradients as they came
+    (unscaled) and as they were `fed` to the optimizer (clipped), and all else before and after."""
+
+    micro_batches: Sequence[Mapping[str, np.ndarray]]
+    before: Snapshot
+    loss: float
+    grads: Tensors
+    fed: Tensors
+    after: Snapshot
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,8 @@ class Record:
 
     `losses` [steps], the mean loss of each step's batch before its update. `grads`: what the optimizer was first fed,
     unscaled and clipped. `first` and `last`: after the first update made and after the last step. `scales`
-    [steps + 1]: the loss scale at the start and after each step; 1 without scaling.
+    [steps + 1]: the loss scale at the start and after each step; 1 without scaling. `grad_norms` [steps], unscaled
+    and before clipping.
     """
 
     losses: np.ndarray
@@ -32,6 +46,7 @@ class Record:
     first: Snapshot
     last: Snapshot
     scales: np.ndarray
+    grad_norms: np.ndarray
 
     @property
     def skipped(self) -> frozenset[int]:

@@ -3,9 +3,8 @@
 It runs on the CPU wherever it runs, so that the reference is the same on every machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
+from parity.oracle import InFloat64
 from parity.randomness import GivenMasks, Masks, reordered
-from parity.record import Record, Snapshot, Tensors
+from parity.record import Record, Snapshot, Step, Tensors
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
@@ -36,62 +36,83 @@ def run(
     masks: Sequence[Masks] | None = None,
     reorder: int | None = None,
     skip: frozenset[int] = frozenset(),
+    watch: Callable[[Step], None] | None = None,
 ) -> Record:
     """Train for `steps` windows of `accumulate` micro-batches each.
 
     `masks`, of each micro-batch, are what its dropout keeps; PyTorch draws its own if none are given. `reorder`, a
     seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `skip`: the steps whose
-    update is left out, as a run that overflowed there left it out. Raises `UserError` where the micro-batches of a
-    window weigh differently, and where the masks are not those that the model needs.
+    update is left out, as a run that overflowed there left it out. `watch` is shown every step. Raises `UserError`
+    where the micro-batches of a window weigh differently, and where the masks are not those that the model needs.
     """
     model = seeded_model(case, seed)
     model = model.to(WHOLE.get(precision, torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer))
+    optimizer = case.optimizer.torch(model.named_parameters())
+    scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
-    first = _FirstUpdate(case, model, optimizer)
-    losses, scales = [], [scaler.get_scale()]
+    updates = _Updates(case, model, optimizer)
+    losses, norms, scales = [], [], [scaler.get_scale()]
 
     for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, reorder)):
+        before = _snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, kept in window:
-            with autocast, nullcontext() if kept is None else GivenMasks(kept):
-                total, weight = case.torch_loss(model, micro_batch)
-                loss = total / weight / accumulate
-            scaler.scale(loss).backward()
+            with InFloat64() if precision == "fp64" else nullcontext():
+                with autocast, nullcontext() if kept is None else GivenMasks(kept):
+                    total, weight = case.torch_loss(model, micro_batch)
+                    loss = total / weight / accumulate
+                scaler.scale(loss).backward()
             window_loss = window_loss + loss.detach()
             weights.add(int(weight))
         _check_alike(weights, case)
         scaler.unscale_(optimizer)
-        if case.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        grads = _gradients(model) if watch else {}
+        norms.append(_clip(model, case.clip_norm))
+        applied = updates.count
         if step not in skip:
             scaler.step(optimizer)
         scaler.update()
+        if scheduler is not None and updates.count > applied:
+            scheduler.step()
         losses.append(window_loss.item())
         scales.append(scaler.get_scale())
+        if watch and before:
+            micro_batches = [{name: x.numpy() for name, x in batch.items()} for batch, _ in window]
+            after = _snapshot(case, model, optimizer)
+            watch(Step(micro_batches, before, losses[-1], grads, _gradients(model), after))
 
     last = _snapshot(case, model, optimizer)
-    return Record(np.array(losses), first.grads, first.snapshot or last, last, np.array(scales))
+    first = updates.first or last
+    return Record(np.array(losses), updates.grads, first, last, np.array(scales), np.array(norms))
 
 
-class _FirstUpdate:
-    """Listens to an optimizer: what its first update was fed (NaN until there is one) and what it made.
+def _clip(model: torch.nn.Module, clip_norm: float | None) -> float:
+    """The gradient's norm before it is clipped."""
+    if clip_norm is not None:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+
+class _Updates:
+    """Listens to an optimizer: how many updates it made, what the first was fed (NaN until there is one) and made.
 
     The hooks run inside `optimizer.step()`, which GradScaler does not call where it skips.
     """
 
     def __init__(self, case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.count = 0
         self.grads = {name: np.full(p.shape, np.nan) for name, p in model.named_parameters()}
-        self.snapshot: Snapshot | None = None
+        self.first: Snapshot | None = None
 
         def fed(*_: Any) -> None:
-            if self.snapshot is None:
-                self.grads = {name: _array(p, p.grad) for name, p in model.named_parameters()}
+            if self.first is None:
+                self.grads = _gradients(model)
 
         def made(*_: Any) -> None:
-            self.snapshot = self.snapshot or _snapshot(case, model, optimizer)
+            self.count += 1
+            self.first = self.first or _snapshot(case, model, optimizer)
 
         optimizer.register_step_pre_hook(fed)
         optimizer.register_step_post_hook(made)
@@ -141,13 +162,20 @@ def _check_alike(weights: set[int], case: Case) -> None:
 
 def _snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    names = [] if case.buffers is None else [param.name for param in case.buffers.params.values()]
+    _, table = case.tables
+    names = [] if table is None else [param.name for param in table.params.values()]
     return Snapshot(
         params={name: _array(p, p) for name, p in params.items()},
-        mu={name: _array(p, optimizer.state[p].get("exp_avg")) for name, p in params.items()},
-        nu={name: _array(p, optimizer.state[p].get("exp_avg_sq")) for name, p in params.items()},
+        moments={
+            moment: {name: _array(p, optimizer.state[p].get(moment)) for name, p in params.items()}
+            for moment in case.optimizer.moments
+        },
         buffers={name: _array(buffers[name], buffers[name]) for name in names},
     )
+
+
+def _gradients(model: torch.nn.Module) -> Tensors:
+    return {name: _array(p, p.grad) for name, p in model.named_parameters()}
 
 
 def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:

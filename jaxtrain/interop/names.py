@@ -4,14 +4,17 @@ A `NameTable` declares, for each JAX parameter path, the PyTorch tensor it is. L
 carries gradients and optimizer moments over just as well as weights, exactly.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.frozen import path_name
 
 Array = np.ndarray
 LAYER = "{layer}"
@@ -19,19 +22,24 @@ LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor's axes differ between the frameworks: two permutations, each the other's inverse."""
+    """How a tensor's axes differ between the frameworks: two permutations, each the other's inverse.
+
+    `source` is the Python that names it.
+    """
 
     to_jax: Callable[[Array], Array]
     to_torch: Callable[[Array], Array]
+    source: str = ""
 
 
-AS_IS = Layout(lambda x: x, lambda x: x)
-LINEAR = Layout(lambda x: x.T, lambda x: x.T)
+AS_IS = Layout(lambda x: x, lambda x: x, "AS_IS")
+LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR")
 """`torch.nn.Linear` keeps [out, in]; JAX's layers keep [in, out]."""
-CONV = Layout(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1))
+CONV = Layout(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1), "CONV")
 """`torch.nn.Conv2d` keeps [out, in, height, width]; JAX's layers keep [height, width, in, out]."""
 
 
+@functools.cache
 def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
     """A linear layer behind a flattened image: its input runs over (C, H, W) in PyTorch, (H, W, C) in JAX."""
 
@@ -41,7 +49,7 @@ def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
     def to_torch(x: Array) -> Array:
         return x.reshape(height, width, channels, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1)
 
-    return Layout(to_jax, to_torch)
+    return Layout(to_jax, to_torch, f"linear_after_flatten({channels}, {height}, {width})")
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class NameTable:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def to_jax(self, tensors: Mapping[str, Array], like: Any) -> Any:
-        """Nested dicts of arrays shaped as `like`, dtypes those of `tensors`.
+        """A tree of arrays as `like` is, dtypes those of `tensors`.
 
         Every tensor is used and every leaf filled, or `UserError` lists all that is missing, unexpected or mis-shaped.
         """
@@ -98,7 +106,7 @@ class NameTable:
         ]
         if faults:
             raise UserError(f"the tensors do not fit the model: {'; '.join(faults)}")
-        return _nest(filled)
+        return unflattened(filled, like)
 
     def to_torch(self, params: Any) -> dict[str, Array]:
         """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases."""
@@ -121,14 +129,10 @@ class NameTable:
             )
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of nested dicts, in order; paths joined by "/"."""
-    for key in sorted(tree):
-        path = f"{prefix}{key}"
-        if isinstance(tree[key], Mapping):
-            yield from leaves(tree[key], f"{path}/")
-        else:
-            yield path, tree[key]
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of any pytree, in its order; paths joined by "/"."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield path_name(path), leaf
 
 
 def _laid_out(layout: Layout, tensor: Array) -> Array | None:
@@ -145,12 +149,10 @@ def _names(param: TorchParam, leaf: Any) -> list[str]:
     return [re.sub(re.escape(LAYER), str(i), param.name) for i in range(leaf.shape[0])]
 
 
-def _nest(flat: Mapping[str, Array]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
+def unflattened(flat: Mapping[str, Any], like: Any) -> Any:
+    """The tree of the structure of `like` of which `leaves` are `flat`, in any order.
+
+    >>> unflattened({"b/1": 3, "a": 1, "b/0": 2}, like={"a": 0, "b": [0, 0]})
+    {'a': 1, 'b': [2, 3]}
+    """
+    return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path, _ in leaves(like)])

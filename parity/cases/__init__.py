@@ -45,3 +45,12 @@ def _load(name: str, **options: Any) -> Case:
 CASES: dict[str, Callable[..., Case]] = {name: partial(_load, name) for name in SUMMARIES}
 """What makes each case, of its function's keyword arguments; calling it imports what the case needs, or raises
 `UserError` where that is not installed."""
+
+
+def case_of(name: str, **options: Any) -> Case:
+    """The case of that name, or of a user's file, `path/to/file.py::name`."""
+    if "::" in name:
+        from parity.cases.own import own_case
+
+        return own_case(name, **options)
+    return CASES[name](**options)

@@ -1,7 +1,7 @@
 """What was checked, said to people and to programs."""
 
-from parity.report.document import document
+from parity.report.document import document, gathered, row
 from parity.report.result import Result
-from parity.report.terminal import bars, table
+from parity.report.terminal import bars, divergence, table
 
-__all__ = ["Result", "bars", "document", "table"]
+__all__ = ["Result", "bars", "divergence", "document", "gathered", "row", "table"]

@@ -2,9 +2,10 @@
 
 import json
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import jinja2
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from parity.compare import relative
+from parity.locate import Divergence as Located
+from parity.report.result import Result
 from parity.report.terminal import bars
 
 Series = Sequence[float] | np.ndarray
@@ -88,6 +92,60 @@ class PageCase:
     floor: float
     divergence: Divergence | None
     dropout: float | None = None
+
+
+def page_case(result: Result) -> PageCase:
+    """What the page shows of a check."""
+    verdict, settings = result.verdict, result.settings
+    ours, theirs, truth = result.examination.ours, result.examination.theirs, result.examination.truth
+    low = result.precision != "fp64"
+    return PageCase(
+        name=result.case.name,
+        precision=result.precision,
+        optimizer=result.case.optimizer.name,
+        dropout=result.dropout,
+        **asdict(settings),
+        passed=verdict.passed,
+        faults=(*verdict.faults, *([verdict.stage] if verdict.stage else [])),
+        error_ratio=verdict.error_ratio,
+        loss_rel=verdict.loss_rel,
+        grad_rel_max=verdict.grad_rel_max,
+        grad_worst=verdict.grad_worst,
+        param_rel_max=verdict.param_rel_max,
+        torch_losses=theirs.losses,
+        jax_losses=ours.losses,
+        torch_scales=theirs.scales,
+        jax_scales=ours.scales,
+        grad_errors=relative(ours.grads, truth.grads),
+        torch_grad_errors=relative(theirs.grads, truth.grads) if low else None,
+        floor=FLOORS[result.precision],
+        divergence=_divergence(verdict.first_divergence),
+    )
+
+
+FLOORS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10, "bf16_params": 2.0**-7}
+"""The distance from 1 to the next number of each precision's matrix products."""
+
+
+def _divergence(found: Located | None) -> Divergence | None:
+    if found is None:
+        return None
+    module, _, op = found.torch.rpartition(": ")
+    return Divergence(module, op, _excerpt(found.torch_source), _excerpt(found.jax_source))
+
+
+def _excerpt(described: str) -> Excerpt:
+    """The lines around one that `parity.source.described` names; without a file at hand, the line alone."""
+    file, line, *text = described.split(":", 2)
+    if not line.isdecimal():
+        return Excerpt(described, 0, 0, ())
+    number = int(line)
+    path = next((path for root in ["", *sys.path] if (path := Path(root) / file).is_file()), None)
+    if path is None:
+        return Excerpt(file, number, number, tuple(t.strip() for t in text))
+    lines = path.read_text(errors="replace").splitlines()
+    first = max(number - 3, 1)
+    return Excerpt(file, number, first, tuple(lines[first - 1 : number + 2]))
 
 
 def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase]) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from parity.compare import FIRST_BAR, LAST_BAR, RATIO_BAR
+from parity.locate import Divergence
 from parity.report.result import Result
 
 
@@ -26,8 +28,8 @@ def table(results: Sequence[Result]) -> Table:
         rows.add_row(
             result.case.name,
             result.precision,
-            str(result.accumulate),
-            result.remat,
+            str(result.settings.accumulate),
+            result.settings.remat,
             f"{verdict.loss_rel:.1e}",
             f"{verdict.grad_rel_max:.1e}",
             verdict.grad_worst,
@@ -36,3 +38,22 @@ def table(results: Sequence[Result]) -> Table:
             "[green]held[/]" if verdict.passed else "[bold red]differs[/]",
         )
     return rows
+
+
+def divergence(found: Divergence) -> Text:
+    """Where the two differ first: both lines, and what they last agreed on."""
+    more = len(found.parameters) - 4
+    lines = {
+        f"{found.stage} of step {found.step}": found.torch,
+        "in PyTorch": found.torch_source,
+        "in JAX": found.jax_source,
+        "last agreement": found.last_match,
+        "wrong gradients": ", ".join([*found.parameters[:4], *([f"{more} more"] if more > 0 else [])]),
+    }
+    shown = [(what, said) for what, said in lines.items() if said]
+    width = max(len(what) for what, _ in shown)
+    rows = [
+        Text.assemble((f"  {what:{width}}  ", "dim"), (said, "bold red" if i == 0 else ""))
+        for i, (what, said) in enumerate(shown)
+    ]
+    return Text("\n").join(rows)

@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxtrain import subgradients
@@ -18,8 +19,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_the_python_of_a_page_runs_from_top_to_bottom(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     names: dict[str, object] = {}
-    for i, block in enumerate(blocks, start=1):
-        exec(compile(block, f"{page.name}, block {i}", "exec"), names)
+    # As a reader's JAX is set.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        for i, block in enumerate(blocks, start=1):
+            exec(compile(block, f"{page.name}, block {i}", "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

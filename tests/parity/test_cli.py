@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +15,20 @@ from parity.case import Case
 from parity.cases import CASES, SUMMARIES, gpt2
 from parity.cli import main
 from parity.compare import Verdict
+from parity.record import Record, Snapshot
 from parity.report import Result, document
+from parity.run import Examination, Settings
 
 ROW = [
     *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
-    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence"),
+    *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence", "stage", "faults"),
 ]
+
+
+def examination(verdict: Verdict) -> Examination:
+    snapshot = Snapshot({}, {}, {})
+    record = Record(np.ones(1), {}, snapshot, snapshot, np.ones(2), np.ones(1))
+    return Examination(verdict, record, record, record)
 
 
 def test_list_names_every_case_in_a_line_and_imports_no_framework() -> None:
@@ -52,11 +61,11 @@ def test_cases_that_hold_exit_0_and_are_written_as_json(tmp_path: Path, capsys: 
 def test_cases_are_run_with_the_dropout_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = []
 
-    def check(case: Case, *_: object, **__: object) -> Verdict:
+    def examine(case: Case, *_: object, **__: object) -> Examination:
         rates.extend(module.p for module in case.torch_model().modules() if isinstance(module, torch.nn.Dropout))
-        return Verdict(0.0, 0.0, "w", 0.0, None, ())
+        return examination(Verdict(0.0, 0.0, "w", 0.0, None, ()))
 
-    monkeypatch.setattr("parity.cli.check", check)
+    monkeypatch.setattr("parity.cli.examine", examine)
     path = tmp_path / "parity.json"
     assert main(["run", "mlp", "cnn-bn", "--precision", "fp64", "--dropout", "0.5", "--json", str(path)]) == 0
     assert rates == [0.5, 0.5]
@@ -76,6 +85,30 @@ def test_a_case_that_differs_exits_1_and_says_where(
     written = json.loads(path.read_text())
     assert (written["passed"], written["failed"]) == (0, 1)
     assert written["cases"][0]["grad_rel_max"] > 1e-6
+    assert written["cases"][0]["stage"].startswith("loss: ")
+    first = written["cases"][0]["first_divergence"]
+    assert first["torch"] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
+    assert first["jax_source"].startswith("jaxtrain/models/gpt2.py:")
+
+
+def test_locate_exits_1_and_shows_both_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flax_epsilon = dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)
+    monkeypatch.setitem(CASES, "gpt2", lambda: gpt2.case(flax_epsilon))
+    assert main(["locate", "gpt2"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    headline, operation, theirs, ours, *_ = out.splitlines()
+    assert headline.startswith("gpt2 differs in 2 steps")
+    assert operation.split("  ")[-1] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
+    assert theirs.endswith("hidden_states = self.ln_1(hidden_states)")
+    assert "jaxtrain/models/gpt2.py:" in ours
+
+
+def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["locate", "mlp", "--seed", "1", "--dropout", "0.2"]) == 0
+    assert capsys.readouterr().out.startswith("mlp does not differ in 2 steps")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +125,9 @@ def test_a_case_that_differs_exits_1_and_says_where(
         (["run", "mlp", "--dropout", "1"], "'1' is not a rate: make it 0 or more, below 1"),
         (["run", "autograd.cubic", "--dropout", "0.1"], "autograd.cubic has no dropout: leave it out, or name only"),
         (["run", "--rtol=1"], "unrecognized arguments: --rtol=1"),
+        (["locate", "gtp2"], "no case 'gtp2': did you mean 'gpt2'?"),
+        (["locate"], "the following arguments are required: CASE"),
+        (["locate", "autograd.cubic", "--dropout", "0.1"], "autograd.cubic has no dropout: leave it out"),
         (["walk"], "invalid choice: 'walk'"),
         ([], "the following arguments are required: COMMAND"),
     ],
@@ -99,7 +135,7 @@ def test_a_case_that_differs_exits_1_and_says_where(
 def test_wrong_usage_exits_2_with_one_line_before_anything_runs(
     argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("parity.cli.check", pytest.fail)
+    monkeypatch.setattr("parity.cli.examine", pytest.fail)
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert said in err
@@ -123,7 +159,8 @@ def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> Non
 
 def test_what_is_not_finite_is_null_in_valid_json() -> None:
     verdict = Verdict(math.inf, math.inf, "w", math.inf, math.inf, ("gradient, w: inf apart",))
-    written = json.dumps(document([Result(CASES["mlp"](), "fp32", 1, "none", None, 20, 0, verdict)]), allow_nan=False)
+    result = Result(CASES["mlp"](), "fp32", Settings(), examination(verdict))
+    written = json.dumps(document([result]), allow_nan=False)
     row = json.loads(written)["cases"][0]
     assert (row["loss_rel"], row["error_ratio"], row["passed"]) == (None, None, False)
 
@@ -131,3 +168,60 @@ def test_what_is_not_finite_is_null_in_valid_json() -> None:
 def test_every_case_has_a_summary_and_its_own_name() -> None:
     assert list(SUMMARIES) == list(CASES)
     assert [make().name for make in CASES.values()] == list(CASES)
+
+
+OWN = """
+import parity
+from parity.cases.autograd import cubic
+
+ready = cubic()
+
+
+def wrong():
+    def loss_fn(params, batch, rng):
+        return ready.loss_fn({"x": 1.1 * params["x"]}, batch, rng)
+
+    import dataclasses
+
+    return dataclasses.replace(ready, name="wrong", loss_fn=loss_fn)
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "my_cases.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_a_case_of_ones_own_is_named_by_its_file(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = own.with_suffix(".html")
+    assert main(["run", f"{own}::ready", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 0
+    assert "1 check held" in page.read_text()
+    assert main(["run", f"{own}::wrong", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 1
+    text = page.read_text()
+    assert "1 differs" in text
+    # The page shows the line that is wrong.
+    assert "1.1 * params" in text
+    assert main(["locate", f"{own}::wrong"]) == 1
+    assert "1.1 * params" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("number", "'number' in my_cases.py is not a case: its cases are ready"),
+        ("nothing", "'nothing' in my_cases.py is not a case: its cases are ready"),
+    ],
+)
+def test_what_is_no_case_of_ones_own_is_one_line(
+    name: str, said: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(own.parent)
+    assert main(["run", f"my_cases.py::{name}"]) == 2
+    assert capsys.readouterr().err == f"parity: {said}\n"
+    assert main(["run", "no_such.py::case"]) == 2
+    assert capsys.readouterr().err == "parity: there is no file 'no_such.py': name a case as path/to/file.py::case\n"

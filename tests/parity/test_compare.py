@@ -16,8 +16,8 @@ def record(error: float = 0.0, scales: tuple[float, ...] = (1.0, 1.0, 1.0)) -> R
     def tensors(scale: float) -> Tensors:
         return {"a": np.arange(1.0, 5.0) * scale * (1 + error), "b": np.ones((2, 3)) * scale * (1 + error)}
 
-    snapshots = [Snapshot(tensors(s), tensors(s), tensors(s), tensors(s)) for s in (1.0, 2.0)]
-    return Record(np.array([2.0, 1.0]) * (1 + error), tensors(1.0), *snapshots, np.array(scales))
+    snapshots = [Snapshot(tensors(s), {"mu": tensors(s), "nu": tensors(s)}, tensors(s)) for s in (1.0, 2.0)]
+    return Record(np.array([2.0, 1.0]) * (1 + error), tensors(1.0), *snapshots, np.array(scales), np.ones(2))
 
 
 def test_the_same_run_has_no_distance() -> None:

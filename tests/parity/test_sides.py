@@ -99,7 +99,7 @@ def test_a_parameter_the_loss_does_not_reach_is_recorded_as_zeros() -> None:
 
     run = torch_side.run(dataclasses.replace(small(), torch_model=model), "fp32", steps=1)
     assert not run.grads["idle.weight"].any()
-    assert not run.last.mu["idle.weight"].any()
+    assert not run.last.moments["exp_avg"]["idle.weight"].any()
 
 
 def test_every_tensor_has_a_counterpart_of_its_shape() -> None:

@@ -1,0 +1,46 @@
+"""A user's own case: `path/to/file.py::name`."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from parity.case import Case
+
+
+def own_case(spec: str, **options: Any) -> Case:
+    """The `Case` of that name in that file, or what the function of that name returns, given `options`.
+
+    Raises `UserError` where there is no such file or no such name, and for an option that the function does not take.
+    """
+    from jaxtrain.errors import UserError
+
+    path, _, name = spec.rpartition("::")
+    if not Path(path).is_file():
+        raise UserError(f"there is no file {path!r}: name a case as path/to/file.py::case")
+    module = _imported(Path(path))
+    found = getattr(module, name, None)
+    if isinstance(found, Case) and options:
+        raise UserError(f"{spec} has no {next(iter(options))}: make it a function that takes it")
+    if callable(found):
+        for option in options.keys() - inspect.signature(found).parameters.keys():
+            raise UserError(f"{spec} has no {option}: leave it out, or let the function take it")
+        found = found(**options)
+    if not isinstance(found, Case):
+        cases = [key for key, value in vars(module).items() if isinstance(value, Case)]
+        there = f"its cases are {', '.join(cases)}" if cases else "it has no parity.Case"
+        raise UserError(f"{name!r} in {path} is not a case: {there}")
+    return found
+
+
+def _imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # for what the file imports from beside it
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

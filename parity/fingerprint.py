@@ -1,0 +1,164 @@
+"""What a program computed, value by value: a fingerprint of each, and which values it was computed from.
+
+Two programs' values are compared without knowing which belongs to which. A fingerprint is four numbers that neither a
+transpose nor a reshape changes. The sums have terms of one sign, so rounding is all that can separate two equal
+values, and stays near 1e-16; a wrong epsilon changes a value by 1e-9 and more.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from parity.compare import NEGLIGIBLE
+
+TOLERANCE = 1e-10
+"""Relative, on each number: the bar that `parity.compare` sets to losses, gradients and parameters."""
+UNCHANGED = 1e-14
+"""Two fingerprints of one value, summed in different orders, are no farther apart."""
+MASKED = 1e30
+"""What is larger has been masked, by −inf in one framework, by the most negative number in the other."""
+
+Where = TypeVar("Where")
+Sources = frozenset[int]
+"""The recorded values that a value was last computed from; none for a constant."""
+
+
+class Fingerprint(NamedTuple):
+    """Element count, sum of squares, sum of magnitudes, maximum; what is masked or not a number is only counted."""
+
+    elements: float
+    squares: float
+    magnitudes: float
+    largest: float
+
+
+def fingerprint(value: np.ndarray) -> Fingerprint:
+    """The same for every layout of the same numbers.
+
+    >>> fingerprint(np.array([[1.0, -2.0], [0.0, 3.0]]))
+    Fingerprint(elements=4, squares=14.0, magnitudes=6.0, largest=3.0)
+    """
+    x = np.asarray(value, np.float64).ravel()
+    kept = x[np.abs(x) < MASKED]
+    return Fingerprint(x.size, float(kept @ kept), float(np.abs(kept).sum()), float(kept.max(initial=-np.inf)))
+
+
+@dataclass(frozen=True)
+class Value(Generic[Where]):
+    """A recorded value, where it was computed and from what. `where` is None for a program's input."""
+
+    fingerprint: Fingerprint
+    sources: Sources
+    where: Where | None
+
+
+@dataclass
+class Trace(Generic[Where]):
+    """The values a program computed from its inputs, in the order of execution."""
+
+    values: list[Value[Where]] = field(default_factory=list)
+
+    def enter(self, value: np.ndarray) -> Sources:
+        """An input: given to both programs, so never at fault."""
+        return self._append(fingerprint(value), frozenset(), None)
+
+    def add(self, value: np.ndarray, sources: Sources, where: Where) -> Sources:
+        """Record what was computed from `sources`; returns what stands for it as a source of others.
+
+        That is `sources` again where the value is no evidence: nothing but zeros and ones, or an input's numbers laid
+        out or repeated otherwise. What cancels to rounding noise has no sources: it counts as a constant.
+
+        >>> trace = Trace()
+        >>> x = trace.enter(np.array([1.0, 2.0]))
+        >>> trace.add(np.array([[2.0, 1.0]]), x, "flip") == trace.add(np.ones(2), x, "ones") == x
+        True
+        >>> trace.add(np.array([1.0, 4.0]), x, "square") == x
+        False
+        """
+        if not sources:
+            return sources
+        found = fingerprint(value)
+        if not np.isfinite(found.largest) or _says_nothing(value):
+            return sources
+        inputs = [self.values[i].fingerprint for i in sources]
+        for i, given in zip(sources, inputs, strict=True):
+            times = found.elements / given.elements if given.elements else 0.0
+            if times >= 1 and times.is_integer() and _near(found, _repeated(given, times), UNCHANGED):
+                return frozenset({i})
+        if _mean_square(found) <= NEGLIGIBLE**2 * max(map(_mean_square, inputs)):
+            return frozenset()
+        return self._append(found, sources, where)
+
+    def _append(self, found: Fingerprint, sources: Sources, where: Where | None) -> Sources:
+        self.values.append(Value(found, sources, where))
+        return frozenset({len(self.values) - 1})
+
+
+def counterparts(ours: Trace[Where], theirs: Trace) -> list[Sources]:
+    """For each value of `ours`, the values of `theirs` that are equal to it."""
+    if not ours.values or not theirs.values:
+        return [frozenset()] * len(ours.values)
+    table = np.array([value.fingerprint for value in theirs.values])
+    with np.errstate(invalid="ignore"):
+        return [frozenset(np.flatnonzero(_near(v.fingerprint, table, TOLERANCE)).tolist()) for v in ours.values]
+
+
+def sound(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
+    """The values that are right: those `matched`, and in the forward pass what they were computed from.
+
+    Not beyond: the first step of Adam is nearly the sign of a gradient, which a wrong gradient may share.
+    """
+    known = set(matched)
+    return known | _reached(trace, known, lambda i: i in forward)
+
+
+def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> set[int]:
+    """The values through which a difference reaches `outputs`: not right, as all that follows them there.
+
+    >>> trace = Trace()
+    >>> x = trace.enter(np.array([1.0, 2.0]))
+    >>> y = trace.add(np.array([3.0, 6.0]), x, "times 3")
+    >>> z = trace.add(np.array([4.0, 7.0]), y, "plus 1")
+    >>> differing(trace, right=x, outputs=z) == y | z, differing(trace, right=z, outputs=z)
+    (True, set())
+    """
+    return _reached(trace, outputs, lambda i: i not in right and trace.values[i].where is not None)
+
+
+def edge(trace: Trace, found: Collection[int]) -> list[int]:
+    """Those of `found` that are computed from others alone."""
+    return [i for i in found if trace.values[i].sources.isdisjoint(found)]
+
+
+def _reached(trace: Trace, outputs: Iterable[int], through: Callable[[int], bool]) -> set[int]:
+    found: set[int] = set()
+    waiting = list(outputs)
+    while waiting:
+        i = waiting.pop()
+        if i not in found and through(i):
+            found.add(i)
+            waiting.extend(trace.values[i].sources)
+    return found
+
+
+def _says_nothing(value: np.ndarray) -> bool:
+    first = value.flat[0] if value.size else 0.0
+    return abs(float(first)) in (0.0, 1.0) and bool((value == first).all())
+
+
+def _repeated(given: Fingerprint, times: float) -> Fingerprint:
+    return Fingerprint(given.elements * times, given.squares * times, given.magnitudes * times, given.largest)
+
+
+def _mean_square(found: Fingerprint) -> float:
+    return found.squares / found.elements if found.elements else 0.0
+
+
+def _near(one: Fingerprint, others: "Fingerprint | np.ndarray", tolerance: float) -> np.ndarray:
+    """Whether `one` is equal to each row of `others`. A maximum is as exact as the numbers around it, not as itself."""
+    a, b = np.asarray(one), np.asarray(others)
+    scale = np.maximum(np.abs(a), np.abs(b))
+    scale[..., 3] = np.maximum(scale[..., 3], np.sqrt(a[1] / max(a[0], 1)))
+    return (np.abs(a - b) <= tolerance * scale).all(-1)

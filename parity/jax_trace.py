@@ -1,0 +1,219 @@
+"""Every value that JAX computes in training a case, with the line it was computed at.
+
+The jaxpr of the whole training step is evaluated equation by equation, through its control flow: a scan is unrolled, so
+that the layers it runs over are seen one by one, as PyTorch's are.
+"""
+
+import importlib.util
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+import jaxtrain
+from jaxtrain.frozen import path_name
+from jaxtrain.interop.names import LAYER
+from jaxtrain.jaxpr import Run, bind, interpret
+from jaxtrain.jaxpr import scan_sizes as scan_sizes
+from parity import jax_side
+from parity.case import Case
+from parity.fingerprint import Sources, Trace
+from parity.oracle import in_float64
+from parity.randomness import CALLS
+from parity.record import Tensors
+from parity.source import described
+
+LIBRARIES = tuple(
+    Path(found.origin).parent
+    for name in ("jax", "flax", "optax", "equinox")
+    if (found := importlib.util.find_spec(name)) is not None and found.origin is not None
+)
+"""Where a difference is rarely made: the line that called them says which call it was."""
+
+HARNESS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An equation of the jaxpr; `source`: the line of the model, the loss or the optimizer that it comes from."""
+
+    primitive: str
+    source: tuple[str, int] | None
+
+    def line(self) -> str:
+        """Its file, line and text."""
+        return described(*self.source) if self.source else ""
+
+
+@dataclass(frozen=True)
+class End:
+    """What a training step leaves behind: the sources of its loss and of the state after it; and where in the trace its
+    forward pass was.
+    """
+
+    loss: Sources
+    state: Sources
+    forward: range
+
+
+def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[Trace[Equation], list[End]]:
+    """Train `case` in float64 as `jax_side.run` does: every value, and the end of each step."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        step = jaxtrain.train_step(
+            in_float64(case.loss_fn), case.optimizer.jax, precision="fp64", clip_norm=case.clip_norm
+        )
+        params, model_state = jax_side.from_torch(case, weights)
+        fresh = step.init(params, model_state=jax_side.arrays(model_state, "fp64"), seed=seed)
+        batches = [jax_side.arrays(batch, "fp64") for batch in case.batches(seed, steps)]
+        closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(fresh, batches[0])
+
+        recorder = _Recorder(_stacked_shapes(case, fresh.params))
+        state = jax.tree.map(_constant, fresh)._replace(
+            params=jax.tree.map(recorder.entered, fresh.params),
+            model_state=jax.tree.map(recorder.entered, fresh.model_state),
+        )
+        done = []
+        for batch in batches:
+            started = len(recorder.trace.values)
+            inputs = jax.tree.leaves((state, jax.tree.map(recorder.entered, batch)))
+            outs = interpret(closed.jaxpr, closed.consts, inputs, recorder.rule)
+            state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
+            loss = metrics["loss"].all
+            # The step divides the total by the weight last of all.
+            total = _union(recorder.trace.values[i].sources for i in loss)
+            forward = range(started, max(total, default=started) + 1)
+            done.append(End(loss, _union(x.all for x in jax.tree.leaves(state)), forward))
+    return recorder.trace, done
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A value and its sources: one set, or one for each layer where the first axis stacks layers."""
+
+    value: Any
+    sources: tuple[Sources, ...]
+
+    @property
+    def all(self) -> Sources:
+        return _union(self.sources)
+
+    def layer(self, i: int) -> "_Traced":
+        return _Traced(lax.index_in_dim(self.value, i, keepdims=False), (self.of_layer(i),))
+
+    def of_layer(self, i: int) -> Sources:
+        return self.sources[i % len(self.sources)]
+
+
+class _Recorder:
+    """The rule by which a jaxpr is evaluated; the values that run through it are `_Traced`."""
+
+    def __init__(self, stacked_shapes: Collection[tuple[int, ...]]) -> None:
+        self.trace: Trace[Equation] = Trace()
+        self.stacked_shapes = stacked_shapes
+        self.calls: list[tuple[str, tuple[str, int] | None]] = []
+
+    def entered(self, value: Any) -> _Traced:
+        """An input of the program."""
+        layers = list(value) if value.shape in self.stacked_shapes else [value]
+        return _Traced(value, tuple(self.trace.enter(np.asarray(layer)) for layer in layers))
+
+    def rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[_Traced]:
+        """Evaluates and records."""
+        given = [_traced(x) for x in args]
+        name = eqn.primitive.name
+        if name in CALLS:
+            self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
+            try:
+                return _called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
+            finally:
+                self.calls.pop()
+        if name == "scan":
+            return _unrolled(eqn, given, run)
+        if name == "while":
+            return _looped(eqn, given, run)
+        if name == "cond":
+            return _called(eqn.params["branches"][int(given[0].value)], given[1:], run)
+        where = Equation(name, self._line(eqn))
+        return [self._recorded(out, given, where) for out in bind(eqn, [x.value for x in given])]
+
+    def _recorded(self, value: Any, given: Sequence[_Traced], where: Equation) -> _Traced:
+        sources = _union(x.all for x in given)
+        whole = self._add(value, sources, where)
+        n = max((len(x.sources) for x in given), default=1)
+        if value.shape in self.stacked_shapes or (n > 1 and value.shape[:1] == (n,)):
+            layers = (_union(x.of_layer(i) for x in given) for i in range(len(value)))
+            return _Traced(value, tuple(self._add(x, given, where) for x, given in zip(value, layers, strict=True)))
+        return _Traced(value, (whole,))
+
+    def _line(self, eqn: JaxprEqn) -> tuple[str, int] | None:
+        """Where the equation was written, innermost first; a derivative's, where the function it is of was."""
+        traceback = eqn.source_info.traceback
+        frames: list[Any] = [] if traceback is None else traceback.frames
+        outer = None
+        if self.calls:
+            # JAX traces a jitted function once: beyond the function itself, the frames are those of its first caller.
+            name, outer = self.calls[-1]
+            names = [frame.function_name.rpartition(".")[2] for frame in frames]
+            frames = frames[: names.index(name) + 1] if name in names else []
+        return next(((frame.file_name, frame.line_num) for frame in frames if _of_user(frame.file_name)), outer)
+
+    def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
+        if not sources or not jax.dtypes.issubdtype(value.dtype, np.floating):
+            return sources
+        return self.trace.add(np.asarray(value), sources, where)
+
+
+def _traced(value: Any) -> _Traced:
+    return value if isinstance(value, _Traced) else _constant(value)
+
+
+def _constant(value: Any) -> _Traced:
+    return _Traced(value, (frozenset(),))
+
+
+def _union(sources: Iterable[Sources]) -> Sources:
+    return frozenset().union(*sources)
+
+
+def _stacked_shapes(case: Case, params: Any) -> set[tuple[int, ...]]:
+    """The shapes of the leaves that stack a tensor of every layer."""
+    table, _ = case.tables
+    leaves = jax.tree.leaves_with_path(params)
+    return {leaf.shape for path, leaf in leaves if LAYER in table.params[path_name(path)].name}
+
+
+def _called(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
+    return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
+
+
+def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    n_consts, n_carry = scan_sizes(eqn)
+    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    ys: list[list[_Traced]] = [[]] * length
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        outs = [_traced(x) for x in _called(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
+        carry, ys[i] = outs[:n_carry], outs[n_carry:]
+    stacks = (
+        _Traced(jnp.stack([y.value for y in layers]), tuple(y.all for y in layers)) for layers in zip(*ys, strict=True)
+    )
+    return [*carry, *stacks]
+
+
+def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
+    while bool(_traced(_called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
+        carry = [_traced(x) for x in _called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
+    return carry
+
+
+def _of_user(file: str) -> bool:
+    path = Path(file)
+    return path.is_absolute() and path.parent != HARNESS and not any(path.is_relative_to(part) for part in LIBRARIES)

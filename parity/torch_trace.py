@@ -1,0 +1,278 @@
+"""Every value that PyTorch computes in training a case, with the module and the line it was computed at.
+
+Nothing is annotated: a dispatch mode sees each operation, forward, backward and in the optimizer. An operation of a
+backward pass belongs to the module of the forward operation that it differentiates, which the autograd node's
+sequence number tells. That number, and the node at work, PyTorch gives by private names only
+(`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`), and its decompositions (`torch._decomp`).
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parity import torch_side
+from parity.case import Case
+from parity.fingerprint import Sources, Trace
+from parity.randomness import Masks
+from parity.source import described
+
+aten = torch.ops.aten
+TAKEN_APART = get_decompositions(
+    [
+        *(aten.native_layer_norm, aten.native_layer_norm_backward),
+        *(aten.native_group_norm, aten.native_group_norm_backward),
+        *(aten.native_batch_norm, aten._native_batch_norm_legit, aten.native_batch_norm_backward),
+        *(aten.gelu, aten.gelu_backward, aten.silu, aten.silu_backward, aten.softplus, aten.softplus_backward),
+        *(aten._softmax, aten._softmax_backward_data, aten._log_softmax, aten._log_softmax_backward_data),
+        *(aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward, aten.nll_loss2d_backward),
+        *(aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.huber_loss),
+        *(aten.linalg_vector_norm, aten.addcdiv, aten.addcmul),
+    ]
+)
+"""Fused operations, evaluated in steps: a wrong epsilon differs from the addition on, not from the mean."""
+
+FILLED = ("new_", "empty", "zeros", "ones", "full", "rand", "bernoulli", "scalar_tensor", "arange")
+"""How operations are called whose numbers come from no input; those that end in _like do too."""
+
+FRAMEWORK = Path(torch.__file__).parent
+TELLING = (FRAMEWORK / "optim", FRAMEWORK / "nn" / "utils")
+"""The parts of PyTorch whose own lines say more than the line that called them."""
+HARNESS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation. `stage`: forward, backward, clip or update; `module`: its path, or the loss; `source`: its line."""
+
+    stage: str
+    module: str
+    name: str
+    source: tuple[str, int] | None
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.name}"
+
+    def line(self) -> str:
+        """Its file, line and text."""
+        return described(*self.source) if self.source else ""
+
+
+Output = tuple[str, str]
+"""What a training step leaves behind, a kind and a name: "loss"; "raw gradient", as differentiated, and "gradient", as
+fed to the optimizer; "parameter", its new value; the names of the optimizer's state; "buffer"."""
+
+
+def torch_trace(
+    case: Case, *, steps: int, seed: int, masks: list[Masks]
+) -> tuple[Trace[Operation], list[dict[Output, Sources]]]:
+    """Train `case` in float64 as `torch_side.run` does: every value, and what each step leaves behind."""
+    recorder = _Recorder()
+    watched = replace(case, torch_loss=recorder.watched(case.torch_loss))
+    with recorder.hooks(), sdpa_kernel(SDPBackend.MATH), recorder:
+        torch_side.run(watched, "fp64", steps=steps, seed=seed, masks=masks)
+    return recorder.trace, recorder.steps
+
+
+class _Recorder(TorchDispatchMode):
+    """Records from the first loss on. Values are known by their memory, which views and saved tensors share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: Trace[Operation] = Trace()
+        self.steps: list[dict[Output, Sources]] = []
+        self.model: torch.nn.Module | None = None
+        self.names: dict[torch.nn.Module, str] = {}
+        self.outputs: dict[Output, Sources] = {}
+        self.stage = ""
+        self.modules: list[str] = []
+        self.fused: list[str] = []
+        self.forward: dict[int, Operation] = {}
+        self.memory: dict[int, _Memory] = {}
+
+    def watched(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
+            self.stage = "forward"
+            if self.model is None:
+                self._meet(model)
+            for tensor in batch.values():
+                self._enter(tensor)
+            return loss(model, batch)
+
+        return watched
+
+    def _meet(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.names = {module: path or type(model).__name__ for path, module in model.named_modules()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._enter(tensor)
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: self.outputs.__setitem__(("raw gradient", name), self._sources(p.grad))
+            )
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        def enter(module: torch.nn.Module, *_: Any) -> None:
+            self.modules.append(self.names.get(module, type(module).__name__))
+
+        def leave(*_: Any) -> None:
+            self.modules.pop()
+
+        def before(*_: Any) -> None:
+            self.stage = "update"
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self._leave(optimizer)
+            self.stage = ""
+
+        with ExitStack() as hooks:
+            for handle in (
+                register_module_forward_pre_hook(enter),
+                register_module_forward_hook(leave, always_call=True),
+                register_optimizer_step_pre_hook(before),
+                register_optimizer_step_post_hook(after),
+            ):
+                hooks.callback(handle.remove)
+            yield
+
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.model is not None
+        for name, p in self.model.named_parameters():
+            if p.grad is not None:
+                self.outputs["gradient", name] = self._sources(p.grad)
+            self.outputs["parameter", name] = self._sources(p)
+            for key, tensor in optimizer.state[p].items():
+                if isinstance(tensor, Tensor) and tensor.shape == p.shape:
+                    self.outputs[key, name] = self._sources(tensor)
+        for name, buffer in self.model.named_buffers():
+            self.outputs["buffer", name] = self._sources(buffer)
+        self.steps.append(self.outputs)
+        self.outputs = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.replace("::", ".")
+        if self.stage and func in TAKEN_APART:
+            self.fused.append(name)
+            try:
+                with self:
+                    return TAKEN_APART[func](*args, **kwargs)
+            finally:
+                self.fused.pop()
+        outs = func(*args, **kwargs)
+        if self.stage:
+            self._record(func, name, args, kwargs, outs)
+        return outs
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: Any, outs: Any) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not None and self.stage == "forward" and not _in_loss():
+            self.stage = "backward"
+            self.outputs["loss", ""] = frozenset({len(self.trace.values) - 1})
+        elif node is None and self.stage == "backward":
+            self.stage = "clip"
+        where = self._where(name, node)
+        if node is None:
+            self.forward[torch.autograd._get_sequence_nr() - 1] = where
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        filled = name.removeprefix("aten.").startswith(FILLED) or name.endswith("_like")
+        sources = frozenset() if filled else frozenset().union(*map(self._sources, inputs))
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self._write(tensor, self._add(tensor, sources, where))
+        changed = {id(tensor) for tensor in written}
+        for tensor in tree_leaves(outs):
+            if isinstance(tensor, Tensor) and id(tensor) not in changed:
+                self._keep(tensor, self._add(tensor, sources, where))
+
+    def _where(self, name: str, node: Any) -> Operation:
+        inner = f"{self.fused[0]} ({name})" if self.fused else name
+        if node is not None and (forward := self.forward.get(node._sequence_nr())) is not None:
+            return Operation(self.stage, forward.module, inner, forward.source)
+        outside = {"update": "optimizer", "clip": "clipping"}.get(self.stage, "loss")
+        return Operation(self.stage, self.modules[-1] if self.modules else outside, inner, _line())
+
+    def _add(self, tensor: Tensor, sources: Sources, where: Operation) -> Sources:
+        return self.trace.add(_array(tensor), sources, where) if tensor.is_floating_point() else sources
+
+    def _enter(self, tensor: Tensor) -> None:
+        self._keep(tensor, self.trace.enter(_array(tensor)))
+
+    def _sources(self, tensor: Tensor | None) -> Sources:
+        if tensor is None or (memory := self.memory.get(tensor.untyped_storage().data_ptr())) is None:
+            return frozenset()
+        return memory.views.get(_view(tensor), memory.sources)
+
+    def _keep(self, tensor: Tensor, sources: Sources) -> None:
+        storage = tensor.untyped_storage()
+        memory = self.memory.setdefault(storage.data_ptr(), _Memory(storage, sources, {}))
+        memory.views[_view(tensor)] = sources
+
+    def _write(self, tensor: Tensor, sources: Sources) -> None:
+        storage = tensor.untyped_storage()
+        old = self.memory.get(storage.data_ptr())
+        partly = tensor.numel() * tensor.element_size() < storage.nbytes()
+        rest = old.sources if old is not None and partly else frozenset()
+        self.memory[storage.data_ptr()] = _Memory(storage, rest | sources, {_view(tensor): sources})
+
+
+@dataclass
+class _Memory:
+    """What lies in a storage, which is held so that its address stays its own; `views`: parts that are known better."""
+
+    storage: torch.UntypedStorage
+    sources: Sources
+    views: dict[tuple[int, int], Sources]
+
+
+def _view(tensor: Tensor) -> tuple[int, int]:
+    return int(tensor.storage_offset()), tensor.numel()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    written: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            written.extend(x for x in tree_leaves(given) if isinstance(x, Tensor))
+    return written
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _in_loss() -> bool:
+    """Whether the loss is still being computed: its own derivatives, if it has any, are forward."""
+    return any(frame.f_code.co_name == "watched" and frame.f_code.co_filename == __file__ for frame in _frames())
+
+
+def _line() -> tuple[str, int] | None:
+    for frame in _frames():
+        path = Path(frame.f_code.co_filename)
+        inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in TELLING)
+        if not inside and path.parent != HARNESS and path.is_absolute() and path.stem != "contextlib":
+            return str(path), frame.f_lineno
+    return None

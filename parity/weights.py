@@ -1,0 +1,463 @@
+"""Which PyTorch tensor each JAX parameter is: proposed where nobody said it, and proved.
+
+Shapes leave few candidates: a tensor as it is, transposed, with a convolution's axes moved, behind a flattened image,
+or one of a stack of layers. What shapes leave open, values decide. All tensors that could be mistaken for each other
+are given the same value, and one that reads the same either way round; the two models then agree whichever is which.
+Now one of them is moved, in PyTorch: its counterpart is the leaf, and its layout the one, that moves JAX's loss by as
+much. Each tensor is so decided by itself; names decide only among those that do not move the loss.
+"""
+
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import AS_IS, CONV, LINEAR, NameTable, TorchParam, linear_after_flatten
+from jaxtrain.interop.names import LAYER, Layout, leaves, unflattened
+from jaxtrain.objective import checked
+from parity.case import Case
+from parity.oracle import InFloat64, in_float64
+from parity.record import Tensors
+from parity.torch_side import seeded_model
+
+Shape = tuple[int, ...]
+SAME = 1e-6
+"""How far apart, relatively, two changes of a float64 loss may be that are the same one."""
+UNMOVED = 1e-9
+"""A change of the loss of less than this part of it may be none."""
+WORDS = {"weight": "kernel", "scale": "kernel", "embedding": "kernel", "gamma": "kernel", "beta": "bias"}
+WORDS |= {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "count"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The two losses in float64: of PyTorch's tensors by name, and of (JAX's parameters, model state)."""
+
+    torch_loss: Callable[[Tensors], float]
+    jax_loss: Callable[[Any, Any], float]
+
+
+def tables(case: Case) -> tuple[NameTable, NameTable | None]:
+    """The tables of parameters and buffers, proposed where the case leaves them out."""
+    stateful = case.state_like is not None
+    if case.names is not None and (case.buffers is not None or not stateful):
+        return case.names, case.buffers
+    return _propose(
+        seeded_model(case, 0), case.params_like, case.state_like, probe_of(case), (case.names, case.buffers)
+    )
+
+
+def propose(torch_model: torch.nn.Module, params_like: Any, probe: Probe | None = None) -> NameTable:
+    """The table of the parameters of `torch_model`; what shapes leave open is left to names without a `probe`.
+
+    Raises `UserError` that lists every tensor and every leaf without a counterpart.
+
+    >>> like = {"dense": {"kernel": np.zeros((4, 10)), "bias": np.zeros(10)}}
+    >>> print(as_source(propose(torch.nn.Linear(4, 10), like)))
+    NameTable(
+        {
+            "dense/bias": TorchParam("bias", AS_IS),
+            "dense/kernel": TorchParam("weight", LINEAR),
+        },
+        tied={},
+    )
+    """
+    return _propose(torch_model, params_like, None, probe)[0]
+
+
+def as_source(table: NameTable) -> str:
+    """The Python of `table`, to be kept; its names are those of `jaxtrain.interop`."""
+    params = [f'        "{path}": TorchParam("{p.name}", {p.layout.source}),' for path, p in table.params.items()]
+    tied = ", ".join(f'"{alias}": "{name}"' for alias, name in table.tied.items())
+    return "\n".join(["NameTable(", "    {", *params, "    },", f"    tied={{{tied}}},", ")"])
+
+
+def probe_of(case: Case) -> Probe:
+    """The losses of both models on the case's first batch, in evaluation mode: nothing is dropped."""
+    model = seeded_model(case, 0).double().eval()
+    batch = {name: _wide(x) for name, x in case.batch(0, case.rows).items()}
+    tensors = {name: torch.from_numpy(x) for name, x in batch.items()}
+
+    def torch_loss(values: Tensors) -> float:
+        with torch.no_grad():
+            for name, own in model.state_dict().items():
+                own.copy_(torch.from_numpy(np.asarray(values[name])))
+        with InFloat64():
+            total, weight = case.torch_loss(model, tensors)
+        return total.item() / float(weight)
+
+    @jax.jit
+    def compute(params: Any, state: Any) -> Any:
+        loss, *_ = in_float64(checked(case.loss_fn))(params, batch, None, state)
+        return loss.total / loss.weight
+
+    def jax_loss(params: Any, state: Any) -> float:
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            return float(compute(*jax.tree.map(_wide, (params, state))))
+
+    return Probe(torch_loss, jax_loss)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """That the weights correspond: how many `tensors` and `buffers` PyTorch has, and JAX `leaves`, each used once.
+
+    `tied`: those of the tensors that are another's alias. `moved`: of each parameter that the loss depends on, how far
+    apart, relatively, the losses were when it was moved on both sides; `unmoved`: the others, which nothing proves.
+    """
+
+    tensors: int
+    buffers: int
+    leaves: int
+    tied: Mapping[str, str]
+    moved: Mapping[str, float]
+    unmoved: tuple[str, ...]
+
+
+def prove(case: Case) -> Proof:
+    """Show that every tensor is used once, and that each moves both losses alike.
+
+    Each is moved by another random amount in every element, which tells it from its transpose and from any other of
+    its shape. Raises `UserError` for tensors and leaves that are left over, used twice or mis-shaped, all in one line;
+    for models that differ at the same weights; and for tensors that move the losses differently.
+    """
+    model, (table, buffers) = _jittered(seeded_model(case, 0)), case.tables
+    weights = {name: x.numpy().copy() for name, x in model.state_dict().items()}
+    ties = {**_ties(model), **table.tied}
+    params_used = _used(table, case.params_like)
+    buffers_used = [] if buffers is None else _used(buffers, case.state_like)
+
+    def to_jax(weights: Tensors) -> tuple[Any, Any]:
+        params = {name: x for name, x in weights.items() if name not in buffers_used}
+        state = {name: x for name, x in weights.items() if name in buffers_used}
+        return (
+            table.to_jax(params, like=case.params_like),
+            None if buffers is None else buffers.to_jax(state, like=case.state_like),
+        )
+
+    twice = sorted(name for name, times in Counter([*params_used, *buffers_used]).items() if times > 1)
+    try:
+        params, state = to_jax(weights)
+    except UserError as error:
+        raise UserError("; ".join([str(error), *(f"used twice {name}" for name in twice)])) from None
+    if twice:
+        raise UserError(f"the tensors do not fit the model: {'; '.join(f'used twice {name}' for name in twice)}")
+
+    probe = probe_of(case)
+    theirs, ours = probe.torch_loss(weights), probe.jax_loss(params, state)
+    if not _apart(ours, theirs, theirs) <= SAME:
+        raise UserError(
+            f"the models of {case.name} differ at the same weights, in losses {theirs:.9g} and {ours:.9g}: "
+            "make them agree before their weights are proved"
+        )
+    moved, unmoved = {}, []
+    for name in params_used:
+        changed = {**weights, name: weights[name] + _random(name, weights[name].shape)}
+        changed |= {alias: changed[name] for alias, of in ties.items() if of == name and alias in weights}
+        changes = probe.jax_loss(*to_jax(changed)) - ours, probe.torch_loss(changed) - theirs
+        if max(map(abs, changes)) <= UNMOVED * abs(theirs):
+            unmoved.append(name)
+        else:
+            moved[name] = _apart(*changes, theirs)
+    wrong = [f"{name} ({apart:.1e} apart)" for name, apart in moved.items() if not apart <= SAME]
+    if wrong:
+        raise UserError(f"moved alone, these move the losses of {case.name} differently: {', '.join(wrong)}")
+    n_leaves = len([*leaves(case.params_like), *leaves(case.state_like or {})])
+    tied = {alias: name for alias, name in ties.items() if alias in weights}
+    return Proof(len(weights) - len(buffers_used), len(buffers_used), n_leaves, tied, moved, tuple(unmoved))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What one leaf may hold: a tensor, or a stack of one from each layer; of `shape` each. `name` as in a table."""
+
+    name: str
+    tensors: tuple[str, ...]
+    shape: Shape
+    linear: bool
+
+    @property
+    def stacked(self) -> bool:
+        return LAYER in self.name
+
+    @property
+    def kin(self) -> str:
+        """Alike for tensors that could be taken for each other."""
+        return f"{sorted(self.shape) if len(self.shape) == 2 else self.shape} {len(self.tensors) * self.stacked}"
+
+
+Leaves = Mapping[str, Shape]
+Choice = Mapping[str, tuple[_Unit, Layout]]
+
+
+def _propose(
+    model: torch.nn.Module,
+    params_like: Any,
+    state_like: Any,
+    probe: Probe | None,
+    given: tuple[NameTable | None, NameTable | None] = (None, None),
+) -> tuple[NameTable, NameTable | None]:
+    ties = _ties(model)
+    params = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    # Where the JAX model keeps no state, what PyTorch's keeps is its own: a causal mask, as a buffer.
+    buffers = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in {**params, **ties}}
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    channels = {shape[0] for shape in params.values() if len(shape) == 4}
+    sides = [_Side(params, params_like, linear, channels)]
+    if state_like is not None:
+        sides.append(_Side(buffers, state_like, set(), set()))
+    faults = [fault for side in sides for fault in side.faults()]
+    if faults:
+        raise UserError(f"the tensors do not correspond: {'; '.join(faults)}: name them in a NameTable")
+    costs = (
+        _by_names if probe is None or not any(side.ambiguous() for side in sides) else _by_values(model, sides, probe)
+    )
+    chosen = [side.assigned(costs) for side in sides]
+    table = given[0] or _table(chosen[0], {alias: name for alias, name in ties.items() if alias not in buffers})
+    return table, (given[1] or _table(chosen[1], {})) if state_like is not None else None
+
+
+class _Side:
+    """Tensors, and the leaves they are to fill."""
+
+    def __init__(self, shapes: Mapping[str, Shape], like: Any, linear: set[str], channels: set[int]) -> None:
+        self.like = like
+        self.leaves = {path: tuple(leaf.shape) for path, leaf in leaves(like)}
+        self.channels = channels
+        plain = [_Unit(name, (name,), shape, name in linear) for name, shape in shapes.items()]
+        stacks = [_Unit(name, of, shapes[of[0]], of[0] in linear) for name, of in _stacks(shapes).items()]
+        filled = {path for path in self.leaves for unit in plain if self.layouts(unit, path)}
+        stacks = [unit for unit in stacks if any(self.layouts(unit, path) for path in self.leaves.keys() - filled)]
+        within = {name for unit in stacks for name in unit.tensors}
+        self.units = [unit for unit in plain if unit.name not in within] + stacks
+        order = {name: i for i, name in enumerate(shapes)}
+        self.units.sort(key=lambda unit: order[unit.tensors[0]])
+
+    def layouts(self, unit: _Unit, path: str) -> list[Layout]:
+        """How `unit` can fill the leaf, the likeliest first."""
+        shape = self.leaves[path]
+        if unit.stacked:
+            if shape[:1] != (len(unit.tensors),):
+                return []
+            shape = shape[1:]
+        found = [AS_IS] if shape == unit.shape else []
+        if len(shape) == 2 and shape == unit.shape[::-1]:
+            found = [LINEAR, *found] if unit.linear else [*found, LINEAR]
+            found += [linear_after_flatten(*image) for image in _images(shape[0], self.channels)]
+        if len(shape) == len(unit.shape) == 4 and shape == tuple(unit.shape[i] for i in (2, 3, 1, 0)):
+            found = [CONV]
+        return found
+
+    def ambiguous(self) -> bool:
+        options = [[len(self.layouts(unit, path)) for path in self.leaves] for unit in self.units]
+        return any(sum(row) > 1 for row in [*options, *zip(*options, strict=True)])
+
+    def faults(self) -> list[str]:
+        """What is left over however the tensors are assigned."""
+        chosen = self.assigned(_by_names)
+        taken = {unit.name for unit, _ in chosen.values()}
+        return [f"no tensor for {path} {shape}" for path, shape in self.leaves.items() if path not in chosen] + [
+            f"no leaf for {unit.name} {unit.shape}" for unit in self.units if unit.name not in taken
+        ]
+
+    def assigned(self, costs: "Costs") -> Choice:
+        """The cheapest assignment of units to leaves; without those that no layout fits."""
+        paths = sorted(self.leaves, key=_natural)
+        impossible = 1e6
+        prices = np.full((len(self.units), len(paths)), impossible)
+        best: dict[tuple[int, int], Layout] = {}
+        for i, unit in enumerate(self.units):
+            for j, path in enumerate(paths):
+                if layouts := self.layouts(unit, path):
+                    ways = costs(self, unit, path, layouts)
+                    best[i, j] = layouts[int(np.argmin(ways))]
+                    misplaced = abs(i / len(self.units) - j / len(paths))
+                    prices[i, j] = min(ways) + 0.02 * (_unlike(unit.name, path) + 0.3 * misplaced)
+        pairs = zip(*linear_sum_assignment(prices), strict=True)
+        return {paths[j]: (self.units[i], best[i, j]) for i, j in pairs if (i, j) in best}
+
+
+Costs = Callable[[_Side, _Unit, str, list[Layout]], list[float]]
+"""How ill each layout of a unit suits a leaf, 0 to 1."""
+
+
+def _by_names(side: _Side, unit: _Unit, path: str, layouts: list[Layout]) -> list[float]:
+    del side, unit, path
+    return [0.0] * len(layouts)
+
+
+def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> Costs:
+    """Judges by how the two losses move, from where it does not matter which is which."""
+    flattened = {
+        unit.kin
+        for side in sides
+        for unit in side.units
+        for path in side.leaves
+        if any(layout not in (AS_IS, LINEAR, CONV) for layout in side.layouts(unit, path))
+    }
+    still = {
+        unit.name: [_undecided(unit, unit.kin in flattened)] * len(unit.tensors) for s in sides for unit in s.units
+    }
+    weights = {name: np.asarray(x, np.float64) for name, x in model.state_dict().items()}
+    for side in sides:
+        for unit in side.units:
+            weights |= dict(zip(unit.tensors, still[unit.name], strict=True))
+    aliases = _ties(model)
+    trees: list[dict[str, Any]] = []
+    for side in sides:
+        fits = {path: next((u, ls[0]) for u in side.units if (ls := side.layouts(u, path))) for path in side.leaves}
+        trees.append({path: _filled(unit, layout, still[unit.name]) for path, (unit, layout) in fits.items()})
+
+    def by_torch(moved: Tensors) -> float:
+        now = {**weights, **moved}
+        return probe.torch_loss({name: now[aliases.get(name, name)] for name in weights})
+
+    def by_jax(side: _Side | None = None, **moved: Any) -> float:
+        now = [{**tree, **moved} if own is side else tree for own, tree in zip(sides, trees, strict=True)]
+        params, state = [*(unflattened(tree, side.like) for tree, side in zip(now, sides, strict=True)), None][:2]
+        return probe.jax_loss(params, state)
+
+    theirs, ours = by_torch({}), by_jax()
+    torch_changes: dict[str, float] = {}
+    jax_changes: dict[tuple[str, bytes], float] = {}
+
+    def costs(side: _Side, unit: _Unit, path: str, layouts: list[Layout]) -> list[float]:
+        moved = [x + move for x, move in zip(still[unit.name], _moves(unit), strict=True)]
+        if unit.name not in torch_changes:
+            torch_changes[unit.name] = by_torch(dict(zip(unit.tensors, moved, strict=True))) - theirs
+        found = []
+        for layout in layouts:
+            leaf = _filled(unit, layout, moved)
+            key = path, leaf.tobytes()
+            if key not in jax_changes:
+                jax_changes[key] = by_jax(side, **{path: leaf}) - ours
+            apart = _apart(jax_changes[key], torch_changes[unit.name], theirs)
+            # On a scale of magnitudes: models that differ a little still tell their tensors apart.
+            found.append(float(np.clip(1 + np.log10(apart + 1e-12) / 9, 0, 1)))
+        return found
+
+    return costs
+
+
+def _undecided(unit: _Unit, flattened: bool) -> np.ndarray:
+    """The value that all of the unit's kin have: its own transpose, and alike over a flattened image."""
+    if len(unit.shape) != 2:
+        low, high = (0.2, 1.0) if len(unit.shape) < 2 else (-1.0, 1.0) / np.sqrt(np.prod(unit.shape[1:]))
+        return _rng(unit.kin).uniform(low, high, unit.shape)
+    rows, columns = sorted(unit.shape)
+    x = _rng(unit.kin).standard_normal((rows, columns)) / np.sqrt(columns)
+    x = x if unit.shape == (rows, columns) else x.T
+    if rows == columns:
+        x = (x + x.T) / 2
+    if flattened:
+        x = np.broadcast_to(x.mean() if rows == columns else x[:, :1], x.shape)
+    return x.copy()
+
+
+def _moves(unit: _Unit) -> list[np.ndarray]:
+    """What each tensor of the unit is moved by: the same for all its kin, and no move its own transpose."""
+    rows, columns = sorted(unit.shape) if len(unit.shape) == 2 else (0, 0)
+    moves = []
+    for i in range(len(unit.tensors)):
+        move = _random(f"{unit.kin} {i}", (rows, columns) if rows else unit.shape)
+        moves.append(move if move.shape == unit.shape else move.T)
+    return moves
+
+
+def _random(seed: str, shape: Shape) -> np.ndarray:
+    """Positive, so that a running variance stays so."""
+    return _rng(f"move {seed}").uniform(0.0, 0.3, shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1)
+
+
+def _rng(seed: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(seed.encode()))
+
+
+def _apart(ours: float, theirs: float, loss: float) -> float:
+    """The relative distance of two changes of `loss`."""
+    distance = abs(ours - theirs) / max(abs(ours), abs(theirs), UNMOVED * abs(loss), 1e-300)
+    return distance if np.isfinite(distance) else np.inf
+
+
+def _filled(unit: _Unit, layout: Layout, tensors: Sequence[np.ndarray]) -> np.ndarray:
+    layers = [layout.to_jax(x) for x in tensors]
+    return np.stack(layers) if unit.stacked else layers[0]
+
+
+def _stacks(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
+    """{"h.{layer}.fc": ("h.0.fc", "h.1.fc")}: names that differ in one number, which counts from 0, alike in shape."""
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in shapes:
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                found[".".join([*parts[:i], LAYER, *parts[i + 1 :]])][int(part)] = name
+    return {
+        template: tuple(names[i] for i in range(len(names)))
+        for template, names in found.items()
+        if sorted(names) == list(range(len(names))) and len({shapes[name] for name in names.values()}) == 1
+    }
+
+
+def _images(features: int, channels: set[int]) -> Iterator[tuple[int, int, int]]:
+    """(channels, height, width) of the images that may have been flattened to `features`, the squarest first."""
+    for n in sorted(channels):
+        pixels = features // n if features % n == 0 else 0
+        heights = [height for height in range(1, pixels + 1) if pixels % height == 0 and pixels > 1]
+        yield from ((n, h, pixels // h) for h in sorted(heights, key=lambda h: (max(h, pixels // h), h)))
+
+
+def _ties(model: torch.nn.Module) -> dict[str, str]:
+    """{alias: name} of the parameters that have several names."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: own for name, p in every if (own := first.setdefault(id(p), name)) != name}
+
+
+def _table(choice: Choice, tied: Mapping[str, str]) -> NameTable:
+    return NameTable({path: TorchParam(unit.name, layout) for path, (unit, layout) in sorted(choice.items())}, tied)
+
+
+def _used(table: NameTable, like: Any) -> list[str]:
+    """The tensors that the leaves are filled with."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves(like)}
+    return [
+        param.name.replace(LAYER, str(i))
+        for path, param in table.params.items()
+        for i in range(shapes.get(path, (0,))[0] if LAYER in param.name else 1)
+    ]
+
+
+def _jittered(model: torch.nn.Module) -> torch.nn.Module:
+    """Moved from where it was initialised: scales of one and biases of zero prove nothing."""
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if x.is_floating_point():
+                x += torch.from_numpy(_random(f"jitter {name}", tuple(x.shape)))
+    return model
+
+
+def _unlike(torch_name: str, path: str) -> float:
+    """How little the words of the two names have in common, 0 to 1; numbers are an order, not words."""
+    ours, theirs = ([WORDS.get(w, w) for w in re.split(r"[./]", name)] for name in (path, torch_name))
+    ends = ours[-1] != theirs[-1]
+    text, other = (re.sub(r"[^a-z]+", " ", " ".join(words).lower()).strip() for words in (ours, theirs))
+    return (ends + 1 - SequenceMatcher(None, text, other).ratio()) / 2
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """Sorts layer 10 behind layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64 if np.issubdtype(x.dtype, np.floating) else None)

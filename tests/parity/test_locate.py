@@ -1,0 +1,278 @@
+"""Bugs planted in the JAX side of a case are located, in one layer of several: the module, and the very line.
+
+The models are written out here, so that the wrong lines stand in this file, each under the name of its bug.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxtrain
+import jaxtrain.step
+from jaxtrain.clip import clip_grad_norm
+from jaxtrain.losses import cross_entropy
+from parity.case import Case
+from parity.cases import CASES, cnn_bn, gpt2
+from parity.fingerprint import Trace, counterparts
+from parity.locate import Divergence, locate
+from parity.optimizer import Optimizer
+from parity.run import check
+
+HERE = "tests/parity/test_locate.py"
+LAYER = 1
+
+
+def marked(bug: str) -> str:
+    """Where the line that ends in `# bug` stands, as reports say it."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, start=1) if line.endswith(f"# {bug}"))
+    return f"{HERE}:{number}: {lines[number - 1].strip()}"
+
+
+def linear(x: Any, p: Any) -> Any:
+    return x @ p["kernel"] + p["bias"]
+
+
+@jax.custom_vjp
+def halved_backward(x: Any) -> Any:
+    return x
+
+
+def halve(_: Any, g: Any) -> tuple[Any]:
+    return (g / 2,)
+
+
+halved_backward.defvjp(lambda x: (x, None), halve)
+
+
+def norm(x: Any, p: Any, bug: str = "") -> Any:
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    var = jnp.square(centred).sum(-1, keepdims=True) / (x.shape[-1] - (bug == "biased variance"))  # biased variance
+    root = jnp.sqrt(var + (1e-6 if bug == "epsilon" else 1e-5))  # epsilon
+    return centred / root * p["scale"] + p["bias"]
+
+
+def attention(x: Any, p: Any, bug: str) -> Any:
+    b, t, width = x.shape
+    q, k, v = (y.reshape(b, t, 4, -1) for y in jnp.split(linear(x, p["qkv"]), 3, -1))
+    scale = 1.0 if bug == "scale" else 1 / math.sqrt(width // 4)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale  # scale
+    kept = np.tril(np.ones((t, t), bool), k=1 if bug == "mask" else 0)
+    scores = jnp.where(kept, scores, -jnp.inf)  # mask
+    weights = jax.nn.softmax(scores, axis=1 if bug == "softmax axis" else -1)  # softmax axis
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, width)
+
+
+def block(x: Any, p: Any, bug: str) -> Any:
+    normed = norm(x, p["ln_1"], bug)
+    attended = linear(attention(normed, p, bug), p["attn_proj"])
+    x = (normed if bug == "residual" else x) + attended  # residual
+    hidden = linear(norm(x, p["ln_2"]), p["fc"])
+    if bug == "wrong backward":
+        hidden = halved_backward(hidden)  # wrong backward
+    hidden = jax.nn.gelu(hidden, approximate=bug != "gelu")  # gelu
+    kept = lax.stop_gradient(x) if bug == "stopped gradient" else x
+    return kept + linear(hidden, p["mlp_proj"])
+
+
+def transformer(bug: str) -> Case:
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
+        tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        with jax.numpy_rank_promotion("allow"):
+            x = params["wte"][tokens] + params["wpe"][: tokens.shape[1]]
+            for i in range(2):
+                x = block(x, jax.tree.map(lambda p, i=i: p[i], params["blocks"]), bug if i == LAYER else "")
+            logits = norm(x, params["ln_f"]) @ params["wte"].T
+            if bug == "loss axis":
+                logits = logits - jax.nn.logsumexp(logits, 1, keepdims=True)  # loss axis
+            losses = cross_entropy(logits, labels)
+            total = losses.mean() if bug == "mean for sum" else losses.sum()  # mean for sum
+        return jaxtrain.Loss(total, weight=labels.size), {}
+
+    return dataclasses.replace(gpt2.case(), loss_fn=loss_fn)
+
+
+def convolved(bug: str) -> Case:
+    """The case `cnn-bn`."""
+
+    def loss_fn(p: Any, batch: Any, rng: Any, state: Any) -> tuple[jaxtrain.Loss, dict[str, Any], Any]:
+        with jax.numpy_rank_promotion("allow"):
+            conv = partial(lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            padding = "SAME" if bug == "padding" else "VALID"
+            x = conv(batch["image"], p["conv"]["kernel"], (1, 1), padding)[:, :8, :8]  # padding
+            x = x + p["conv"]["bias"]
+            mean = x.mean((0, 1, 2))
+            n = x.size // x.shape[-1]
+            centred = x - mean
+            var = jnp.square(centred).sum((0, 1, 2)) / (n - (bug == "unbiased"))
+            y = centred * lax.rsqrt(var + 1e-5) * p["norm"]["scale"] + p["norm"]["bias"]  # unbiased
+            unbiased = var if bug == "running variance" else var * (n / (n - 1))
+            new = {
+                "mean": 0.9 * state["norm"]["mean"] + 0.1 * mean,
+                "var": 0.9 * state["norm"]["var"] + 0.1 * unbiased,  # running variance
+                "count": state["norm"]["count"] + 1,
+            }
+            y = jax.nn.leaky_relu(y) if bug == "leaky" else jax.nn.relu(y)  # leaky
+            channels_first = bug == "flatten order"
+            flat = (y.transpose(0, 3, 1, 2) if channels_first else y).reshape(len(y), -1)
+            logits = flat @ p["head"]["kernel"] + p["head"]["bias"]  # flatten order
+            losses = cross_entropy(logits, batch["label"])
+        return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}, {"norm": new}
+
+    return dataclasses.replace(cnn_bn.case(), loss_fn=loss_fn)
+
+
+def located(case: Case) -> Divergence:
+    found = locate(case)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "cnn-bn", "gpt2", "autograd.double-backward", "gradient-penalty"])
+def test_nothing_is_located_where_nothing_differs(name: str) -> None:
+    assert locate(CASES[name](), seed=3) is None
+
+
+@pytest.mark.parametrize("case", [transformer, convolved])
+def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) -> None:
+    assert locate(case("")) is None
+
+
+def test_dropouts_masks_are_shared() -> None:
+    assert locate(gpt2.case(dropout=0.1)) is None
+    other_rate = dataclasses.replace(gpt2.case(dropout=0.1), torch_model=gpt2.case(dropout=0.11).torch_model)
+    assert located(other_rate).torch == "transformer.drop: aten.mul"
+
+
+@pytest.mark.parametrize(
+    ("bug", "where"),
+    [
+        ("biased variance", "transformer.h.1.ln_1: aten.native_layer_norm (aten.var_mean)"),
+        ("epsilon", "transformer.h.1.ln_1: aten.native_layer_norm (aten.add)"),
+        ("scale", "transformer.h.1.attn: aten.mul"),
+        ("mask", "transformer.h.1.attn: aten.add"),
+        ("softmax axis", "transformer.h.1.attn: aten._safe_softmax"),
+        ("residual", "transformer.h.1: aten.add"),
+        ("gelu", "transformer.h.1.mlp.act: aten.pow"),
+        ("loss axis", "loss: aten._log_softmax (aten.amax)"),
+        ("mean for sum", "loss: aten.div"),
+    ],
+)
+def test_a_wrong_value_is_located_in_its_layer_and_on_its_line(bug: str, where: str) -> None:
+    found = located(transformer(bug))
+    assert (found.stage, found.step, found.torch, found.jax_source) == ("forward", 1, where, marked(bug))
+    assert found.parameters == ()
+
+
+@pytest.mark.parametrize(
+    ("bug", "where", "stage"),
+    [
+        ("padding", "0: aten.convolution", "forward"),
+        ("unbiased", "1: aten.native_batch_norm (aten.add)", "forward"),
+        ("leaky", "2.0: aten.relu", "forward"),
+        ("flatten order", "4: aten.addmm", "forward"),
+        ("running variance", "1: aten.native_batch_norm (aten.mul)", "buffers"),
+    ],
+)
+def test_a_wrong_layer_between_layouts_is_located_on_its_line(bug: str, where: str, stage: str) -> None:
+    found = located(convolved(bug))
+    assert (found.stage, found.torch, found.jax_source) == (stage, where, marked(bug))
+
+
+def test_a_wrong_gradient_of_right_values_is_located_with_its_parameters() -> None:
+    found = located(transformer("wrong backward"))
+    assert (found.stage, found.torch) == ("backward", "transformer.h.1.mlp.c_fc: aten.mm")
+    assert found.last_match == "transformer.h.1.mlp.act: aten.add"
+    assert found.jax_source == marked("wrong backward")
+    assert set(found.parameters[:2]) == {"transformer.h.1.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.bias"}
+    assert not any("h.1.mlp.c_proj" in name or "ln_f" in name for name in found.parameters)
+
+
+def test_a_gradient_that_is_stopped_is_located_in_its_layer() -> None:
+    found = located(transformer("stopped gradient"))
+    assert (found.stage, found.torch) == ("backward", "transformer.h.1.ln_2: aten.add")
+    assert found.parameters[0].startswith("transformer.h.1.attn.c_proj")
+
+
+def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it() -> None:
+    found = located(gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)))
+    assert found.torch == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
+    assert found.torch_source.endswith("hidden_states = self.ln_1(hidden_states)")
+    assert found.jax_source.startswith("jaxtrain/models/gpt2.py:")
+    assert "self.ln_1(x)" in found.jax_source
+
+
+def test_the_layers_of_a_scanned_model_are_told_apart() -> None:
+    case = gpt2.case()
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        fc = params["blocks"]["fc"]
+        moved = {**fc, "kernel": fc["kernel"].at[LAYER].multiply(1.1)}  # moved
+        return case.loss_fn({**params, "blocks": {**params["blocks"], "fc": moved}}, batch, rng)
+
+    found = located(dataclasses.replace(case, loss_fn=loss_fn))
+    assert (found.torch, found.jax_source) == ("transformer.h.1.mlp.c_fc: aten.addmm", marked("moved"))
+
+
+def updated(case: Case, **wrong: Any) -> Case:
+    """With another hyperparameter in JAX than in PyTorch."""
+    right = case.optimizer
+    ours = dataclasses.replace(right, **wrong).jax
+    return dataclasses.replace(case, optimizer=Optimizer("AdamW", right.torch, ours, right.moments))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "theirs"),
+    [
+        ({"eps": 1e-4}, "denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)"),
+        ({"betas": (0.8, 0.999)}, "exp_avg.lerp_(grad, 1 - device_beta1)"),
+        ({"betas": (0.9, 0.9)}, "exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)"),
+        ({"weight_decay": 0.01}, "param.mul_(1 - lr * weight_decay)"),
+    ],
+)
+def test_a_wrong_optimizer_is_located_in_the_term_that_is_wrong(wrong: dict[str, Any], theirs: str) -> None:
+    found = located(updated(CASES["mlp"](), **wrong))
+    assert (found.stage, found.parameters) == ("update", ())
+    assert found.torch_source.startswith("torch/optim/adam")
+    assert theirs in found.torch_source
+    assert found.jax_source.startswith("jaxtrain/optim/")
+    assert "eps" not in wrong or "(root + eps)" in found.jax_source
+
+
+def test_clipping_without_pytorchs_epsilon_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtrain.step, "clip_grad_norm", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6))
+    found = located(dataclasses.replace(CASES["mlp"](), clip_norm=1.0))
+    assert (found.stage, found.parameters) == ("clip", ())
+    assert "clip_grad" in found.torch_source
+    assert found.jax_source.startswith("jaxtrain/clip.py:")
+
+
+def test_a_sum_that_cancels_is_no_evidence() -> None:
+    trace: Trace[str] = Trace()
+    x = trace.enter(np.array([1.0, -1.0]))
+    assert trace.add(np.array([1e-17]), x, "sum") == frozenset()
+
+
+def test_values_are_equal_in_any_layout_and_not_by_a_billionth() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4, 5))
+    traces: list[Trace[str]] = [Trace() for _ in range(3)]
+    for trace, value in zip(traces, [x, x.transpose(2, 0, 1) * (1 + 1e-12), x * (1 + 1e-9)], strict=True):
+        trace.enter(value)
+    assert counterparts(traces[0], traces[1]) == [frozenset({0})]
+    assert counterparts(traces[0], traces[2]) == [frozenset()]
+
+
+@pytest.mark.parametrize("bug", ["", "epsilon"])
+def test_a_check_that_fails_in_float64_says_where(bug: str) -> None:
+    verdict = check(transformer(bug), steps=1, locate=True)
+    assert verdict.passed == (not bug)
+    assert verdict.first_divergence == (located(transformer(bug)) if bug else None)

@@ -1,0 +1,249 @@
+"""The table that nobody wrote is the one that somebody would have, and a wrong one does not pass for right."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import jaxtrain
+from jaxtrain import interop
+from jaxtrain.errors import UserError
+from jaxtrain.interop import AS_IS, LINEAR, NameTable, TorchParam
+from parity import check
+from parity.case import AdamW, Case
+from parity.cases import CASES
+from parity.cases.mlp import case as mlp
+from parity.weights import as_source, probe_of, propose, prove
+
+WIDTH = 6
+
+
+class Attention(torch.nn.Module):
+    """Two heads' worth of traps: square q, k, v and o of equal shapes, norms whose scale and bias are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead = torch.nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mix = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.behind = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.ahead(x)
+        scores = self.query(y) @ self.key(y).mT / WIDTH**0.5
+        return self.behind(x + self.out(scores.softmax(-1) @ self.value(y)) @ self.mix)
+
+
+def attention_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
+    """The names say nothing, so that values must."""
+    del rng
+
+    def norm(x: Any, scale: Any, bias: Any) -> Any:
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale[None, None] + bias[None, None]
+
+    p, x = params, batch["x"]
+    y = norm(x, p["n0"], p["n1"])
+    q, k, v = (y @ p[f"w{i}"] + p[f"b{i}"][None, None] for i in "012")
+    z = jax.nn.softmax(q @ k.mT / WIDTH**0.5, -1) @ v @ p["w3"] + p["b3"][None, None]
+    out = norm(x + z @ p["w4"], p["n2"], p["n3"])
+    return jaxtrain.Loss(jnp.sum(jnp.sin(out * batch["y"])), weight=len(x)), {}
+
+
+BLIND = NameTable(
+    {
+        **{f"w{i}": TorchParam(f"{name}.weight", LINEAR) for i, name in enumerate(("query", "key", "value", "out"))},
+        **{f"b{i}": TorchParam(f"{name}.bias") for i, name in enumerate(("query", "key", "value", "out"))},
+        "w4": TorchParam("mix"),
+        "n0": TorchParam("ahead.weight"),
+        "n1": TorchParam("ahead.bias"),
+        "n2": TorchParam("behind.weight"),
+        "n3": TorchParam("behind.bias"),
+    }
+)
+
+
+def attention(names: NameTable | None = None) -> Case:
+    square, row = (jax.ShapeDtypeStruct((WIDTH,) * n, np.float32) for n in (2, 1))
+
+    def batch(seed: int, rows: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return {name: rng.standard_normal((rows, 5, WIDTH), np.float32) for name in "xy"}
+
+    return Case(
+        name="attention",
+        torch_model=Attention,
+        torch_loss=lambda model, batch: ((model(batch["x"]) * batch["y"]).sin().sum(), len(batch["x"])),
+        loss_fn=attention_loss,
+        params_like={path: square if path.startswith("w") else row for path in BLIND.params},
+        names=names,
+        batch=batch,
+        rows=4,
+        optimizer=AdamW(lr=1e-2, eps=1e-5),
+        clip_norm=1.0,
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "cnn-bn", "gpt2"])
+def test_the_proposal_is_the_table_written_by_hand(name: str) -> None:
+    written = CASES[name]()
+    left_out = dataclasses.replace(written, names=None, buffers=None)
+    assert left_out.tables == (written.names, written.buffers)
+
+
+@pytest.mark.parametrize("name", ["gradient-penalty", "maml", "autograd.double-backward"])
+def test_other_losses_are_probed_as_well(name: str) -> None:
+    written = CASES[name]()
+    assert dataclasses.replace(written, names=None).tables[0] == written.names
+
+
+def test_equal_shapes_and_squares_are_told_apart_by_value_alone() -> None:
+    proposed = attention().tables[0]
+    # A key's bias moves nothing: what is left for it is what is left.
+    assert proposed == BLIND
+    by_name = propose(Attention(), attention().params_like)
+    assert by_name != BLIND, "the names do tell"
+
+
+def test_without_values_the_module_says_how_a_square_lies() -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 4), "head": torch.nn.Linear(4, 4, bias=False)})
+    square = np.zeros((4, 4))
+    assert propose(model, {"embed": {"embedding": square}, "head": {"kernel": square}}) == NameTable(
+        {"embed/embedding": TorchParam("embed.weight", AS_IS), "head/kernel": TorchParam("head.weight", LINEAR)}
+    )
+
+
+def test_without_values_words_decide_and_then_the_order() -> None:
+    layers = [torch.nn.Linear(3, 3) for _ in range(11)]
+    model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(3))
+    like = {"layers": {str(i): {"kernel": np.zeros((3, 3)), "bias": np.zeros(3)} for i in range(11)}}
+    like["norm"] = {"scale": np.zeros(3), "bias": np.zeros(3)}
+    names = {path: param.name for path, param in propose(model, like).params.items()}
+    assert names == {
+        **{f"layers/{i}/kernel": f"{i}.weight" for i in range(11)},
+        **{f"layers/{i}/bias": f"{i}.bias" for i in range(11)},
+        "norm/scale": "11.weight",
+        "norm/bias": "11.bias",
+    }
+
+
+def test_a_proposed_case_is_checked_like_any_other() -> None:
+    verdict = check(attention(), steps=3)
+    assert verdict.passed, verdict.faults
+
+
+def test_the_proposal_is_python() -> None:
+    for table in (attention().tables[0], CASES["cnn"]().names, CASES["gpt2"]().names):
+        assert eval(as_source(table), vars(interop)) == table
+
+
+def test_models_that_differ_a_little_are_still_matched() -> None:
+    def other(params: Any, batch: Any, rng: Any) -> Any:
+        return attention_loss(params, {**batch, "x": batch["x"] * (1 + 1e-4)}, rng)
+
+    proposed = dataclasses.replace(attention(), loss_fn=other).tables[0]
+    assert proposed == BLIND
+
+
+def test_what_cannot_correspond_is_listed_in_one_line() -> None:
+    like = {"kernel": np.zeros((6, 7)), "bias": np.zeros(5), "extra": np.zeros((2, 2))}
+    with pytest.raises(UserError) as error:
+        propose(torch.nn.Linear(6, 5), like)
+    said = str(error.value)
+    assert "\n" not in said
+    for part in ("no tensor for kernel (6, 7)", "no tensor for extra (2, 2)", "no leaf for weight (5, 6)", "NameTable"):
+        assert part in said
+
+
+def test_the_proof_counts_every_tensor_once() -> None:
+    proof = prove(CASES["cnn-bn"]())
+    assert (proof.tensors, proof.buffers, proof.leaves, proof.tied) == (6, 3, 9, {})
+    assert set(proof.moved) == {p.name for p in CASES["cnn-bn"]().names.params.values()}
+    assert max(proof.moved.values()) < 1e-6
+
+    proof = prove(CASES["gpt2"]())
+    assert proof.tied == {"lm_head.weight": "transformer.wte.weight"}
+    assert (proof.tensors, proof.leaves, len(proof.moved)) == (2 + 2 * 12 + 2 + 1, 16, 2 + 2 * 12 + 2)
+
+
+def test_the_proof_says_what_the_loss_does_not_depend_on() -> None:
+    proof = prove(attention(BLIND))
+    assert proof.unmoved == ("key.bias",)
+    assert len(proof.moved) == 12
+
+
+def test_weights_that_start_at_zero_hide_nothing() -> None:
+    def model() -> torch.nn.Module:
+        made = Attention()
+        torch.nn.init.zeros_(made.mix)
+        return made
+
+    assert prove(dataclasses.replace(attention(BLIND), torch_model=model)).unmoved == ("key.bias",)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"w0": TorchParam("query.weight", AS_IS)},
+        {"w4": TorchParam("mix", LINEAR)},
+        {"w0": BLIND.params["w1"], "w1": BLIND.params["w0"]},
+        {"n0": BLIND.params["n1"], "n1": BLIND.params["n0"]},
+        {"b2": BLIND.params["b0"], "b0": BLIND.params["b2"]},
+    ],
+)
+def test_a_wrong_table_is_not_proved(wrong: dict[str, TorchParam]) -> None:
+    with pytest.raises(UserError, match="the models of attention differ at the same weights"):
+        prove(attention(NameTable({**BLIND.params, **wrong})))
+
+
+def test_a_tensor_used_twice_is_named_with_all_else_that_is_wrong() -> None:
+    params = {**BLIND.params, "w1": BLIND.params["w0"], "b1": TorchParam("nothing")}
+    with pytest.raises(UserError) as error:
+        prove(attention(NameTable(params)))
+    said = str(error.value)
+    for part in ("used twice query.weight", "missing nothing", "unexpected key.bias", "unexpected key.weight"):
+        assert part in said
+    assert "\n" not in said
+
+
+def test_a_tensor_used_twice_is_not_proved_though_all_else_fits() -> None:
+    case = attention(NameTable({**BLIND.params, "copy": BLIND.params["w4"]}))
+    with pytest.raises(UserError, match=r"used twice mix$"):
+        prove(dataclasses.replace(case, params_like={**case.params_like, "copy": case.params_like["w4"]}))
+
+
+def test_moving_a_tensor_that_only_pytorch_ties_shows() -> None:
+    """Both models agree at the weights, but not around them."""
+
+    def stopped(params: Any, batch: Any, rng: Any) -> Any:
+        # The same loss at any weights but those moved in a direction that w4 alone has.
+        loss, metrics = attention_loss(params, batch, rng)
+        off = params["w4"] - jnp.asarray(start, params["w4"].dtype)
+        return jaxtrain.Loss(loss.total + jnp.sum(off), loss.weight), metrics
+
+    from parity.torch_side import seeded_model
+    from parity.weights import _jittered
+
+    start = _jittered(seeded_model(attention(BLIND), 0)).state_dict()["mix"].numpy().copy()
+    case = dataclasses.replace(attention(BLIND), loss_fn=stopped)
+    with pytest.raises(UserError, match=r"moved alone, these move the losses of attention differently: mix \("):
+        prove(case)
+
+
+def test_probing_drops_nothing_and_leaves_the_case_alone() -> None:
+    case = mlp(dropout=0.5)
+    probe = probe_of(case)
+    weights = {name: x.numpy() for name, x in torch.nn.Module.state_dict(case.torch_model()).items()}
+    params = case.names.to_jax(weights, like=case.params_like)
+    assert probe.torch_loss(weights) == pytest.approx(probe.jax_loss(params, None), rel=1e-12)
+    batch = case.batch(0, case.rows)
+    plain = mlp().torch_model()
+    plain.load_state_dict({name: torch.from_numpy(x) for name, x in weights.items()})
+    logits = plain(torch.from_numpy(batch["image"]))
+    expected = F.cross_entropy(logits, torch.from_numpy(batch["label"])).item()
+    assert probe.torch_loss(weights) == pytest.approx(expected, rel=1e-5)
