@@ -11,7 +11,6 @@ PACKAGES = ("jax", "jaxlib", "torch", "transformers", "flax", "optax")
 def environment() -> dict[str, Any]:
     """What every report carries."""
     import jax
-    import torch
 
     return {
         "python": platform.python_version(),
@@ -22,11 +21,7 @@ def environment() -> dict[str, Any]:
         "jax_default_matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "jax_enable_x64": jax.config.jax_enable_x64,  # type: ignore[attr-defined]
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "torch_device": "cpu",
-        "torch_float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "torch_flush_denormal": _flushes_denormals(),
-        "torch_threads": torch.get_num_threads(),
+        **_torch_settings(),
     }
 
 
@@ -47,10 +42,19 @@ def refuse_unlike(precision: str) -> None:
         )
 
 
-def _flushes_denormals() -> bool:
-    import torch
-
-    return bool((torch.tensor(1e-40) * 1.0 == 0).item())
+def _torch_settings() -> dict[str, Any]:
+    """None of them where PyTorch is not installed, and so was not run."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return {}
+    return {
+        "torch_device": "cpu",
+        "torch_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch_flush_denormal": bool((torch.tensor(1e-40) * 1.0 == 0).item()),
+        "torch_threads": torch.get_num_threads(),
+    }
 
 
 def _version(package: str) -> str | None:

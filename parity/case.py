@@ -51,6 +51,8 @@ class Case:
     @cached_property
     def tables(self) -> "tuple[NameTable, NameTable | None]":
         """The tables of the parameters and of the buffers, as given or proposed; None for a model without state."""
+        if self.names is not None and (self.state_like is None or self.buffers is not None):
+            return self.names, self.buffers
         from parity.weights import tables  # which imports both frameworks
 
         return tables(self)

@@ -9,7 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
 from parity.locate import STEPS, locate
 from parity.report import Result, bars, divergence, document, table
-from parity.run import PRECISIONS, Settings, examine, validate
+from parity.run import PRECISIONS, Examination, Settings, examine, replay, validate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
         return 0
-    return _answer(_run if options.command == "run" else _locate, options)
+    return _answer({"run": _run, "locate": _locate, "record": _record}[options.command], options)
 
 
 def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
@@ -58,7 +59,7 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
-    results = _results(options, console)
+    results = _replayed(options, console) if options.bundle else _results(options, console)
     console.print(table(results))
     if options.json:
         options.json.write_text(json.dumps(document(results), indent=2, allow_nan=False) + "\n")
@@ -67,6 +68,45 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
         write_page(options.html, environment(), [page_case(result) for result in results])
     return 0 if all(result.verdict.passed for result in results) else 1
+
+
+def _record(options: argparse.Namespace, console: Console) -> int:
+    from parity.bundle import record
+
+    with console.status(f"{options.case} in PyTorch"):
+        case = case_of(options.case, **_made_with(options))
+        precisions = options.precision or ["fp64", "fp32"]
+        record(case, precisions, options.out, accumulate=options.accumulate, steps=options.steps, seed=options.seed)
+    console.print(
+        f"{options.out} holds PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
+    )
+    return 0
+
+
+def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
+    """Today's JAX side beside a bundle; PyTorch need not be installed."""
+    from parity.bundle import opened
+
+    bundle = opened(options.bundle)
+    if len(options.cases) != 1:
+        raise _user_error(f"{options.bundle} holds one case: name it, as in parity run FILE.py::case --bundle DIR")
+    case = case_of(options.cases[0], **_made_with(options))
+    if case.name != bundle.case:
+        raise _user_error(f"{options.bundle} holds {bundle.case}, not {case.name}: name that")
+    settings = replace(bundle.settings, remat=options.remat)
+    precisions = options.precision or bundle.precisions
+    return [_timed(case, p, settings, options, console, partial(_beside, bundle)) for p in precisions]
+
+
+def _beside(bundle: Any, case: Case, precision: str, settings: Settings) -> Examination:
+    reference = partial(bundle.reference, precision)
+    return replay(case, precision, reference, **asdict(settings))
+
+
+def _user_error(line: str) -> Exception:
+    from jaxtrain.errors import UserError
+
+    return UserError(line)
 
 
 def _locate(options: argparse.Namespace, console: Console) -> int:
@@ -94,18 +134,31 @@ def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
     for case, precision in checks:
         validate(case, precision, settings)
-    return [_result(case, precision, settings, options, console) for case, precision in checks]
+    return [_timed(case, precision, settings, options, console, _live) for case, precision in checks]
 
 
-def _result(case: Case, precision: str, settings: Settings, options: argparse.Namespace, console: Console) -> Result:
+def _live(case: Case, precision: str, settings: Settings) -> Examination:
+    return examine(case, precision, locate=True, **asdict(settings))
+
+
+def _timed(
+    case: Case,
+    precision: str,
+    settings: Settings,
+    options: argparse.Namespace,
+    console: Console,
+    examined: Callable[[Case, str, Settings], Examination],
+) -> Result:
     start = time.perf_counter()
     with console.status(f"{case.name} {precision}"):
-        examination = examine(case, precision, locate=True, **asdict(settings))
+        examination = examined(case, precision, settings)
     verdict = examination.verdict
     seconds = time.perf_counter() - start
     console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
     for fault in verdict.faults:
         console.print(f"  {fault}", markup=False, soft_wrap=True)
+    for unseen in examination.unseen:
+        console.print(f"  not exercised: {unseen}", style="dim", markup=False, soft_wrap=True)
     if verdict.stage:
         console.print(f"  {verdict.stage}", markup=False, soft_wrap=True)
     if verdict.first_divergence:
@@ -137,7 +190,14 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--steps", type=_at_least(1), default=STEPS, metavar="N", help=f"optimizer steps; by default {STEPS}"
     )
-    for command in (run, where):
+    run.add_argument("--bundle", type=Path, metavar="DIR", help="beside what parity record wrote, without PyTorch")
+    kept = commands.add_parser("record", help="run a case's PyTorch side, to be checked against where there is none")
+    kept.add_argument("case", type=_case, metavar="CASE")
+    kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder without a bundle")
+    kept.add_argument("--precision", action="extend", type=_precisions, help="by default fp64,fp32")
+    kept.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
+    kept.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
+    for command in (run, where, kept):
         command.add_argument(
             "--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0"
         )

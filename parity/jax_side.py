@@ -10,7 +10,7 @@ import optax
 import jaxtrain
 from jaxtrain.loss_scale import current_scale
 from parity.case import Case
-from parity.oracle import in_float64
+from parity.oracle.in_jax import in_float64
 from parity.record import Record, Snapshot, Tensors
 
 

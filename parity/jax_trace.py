@@ -24,7 +24,7 @@ from jaxtrain.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import Sources, Trace
-from parity.oracle import in_float64
+from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.source import described
@@ -36,7 +36,7 @@ LIBRARIES = tuple(
 )
 """Where a difference is rarely made: the line that called them says which call it was."""
 
-HARNESS = Path(__file__).parent
+HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
 
 
 @dataclass(frozen=True)
@@ -216,4 +216,5 @@ def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
 
 def _of_user(file: str) -> bool:
     path = Path(file)
-    return path.is_absolute() and path.parent != HARNESS and not any(path.is_relative_to(part) for part in LIBRARIES)
+    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in LIBRARIES)
+    return path.is_absolute() and not ours

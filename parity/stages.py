@@ -18,7 +18,7 @@ from jaxtrain.optim.arithmetic import in_float32
 from parity import jax_side, torch_side
 from parity.case import Case
 from parity.compare import FIRST_BAR, relative
-from parity.oracle import in_float64
+from parity.oracle.in_jax import in_float64
 from parity.randomness import dropout_masks
 from parity.record import Step, Tensors
 

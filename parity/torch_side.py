@@ -12,7 +12,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
-from parity.oracle import InFloat64
+from parity.oracle.in_torch import InFloat64
 from parity.randomness import GivenMasks, Masks, reordered
 from parity.record import Record, Snapshot, Step, Tensors
 

@@ -25,7 +25,8 @@ from jaxtrain.interop import AS_IS, CONV, LINEAR, NameTable, TorchParam, linear_
 from jaxtrain.interop.names import LAYER, Layout, leaves, unflattened
 from jaxtrain.objective import checked
 from parity.case import Case
-from parity.oracle import InFloat64, in_float64
+from parity.oracle.in_jax import in_float64
+from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
 from parity.torch_side import seeded_model
 

@@ -40,6 +40,7 @@ def row(result: Result) -> dict[str, Any]:
         "first_divergence": None if first is None else {"torch": first.torch, "jax_source": first.jax_source},
         "stage": verdict.stage,
         "faults": list(verdict.faults),
+        "not_exercised": list(result.examination.unseen),
     }
 
 

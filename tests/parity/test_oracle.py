@@ -21,7 +21,9 @@ from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.jaxpr import inner_jaxprs
 from parity import check
 from parity.case import AdamW, Case
-from parity.oracle import JAX_WIDER, TORCH_WIDER, InFloat64, in_float64, meant
+from parity.oracle.in_jax import JAX_WIDER, in_float64
+from parity.oracle.in_torch import TORCH_WIDER, InFloat64
+from parity.oracle.literal import meant
 
 
 class LowResults(TorchDispatchMode):

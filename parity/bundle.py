@@ -1,0 +1,135 @@
+"""PyTorch's side of a check, recorded once and replayed where PyTorch is not installed, in CI for instance.
+
+A bundle is a folder: `bundle.json`, which says what was recorded and on what, and the recorded runs as safetensors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from parity.case import Case
+from parity.record import Record, Snapshot, Tensors
+from parity.run import TRAININGS, Reference, Settings, live_reference, validate
+
+FORMAT = 1
+INDEX = "bundle.json"
+
+
+def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any) -> None:
+    """Run PyTorch's side of these checks and write it to `folder`, which must not hold a bundle yet.
+
+    In low precisions the trainings are recorded that a failing check is repeated with.
+    """
+    from jaxtrain.errors import UserError
+    from parity.attestation import environment
+
+    given = Settings(**settings)
+    for precision in precisions:
+        validate(case, precision, given)
+    if (folder / INDEX).exists():
+        raise UserError(f"{folder} holds a bundle already: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for precision in precisions:
+        for seed in _seeds(precision, given):
+            reference = live_reference(case, precision, Settings(**{**asdict(given), "seed": seed}))
+            _write(folder, f"{precision}-{seed}", reference)
+    index = {"format": FORMAT, "case": case.name, "precisions": [*precisions], **asdict(given)}
+    # Last, so that a folder with an index is whole.
+    (folder / INDEX).write_text(json.dumps({**index, "environment": environment()}, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A recorded bundle, opened; `settings` are those it was recorded with."""
+
+    folder: Path
+    case: str
+    precisions: tuple[str, ...]
+    settings: Settings
+
+    def reference(self, precision: str, settings: Settings) -> Reference:
+        """What PyTorch did under these settings. Raises `UserError` for settings that were not recorded."""
+        from jaxtrain.errors import UserError
+
+        recorded = asdict(self.settings)
+        for name, value in asdict(settings).items():
+            # What JAX keeps for its backward pass is nothing to PyTorch.
+            if name not in ("remat", "seed") and value != recorded[name]:
+                raise UserError(f"{self.folder} was recorded with {name} {recorded[name]}, not {value}")
+        if precision not in self.precisions or settings.seed not in _seeds(precision, self.settings):
+            raise UserError(
+                f"{self.folder} holds {', '.join(self.precisions)} from seed {self.settings.seed}: ask that"
+            )
+        return _read(self.folder, f"{precision}-{settings.seed}")
+
+
+def opened(folder: Path) -> Bundle:
+    """The bundle in `folder`. Raises `UserError` where there is none, or one of another format."""
+    from jaxtrain.errors import UserError
+
+    index = folder / INDEX
+    if not index.is_file():
+        raise UserError(f"{folder} holds no {INDEX}: make it with parity record")
+    said = json.loads(index.read_text())
+    if said.get("format") != FORMAT:
+        raise UserError(f"{folder} is a bundle of format {said.get('format')}, this reads {FORMAT}: record it again")
+    settings = Settings(said["accumulate"], said["remat"], said["steps"], said["seed"])
+    return Bundle(folder, said["case"], tuple(said["precisions"]), settings)
+
+
+def _seeds(precision: str, settings: Settings) -> range:
+    return range(settings.seed, settings.seed + (1 if precision == "fp64" else TRAININGS))
+
+
+def _write(folder: Path, name: str, reference: Reference) -> None:
+    save_file(_contiguous(reference.weights), folder / f"{name}-weights.safetensors")
+    for what, run in _runs(reference):
+        save_file(_flat(run), folder / f"{name}-{what}.safetensors")
+
+
+def _read(folder: Path, name: str) -> Reference:
+    def run(what: str) -> Record:
+        return _record(load_file(folder / f"{name}-{what}.safetensors"))
+
+    n = len(list(folder.glob(f"{name}-reordered*.safetensors")))
+    weights = load_file(folder / f"{name}-weights.safetensors")
+    return Reference(weights, run("theirs"), [run(f"reordered{i}") for i in range(n)], run("truth"))
+
+
+def _runs(reference: Reference) -> list[tuple[str, Record]]:
+    reordered = [(f"reordered{i}", run) for i, run in enumerate(reference.reordered)]
+    return [("theirs", reference.theirs), *reordered, ("truth", reference.truth)]
+
+
+def _flat(run: Record) -> Tensors:
+    """A record's arrays, each under the path of its field: "first/moments/exp_avg/0.weight"."""
+    flat: Tensors = {"losses": run.losses, "scales": run.scales, "grad_norms": run.grad_norms}
+    flat |= {f"grads/{name}": x for name, x in run.grads.items()}
+    for when, snapshot in {"first": run.first, "last": run.last}.items():
+        for what, tensors in {"params": snapshot.params, "buffers": snapshot.buffers}.items():
+            flat |= {f"{when}/{what}/{name}": x for name, x in tensors.items()}
+        for moment, tensors in snapshot.moments.items():
+            flat |= {f"{when}/moments/{moment}/{name}": x for name, x in tensors.items()}
+    return _contiguous(flat)
+
+
+def _record(flat: Mapping[str, np.ndarray]) -> Record:
+    def below(prefix: str) -> Tensors:
+        return {path.removeprefix(prefix): x for path, x in flat.items() if path.startswith(prefix)}
+
+    def snapshot(when: str) -> Snapshot:
+        names = {path.split("/")[2] for path in flat if path.startswith(f"{when}/moments/")}
+        moments = {name: below(f"{when}/moments/{name}/") for name in sorted(names)}
+        return Snapshot(below(f"{when}/params/"), moments, below(f"{when}/buffers/"))
+
+    numbers = {name: flat[name] for name in ("losses", "scales", "grad_norms")}
+    return Record(grads=below("grads/"), first=snapshot("first"), last=snapshot("last"), **numbers)
+
+
+def _contiguous(tensors: Mapping[str, np.ndarray]) -> Tensors:
+    return {name: np.ascontiguousarray(x) for name, x in tensors.items()}

@@ -1,0 +1,118 @@
+"""JAX in float64, whatever its code asks for, by rewriting the jaxpr."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxtrain import jaxpr
+from jaxtrain.errors import UserError
+from parity.oracle.literal import meant
+
+JAX_WIDER = {
+    np.dtype(np.float32): np.dtype(np.float64),
+    np.dtype(np.float16): np.dtype(np.float64),
+    np.dtype(jnp.bfloat16): np.dtype(np.float64),
+    np.dtype(np.complex64): np.dtype(np.complex128),
+}
+
+
+DECLARED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
+"""The primitives whose results are computed elsewhere, in the dtype that they declare."""
+
+
+def in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with all of its floating arithmetic in float64, whatever dtypes it asks for; needs JAX's x64 mode.
+
+    Also inside jit, loops, branches, `jax.checkpoint` and custom derivatives. Raises `UserError` for an operation
+    that stays low: a callback, a look at a number's bits, a derivative with symbolic zeros.
+
+    >>> with jax.enable_x64(True):
+    ...     y = in_float64(lambda x: x.astype(jnp.float32) * 0.1)(np.ones(2))
+    >>> y.tolist(), y.dtype.name
+    ([0.1, 0.1], 'float64')
+    """
+
+    def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        return _run(closed.jaxpr, closed.consts, leaves)
+
+    return jaxpr.retraced(fn, evaluate)
+
+
+def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    outs = jaxpr.interpret(body, [*map(_wide, consts)], [*map(_wide, args)], _rule)
+    return [_widened(v, x) for v, x in zip(body.outvars, outs, strict=True)]
+
+
+def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
+    del run  # unlike `_run` it leaves literal results as they are
+    name = eqn.primitive.name
+    if jaxpr.calls(eqn, "_bernoulli"):
+        return jaxpr.as_traced(eqn, args)  # a decision, made of the bits that this precision has
+    args = [_widened(v, x) for v, x in zip(eqn.invars, args, strict=True)]
+    if name == "reduce_precision":
+        return args
+    if name == "bitcast_convert_type":
+        if getattr(eqn.invars[0].aval, "dtype", None) in JAX_WIDER:
+            _refuse(eqn, "it reads a number's bits: compute what they say")
+        return jaxpr.bind(eqn, args)  # draws are made of bits, and stay what they were
+    if name == "custom_vjp_call" and (eqn.params["symbolic_zeros"] or eqn.params["num_consts"]):
+        _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, all it reads being arguments")
+    if name in ("scan", "while", "cond"):
+        # Rebuilt with the dtypes of their bodies' arguments: those have to be wide first.
+        return jaxpr.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
+    if name in jaxpr.HIGHER_ORDER:
+        return jaxpr.HIGHER_ORDER[name](eqn, args, _run)
+    if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
+        _refuse(eqn, "it returns the dtype it declared: declare that of its arguments")
+    return jaxpr.bind(_lifted(eqn), args)
+
+
+def _as_it_is(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return jaxpr.interpret(body, consts, args, lambda *_: None)
+
+
+def _lifted(eqn: JaxprEqn) -> JaxprEqn:
+    return eqn.replace(params={key: _lifted_param(value) for key, value in eqn.params.items()})
+
+
+def _lifted_param(value: Any) -> Any:
+    if isinstance(value, ClosedJaxpr):
+        avals = [jax.ShapeDtypeStruct(aval.shape, JAX_WIDER.get(aval.dtype, aval.dtype)) for aval in value.in_avals]
+        return jax.make_jaxpr(lambda *args: _run(value.jaxpr, value.consts, args))(*avals)
+    if isinstance(value, Jaxpr):
+        return _lifted_param(ClosedJaxpr(value, ())).jaxpr
+    if isinstance(value, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+        return lax.Precision.HIGHEST
+    if isinstance(value, tuple):
+        items = [_lifted_param(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+        return JAX_WIDER.get(np.dtype(value), value)
+    return value
+
+
+def _refuse(eqn: JaxprEqn, why: str) -> None:
+    raise UserError(f"{eqn.primitive.name} of the JAX model cannot be computed in float64: {why}")
+
+
+def _widened(var: Any, x: Any) -> Any:
+    """`x`, the value of `var`, in float64; a literal as it was written."""
+    if not (isinstance(var, Literal) and _is_low(x)):
+        return _wide(x)
+    written = complex(x)
+    if np.iscomplexobj(x):
+        return np.complex128(complex(meant(written.real), meant(written.imag)))
+    return np.float64(meant(written.real, x.dtype))
+
+
+def _wide(x: Any) -> Any:
+    return lax.convert_element_type(x, JAX_WIDER[x.dtype]) if _is_low(x) else x
+
+
+def _is_low(x: Any) -> bool:
+    return getattr(x, "dtype", None) in JAX_WIDER

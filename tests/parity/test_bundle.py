@@ -1,0 +1,91 @@
+"""PyTorch's side recorded, and replayed where importing torch fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity.cli import main
+
+OWN = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxtrain as jt
+from jaxtrain.interop import LINEAR, NameTable, TorchParam
+from parity import AdamW, Case
+
+FACTOR = 1.0
+
+
+def model():
+    import torch
+    return torch.nn.Linear(3, 2)
+
+
+def torch_loss(model, batch):
+    return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+def loss_fn(params, batch, rng):
+    out = FACTOR * (batch["x"] @ params["kernel"]) + params["bias"][None]
+    return jt.Loss((out**2).sum(), weight=len(out)), {}
+
+
+case = Case(
+    name="own", torch_model=model, torch_loss=torch_loss, loss_fn=loss_fn,
+    params_like={"kernel": np.zeros((3, 2)), "bias": np.zeros(2)},
+    names=NameTable({"kernel": TorchParam("weight", LINEAR), "bias": TorchParam("bias")}),
+    batch=lambda seed, rows: {"x": np.random.default_rng(seed).normal(size=(rows, 3)).astype(np.float32)},
+    rows=4, optimizer=AdamW(lr=1e-2), clip_norm=1.0,
+)
+"""
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from parity.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    (folder / "own.py").write_text(OWN)
+    argv = ["record", f"{folder / 'own.py'}::case", "--precision", "fp64,bf16", "--steps", "3"]
+    assert main([*argv, "--out", str(folder / "kept")]) == 0
+    return folder
+
+
+def replayed(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "run", f"{folder / 'own.py'}::case", "--bundle", *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_bundle_is_replayed_without_torch(recorded: Path) -> None:
+    ran = replayed(recorded, str(recorded / "kept"), "--remat", "full", "--json", str(recorded / "found.json"))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(" held") == 4
+    rows = json.loads((recorded / "found.json").read_text())["cases"]
+    assert [row["precision"] for row in rows] == ["fp64", "bf16"]
+    assert {row["steps"] for row in rows} == {3}
+
+
+def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("FACTOR = 1.0", "FACTOR = 1.000001"))
+    ran = replayed(tmp_path, str(recorded / "kept"))
+    assert ran.returncode == 1, ran.stderr
+    assert "own fp64 differs" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nowhere"], "nowhere holds no bundle.json: make it with parity record"),
+        (["{kept}", "--precision", "fp16"], "holds fp64, bf16 from seed 0: ask that"),
+    ],
+)
+def test_what_was_not_recorded_is_one_line(recorded: Path, argv: list[str], said: str) -> None:
+    ran = replayed(recorded, *(arg.format(kept=recorded / "kept") for arg in argv))
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert said in ran.stderr
+
+
+def test_a_bundle_is_not_written_over(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", f"{recorded / 'own.py'}::case", "--out", str(recorded / "kept")]) == 2
+    assert "holds a bundle already" in capsys.readouterr().err
