@@ -38,7 +38,7 @@ def case(dropout: float = 0.0) -> Case:
         rows=16,
         # The bias before a BatchNorm has gradient 0 but for rounding, of which the default eps makes steps.
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
-        clip_norm=0.8,
+        clip_norm=5.5,
         state_like=state_like,
         buffers=torch_buffers(),
     )

@@ -18,7 +18,7 @@ from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.gpt2 import torch_names
 from parity.case import AdamW, Batch, Case
 
-CONFIG = GPT2Config(vocab_size=101, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+CONFIG = GPT2Config(vocab_size=101, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 TOKENS = 17
 
 

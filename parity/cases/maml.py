@@ -44,7 +44,7 @@ def case() -> Case:
         batch=_batch,
         rows=8,
         optimizer=AdamW(lr=1e-2, weight_decay=0.1),
-        clip_norm=2.0,
+        clip_norm=0.9,
     )
 
 
