@@ -99,6 +99,8 @@ class GivenMasks(TorchDispatchMode):
             # Beyond the last PyTorch draws its own, so that the error can say how many there were.
             if self.drawn <= len(self.masks):
                 return _fill(args[0], self.masks[self.drawn - 1])
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            raise UserError(f"the PyTorch model draws random numbers by {func}: only dropout can be given JAX's own")
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:

@@ -61,7 +61,7 @@ def run(
         for micro_batch, kept in window:
             with InFloat64() if precision == "fp64" else nullcontext():
                 with autocast, nullcontext() if kept is None else GivenMasks(kept):
-                    total, weight = case.torch_loss(model, micro_batch)
+                    total, weight = _checked(case.torch_loss(model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
             window_loss = window_loss + loss.detach()
@@ -86,6 +86,15 @@ def run(
     last = _snapshot(case, model, optimizer)
     first = updates.first or last
     return Record(np.array(losses), updates.grads, first, last, np.array(scales), np.array(norms))
+
+
+def _checked(returned: Any) -> tuple[torch.Tensor, int]:
+    match returned:
+        case (torch.Tensor(shape=()) as total, weight):
+            return total, weight
+        case (torch.Tensor(shape=shape), _):
+            raise UserError(f"torch_loss returned a total of shape {list(shape)}: make it a sum, a scalar")
+    raise UserError(f"torch_loss returned {type(returned).__name__}: make it (total, weight)")
 
 
 def _clip(model: torch.nn.Module, clip_norm: float | None) -> float:

@@ -148,3 +148,16 @@ def test_flaxs_running_statistics_are_seen_in_the_buffers_alone(
         "buffers after the first update",
         "buffers after the last step",
     ]
+
+
+@pytest.mark.parametrize(("use", "eps"), [("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
+def test_the_smallest_perturbation_of_a_weights_use_is_seen(use: str, eps: float) -> None:
+    case = gpt2.case()
+
+    def loss_fn(params: dict[str, Any], batch: Any, rng: Any) -> Any:
+        blocks = params["blocks"]
+        kernel = blocks["fc"]["kernel"]
+        kernel = kernel * (1 + eps) if use == "a matrix" else kernel.at[0, 0, 0].multiply(1 + eps)
+        return case.loss_fn({**params, "blocks": {**blocks, "fc": {**blocks["fc"], "kernel": kernel}}}, batch, rng)
+
+    assert faults(dataclasses.replace(case, loss_fn=loss_fn), steps=2)

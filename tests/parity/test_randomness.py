@@ -146,8 +146,9 @@ def test_attention_drops_its_weights(rate: float) -> None:
 
 def test_autocast_applies_inside() -> None:
     (mask,) = masks((2, 3))
+    linear = torch.nn.Linear(4, 3)
     with torch.autocast("cpu", torch.bfloat16), GivenMasks([mask]):
-        dropped = F.dropout(torch.nn.Linear(4, 3)(torch.ones(2, 4)), 0.1)
+        dropped = F.dropout(linear(torch.ones(2, 4)), 0.1)
     assert dropped.dtype == torch.bfloat16
     np.testing.assert_array_equal(dropped.detach().float().numpy() == 0, ~mask)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,3 +137,29 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         check(small(), **settings)
+
+
+def noisy(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    total, weight = small().torch_loss(model, batch)
+    return total + torch.randn([]) * 0, weight
+
+
+def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    total, weight = small().torch_loss(model, batch)
+    return total[None], weight
+
+
+@pytest.mark.parametrize(
+    ("torch_loss", "said"),
+    [
+        (noisy, "the PyTorch model draws random numbers by aten.randn"),
+        (by_row, r"torch_loss returned a total of shape \[1\]: make it a sum"),
+        (
+            lambda model, batch: small().torch_loss(model, batch)[0],
+            r"torch_loss returned Tensor: make it \(total, weight",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_compared_is_one_line(torch_loss: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check(dataclasses.replace(small(), torch_loss=torch_loss), steps=1)
