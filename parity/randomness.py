@@ -99,9 +99,13 @@ class GivenMasks(TorchDispatchMode):
             # Beyond the last PyTorch draws its own, so that the error can say how many there were.
             if self.drawn <= len(self.masks):
                 return _fill(args[0], self.masks[self.drawn - 1])
-        elif torch.Tag.nondeterministic_seeded in func.tags:
+            return func(*args, **(kwargs or {}))
+        before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        out = func(*args, **(kwargs or {}))
+        # Attention without dropout has the tag, and draws nothing.
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
             raise UserError(f"the PyTorch model draws random numbers by {func}: only dropout can be given JAX's own")
-        return func(*args, **(kwargs or {}))
+        return out
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
