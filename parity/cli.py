@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
         return 0
-    return _answer({"run": _run, "locate": _locate, "record": _record}[options.command], options)
+    return _answer({"run": _run, "locate": _locate, "record": _record, "mutate": _mutate}[options.command], options)
 
 
 def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
@@ -81,6 +81,12 @@ def _record(options: argparse.Namespace, console: Console) -> int:
         f"{options.out} holds PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
     )
     return 0
+
+
+def _mutate(options: argparse.Namespace, console: Console) -> int:
+    from parity.mutate import main as mutate
+
+    return mutate(options.names, options.json, console, options.clean)
 
 
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
@@ -161,6 +167,8 @@ def _timed(
         console.print(f"  not exercised: {unseen}", style="dim", markup=False, soft_wrap=True)
     if verdict.stage:
         console.print(f"  {verdict.stage}", markup=False, soft_wrap=True)
+    if verdict.diagnosis:
+        console.print(f"  {verdict.diagnosis}", style="bold", markup=False, soft_wrap=True)
     if verdict.first_divergence:
         console.print(divergence(verdict.first_divergence), soft_wrap=True)
     return Result(case, precision, settings, examination, options.dropout)
@@ -197,6 +205,11 @@ def _parser() -> argparse.ArgumentParser:
     kept.add_argument("--precision", action="extend", type=_precisions, help="by default fp64,fp32")
     kept.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
     kept.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
+    bugs = commands.add_parser("mutate", help="plant known bugs, one at a time: are they seen, and placed?")
+    bugs.add_argument("names", nargs="*", metavar="NAME", help="all of them if none is named")
+    bugs.add_argument("--clean", type=_at_least(0), default=0, metavar="N", help="so many runs without a bug, too")
+    bugs.add_argument("--json", type=_writable, metavar="F", help="write the outcomes there too")
+    bugs.add_argument("--debug", action="store_true", help="show tracebacks")
     for command in (run, where, kept):
         command.add_argument(
             "--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0"

@@ -36,7 +36,7 @@ class Verdict:
     the first update, which is that of `grad_worst`; `param_rel_max`, the worst parameter after the last step.
     `error_ratio`, None in float64: the distance to the float64 truth over PyTorch's own, the worst of losses, first
     gradient and last parameters. `faults`: a line for each thing that failed. If asked for, `stage`: the one at
-    fault, and `first_divergence`: where.
+    fault, `first_divergence`: where, and `diagnosis`: the convention that explains it, and the change to make.
     """
 
     loss_rel: float
@@ -47,6 +47,7 @@ class Verdict:
     faults: tuple[str, ...]
     first_divergence: "Divergence | None" = None
     stage: str | None = None
+    diagnosis: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -58,6 +59,7 @@ class Verdict:
         """What failed, and where, a line each."""
         found = self.first_divergence
         where = {"stage": self.stage, "in PyTorch": found and found.torch, "in JAX": found and found.jax_source}
+        where["diagnosis"] = self.diagnosis
         return [*self.faults, *(f"{what}: {said}" for what, said in where.items() if said)]
 
 

@@ -170,14 +170,17 @@ def _followed_up(case: Case, examination: Examination, settings: Settings, cover
 
 
 def _placed(case: Case, verdict: Verdict, settings: Settings) -> Verdict:
-    """The verdict with the stage at fault, and the first operation that differs."""
+    """The verdict with the stage at fault, the first operation that differs, and the convention that explains it."""
+    from parity.diagnose import diagnose
     from parity.locate import locate
     from parity.stages import charge, stages
 
     # Most differ in the first steps; in all of them the search takes long.
     found = locate(case, seed=settings.seed) or locate(case, seed=settings.seed, steps=settings.steps)
-    stage = charge(stages(case, accumulate=settings.accumulate, seed=settings.seed))
-    return replace(verdict, first_divergence=found, stage=stage)
+    stagewise = stages(case, accumulate=settings.accumulate, seed=settings.seed)
+    diagnosis = diagnose(case, found, stagewise, accumulate=settings.accumulate, seed=settings.seed)
+    said = None if diagnosis is None else str(diagnosis)
+    return replace(verdict, first_divergence=found, stage=charge(stagewise), diagnosis=said)
 
 
 def _median(examinations: Sequence[Examination]) -> Examination:

@@ -52,7 +52,7 @@ def stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0
     seen: list[Step] = []
     torch_side.run(case, "fp64", accumulate=accumulate, steps=steps, seed=seed, masks=masks, watch=seen.append)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return _worst(_compared(case, seen, seed))
+        return _worst(compared(case, seen, seed))
 
 
 def charge(found: Sequence[Stage]) -> str | None:
@@ -81,8 +81,8 @@ LOOK_AT = {
 """What a fault of a stage is a fault of, all before it being PyTorch's own."""
 
 
-def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[tuple[int, str, Tensors, Tensors]]:
-    """(step, stage, ours, theirs), in the order of a run."""
+def compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[tuple[int, str, Tensors, Tensors]]:
+    """(step, stage, ours, theirs), in the order of a run, of the steps of a float64 reference."""
     backward, clip, optimizer = jax.jit(_backward(case)), jax.jit(_clip(case)), in_float32(case.optimizer.jax)
     update = jax.jit(optimizer.update)
     key, opt_state, micro_step = jax.random.key(seed), None, 0

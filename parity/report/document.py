@@ -39,6 +39,7 @@ def row(result: Result) -> dict[str, Any]:
         "error_ratio": _finite(verdict.error_ratio),
         "first_divergence": None if first is None else {"torch": first.torch, "jax_source": first.jax_source},
         "stage": verdict.stage,
+        "diagnosis": verdict.diagnosis,
         "faults": list(verdict.faults),
         "not_exercised": list(result.examination.unseen),
     }

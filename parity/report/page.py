@@ -106,7 +106,7 @@ def page_case(result: Result) -> PageCase:
         dropout=result.dropout,
         **asdict(settings),
         passed=verdict.passed,
-        faults=(*verdict.faults, *([verdict.stage] if verdict.stage else [])),
+        faults=(*verdict.faults, *filter(None, [verdict.stage, verdict.diagnosis])),
         error_ratio=verdict.error_ratio,
         loss_rel=verdict.loss_rel,
         grad_rel_max=verdict.grad_rel_max,

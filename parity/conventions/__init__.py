@@ -1,0 +1,1 @@
+"""Conventions in which JAX code differs from PyTorch, as tables: one line each."""

@@ -1,0 +1,46 @@
+"""Conventions of gradient clipping: what JAX code may do in place of `torch.nn.utils.clip_grad_norm_`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain.clip import clip_grad_norm, clip_grad_value
+
+
+@dataclass(frozen=True)
+class Convention:
+    """What JAX `has`, what to `change` there, and what it makes of the gradients and the bound."""
+
+    has: str
+    change: str
+    clipped: Callable[[Any, float], Any]
+
+
+def _always(grads: Any, bound: float) -> Any:
+    norm = optax.tree.norm(grads)
+    return jax.tree.map(lambda g: g * bound / (norm + 1e-6), grads)
+
+
+CLIPPING: tuple[Convention, ...] = (
+    Convention(
+        "factor has no 1e-6",
+        "bound / (norm + 1e-6)",
+        lambda g, bound: optax.clip_by_global_norm(bound).update(g, optax.EmptyState())[0],
+    ),
+    Convention(
+        "norm is each leaf's",
+        "the norm of all",
+        lambda g, bound: jax.tree.map(lambda x: clip_grad_norm(x, bound)[0], g),
+    ),
+    Convention("clipping is by value", "by the norm", clip_grad_value),
+    Convention("gradients are not clipped", "jaxtrain.clip.clip_grad_norm", lambda g, bound: g),
+    Convention("factor may be over 1", "min(1, …)", _always),
+    Convention(
+        "bound is for the norm's square", "bound / norm", lambda g, bound: clip_grad_norm(g, math.sqrt(bound))[0]
+    ),
+)
+"""Tried in this order; text follows "JAX's"."""
