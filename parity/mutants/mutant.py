@@ -1,0 +1,49 @@
+"""A bug that is planted on purpose: one convention of PyTorch's got wrong, in the smallest case that can show it."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from parity.case import Case
+
+if TYPE_CHECKING:
+    from parity.locate import Divergence
+
+Patch = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`case()` has the bug, or has it while `patch()` is entered; `clean()` is the same without. `around()` is entered
+    for both; `settings` are `parity.check`'s.
+
+    Where it is: in training stage `stage`, one of `parity.locate`'s, at an operation of PyTorch's that `torch` matches,
+    and on a line of the function `lines`. No stage: it shows only where nothing is located, over the micro-batches of a
+    window or in a low precision.
+    """
+
+    name: str
+    case: Callable[[], Case]
+    clean: Callable[[], Case]
+    stage: str = ""
+    torch: str = ""
+    lines: Callable[..., Any] | None = None
+    patch: Patch = nullcontext
+    around: Patch = nullcontext
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def located_by(self, found: "Divergence | None") -> bool:
+        """Whether what was found is what was planted."""
+        if found is None or not re.fullmatch(self.stage, found.stage) or not re.match(self.torch, found.torch):
+            return False
+        if self.lines is None:
+            return True
+        function = self.lines.func if isinstance(self.lines, partial) else self.lines
+        text, first = inspect.getsourcelines(function)
+        file, line, *_ = found.jax_source.split(":")
+        ours = function.__module__.replace(".", "/") + ".py"
+        return file == ours and first <= int(line) < first + len(text)

@@ -1,0 +1,179 @@
+"""The step around the model: clipping, accumulation, loss scaling, skips, precision, and the order of the data."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+import torch
+from torch import optim as T
+from torch.optim import lr_scheduler as S
+
+from jaxtrain import accumulate, optim
+from jaxtrain.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain.optim import schedules
+from parity.case import Case
+from parity.mutants.losses import square
+from parity.mutants.mutant import Mutant, Patch
+from parity.mutants.network import SGD, criterion, normal
+from parity.mutants.optimizers import squares
+from parity.optimizer import Optimizer
+
+GradScaler = torch.amp.GradScaler
+mean_gradient, split, add = accumulate.mean_gradient, accumulate.split, accumulate.add
+LR = 0.05
+MOMENTUM = Optimizer("SGD", partial(T.SGD, lr=LR, momentum=0.9), optim.sgd(LR, 0.9))
+SCHEDULED = Optimizer(
+    "SGD", partial(T.SGD, lr=LR), optim.sgd(schedules.step_lr(LR, 2)), scheduler=partial(S.StepLR, step_size=2)
+)
+
+
+def linear(ours: Callable[..., Any] = square, optimizer: Any = SGD, clip_norm: float | None = None) -> Case:
+    """A linear layer and a squared error."""
+    return criterion(squares, ours, normal, optimizer=optimizer, clip_norm=clip_norm)
+
+
+def patched(name: str, wrong: Any) -> Patch:
+    """While entered, what is called `name` is `wrong`."""
+    return lambda: mock.patch(name, wrong)
+
+
+def stepped(
+    name: str, what: str, wrong: Any, stage: str = "", clip_norm: float | None = None, **settings: Any
+) -> Mutant:
+    """A step of which the part called `what` is `wrong`."""
+    case = partial(linear, clip_norm=clip_norm)
+    return Mutant(name, case, case, stage, patch=patched(what, wrong), settings=settings)
+
+
+def clipped(name: str, wrong: Callable[[Any, float], Any], bound: float = 0.01) -> Mutant:
+    """A step that clips by `wrong`; where PyTorch's factor is 1 its clipping computes nothing new."""
+    both = lambda grads, bound: (wrong(grads, bound), optax.tree.norm(grads))  # noqa: E731
+    return stepped(name, "jaxtrain.step.clip_grad_norm", both, "clip|update", bound)
+
+
+def accumulated(name: str, what: str, wrong: Any) -> Mutant:
+    """A window of four that does `what` by `wrong`."""
+    return stepped(name, f"jaxtrain.accumulate.{what}", wrong, accumulate=4)
+
+
+HIGH = 2.0**24
+"""A scale at which the first updates overflow."""
+
+
+@contextmanager
+def scalers(start: float) -> Iterator[None]:
+    """On both sides the scale starts at `start`, and grows after two clean updates."""
+    ours = partial(dynamic_loss_scale, start, growth_interval=2)
+    theirs = partial(GradScaler, init_scale=start, growth_interval=2)
+    with mock.patch("torch.amp.GradScaler", theirs), mock.patch("jaxtrain.step.dynamic_loss_scale", ours):
+        yield
+
+
+def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
+    """A step whose scaler is `wrong()`, and should be that of `scalers`."""
+    patch = patched("jaxtrain.step.dynamic_loss_scale", wrong)
+    settings = {"precision": "fp16", "steps": 9}
+    return Mutant(name, linear, linear, patch=patch, around=partial(scalers, start), settings=settings)
+
+
+def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
+    """A step that does `wrong` where it overflows."""
+    case = partial(linear, optimizer=optimizer)
+    patch = patched("jaxtrain.step._keep_if", wrong)
+    settings = {"precision": "fp16", "steps": 9}
+    return Mutant(name, case, case, patch=patch, around=partial(scalers, HIGH), settings=settings)
+
+
+def unscaled(change: Callable[[Any, Any], Any]) -> Callable[[], optax.GradientTransformation]:
+    """The scaler of `growing`, with other gradients: `change(scaled, unscaled)`."""
+
+    def make() -> optax.GradientTransformation:
+        scaler = dynamic_loss_scale(1024.0, growth_interval=2)
+
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            right, new = scaler.update(grads, state)
+            return change(grads, right), new
+
+        return optax.GradientTransformation(scaler.init, update)
+
+    return make
+
+
+def keep_parameters_only(skip: Any, old: Any, new: Any) -> Any:
+    """The optimizer's state, and its count of updates, go on where the update was skipped."""
+    kept = new[0] if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old[0], new[0])
+    return kept, *new[1:]
+
+
+def shifted(z: Any, y: Any) -> tuple[Any, Any]:
+    """Each row with the next one's label."""
+    return square(z, jnp.roll(y, 1, 0))
+
+
+def in_bfloat16(z: Any, y: Any) -> tuple[Any, Any]:
+    """The outputs rounded."""
+    return square(z.astype(jnp.bfloat16).astype(z.dtype), y)
+
+
+def by_leaf(grads: Any, bound: float) -> Any:
+    """Each clipped by its own norm."""
+    return jax.tree.map(lambda g: clip_grad_norm(g, bound)[0], grads)
+
+
+def last_repeated(batch: Any, k: int) -> Any:
+    """The last micro-batch is the one before again."""
+    return jax.tree.map(lambda x: jnp.concatenate([x[:-1], x[-2:-1]]), split(batch, k))
+
+
+MUTANTS = [
+    clipped("clip-without-the-epsilon", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6)[0]),
+    clipped("clip-by-leaf", by_leaf),
+    clipped("clip-by-value", clip_grad_value),
+    clipped("clip-dropped", lambda grads, bound: grads),
+    clipped(
+        "clip-scales-up",
+        lambda grads, bound: jax.tree.map(lambda g: g * bound / optax.tree.norm(grads), grads),
+        bound=100.0,
+    ),
+    accumulated("window-summed", "mean_gradient", lambda w: jax.tree.map(lambda g: 4 * g, mean_gradient(w))),
+    accumulated("window-averaged-twice", "mean_gradient", lambda w: jax.tree.map(lambda g: g / 4, mean_gradient(w))),
+    accumulated("window-without-its-last", "split", last_repeated),
+    accumulated(
+        "window-only-its-last",
+        "add",
+        lambda window, grads, loss, k: add(
+            window._replace(sums=jax.tree.map(jnp.zeros_like, window.sums)), grads, loss, k
+        ),
+    ),
+    Mutant(
+        "window-in-bfloat16",
+        linear,
+        linear,
+        patch=patched(
+            "jaxtrain.accumulate.add",
+            lambda window, grads, loss, k: add(
+                window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
+            ),
+        ),
+        settings={"accumulate": 4, "precision": "fp32"},
+    ),
+    scaled("scale-grows-one-update-late", partial(dynamic_loss_scale, 1024.0, growth_interval=3)),
+    scaled("scale-grows-fourfold", partial(dynamic_loss_scale, 1024.0, 4.0, growth_interval=2)),
+    scaled("scale-starts-elsewhere", partial(dynamic_loss_scale, 2048.0, growth_interval=2)),
+    scaled("gradients-left-scaled", unscaled(lambda scaled, right: scaled)),
+    scaled("gradients-clipped-before-unscaling", unscaled(lambda scaled, right: clip_grad_norm(scaled, 1.0)[0])),
+    scaled("gradients-unscaled-twice", unscaled(lambda scaled, right: jax.tree.map(lambda g: g / 1024, right))),
+    scaled("scale-quartered-on-overflow", partial(dynamic_loss_scale, HIGH, 2.0, 0.25, 2), HIGH),
+    scaled("scale-has-a-ceiling", partial(dynamic_loss_scale, 1024.0, growth_interval=2, max_scale=1024.0)),
+    skipping("skipped-updates-count-in-the-schedule", keep_parameters_only, SCHEDULED),
+    skipping("skipped-updates-reach-the-momentum", keep_parameters_only, MOMENTUM),
+    skipping("overflows-applied", lambda skip, old, new: new, SGD),
+    Mutant("rows-and-labels-apart", partial(linear, shifted), linear, "forward", "loss", square),
+    Mutant("outputs-in-bfloat16", partial(linear, in_bfloat16), linear, settings={"precision": "fp32"}),
+]

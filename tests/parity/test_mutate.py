@@ -1,0 +1,69 @@
+"""Planted bugs are caught and placed, and where nothing is planted nothing is seen: what the harness is worth."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxtrain.errors import UserError
+from parity.mutants import MUTANTS
+from parity.mutate import clean_runs, document, main, mutate
+
+FEW = [
+    "layer-norm-eps",
+    "batch-norm-running-variance-biased",
+    "attention-causal-off-by-one",
+    "dropout-unscaled",
+    "abs-at-0",
+    "cross-entropy-mean-over-all",
+    "adam-eps",
+    "cosine-stays-at-the-end",
+    "clip-without-the-epsilon",
+    "window-summed",
+]
+NOT_PLACED = {"unused-parameter-decays", "cross-entropy-label-smoothing-dropped"}
+"""PyTorch does nothing there, or JAX computes it in one line with what is right."""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_bug_is_caught_and_placed_and_its_absence_is_clean(name: str) -> None:
+    (outcome,) = mutate([name])
+    assert (outcome.caught, outcome.clean) == (True, True)
+    assert outcome.located is not False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - set(FEW)))
+def test_every_other_bug_is_too(name: str) -> None:
+    (outcome,) = mutate([name])
+    assert (outcome.caught, outcome.clean) == (True, True), outcome
+    assert outcome.located is not False or name in NOT_PLACED, outcome
+
+
+@pytest.mark.slow
+def test_a_hundred_clean_runs_raise_no_alarm() -> None:
+    assert [verdict.faults for verdict in clean_runs(100) if not verdict.passed] == []
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MUTANTS) >= 60
+
+
+def test_a_mutant_that_is_none_is_named() -> None:
+    with pytest.raises(UserError, match="no mutant nonsense"):
+        mutate(["nonsense"])
+
+
+def test_the_outcomes_are_written(tmp_path: Path) -> None:
+    written = tmp_path / "mutants.json"
+    assert main(["leaky-relu-slope"], written, Console(quiet=True)) == 0
+    said = json.loads(written.read_text())
+    (mutant,) = said.pop("mutants")
+    assert said == {"caught": 1, "total": 1, "clean_runs": 1, "false_alarms": 0}
+    assert mutant.pop("loss_rel") > 0.01 < mutant.pop("grad_rel_max")
+    assert mutant == {"name": "leaky-relu-slope", "case": "layer", "caught": True, "located": True}
+
+
+def test_nothing_is_said_of_none() -> None:
+    assert document([]) == {"mutants": [], "caught": 0, "total": 0, "clean_runs": 0, "false_alarms": 0}
