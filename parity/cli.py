@@ -136,11 +136,27 @@ def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     """Everything asked for; nothing is run before all of it is found possible."""
     with console.status("importing"):
         cases = [case_of(name, **_made_with(options)) for name in options.cases or CASES]
+    for case in cases:
+        _print_proposal(case, console)
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
     settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
     for case, precision in checks:
         validate(case, precision, settings)
     return [_timed(case, precision, settings, options, console, _live) for case, precision in checks]
+
+
+def _print_proposal(case: Case, console: Console) -> None:
+    """The name tables that a case leaves out, as the Python to keep."""
+    if case.names is not None:
+        return
+    from parity.weights import as_source
+
+    with console.status(f"{case.name}: matching parameters"):
+        names, buffers = case.tables
+    for field, proposed in {"names": names, "buffers": buffers}.items():
+        if proposed is not None:
+            console.print(f"{case.name} is compared under these names; keep them as its {field}:", markup=False)
+            console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
 
 
 def _live(case: Case, precision: str, settings: Settings) -> Examination:

@@ -188,6 +188,7 @@ def wrong():
 
 
 number = 3
+unnamed = parity.Case(**{**vars(ready), "names": None, "name": "unnamed"})
 """
 
 
@@ -211,11 +212,18 @@ def test_a_case_of_ones_own_is_named_by_its_file(own: Path, capsys: pytest.Captu
     assert "1.1 * params" in capsys.readouterr().out
 
 
+def test_names_left_out_are_proposed_and_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", f"{own}::unnamed", "--precision", "fp64", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "unnamed is compared under these names; keep them as its names:" in out
+    assert '"x": TorchParam("x", AS_IS)' in out
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("number", "'number' in my_cases.py is not a case: its cases are ready"),
-        ("nothing", "'nothing' in my_cases.py is not a case: its cases are ready"),
+        ("number", "'number' in my_cases.py is not a case: its cases are ready, unnamed"),
+        ("nothing", "'nothing' in my_cases.py is not a case: its cases are ready, unnamed"),
     ],
 )
 def test_what_is_no_case_of_ones_own_is_one_line(
