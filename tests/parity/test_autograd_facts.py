@@ -78,7 +78,9 @@ def test_in_low_precision_training_on_gradients_of_gradients_is_pytorchs(
 
 @pytest.mark.parametrize("name", ["autograd.detach", "autograd.no-grad", "gradient-penalty", "maml"])
 def test_a_gradient_stopped_or_let_through_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name]()
+    made = CASES[name]()
+    # A function of its own: JAX keeps the traces of those it knows, of the patched ones too.
+    case = replace(made, loss_fn=lambda *args: made.loss_fn(*args))
     if name.startswith("autograd."):
         monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)
     else:
