@@ -30,10 +30,11 @@ def flops(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def _flops(jaxpr: Jaxpr) -> int:
-    return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
+    return sum(equation_flops(eqn) for eqn in jaxpr.eqns)
 
 
-def _eqn_flops(eqn: JaxprEqn) -> int:
+def equation_flops(eqn: JaxprEqn) -> int:
+    """The FLOPs of the matrix products and convolutions that one equation is or holds."""
     name, inner = eqn.primitive.name, [_flops(j) for j in inner_jaxprs(eqn)]
     shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
     out_size = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0

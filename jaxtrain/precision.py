@@ -125,8 +125,9 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
     lists = LISTS[device]
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        biases = {found.total: found.bias for found in biased_products(closed.jaxpr)}
-        unrounded = {found.product for found in biased_products(closed.jaxpr)}
+        biased = list(biased_products(closed.jaxpr))
+        biases = {found.total: found.bias for found in biased}
+        unrounded = {found.product for found in biased}
         casts: WeakKeyDictionary[jaxpr.Run, _Casts] = WeakKeyDictionary()
 
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
@@ -184,11 +185,7 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> autocast(lambda x: kernel(twice_cubed)(x @ x), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
     'bfloat16'
     """
-
-    def autocast_kernel(*args: Any) -> Any:
-        return fn(*args)
-
-    return jax.jit(autocast_kernel)
+    return jaxpr.named(KERNEL, fn)
 
 
 class _Casts:

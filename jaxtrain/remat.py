@@ -38,11 +38,7 @@ what the model called a and b with `jax.ad_checkpoint.checkpoint_name`; "offload
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a pure function of arrays as a unit of rematerialisation."""
-
-    def remat_block(*args: Any) -> Any:
-        return fn(*args)
-
-    return jax.jit(remat_block)
+    return jaxpr.named(BLOCK, fn)
 
 
 def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
@@ -68,7 +64,7 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
     save, names = _parsed(policy)
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-        if not _is_block(eqn):
+        if not jaxpr.calls(eqn, BLOCK):
             return None
         body = eqn.params["jaxpr"]
         return jax.checkpoint(lambda *a: run(body.jaxpr, body.consts, a), policy=save)(*args)
@@ -149,15 +145,11 @@ def _is_opaque(traced: Jaxpr) -> bool:
     return any(eqn.primitive.name == "custom_vjp_call" for eqn in traced.eqns)
 
 
-def _is_block(eqn: JaxprEqn) -> bool:
-    return eqn.params.get("name") == BLOCK
-
-
 def _blocks(traced: Jaxpr) -> Iterator[Jaxpr]:
     """The bodies of the outermost marked blocks."""
     for eqn in traced.eqns:
         for inner in jaxpr.inner_jaxprs(eqn):
-            yield from [inner] if _is_block(eqn) else _blocks(inner)
+            yield from [inner] if jaxpr.calls(eqn, BLOCK) else _blocks(inner)
 
 
 def _nested(traced: Jaxpr) -> Iterator[Jaxpr]:

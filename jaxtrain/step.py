@@ -154,7 +154,7 @@ def train_step(
     differentiate = jax.grad(scaled_loss, has_aux=True)
 
     def micro_gradient(state: TrainState, micro_batch: Any, model_state: Any, i: Any, k: Any) -> Any:
-        rng = jax.random.fold_in(state.rng, state.micro_step + i)
+        rng = micro_batch_key(state.rng, state.micro_step + i)
         trained, kept = partition(state.params, frozen)
         scale = current_scale(state.loss_scale)
         grads, aux = differentiate(trained, kept, micro_batch, rng, model_state, scale, k)
@@ -255,6 +255,11 @@ def train_step(
         )
 
     return TrainStep(init, whole, micro, flush, allow_recompile)
+
+
+def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:
+    """The key of micro-batch number `micro_step` of a run whose key is `rng`."""
+    return jax.random.fold_in(rng, micro_step)
 
 
 def applied(state: TrainState) -> jax.Array:

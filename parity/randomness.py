@@ -17,13 +17,17 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.jaxpr import Run, bind, inner_jaxprs, transform
+from jaxtrain.jaxpr import Run, bind, calls, inner_jaxprs, transform
 from jaxtrain.objective import LossFn, checked
+from jaxtrain.step import micro_batch_key
 from parity.case import Case
 from parity.jax_side import arrays
 
 Masks = list[np.ndarray]
 """The dropout masks of one micro-batch: boolean, True where kept, in the order drawn and in JAX's layouts."""
+
+DRAW = "_bernoulli"
+"""The function that `jax.random.bernoulli` calls under jit."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """The equations that do no more than evaluate their one jaxpr."""
@@ -40,8 +44,7 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), precision)
         batch = arrays(case.batch(seed, case.rows // accumulate), precision)
         draw = jax.jit(drawn(case.loss_fn))
-        run_key = jax.random.key(seed)
-        keys = [jax.random.fold_in(run_key, i) for i in range(steps * accumulate)]  # as jaxtrain.step folds them
+        keys = [micro_batch_key(jax.random.key(seed), i) for i in range(steps * accumulate)]
         return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
 
 
@@ -65,7 +68,7 @@ def drawn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             if not _draws(eqn):
                 return bind(eqn, args)
-            if _is_draw(eqn):
+            if calls(eqn, DRAW):
                 found.extend(outs := bind(eqn, args))
                 return outs
             return _inlined(eqn, args, run)
@@ -138,12 +141,8 @@ def _zeros(like: Any) -> np.ndarray:
     return np.zeros(like.shape, like.dtype)
 
 
-def _is_draw(eqn: JaxprEqn) -> bool:
-    return eqn.params.get("name") == "_bernoulli"
-
-
 def _draws(eqn: JaxprEqn) -> bool:
-    return _is_draw(eqn) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    return calls(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

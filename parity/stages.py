@@ -15,6 +15,7 @@ import numpy as np
 from jaxtrain.clip import clip_grad_norm
 from jaxtrain.objective import checked
 from jaxtrain.optim.arithmetic import in_float32
+from jaxtrain.step import micro_batch_key
 from parity import jax_side, torch_side
 from parity.case import Case
 from parity.compare import FIRST_BAR, relative
@@ -90,7 +91,7 @@ def compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[tuple[int,
         params, model_state = _at(case, step.before.params, step.before.buffers)
         parts = []
         for batch in step.micro_batches:
-            rng = jax.random.fold_in(key, micro_step)  # as jaxtrain.step folds it
+            rng = micro_batch_key(key, micro_step)
             loss, grads, model_state = backward(params, jax_side.arrays(batch, "fp64"), rng, model_state)
             parts.append((loss, grads))
             micro_step += 1

@@ -1,7 +1,5 @@
 """What autocast adds to a program: no more conversions than PyTorch's adds to the same model, products all low."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from transformers import GPT2Config as HFConfig
 from transformers import GPT2LMHeadModel
 
 from jaxtrain import jaxpr
+from jaxtrain.flops import equation_flops
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, BatchNorm, GPT2Config, functional, functional_with_state
 from jaxtrain.precision import KERNEL, autocast
@@ -181,14 +180,8 @@ def test_every_product_is_low_forwards_and_backwards(model):
     low, total = 0, 0
     for eqn, times in running(live(traced(model, "cuda", backward=True).jaxpr)):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            flops = times * product_flops(eqn)
+            flops = times * equation_flops(eqn)
             total += flops
             low += flops * all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars)
     assert total > 1e5
     assert low / total >= 0.99
-
-
-def product_flops(eqn):
-    a, b, out = (math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
-    # Of a product of matrices, batched or not, twice the root of all three sizes: near enough for a share.
-    return 2 * math.sqrt(a * b * out)

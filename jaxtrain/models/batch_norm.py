@@ -4,8 +4,6 @@ flax's differs in three ways: its momentum is the weight of the old statistics, 
 and it computes the variance as E[x²] − E[x]².
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +32,8 @@ class BatchNorm(nnx.Module):
         if not training:
             shape = (1,) * (x.ndim - 1) + (-1,)
             mean, var = self.mean[...].reshape(shape), self.var[...].reshape(shape)
-            return kernel(partial(_normalised, epsilon=self.epsilon))(x, mean, var, scale, bias)
-        y, mean, var = kernel(partial(_normalised_by_batch, epsilon=self.epsilon))(x, scale, bias)
+            return _normalised(x, mean, var, scale, bias, self.epsilon)
+        y, mean, var = _normalised_by_batch(x, scale, bias, self.epsilon)
         self._remember(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1])
         return y
 
@@ -49,17 +47,19 @@ class BatchNorm(nnx.Module):
         self.count[...] += 1
 
 
+@kernel
 def _normalised_by_batch(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float
+    x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """And the batch's mean and biased variance."""
     axes = tuple(range(x.ndim - 1))
     mean = x.mean(axes, keepdims=True)
     var = jnp.square(x - mean).mean(axes, keepdims=True)
-    return _normalised(x, mean, var, scale, bias, epsilon=epsilon), mean, var
+    return _normalised(x, mean, var, scale, bias, epsilon), mean, var
 
 
+@kernel
 def _normalised(
-    x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float
+    x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
 ) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale.reshape(mean.shape) + bias.reshape(mean.shape)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import decayed
 from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, one_minus_power, squares, zeros
 
@@ -42,11 +42,9 @@ def nadam(
     >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
     -1.0
     """
+    direction = _scale_by_nadam(b1, b2, eps, momentum_decay)
     return optax.chain(
-        *seen(0.0 if decoupled_weight_decay else weight_decay, maximize),
-        _scale_by_nadam(b1, b2, eps, momentum_decay),
-        *seen(weight_decay if decoupled_weight_decay else 0.0, False),
-        scale_by_learning_rate(learning_rate),
+        *decayed(direction, weight_decay, decoupled_weight_decay, maximize), scale_by_learning_rate(learning_rate)
     )
 
 

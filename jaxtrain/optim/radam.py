@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.adamw import AdamState
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import decayed
 from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, one_minus_power, squares, zeros
 
@@ -34,11 +34,9 @@ def radam(
     >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
     -0.3
     """
+    direction = _scale_by_radam(b1, b2, eps)
     return optax.chain(
-        *seen(0.0 if decoupled_weight_decay else weight_decay, maximize),
-        _scale_by_radam(b1, b2, eps),
-        *seen(weight_decay if decoupled_weight_decay else 0.0, False),
-        scale_by_learning_rate(learning_rate),
+        *decayed(direction, weight_decay, decoupled_weight_decay, maximize), scale_by_learning_rate(learning_rate)
     )
 
 

@@ -7,39 +7,28 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Sequential, Softplus
+from torch.nn import Module, Softplus
 
 import jaxtrain
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.subgradients import norm
 from parity.case import AdamW, Batch, Case
+from parity.cases import perceptron
 
-FEATURES, WIDTH = 8, 16
+FEATURES = 8
+SIZES = [(FEATURES, 16), (16, 16), (16, 1)]
 PENALTY = 10.0
 
 
 def case() -> Case:
     """f(fake) − f(real) + 10·(‖∇f(x̂)‖ − 1)², x̂ between fake and real where the batch says; f of 8-16-16-1."""
-    sizes = {0: (FEATURES, WIDTH), 2: (WIDTH, WIDTH), 4: (WIDTH, 1)}
     return Case(
         name="gradient-penalty",
         # Softplus, not ReLU: its second derivative exists.
-        torch_model=lambda: Sequential(
-            Linear(*sizes[0]), Softplus(threshold=1e9), Linear(*sizes[2]), Softplus(threshold=1e9), Linear(*sizes[4])
-        ),
+        torch_model=lambda: perceptron.torch_model(SIZES, lambda: Softplus(threshold=1e9)),
         torch_loss=_torch_loss,
         loss_fn=loss_fn,
-        params_like={
-            f"layer{i}": {
-                "kernel": jax.ShapeDtypeStruct(size, np.float32),
-                "bias": jax.ShapeDtypeStruct(size[1:], np.float32),
-            }
-            for i, size in sizes.items()
-        },
-        names=NameTable(
-            {f"layer{i}/kernel": TorchParam(f"{i}.weight", LINEAR) for i in sizes}
-            | {f"layer{i}/bias": TorchParam(f"{i}.bias") for i in sizes}
-        ),
+        params_like=perceptron.params_like(SIZES),
+        names=perceptron.torch_names(SIZES),
         batch=_batch,
         rows=16,
         # The last bias has gradient f(fake) − f(real) = 0: with the default eps, Adam makes steps of its rounding.
@@ -50,9 +39,7 @@ def case() -> Case:
 
 def critic(params: Any, x: Any) -> Any:
     """The score, [], of one example [FEATURES]."""
-    for name in ("layer0", "layer2"):
-        x = jax.nn.softplus(x @ params[name]["kernel"] + params[name]["bias"])
-    return (x @ params["layer4"]["kernel"] + params["layer4"]["bias"])[0]
+    return perceptron.forward(params, x, jax.nn.softplus)[0]
 
 
 def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:

@@ -11,36 +11,27 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import Linear, Module, Sequential, Tanh
+from torch.nn import Module, Tanh
 from torch.nn.functional import mse_loss
 
 import jaxtrain
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from parity.case import AdamW, Batch, Case
+from parity.cases import perceptron
 
-SHOTS, WIDTH = 10, 16
+SHOTS = 10
+SIZES = [(1, 16), (16, 16), (16, 1)]
 INNER_LR = 0.1
 
 
 def case() -> Case:
     """Sine waves, a row each: an inner step on 10 points, the loss on 10 others; perceptron 1-16-16-1, tanh."""
-    sizes = {0: (1, WIDTH), 2: (WIDTH, WIDTH), 4: (WIDTH, 1)}
     return Case(
         name="maml",
-        torch_model=lambda: Sequential(Linear(*sizes[0]), Tanh(), Linear(*sizes[2]), Tanh(), Linear(*sizes[4])),
+        torch_model=lambda: perceptron.torch_model(SIZES, Tanh),
         torch_loss=_torch_loss,
         loss_fn=loss_fn,
-        params_like={
-            f"layer{i}": {
-                "kernel": jax.ShapeDtypeStruct(size, np.float32),
-                "bias": jax.ShapeDtypeStruct(size[1:], np.float32),
-            }
-            for i, size in sizes.items()
-        },
-        names=NameTable(
-            {f"layer{i}/kernel": TorchParam(f"{i}.weight", LINEAR) for i in sizes}
-            | {f"layer{i}/bias": TorchParam(f"{i}.bias") for i in sizes}
-        ),
+        params_like=perceptron.params_like(SIZES),
+        names=perceptron.torch_names(SIZES),
         batch=_batch,
         rows=8,
         optimizer=AdamW(lr=1e-2, weight_decay=0.1),
@@ -53,8 +44,7 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str,
     del rng
 
     def error(params: Any, xs: Any, ys: Any) -> Any:
-        predicted = jax.vmap(_forward, in_axes=(None, 0))(params, xs)
-        return jnp.mean((predicted - ys) ** 2)
+        return jnp.mean((perceptron.forward(params, xs, jnp.tanh) - ys) ** 2)
 
     def after_a_step(support_x: Any, support_y: Any, query_x: Any, query_y: Any) -> Any:
         grads = jax.grad(error)(params, support_x, support_y)
@@ -63,12 +53,6 @@ def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str,
 
     losses = jax.vmap(after_a_step)(batch["support_x"], batch["support_y"], batch["query_x"], batch["query_y"])
     return jaxtrain.Loss(losses.sum(), weight=len(losses)), {}
-
-
-def _forward(params: Any, x: Any) -> Any:
-    for name in ("layer0", "layer2"):
-        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
-    return x @ params["layer4"]["kernel"] + params["layer4"]["bias"]
 
 
 def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:

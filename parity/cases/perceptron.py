@@ -1,0 +1,46 @@
+"""A perceptron of three layers in plain JAX, whose parameters stand under the names of PyTorch's `Sequential`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from torch.nn import Linear, Module, Sequential
+
+from jaxtrain.interop import LINEAR, NameTable, TorchParam
+
+Sizes = Sequence[tuple[int, int]]
+
+
+def torch_model(sizes: Sizes, activation: Callable[[], Module]) -> Sequential:
+    """Linear layers of `sizes`, an activation between each and the next."""
+    first, *rest = (Linear(*size) for size in sizes)
+    return Sequential(first, *(layer for linear in rest for layer in (activation(), linear)))
+
+
+def params_like(sizes: Sizes) -> dict[str, Any]:
+    """The abstract parameters of `forward`."""
+    return {
+        f"layer{i}": {
+            "kernel": jax.ShapeDtypeStruct(size, np.float32),
+            "bias": jax.ShapeDtypeStruct(size[1:], np.float32),
+        }
+        for i, size in enumerate(sizes)
+    }
+
+
+def torch_names(sizes: Sizes) -> NameTable:
+    """Every second module of the `Sequential` is an activation."""
+    layers = range(len(sizes))
+    return NameTable(
+        {f"layer{i}/kernel": TorchParam(f"{2 * i}.weight", LINEAR) for i in layers}
+        | {f"layer{i}/bias": TorchParam(f"{2 * i}.bias") for i in layers}
+    )
+
+
+def forward(params: Any, x: jax.Array, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """[…, n] → […, m]."""
+    *hidden, last = (params[f"layer{i}"] for i in range(len(params)))
+    for layer in hidden:
+        x = activation(x @ layer["kernel"] + layer["bias"])
+    return x @ last["kernel"] + last["bias"]
