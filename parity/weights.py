@@ -21,7 +21,17 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import AS_IS, CONV, LINEAR, NameTable, TorchParam, linear_after_flatten
+from jaxtrain.interop import (
+    AS_IS,
+    CONV,
+    LINEAR,
+    NameTable,
+    TorchParam,
+    bias_of_heads,
+    linear_after_flatten,
+    linear_into_heads,
+    linear_out_of_heads,
+)
 from jaxtrain.interop.names import LAYER, Layout, leaves, unflattened
 from jaxtrain.objective import checked
 from parity.case import Case
@@ -31,6 +41,9 @@ from parity.record import Tensors
 from parity.torch_side import seeded_model
 
 Shape = tuple[int, ...]
+Convolution = torch.nn.modules.conv._ConvNd
+OWNERS = (torch.nn.Linear, Convolution)
+"""The modules whose weight has its axes in another order in JAX."""
 SAME = 1e-6
 """How far apart, relatively, two changes of a float64 loss may be that are the same one."""
 UNMOVED = 1e-9
@@ -179,12 +192,13 @@ def prove(case: Case) -> Proof:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What one leaf may hold: a tensor, or a stack of one from each layer; of `shape` each. `name` as in a table."""
+    """What one leaf may hold: a tensor, or a stack of one from each layer; of `shape` each. `name` as in a table.
+    `owner`: which of `OWNERS` has it as its weight."""
 
     name: str
     tensors: tuple[str, ...]
     shape: Shape
-    linear: bool
+    owner: type | None
 
     @property
     def stacked(self) -> bool:
@@ -211,11 +225,11 @@ def _propose(
     params = {name: tuple(p.shape) for name, p in model.named_parameters()}
     # Where the JAX model keeps no state, what PyTorch's keeps is its own: a causal mask, as a buffer.
     buffers = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in {**params, **ties}}
-    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    channels = {shape[0] for shape in params.values() if len(shape) == 4}
-    sides = [_Side(params, params_like, linear, channels)]
+    owners = {f"{name}.weight": kind for name, m in model.named_modules() for kind in OWNERS if isinstance(m, kind)}
+    channels = {shape[0] for shape in params.values() if len(shape) > 2}
+    sides = [_Side(params, params_like, owners, channels)]
     if state_like is not None:
-        sides.append(_Side(buffers, state_like, set(), set()))
+        sides.append(_Side(buffers, state_like, {}, set()))
     faults = [fault for side in sides for fault in side.faults()]
     if faults:
         raise UserError(f"the tensors do not correspond: {'; '.join(faults)}: name them in a NameTable")
@@ -230,12 +244,14 @@ def _propose(
 class _Side:
     """Tensors, and the leaves they are to fill."""
 
-    def __init__(self, shapes: Mapping[str, Shape], like: Any, linear: set[str], channels: set[int]) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], like: Any, owners: Mapping[str, type], channels: set[int]) -> None:
         self.like = like
         self.leaves = {path: tuple(leaf.shape) for path, leaf in leaves(like)}
         self.channels = channels
-        plain = [_Unit(name, (name,), shape, name in linear) for name, shape in shapes.items()]
-        stacks = [_Unit(name, of, shapes[of[0]], of[0] in linear) for name, of in _stacks(shapes).items()]
+        plain = [_Unit(name, (name,), shape, owners.get(name)) for name, shape in shapes.items()]
+        stacks = [_Unit(name, of, shapes[of[0]], owners.get(of[0])) for name, of in _stacks(shapes).items()]
+        whole = {path for path in self.leaves if any(self._whole(unit, path) for unit in [*plain, *stacks])}
+        self.of_heads = self.leaves.keys() - whole
         filled = {path for path in self.leaves for unit in plain if self.layouts(unit, path)}
         stacks = [unit for unit in stacks if any(self.layouts(unit, path) for path in self.leaves.keys() - filled)]
         within = {name for unit in stacks for name in unit.tensors}
@@ -244,18 +260,29 @@ class _Side:
         self.units.sort(key=lambda unit: order[unit.tensors[0]])
 
     def layouts(self, unit: _Unit, path: str) -> list[Layout]:
-        """How `unit` can fill the leaf, the likeliest first."""
+        """How `unit` can fill the leaf, the likeliest first. That heads have an axis of their own is thought of only
+        where nothing else fits."""
+        if path in self.of_heads and (shape := self._each(unit, path)):
+            return _of_heads(unit.shape, shape)
+        return self._whole(unit, path)
+
+    def _each(self, unit: _Unit, path: str) -> Shape | None:
+        """The shape of the leaf, of each layer where `unit` is a stack; None where it has other layers."""
         shape = self.leaves[path]
-        if unit.stacked:
-            if shape[:1] != (len(unit.tensors),):
-                return []
-            shape = shape[1:]
+        if not unit.stacked:
+            return shape
+        return shape[1:] if shape[:1] == (len(unit.tensors),) else None
+
+    def _whole(self, unit: _Unit, path: str) -> list[Layout]:
+        shape = self._each(unit, path)
+        if shape is None:
+            return []
         found = [AS_IS] if shape == unit.shape else []
         if len(shape) == 2 and shape == unit.shape[::-1]:
-            found = [LINEAR, *found] if unit.linear else [*found, LINEAR]
+            found = [LINEAR, *found] if unit.owner is torch.nn.Linear else [*found, LINEAR]
             found += [linear_after_flatten(*image) for image in _images(shape[0], self.channels)]
-        if len(shape) == len(unit.shape) == 4 and shape == tuple(unit.shape[i] for i in (2, 3, 1, 0)):
-            found = [CONV]
+        if len(shape) == len(unit.shape) > 2 and shape == (*unit.shape[2:], unit.shape[1], unit.shape[0]):
+            found = [CONV] if unit.owner is Convolution or not found else found
         return found
 
     def ambiguous(self) -> bool:
@@ -303,7 +330,7 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
         for side in sides
         for unit in side.units
         for path in side.leaves
-        if any(layout not in (AS_IS, LINEAR, CONV) for layout in side.layouts(unit, path))
+        if any(layout.source.startswith(linear_after_flatten.__name__) for layout in side.layouts(unit, path))
     }
     still = {
         unit.name: [_undecided(unit, unit.kin in flattened)] * len(unit.tensors) for s in sides for unit in s.units
@@ -415,6 +442,18 @@ def _images(features: int, channels: set[int]) -> Iterator[tuple[int, int, int]]
         pixels = features // n if features % n == 0 else 0
         heights = [height for height in range(1, pixels + 1) if pixels % height == 0 and pixels > 1]
         yield from ((n, h, pixels // h) for h in sorted(heights, key=lambda h: (max(h, pixels // h), h)))
+
+
+def _of_heads(theirs: Shape, ours: Shape) -> list[Layout]:
+    """The layout of an attention's projection whose heads have an axis of their own in JAX."""
+    match theirs, ours:
+        case (n,), (heads, size) if n == heads * size:
+            return [bias_of_heads(heads, size)]
+        case (n, n_in), (same, heads, size) if (n, n_in) == (heads * size, same):
+            return [linear_into_heads(heads, size)]
+        case (n_out, n), (heads, size, same) if (n_out, n) == (same, heads * size):
+            return [linear_out_of_heads(heads, size)]
+    return []
 
 
 def _ties(model: torch.nn.Module) -> dict[str, str]:

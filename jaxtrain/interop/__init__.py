@@ -1,5 +1,25 @@
 """PyTorch's parameters in and out."""
 
-from jaxtrain.interop.names import AS_IS, CONV, LINEAR, NameTable, TorchParam, linear_after_flatten
+from jaxtrain.interop.names import (
+    AS_IS,
+    CONV,
+    LINEAR,
+    NameTable,
+    TorchParam,
+    bias_of_heads,
+    linear_after_flatten,
+    linear_into_heads,
+    linear_out_of_heads,
+)
 
-__all__ = ["AS_IS", "CONV", "LINEAR", "NameTable", "TorchParam", "linear_after_flatten"]
+__all__ = [
+    "AS_IS",
+    "CONV",
+    "LINEAR",
+    "NameTable",
+    "TorchParam",
+    "bias_of_heads",
+    "linear_after_flatten",
+    "linear_into_heads",
+    "linear_out_of_heads",
+]

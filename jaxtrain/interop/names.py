@@ -35,8 +35,8 @@ class Layout:
 AS_IS = Layout(lambda x: x, lambda x: x, "AS_IS")
 LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR")
 """`torch.nn.Linear` keeps [out, in]; JAX's layers keep [in, out]."""
-CONV = Layout(lambda x: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1), "CONV")
-"""`torch.nn.Conv2d` keeps [out, in, height, width]; JAX's layers keep [height, width, in, out]."""
+CONV = Layout(lambda x: np.moveaxis(x, (0, 1), (-1, -2)), lambda x: np.moveaxis(x, (-1, -2), (0, 1)), "CONV")
+"""`torch.nn.Conv1d`, `Conv2d` and `Conv3d` keep [out, in, …]; JAX's layers keep […, in, out]."""
 
 
 @functools.cache
@@ -50,6 +50,33 @@ def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
         return x.reshape(height, width, channels, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1)
 
     return Layout(to_jax, to_torch, f"linear_after_flatten({channels}, {height}, {width})")
+
+
+@functools.cache
+def linear_into_heads(heads: int, size: int) -> Layout:
+    """A linear layer that makes queries, keys or values: [heads·size, in] in PyTorch, [in, heads, size] in flax's
+    DenseGeneral and MultiHeadAttention."""
+    return Layout(
+        lambda x: x.T.reshape(-1, heads, size),
+        lambda x: x.reshape(-1, heads * size).T,
+        f"linear_into_heads({heads}, {size})",
+    )
+
+
+@functools.cache
+def linear_out_of_heads(heads: int, size: int) -> Layout:
+    """The linear layer behind attention: [out, heads·size] in PyTorch, [heads, size, out] in flax."""
+    return Layout(
+        lambda x: x.T.reshape(heads, size, -1),
+        lambda x: x.reshape(heads * size, -1).T,
+        f"linear_out_of_heads({heads}, {size})",
+    )
+
+
+@functools.cache
+def bias_of_heads(heads: int, size: int) -> Layout:
+    """The bias of `linear_into_heads`: [heads·size] in PyTorch, [heads, size] in flax."""
+    return Layout(lambda x: x.reshape(heads, size), lambda x: x.reshape(-1), f"bias_of_heads({heads}, {size})")
 
 
 @dataclass(frozen=True)

@@ -42,5 +42,9 @@ def forward(params: Any, x: jax.Array, activation: Callable[[jax.Array], jax.Arr
     """[…, n] → […, m]."""
     *hidden, last = (params[f"layer{i}"] for i in range(len(params)))
     for layer in hidden:
-        x = activation(x @ layer["kernel"] + layer["bias"])
-    return x @ last["kernel"] + last["bias"]
+        x = activation(_linear(layer, x))
+    return _linear(last, x)
+
+
+def _linear(layer: Any, x: jax.Array) -> jax.Array:
+    return x @ layer["kernel"] + layer["bias"].reshape((1,) * (x.ndim - 1) + (-1,))

@@ -247,3 +247,48 @@ def test_probing_drops_nothing_and_leaves_the_case_alone() -> None:
     logits = plain(torch.from_numpy(batch["image"]))
     expected = F.cross_entropy(logits, torch.from_numpy(batch["label"])).item()
     assert probe.torch_loss(weights) == pytest.approx(expected, rel=1e-5)
+
+
+class Sequence(torch.nn.Module):
+    """A convolution over time, then attention, of sizes that shapes alone leave open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(WIDTH, WIDTH, WIDTH, padding=3)
+        self.query, self.key, self.value, self.out = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x.mT).mT[:, :-1]
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def sequence_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
+    """The heads have an axis of their own, as flax keeps them."""
+    del rng
+    p = params
+    padded = jnp.pad(batch["x"], ((0, 0), (3, 3), (0, 0)))
+    frames = jnp.stack([padded[:, i : i + batch["x"].shape[1]] for i in range(WIDTH)])
+    x = jnp.einsum("kbti,kio->bto", frames, p["kernel"]) + p["bias"][None, None]
+    q, k, v = (jnp.einsum("bti,ihd->bthd", x, p[n]["kernel"]) + p[n]["bias"][None, None] for n in ("a", "b", "c"))
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / (WIDTH / 2) ** 0.5, -1)
+    out = jnp.einsum("bhqk,bkhd,hdo->bqo", weights, v, p["d"]["kernel"]) + p["d"]["bias"][None, None]
+    return jaxtrain.Loss(jnp.sum(jnp.sin(out * batch["y"])), weight=len(x)), {}
+
+
+def test_convolutions_over_time_and_heads_with_an_axis_of_their_own_are_proposed_and_proved() -> None:
+    projection = {"kernel": np.zeros((WIDTH, 2, WIDTH // 2)), "bias": np.zeros((2, WIDTH // 2))}
+    out = {"kernel": np.zeros((2, WIDTH // 2, WIDTH)), "bias": np.zeros(WIDTH)}
+    like = {"kernel": np.zeros((WIDTH, WIDTH, WIDTH)), "bias": np.zeros(WIDTH)}
+    like |= {"a": projection, "b": projection, "c": projection, "d": out}
+    case = dataclasses.replace(
+        attention(), torch_model=Sequence, loss_fn=sequence_loss, params_like=like, name="sequence"
+    )
+    table, _ = case.tables
+    found = {path: (param.name, param.layout.source) for path, param in table.params.items()}
+    assert found.pop("kernel") == ("conv.weight", "CONV")
+    assert found.pop("a/kernel") == ("query.weight", "linear_into_heads(2, 3)")
+    assert found.pop("d/kernel") == ("out.weight", "linear_out_of_heads(2, 3)")
+    assert found.pop("b/bias") == ("key.bias", "bias_of_heads(2, 3)")
+    assert check(case, steps=2).passed
+    assert len(prove(case).moved) == 9
