@@ -1,0 +1,96 @@
+"""What a batch did not meet is said, and batches that meet it are made where the model takes them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from parity.cases import CASES
+from parity.conditions import Watch, meeting, unmet, watched
+
+
+def test_every_condition_counts_what_meets_it() -> None:
+    x = torch.tensor([[0.0, 2.0, 2.0], [-1.0, 0.0, 1.0]])
+    hidden = torch.tensor([[True, True, False], [True, True, True]])
+    with Watch() as watch:
+        F.cross_entropy(x, torch.tensor([-100, 1]))
+        F.nll_loss(x.log_softmax(-1), torch.tensor([7, 7]), ignore_index=7)
+        F.embedding(torch.tensor([0, 2, 2]), x.mT, padding_idx=2)
+        F.embedding(torch.tensor([0, 2, 2]), x.mT)
+        x.masked_fill(~hidden, 0.0)
+        q = torch.ones(1, 1, 2, 4)
+        F.scaled_dot_product_attention(q, torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), attn_mask=hidden)
+        F.relu(x), torch.relu(x), x.relu()
+        F.hardtanh(x), F.leaky_relu(x), x.abs()
+        x.clamp(min=-1.0, max=2.0)
+        torch.clamp(x, 0.0)
+        x.amax(-1), torch.max(x, 1), x.max(), torch.topk(x, 1)
+    assert dict(watch.met) == {
+        "label ignored": 3,
+        "token padded": 2,
+        "position masked": 2,
+        "input of relu at 0": 6,
+        "input of hardtanh at a bound": 2,
+        "input of leaky_relu at 0": 2,
+        "input of abs at 0": 2,
+        "input of clamp at a bound": 5,
+        "tie in amax": 1,
+        "tie in max": 2,
+        "tie in topk": 1,
+    }
+    assert watch.ignore_index == 7
+
+
+def test_a_mask_that_is_no_boolean_or_not_given_says_nothing() -> None:
+    q = torch.ones(1, 1, 2, 4)
+    with Watch() as watch:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(2, 2))
+    assert not watch.met
+
+
+def test_what_is_met_is_not_said() -> None:
+    case = CASES["mlp"]()
+
+    def some_ignored(seed: int, rows: int) -> dict[str, np.ndarray]:
+        batch = dict(case.batch(seed, rows))
+        batch["label"] = np.where(np.arange(rows) == 1, -100, batch["label"])
+        return batch
+
+    assert "no label was ignored" in unmet(case)
+    assert "no label was ignored" not in unmet(dataclasses.replace(case, batch=some_ignored))
+
+
+def test_labels_that_can_be_ignored_are_and_others_left() -> None:
+    case = CASES["cnn"]()
+    ((said, changed),) = meeting(case)
+    assert said == "every third of label -100"
+    assert watched(changed).met["label ignored"] == -(-case.rows // 3)
+    before, after = case.batch(3, 8), changed.batch(3, 8)
+    np.testing.assert_array_equal(after["image"], before["image"])
+    np.testing.assert_array_equal(after["label"][[1, 2, 4, 5, 7]], before["label"][[1, 2, 4, 5, 7]])
+    # Its tokens are inputs too, of which none can be −100.
+    assert [*meeting(CASES["gpt2"]())] == []
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_])
+def test_a_mask_that_hides_nothing_is_named_and_made_ragged(dtype: type) -> None:
+    case = CASES["mlp"]()
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return (model(batch["image"]).sum(1) * batch["mask"].sum(1)).sum(), len(batch["label"])
+
+    def full(seed: int, rows: int) -> dict[str, np.ndarray]:
+        return {**case.batch(seed, rows), "mask": np.ones((rows, 4), dtype)}
+
+    masked = dataclasses.replace(case, torch_loss=loss, batch=full)
+    said = "True" if dtype == np.bool_ else "1.0" if dtype == np.float32 else "1"
+    assert unmet(masked)[0] == f"mask is {said} throughout"
+    ((what, changed),) = meeting(masked)
+    assert what == "mask 0 at the ends of rows"
+    mask = changed.batch(0, 5)["mask"]
+    assert mask.dtype == dtype
+    np.testing.assert_array_equal(mask.sum(1), [4, 3, 2, 4, 3])
+    assert (np.diff(mask.astype(int)) <= 0).all()
