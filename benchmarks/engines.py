@@ -1,50 +1,153 @@
-"""The two engines: each a whole training step of a case, from the same weights, on the same batch."""
+"""The engines: each a whole training step of a case, from the same weights, on the same batch."""
 
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import jax
-import torch
-
-import jaxtrain
-from jaxtrain.flops import flops
-from parity import jax_side, torch_side
+from benchmarks.job import Job
+from benchmarks.workloads import Workload
+from jaxtrain.errors import UserError
 from parity.case import Batch, Case
 
-Step = Callable[[], float]
-"""Takes one whole step, to the end of what it started, and returns its loss."""
+
+@dataclass(frozen=True)
+class Engine:
+    """`step()` takes one whole step, to the end of what it started; `losses` are of all that were taken. `compile_s`:
+    seconds from nothing, `warm_compile_s`: with what the first time kept on disk; None where nothing is compiled.
+    `flops` of a step as the mathematics has them: nothing computed again. `peak_bytes()`: the device's, None where it
+    has no memory of its own.
+    """
+
+    step: Callable[[], None]
+    losses: list[float]
+    device: str
+    peak_bytes: Callable[[], int | None]
+    compile_s: float | None = None
+    warm_compile_s: float | None = None
+    flops: int | None = None
 
 
-def jax_engine(case: Case, batch: Batch) -> tuple[Step, int]:
-    """(step, the FLOPs of one)."""
-    step = jaxtrain.train_step(case.loss_fn, case.optimizer.jax, clip_norm=case.clip_norm)
-    state = step.init(case.tables[0].to_jax(torch_side.initial_weights(case, seed=0), like=case.params_like))
+def engine(job: Job, workload: Workload) -> Engine:
+    """The engine of `job`, compiled. Raises `UserError` for a setting that it has not."""
+    case = workload.case(job.sizes)
+    batch = case.batch(0, case.rows)
+    if job.engine == "jax":
+        return _jax(case, batch, job)
+    return _torch(case, batch, job, workload)
+
+
+def _jax(case: Case, batch: Batch, job: Job) -> Engine:
+    import jax
+
+    from benchmarks.features import train_step
+    from jaxtrain.flops import flops
+    from parity import jax_side, torch_side
+
+    params, model_state = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
+    step = train_step(case, job)
+    state = step.init(params, model_state=model_state)
     arrays = jax_side.arrays(batch, "fp32")
-    counted = flops(step.pure, state, arrays)
+    plain = train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
+    counted = flops(plain.pure, jax.eval_shape(lambda: plain.init(params, model_state=model_state)), arrays)
+    del params, model_state
+    begin = time.perf_counter()
+    step.jitted.lower(state, arrays).compile()
+    cold = time.perf_counter() - begin
+    jax.clear_caches()
+    begin = time.perf_counter()
     compiled = step.jitted.lower(state, arrays).compile()
+    warm = time.perf_counter() - begin
+    device = jax.local_devices()[0]
 
-    def take() -> float:
+    losses: list[float] = []
+
+    def take() -> None:
         nonlocal state
         state, metrics = compiled(state, arrays)
-        return float(jax.block_until_ready(metrics)["loss"])
+        jax.block_until_ready(state)
+        losses.append(float(metrics["loss"]))
 
-    return take, counted
+    def peak() -> int | None:
+        statistics = device.memory_stats() or {}
+        return statistics.get("peak_bytes_in_use")
+
+    return Engine(take, losses, device.device_kind, peak, cold, warm, counted)
 
 
-def torch_eager(case: Case, batch: Batch) -> Step:
-    """PyTorch as its users run it: eager, with the fused AdamW."""
-    model = torch_side.seeded_model(case, seed=0)
+def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
+    import torch
+
+    from parity import torch_side
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # What "fp32" says, in convolutions as in products, as JAX's side has it.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+    layout = torch.channels_last if workload.images else torch.contiguous_format
+    model = torch_side.seeded_model(case, seed=0).to(device)
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]  # which PyTorch's stubs leave out
+    if job.remat == "full":
+        _checkpointed(model, job)
+    elif job.remat != "none":
+        raise UserError(f"remat {job.remat} has no counterpart in PyTorch: time none and full")
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
-    tensors = {name: torch.from_numpy(x) for name, x in batch.items()}
+    scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
+    rows = case.rows // job.accumulate
+    micro_batches = [
+        {name: _on(device, x[i : i + rows], layout) for name, x in batch.items()} for i in range(0, case.rows, rows)
+    ]
 
-    def take() -> float:
+    losses: list[float] = []
+
+    def take() -> None:
+        total = torch.zeros([], device=device)
         optimizer.zero_grad()
-        total, weight = case.torch_loss(model, tensors)
-        loss = total / weight
-        loss.backward()
+        for micro_batch in micro_batches:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                summed, weight = case.torch_loss(model, micro_batch)
+                loss = summed / weight / job.accumulate
+            scaler.scale(loss).backward()
+            total = total + loss.detach()
+        scaler.unscale_(optimizer)
         if case.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
-        optimizer.step()
-        return loss.item()
+        scaler.step(optimizer)
+        scaler.update()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        losses.append(float(total))
 
-    return take
+    def peak() -> int | None:
+        return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if job.engine == "torch_eager":
+        return Engine(take, losses, name, peak)
+    model.compile()
+    cold = _first(take)
+    torch.compiler.reset()
+    model.compile()
+    return Engine(take, losses, name, peak, cold, _first(take))
+
+
+def _first(take: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    take()
+    return time.perf_counter() - begin
+
+
+def _on(device: Any, x: Any, layout: Any) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(x).to(device)
+    return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor
+
+
+def _checkpointed(model: Any, job: Job) -> None:
+    # The first is what transformers 6 calls the second.
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            getattr(model, name)({"use_reentrant": False})
+            return
+    raise UserError(f"the PyTorch model of {job.workload} has no gradient checkpointing: time remat none")

@@ -1,52 +1,126 @@
-"""The benchmarks compare the work before they time it."""
+"""The benchmarks compare the work before they time it, each engine in a process of its own."""
 
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
-from benchmarks import cli, measure, suite
-from benchmarks.workloads import SUITES, WORKLOADS, Workload
-from jaxtrain.models import GPT2Config
-from parity.cases import gpt2
+from benchmarks import cli, suites
+from benchmarks.engines import engine
+from benchmarks.features import FEATURES
+from benchmarks.job import Job
+from benchmarks.suites import SUITES, Suite, exponents, ratios
+from benchmarks.timing import Timing, timed
+from benchmarks.workloads import WORKLOADS
+from jaxtrain.errors import RunFailed, UserError
+
+SIZES = {"vocab_size": 17, "width": 8, "depth": 1, "heads": 2, "rows": 4, "length": 4}
+# A forward and twice as much backward: blocks and logits, and attention's two products.
+FLOPS = 3 * 2 * 4 * 4 * (12 * 8**2 + 17 * 8 + 2 * 4 * 8)
 
 
-@pytest.fixture
-def short(monkeypatch):
-    monkeypatch.setattr(measure, "ROUNDS", 2)
-    monkeypatch.setattr(measure, "TURN", 2)
-    config = GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    workload = Workload(lambda: gpt2.case(config, reference=config, rows=2, tokens=5), "tokens", 4)
-    monkeypatch.setitem(WORKLOADS, "short", workload)
-    monkeypatch.setitem(SUITES, "short", ("short",))
-    return config
+def short(engine_name, **settings):
+    return Job("gpt2-tiny", engine_name, sizes=SIZES, **settings)
 
 
-def test_both_engines_are_timed_on_the_same_work(short, tmp_path, capsys):
-    assert cli.main(["short", "--json", str(tmp_path / "figures.json")]) == 0
-    document = json.loads((tmp_path / "figures.json").read_text())
+def timing(job, wall, losses=(3.0, 2.9)):
+    return Timing(job, np.array(wall), np.array(wall), [*losses], "cpu", None, None, None, 1)
+
+
+def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
+    groups = [[short("jax"), short("torch_eager")]]
+    monkeypatch.setitem(SUITES, "short", Suite(groups, rounds=2, ceilings=[]))
+    files = {kind: tmp_path / f"figures.{kind}" for kind in ("json", "html", "png")}
+    assert cli.main(["short", *(word for kind, path in files.items() for word in (f"--{kind}", str(path)))]) == 0
+    document = json.loads(files["json"].read_text())
     assert [row["engine"] for row in document["rows"]] == ["jax", "torch_eager"]
     for row in document["rows"]:
-        assert 0 < row["min_s"] <= row["lower_decile_s"] <= row["median_s"]
-        # A forward and twice as much backward: blocks and logits, and attention's two products.
-        width, length = 8, 4
-        assert row["flops"] == 3 * 2 * 2 * length * (12 * width**2 + 17 * width + 2 * length * width)
+        assert 0 < row["min_s"] <= row["lower_decile_s"] <= row["median_s"] <= row["upper_decile_s"]
+        assert row["peak_bytes"] > 0
+        assert row["flops"] == FLOPS
+        assert row["per_s"] == 16 / row["lower_decile_s"]
     jax_row, torch_row = document["rows"]
+    assert jax_row["compile_s"] > jax_row["warm_compile_s"] > 0
     assert document["ratios"][0]["jax_vs_eager"] == torch_row["lower_decile_s"] / jax_row["lower_decile_s"]
-    assert "short" in capsys.readouterr().out
+    assert document["ratios"][0]["jax_vs_compile"] is None
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert "gpt2-tiny" in files["html"].read_text()
+    assert "eager PyTorch" in capsys.readouterr().out
 
 
-def test_different_work_is_refused(short, monkeypatch, tmp_path, capsys):
-    other = dataclasses.replace(short, layer_norm_epsilon=1e-6)
-    case = gpt2.case(other, reference=short, rows=2, tokens=5)
-    monkeypatch.setitem(WORKLOADS, "short", Workload(lambda: case, "tokens", 4))
-    assert suite.measure("short", WORKLOADS["short"]) is None
-    assert cli.main(["short", "--json", str(tmp_path / "figures.json")]) == 1
-    assert not (tmp_path / "figures.json").exists()
-    assert "do not do the same work" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "job", [short("jax", accumulate=2), short("jax", remat="full"), short("jax", precision="bf16")]
+)
+def test_engines_take_the_same_steps_under_every_setting(job):
+    ours, theirs = (engine(each, WORKLOADS[job.workload]) for each in (job, job.by("torch_eager")))
+    for _ in range(3):
+        ours.step()
+        theirs.step()
+    assert len(set(ours.losses)) == 3
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=suites.SAME * suites.EPSILON[job.precision])
+    assert ours.flops == FLOPS
+
+
+@pytest.mark.parametrize("feature", [*FEATURES, "bare"])
+def test_features_change_no_loss_but_for_clipping(feature):
+    plain, other = (engine(short("jax", feature=f), WORKLOADS["gpt2-tiny"]) for f in ("no clipping", feature))
+    for _ in range(2):
+        plain.step()
+        other.step()
+    np.testing.assert_allclose(plain.losses[0], other.losses[0], rtol=1e-6)
+    clips = "clip_norm" not in FEATURES.get(feature, {}) and feature != "bare"
+    assert (abs(plain.losses[1] - other.losses[1]) > 1e-6) == clips
+
+
+def test_different_work_is_refused(monkeypatch, capsys):
+    wrong = dataclasses.replace(WORKLOADS["gpt2-tiny"], proof="wrong")
+    monkeypatch.setitem(WORKLOADS, "gpt2-tiny", wrong)
+
+    def other(name):
+        from jaxtrain.models import GPT2Config
+        from parity.cases import gpt2
+
+        assert name == "wrong"
+        config = GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        return gpt2.case(dataclasses.replace(config, layer_norm_epsilon=1e-6), reference=config, rows=2, tokens=5)
+
+    monkeypatch.setattr("parity.cases.case_of", other)
+    assert cli.main(["cpu"]) == 1
+    assert "do not do the same work" in capsys.readouterr().err
+
+
+def test_losses_that_part_at_full_size_are_refused():
+    ours, theirs = timing(short("jax"), [1.0]), timing(short("torch_eager"), [1.0], (3.0, 2.9001))
+    with pytest.raises(RunFailed, match="other work"):
+        suites._check_same([ours, theirs])
+    suites._check_same([ours, timing(short("torch_eager"), [1.0], (3.0, 2.9 * (1 + 1e-7)))])
+
+
+def test_an_engine_that_dies_says_its_last_line():
+    with pytest.raises(RunFailed, match=r"by torch_eager.*remat dots has no counterpart"):
+        timed([short("torch_eager", remat="dots")], 1, lambda _: None)
+
+
+def test_a_ratio_is_of_lower_deciles_and_the_best_is_the_fastest():
+    walls = {"jax": [2.0, 2.0, 9.0], "torch_eager": [3.0] * 3, "torch_compile": [1.0, 50.0, 50.0]}
+    (ratio,) = ratios([timing(short(name), wall) for name, wall in walls.items()])
+    assert ratio["jax_vs_best"] == ratio["jax_vs_eager"] == 1.5
+    assert ratio["jax_vs_compile"] == pytest.approx((1.0 + 49.0 * 0.2) / 2)
+
+
+def test_an_exponent_is_the_slope_of_the_logarithms():
+    found = [timing(Job("gpt2-tiny", "jax", sizes={"rows": n}), [3.0 * n**1.5]) for n in (2, 4, 8)]
+    (fit,) = exponents(found)
+    assert fit == {"engine": "jax", "size": "rows", "exponent": pytest.approx(1.5)}
 
 
 def test_wrong_usage_is_one_line(tmp_path, capsys):
     for args in (["gpu2"], ["cpu", "--json", str(tmp_path / "nowhere" / "f.json")]):
         assert cli.main(args) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_pytorch_refuses_what_it_has_not():
+    with pytest.raises(UserError, match="no counterpart"):
+        engine(short("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])

@@ -1,0 +1,73 @@
+"""One engine in a process of its own: built and warmed up, then timed a turn at a time, whenever it is asked.
+
+`python -m benchmarks.worker JOB`, which speaks JSON a line: what it built; for "turn N" the seconds of N steps; at the
+end of its input the most memory it held.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.job import Job
+
+WARM_UP = 3
+
+
+def main(line: str) -> None:
+    """Build the engine of a job, and obey standard input."""
+    with tempfile.TemporaryDirectory() as cache:
+        _keep_compilations_in(cache)
+        _serve(Job.from_json(line))
+
+
+def _serve(job: Job) -> None:
+    from benchmarks import ceiling, engines
+    from benchmarks.memory import PeakMemory
+    from benchmarks.workloads import WORKLOADS
+
+    memory = PeakMemory()
+    at_most = job.workload in ceiling.CEILINGS
+    built = ceiling.engine(job) if at_most else engines.engine(job, WORKLOADS[job.workload])
+    for _ in range(WARM_UP):
+        built.step()
+    _say(
+        losses=built.losses[:WARM_UP],
+        device=built.device,
+        compile_s=built.compile_s,
+        warm_compile_s=built.warm_compile_s,
+        flops=built.flops,
+    )
+    for command in sys.stdin:
+        _say(**_turn(built.step, int(command.split()[1])))
+    peak = built.peak_bytes()
+    _say(peak_bytes=memory.of_process() if peak is None else peak)
+
+
+def _turn(step: Any, steps: int) -> dict[str, list[float]]:
+    wall, cpu = [], []
+    for _ in range(steps):
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        step()
+        wall.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - begin_cpu)
+    return {"wall": wall, "cpu": cpu}
+
+
+def _keep_compilations_in(cache: str) -> None:
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # Engines share a GPU: what one reserves and does not use is not its peak, and not the others' either.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
