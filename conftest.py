@@ -10,6 +10,8 @@ for name, value in {
     # Four devices for sharding; LLVM's optimisations take longer than our tiny programs run.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # PyTorch's threads, two to a worker, would wait for each other.
+    "OMP_NUM_THREADS": "1",
     # Workers and later runs share what is compiled, however fast it compiled.
     "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -42,15 +42,12 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
 
     from benchmarks.features import train_step
     from jaxtrain.flops import flops
-    from parity import jax_side, torch_side
+    from parity import jax_side
 
-    params, model_state = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
-    step = train_step(case, job)
-    state = step.init(params, model_state=model_state)
+    step, plain = train_step(case, job), train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
+    state, abstract = _initial(case, step), jax.eval_shape(lambda: _initial(case, plain))
     arrays = jax_side.arrays(batch, "fp32")
-    plain = train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
-    counted = flops(plain.pure, jax.eval_shape(lambda: plain.init(params, model_state=model_state)), arrays)
-    del params, model_state
+    counted = flops(plain.pure, abstract, arrays)
     begin = time.perf_counter()
     step.jitted.lower(state, arrays).compile()
     cold = time.perf_counter() - begin
@@ -73,6 +70,14 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
         return statistics.get("peak_bytes_in_use")
 
     return Engine(take, losses, device.device_kind, peak, cold, warm, counted)
+
+
+def _initial(case: Case, step: Any) -> Any:
+    """The state around PyTorch's weights."""
+    from parity import jax_side, torch_side
+
+    params, model_state = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
+    return step.init(params, model_state=model_state)
 
 
 def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:

@@ -16,7 +16,7 @@ from parity.case import Case
 from parity.record import Record, Snapshot, Tensors
 from parity.run import TRAININGS, Reference, Settings, live_reference, validate
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "bundle.json"
 
 
@@ -96,14 +96,17 @@ def _read(folder: Path, name: str) -> Reference:
     def run(what: str) -> Record:
         return _record(load_file(folder / f"{name}-{what}.safetensors"))
 
-    n = len(list(folder.glob(f"{name}-reordered*.safetensors")))
+    def runs(what: str) -> list[Record]:
+        return [run(f"{what}{i}") for i in range(len(list(folder.glob(f"{name}-{what}*.safetensors"))))]
+
     weights = load_file(folder / f"{name}-weights.safetensors")
-    return Reference(weights, run("theirs"), [run(f"reordered{i}") for i in range(n)], run("truth"))
+    return Reference(weights, run("theirs"), runs("reordered"), runs("one_ulp"), run("truth"))
 
 
 def _runs(reference: Reference) -> list[tuple[str, Record]]:
-    reordered = [(f"reordered{i}", run) for i, run in enumerate(reference.reordered)]
-    return [("theirs", reference.theirs), *reordered, ("truth", reference.truth)]
+    kinds = {"reordered": reference.reordered, "one_ulp": reference.one_ulp}
+    others = [(f"{kind}{i}", run) for kind, runs in kinds.items() for i, run in enumerate(runs)]
+    return [("theirs", reference.theirs), *others, ("truth", reference.truth)]
 
 
 def _flat(run: Record) -> Tensors:

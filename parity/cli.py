@@ -91,14 +91,15 @@ def _mutate(options: argparse.Namespace, console: Console) -> int:
 
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
     """Today's JAX side beside a bundle; PyTorch need not be installed."""
+    from jaxtrain.errors import UserError
     from parity.bundle import opened
 
     bundle = opened(options.bundle)
     if len(options.cases) != 1:
-        raise _user_error(f"{options.bundle} holds one case: name it, as in parity run FILE.py::case --bundle DIR")
+        raise UserError(f"{options.bundle} holds one case: name it, as in parity run FILE.py::case --bundle DIR")
     case = case_of(options.cases[0], **_made_with(options))
     if case.name != bundle.case:
-        raise _user_error(f"{options.bundle} holds {bundle.case}, not {case.name}: name that")
+        raise UserError(f"{options.bundle} holds {bundle.case}, not {case.name}: name that")
     settings = replace(bundle.settings, remat=options.remat)
     precisions = options.precision or bundle.precisions
     return [_timed(case, p, settings, options, console, partial(_beside, bundle)) for p in precisions]
@@ -107,12 +108,6 @@ def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
 def _beside(bundle: Any, case: Case, precision: str, settings: Settings) -> Examination:
     reference = partial(bundle.reference, precision)
     return replay(case, precision, reference, **asdict(settings))
-
-
-def _user_error(line: str) -> Exception:
-    from jaxtrain.errors import UserError
-
-    return UserError(line)
 
 
 def _locate(options: argparse.Namespace, console: Console) -> int:
@@ -181,8 +176,10 @@ def _timed(
         console.print(f"  {fault}", markup=False, soft_wrap=True)
     for unseen in examination.unseen:
         console.print(f"  not exercised: {unseen}", style="dim", markup=False, soft_wrap=True)
-    if verdict.stage:
-        console.print(f"  {verdict.stage}", markup=False, soft_wrap=True)
+    if verdict.trajectory:
+        console.print(f"  {verdict.trajectory}", markup=False, soft_wrap=True)
+    for where in filter(None, [verdict.stage, verdict.unlocated]):
+        console.print(f"  {where}", markup=False, soft_wrap=True)
     if verdict.diagnosis:
         console.print(f"  {verdict.diagnosis}", style="bold", markup=False, soft_wrap=True)
     if verdict.first_divergence:

@@ -6,12 +6,13 @@ precisions PyTorch itself is the measure: its own distance to the float64 truth.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parity.record import Record, Snapshot, Tensors
+from parity.trajectory import JUDGED, Trajectory, trajectory
 
 if TYPE_CHECKING:
     from parity.locate import Divergence
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 FIRST_BAR = 1e-10
 """Relative distance in float64 up to the end of the first step: rounding is 1e-16, a wrong epsilon 1e-6."""
 LAST_BAR = 1e-8
-"""The same after more steps, each of which feeds on the roundings of those before."""
+"""The same after more steps, each of which feeds on the roundings of those before; the noise of a long run may be more
+(`parity.trajectory`)."""
 NEGLIGIBLE = 1e-12
 """A tensor of so small a part of the whole's norm may be zero in mathematics (the gradient of an attention key
 bias) and rounding noise in fact: it is judged on the scale of the whole."""
+SINGLE = float(np.finfo(np.float32).eps)
+"""The rounding of a loss, which is float32 in low precisions: one may be nearer to the truth by luck."""
 RATIO_BAR = 2.0
 """How far from the truth, in units of PyTorch's own distance, a low-precision run may be: the factor that PyTorch's
 compiler tests allow a compiled model (`torch/_dynamo/utils.py`, `same`)."""
@@ -36,7 +40,8 @@ class Verdict:
     the first update, which is that of `grad_worst`; `param_rel_max`, the worst parameter after the last step.
     `error_ratio`, None in float64: the distance to the float64 truth over PyTorch's own, the worst of losses, first
     gradient and last parameters. `faults`: a line for each thing that failed. If asked for, `stage`: the one at
-    fault, `first_divergence`: where, and `diagnosis`: the convention that explains it, and the change to make.
+    fault, `first_divergence`: where, `unlocated`: why that cannot be said, and `diagnosis`: the convention that
+    explains it, and the change to make. `trajectory`: the steps beside PyTorch's from weights one ulp off.
     """
 
     loss_rel: float
@@ -48,6 +53,8 @@ class Verdict:
     first_divergence: "Divergence | None" = None
     stage: str | None = None
     diagnosis: str | None = None
+    unlocated: str | None = None
+    trajectory: Trajectory | None = field(default=None, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -59,20 +66,28 @@ class Verdict:
         """What failed, and where, a line each."""
         found = self.first_divergence
         where = {"stage": self.stage, "in PyTorch": found and found.torch, "in JAX": found and found.jax_source}
-        where["diagnosis"] = self.diagnosis
+        where |= {"not located": self.unlocated, "diagnosis": self.diagnosis}
         return [*self.faults, *(f"{what}: {said}" for what, said in where.items() if said)]
 
 
-def same_meaning(ours: Record, theirs: Record) -> Verdict:
-    """The verdict on two float64 runs: every loss, gradient, parameter and moment is within the bars."""
-    return _verdict(ours, theirs, theirs, None, [*_apart(ours, theirs)])
+def same_meaning(ours: Record, theirs: Record, one_ulp: Sequence[Record] = (), judged: int = JUDGED) -> Verdict:
+    """The verdict on two float64 runs: every loss, gradient, parameter and moment is within the bars.
+
+    `one_ulp`: PyTorch's runs from weights one ulp off. Where they are given, what comes after the first `judged` steps
+    may be as far apart as twice their noise (`Trajectory.noise`), where that is more than the bar.
+    """
+    course = _course(ours, theirs, one_ulp, LAST_BAR)
+    faults = [*_apart(ours, theirs, one_ulp, course, judged)]
+    return replace(_verdict(ours, theirs, theirs, None, faults), trajectory=course)
 
 
-def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Verdict:
+def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ulp: Sequence[Record] = ()) -> Verdict:
     """The verdict on low-precision runs: ours is at most twice as far from the `truth` as theirs are.
 
     `theirs`: runs of the same mathematics rounded differently, the plain one first. The farthest of them is the
     measured noise of the precision. All must have overflowed at the same steps, and moved the loss scale alike.
+    `one_ulp`: PyTorch's runs from weights one ulp off, for the trajectory. Where they are as far from its plain run as
+    that is from the truth, one of them may by chance be twice as far: there the ratio says nothing more.
     """
     errors = [_errors(run, truth) for run in theirs]
     ratios = {what: _ratio(e, max(other[what] for other in errors)) for what, e in _errors(ours, truth).items()}
@@ -83,7 +98,9 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record) -> Ver
     ]
     for step in np.flatnonzero(ours.scales != theirs[0].scales)[:1]:
         faults.append(f"loss scale after step {step}: {ours.scales[step]:g}, PyTorch's {theirs[0].scales[step]:g}")
-    return _verdict(ours, theirs[0], truth, max(ratios.values()), faults)
+    own = np.maximum.accumulate(_along(theirs[0], truth))
+    course = _course(ours, theirs[0], one_ulp, (RATIO_BAR - 1) * np.maximum(own, SINGLE))
+    return replace(_verdict(ours, theirs[0], truth, max(ratios.values()), faults), trajectory=course)
 
 
 def median(verdicts: Sequence[Verdict]) -> Verdict:
@@ -114,22 +131,44 @@ def _verdict(ours: Record, theirs: Record, truth: Record, error_ratio: float | N
     return Verdict(loss_rel, grad_rel, grad_worst, param_rel, error_ratio, tuple(faults))
 
 
-def _apart(ours: Record, theirs: Record) -> Iterator[str]:
+def _apart(
+    ours: Record, theirs: Record, one_ulp: Sequence[Record], course: Trajectory | None, judged: int
+) -> Iterator[str]:
     """A line for each group of tensors of which one is farther apart than its bar, in the order of a run."""
-    for (what, bar, our), (_, _, their) in zip(_stages(ours), _stages(theirs), strict=True):
-        name, distance = _worst(relative(our, their))
-        if distance > bar:
-            yield f"{what}, {name}: {distance:.1e} apart, over {bar:.0e}"
+    steps = len(theirs.losses)
+    noise = np.zeros(steps) if course is None else RATIO_BAR * course.noise
+    bars = np.maximum(LAST_BAR, np.where(np.arange(steps) < judged, 0.0, noise))
+    for what, our, their in _pairs(_first(ours), _first(theirs)):
+        yield from _over(what, relative(our, their), FIRST_BAR)
+    distances = _along(ours, theirs)
+    for step in np.flatnonzero(np.isinf(distances) | (distances > bars))[:1]:
+        yield from _over("loss", {f"step {step + 1}": distances[step]}, bars[step])
+    for what, our, their in _pairs(_present(ours.last), _present(theirs.last)):
+        bar = LAST_BAR
+        if course is not None and steps > judged:
+            nudged = [dict(_present(run.last))[what] for run in one_ulp]
+            farthest = max(_worst(relative(tensors, their))[1] for tensors in nudged)
+            bar = max(LAST_BAR, RATIO_BAR * farthest * float(course.spread[-1]))
+        yield from _over(f"{what} after the last step", relative(our, their), bar)
 
 
-def _stages(record: Record) -> Iterator[tuple[str, float, Tensors]]:
-    yield "first loss", FIRST_BAR, _losses(record, 1)
-    yield "gradient", FIRST_BAR, record.grads
+def _over(what: str, distances: dict[str, float], bar: float) -> Iterator[str]:
+    name, distance = _worst(distances)
+    if math.isinf(distance) or distance > bar:
+        yield f"{what}, {name}: {distance:.1e} apart, over {bar:.0e}"
+
+
+def _pairs(
+    ours: Iterable[tuple[str, Tensors]], theirs: Iterable[tuple[str, Tensors]]
+) -> Iterator[tuple[str, Tensors, Tensors]]:
+    return ((what, our, their) for (what, our), (_, their) in zip(ours, theirs, strict=True))
+
+
+def _first(record: Record) -> Iterator[tuple[str, Tensors]]:
+    yield "first loss", _losses(record, 1)
+    yield "gradient", record.grads
     for what, tensors in _present(record.first):
-        yield f"{what} after the first update", FIRST_BAR, tensors
-    yield "loss", LAST_BAR, _losses(record)
-    for what, tensors in _present(record.last):
-        yield f"{what} after the last step", LAST_BAR, tensors
+        yield f"{what} after the first update", tensors
 
 
 def _present(snapshot: Snapshot) -> Iterator[tuple[str, Tensors]]:
@@ -140,6 +179,17 @@ def _present(snapshot: Snapshot) -> Iterator[tuple[str, Tensors]]:
 
 def _losses(record: Record, steps: int | None = None) -> Tensors:
     return {f"step {i}": loss for i, loss in enumerate(record.losses[:steps], start=1)}
+
+
+def _course(ours: Record, theirs: Record, one_ulp: Sequence[Record], limit: float | np.ndarray) -> Trajectory | None:
+    if not one_ulp:
+        return None
+    return trajectory(_along(ours, theirs), [_along(run, theirs) for run in one_ulp], limit)
+
+
+def _along(ours: Record, theirs: Record) -> np.ndarray:
+    """[steps]: how far apart the losses are."""
+    return np.array([*relative(_losses(ours), _losses(theirs)).values()])
 
 
 def _errors(run: Record, truth: Record) -> dict[str, float]:

@@ -4,7 +4,9 @@ One batch that never clips, or whose gradient never reaches half of an embedding
 half.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +63,48 @@ class Coverage:
         lines = [f"{name}: {_unreached(self.reached[name])} never had a gradient" for _, name in partly[:LISTED]]
         more = len(partly) - LISTED
         return [*lines, *([f"{more} more parameters had a gradient in part only"] if more > 0 else [])]
+
+
+def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> dict[str, int]:
+    """How many elements of the reference's step number `step` sat where a slope is a convention, by the function.
+
+    At a kink (|x| at 0, a clamp at its bound) or at a tie for the maximum frameworks choose differently.
+    """
+    from parity import torch_side
+    from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, Watch
+    from parity.randomness import dropout_masks
+
+    watch, losses = Watch(), 0
+
+    def watched(model: Any, batch: Any) -> Any:
+        nonlocal losses
+        losses += 1
+        if losses <= (step - 1) * accumulate:
+            return case.torch_loss(model, batch)
+        with watch:
+            return case.torch_loss(model, batch)
+
+    masks = dropout_masks(case, "fp64", accumulate=accumulate, steps=step, seed=seed)
+    watched_case = replace(case, torch_loss=watched)
+    torch_side.run(watched_case, "fp64", accumulate=accumulate, steps=step, seed=seed, masks=masks)
+    kinds = {name: condition.of for name, condition in CONDITIONS.items()}
+    return {name: watch.met[of] for name, of in kinds.items() if of not in (IGNORED, MASKED, PADDED) and watch.met[of]}
+
+
+def kinks(met: Mapping[str, int]) -> str:
+    """What `at_kinks` found.
+
+    >>> kinks({"abs": 3, "max": 1})
+    'kink: input of abs at 0, 3 times; tie: in max, once'
+    """
+    from parity.conditions import CONDITIONS, TIED
+
+    lines = []
+    for name, times in met.items():
+        of = CONDITIONS[name].of
+        what = f"tie:{of.removeprefix(TIED)}" if of.startswith(TIED) else f"kink: {of}"
+        lines.append(f"{what}, {'once' if times == 1 else f'{times} times'}")
+    return "; ".join(lines)
 
 
 def _unreached(reached: np.ndarray) -> str:

@@ -153,9 +153,7 @@ class _Recorder:
 
     def _line(self, eqn: JaxprEqn) -> tuple[str, int] | None:
         """Where the equation was written, innermost first; a derivative's, where the function it is of was."""
-        traceback = eqn.source_info.traceback
-        frames: list[Any] = [] if traceback is None else traceback.frames
-        outer = None
+        frames, outer = _frames(eqn), None
         if self.calls:
             # JAX traces a jitted function once: beyond the function itself, the frames are those of its first caller.
             name, outer = self.calls[-1]
@@ -167,6 +165,17 @@ class _Recorder:
         if not sources or not jax.dtypes.issubdtype(value.dtype, np.floating):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
+
+
+def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
+    """The line of the model, the loss or the optimizer that an equation comes from."""
+    return next(((frame.file_name, frame.line_num) for frame in _frames(eqn) if _of_user(frame.file_name)), None)
+
+
+def _frames(eqn: JaxprEqn) -> list[Any]:
+    """Of the program that was traced, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else traceback.frames
 
 
 def _traced(value: Any) -> _Traced:

@@ -24,6 +24,8 @@ ORDER = {"loss": 0, "raw gradient": 1, "gradient": 2, "state": 3, "parameter": 4
 """What a step leaves behind, from what goes wrong first; the optimizer's state goes by PyTorch's own names."""
 STEPS = 2
 """Training steps compared: what a momentum or a running average does shows in the second."""
+Line = tuple[str, int]
+"""A file and the number of a line, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Divergence:
     `stage`: forward, backward, clip, update or buffers, of training step `step`, counted from 1. `torch`: the module
     and the operation, `torch_source` its line; a backward operation has those of the forward one it differentiates.
     `jax_source`: the line of JAX's first equation after the last agreement whose value PyTorch does not compute.
+    `torch_at` and `jax_at`: the files and numbers of both lines, None where they are not known.
     `last_match`: the operation before, whose value both have. `parameters`: where the loss agrees, those whose
     gradients do not, in the order in which the backward pass finds them.
     """
@@ -44,6 +47,8 @@ class Divergence:
     jax_source: str
     last_match: str
     parameters: tuple[str, ...]
+    torch_at: Line | None
+    jax_at: Line | None
 
 
 def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | None:
@@ -108,14 +113,17 @@ class _Matching:
         operation, sources = self.theirs.values[at].where, self.theirs.values[at].sources
         last = self.theirs.values[max(sources)].where
         assert operation is not None
+        equation = self._equation(our, our.loss if LOSS in wrong else our.state, sources)
         return Divergence(
             stage="buffers" if {kind for kind, _ in wrong} == {"buffer"} else operation.stage,
             step=step,
             torch=str(operation),
             torch_source=operation.line(),
-            jax_source=self._jax_source(our, our.loss if LOSS in wrong else our.state, sources),
+            jax_source="" if equation is None else equation.line(),
             last_match="its inputs" if last is None else str(last),
             parameters=() if LOSS in wrong else _in_order(wrong, "raw gradient"),
+            torch_at=operation.source,
+            jax_at=None if equation is None else equation.source,
         )
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:
@@ -130,7 +138,7 @@ class _Matching:
         # nothing after them that could match, the decay comes first.
         return max(edge(self.theirs, differing(self.theirs, self.right, outputs[0])))
 
-    def _jax_source(self, our: "End", outputs: "Sources", their_sources: "Sources") -> str:
+    def _equation(self, our: "End", outputs: "Sources", their_sources: "Sources") -> "Equation | None":
         """Of the equations that differ from all of PyTorch's and are computed from what agrees, the first: best one
         computed from the very values that PyTorch's operation was.
         """
@@ -141,8 +149,7 @@ class _Matching:
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
         at = next(iter([*fed_alike, *starts, *sorted(given, reverse=True)]), None)
-        equation = None if at is None else self.ours.values[at].where
-        return "" if equation is None else equation.line()
+        return None if at is None else self.ours.values[at].where
 
 
 def _in_order(wrong: "Mapping[Output, Sources]", kind: str) -> tuple[str, ...]:

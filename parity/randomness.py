@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.jaxpr import Run, bind, calls, inner_jaxprs, transform
+from jaxtrain.jaxpr import Run, bind, calls, inner_jaxprs, scan_sizes, transform
 from jaxtrain.objective import LossFn, checked
 from jaxtrain.step import micro_batch_key
 from parity.case import Case
@@ -149,7 +149,7 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     """The equation evaluated here, so that the masks drawn in it can be seen outside."""
     name = eqn.primitive.name
     if name == "scan":
-        return _unrolled(eqn, args, run)
+        return unrolled(eqn, args, run)
     if name not in CALLS:
         raise UserError(
             f"a dropout mask is drawn inside {name}, where PyTorch cannot be given it: use scan, or no loop"
@@ -158,22 +158,16 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
 
 
-def _unrolled(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+def unrolled(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    """A scan evaluated step by step, so that what is in its body can be seen outside."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
-    # What is scanned over, in and out, has one axis more than the body sees.
-    n_xs = sum(a != b for a, b in zip(_shapes(eqn.invars), _shapes(body.jaxpr.invars), strict=True))
-    n_carry = sum(a == b for a, b in zip(_shapes(eqn.outvars), _shapes(body.jaxpr.outvars), strict=True))
-    n_consts = len(args) - n_carry - n_xs
+    n_consts, n_carry = scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     ys: list[list[Any]] = [[]] * length
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
         outs = run(body.jaxpr, body.consts, [*consts, *carry, *(lax.index_in_dim(x, i, keepdims=False) for x in xs)])
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
     return [*carry, *(jnp.stack(y) for y in zip(*ys, strict=True))]
-
-
-def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [v.aval.shape for v in variables]
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:

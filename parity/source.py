@@ -12,9 +12,14 @@ def described(file: str, line: int) -> str:
     True
     """
     text = linecache.getline(file, line).strip()
-    return f"{_short(file)}:{line}: {text}" if text else f"{_short(file)}:{line}"
+    return f"{imported(file)}:{line}: {text}" if text else f"{imported(file)}:{line}"
 
 
-def _short(file: str) -> str:
+def imported(file: str) -> str:
+    """A file's path from where it is imported.
+
+    >>> imported(linecache.__file__)
+    'linecache.py'
+    """
     roots = sorted((str(Path(root).resolve()) for root in sys.path), key=len, reverse=True)
     return next((file[len(root) + 1 :] for root in roots if file.startswith(f"{root}/")), file)

@@ -35,19 +35,27 @@ def run(
     seed: int = 0,
     masks: Sequence[Masks] | None = None,
     reorder: int | None = None,
+    one_ulp: int | None = None,
     skip: frozenset[int] = frozenset(),
     watch: Callable[[Step], None] | None = None,
 ) -> Record:
     """Train for `steps` windows of `accumulate` micro-batches each.
 
     `masks`, of each micro-batch, are what its dropout keeps; PyTorch draws its own if none are given. `reorder`, a
-    seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `skip`: the steps whose
-    update is left out, as a run that overflowed there left it out. `watch` is shown every step. Raises `UserError`
-    where the micro-batches of a window weigh differently, and where the masks are not those that the model needs.
+    seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `one_ulp`, a seed, starts
+    with every weight at the next number above or below; in fp64, whose ulp is what the rounding of an update may be,
+    every update ends there too. `skip`: the steps whose update is left out, as a run that overflowed there left it
+    out. `watch` is shown every step. Raises `UserError` where the micro-batches of a window weigh differently, and
+    where the masks are not those that the model needs.
     """
     model = seeded_model(case, seed)
     model = model.to(WHOLE.get(precision, torch.float32))
     optimizer = case.optimizer.torch(model.named_parameters())
+    if one_ulp is not None:
+        nudge = _one_ulp_off(model, one_ulp)
+        nudge()
+        if precision == "fp64":
+            optimizer.register_step_post_hook(nudge)
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
@@ -132,6 +140,19 @@ def seeded_model(case: Case, seed: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return case.torch_model().train()
+
+
+def _one_ulp_off(model: torch.nn.Module, seed: int) -> Callable[..., None]:
+    """Takes every parameter to the next number of its dtype, up or down as `seed` draws."""
+    rng = np.random.default_rng(seed)
+
+    def nudge(*_: Any) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                towards = rng.choice([-np.inf, np.inf], p.shape)
+                p.copy_(torch.nextafter(p, torch.as_tensor(towards, dtype=p.dtype)))
+
+    return nudge
 
 
 def _windows(

@@ -78,6 +78,8 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "std": {"input": None, "dim": None},
     "abs": {"input": None},
     "clamp": {"input": None, "min": None, "max": None},
+    "max": {"input": None, "dim": None, "keepdim": False},
+    "min": {"input": None, "dim": None, "keepdim": False},
     "scaled_dot_product_attention": {
         **{"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False},
         **{"scale": None, "enable_gqa": False},
@@ -264,6 +266,15 @@ def halved_relu(call: Call, a: Arguments) -> Tensor:
     return torch.maximum(a["input"], torch.zeros_like(a["input"]))
 
 
+def shared_among_ties(call: Call, a: Arguments) -> Any:
+    """A maximum or minimum over an axis whose gradient equal elements share."""
+    if not isinstance(a["dim"], int):  # over everything, where PyTorch shares it too, or of two tensors
+        return call(*(x for x in (a["input"], a["dim"]) if x is not None))
+    taken = call(**a)
+    shared = torch.amax if call is torch.max else torch.amin
+    return type(taken)((shared(a["input"], a["dim"], a["keepdim"]), taken.indices))
+
+
 def _each(value: Any, n: int) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and len(tuple(value)) == n else (value,) * n
 
@@ -376,10 +387,11 @@ OPERATIONS: tuple[Convention, ...] = (
     Convention(
         "embedding", "padding_idx has a gradient", "stop_gradient of row {padding_idx}", given(padding_idx=None)
     ),
-    Convention("abs", "slope at 0 is 1", "sign(0) = 0: jnp.sign(x) * x", magnitude),
-    Convention("clamp", "slope at its bounds is 1/2", "jnp.where(inside, x, bound)", halved_clamp),
+    Convention("abs", "slope at 0 is 1", "jaxtrain.subgradients.abs", magnitude),
+    Convention("clamp", "slope at its bounds is 1/2", "jaxtrain.subgradients.clamp", halved_clamp),
+    *(Convention(f, "ties share it", f"jaxtrain.subgradients.{f}", shared_among_ties) for f in ("max", "min")),
     Convention("relu", "slope at 0 is 1/2", "jax.nn.relu", halved_relu),
-    Convention("leaky_relu", "slope at 0 is 1", "jnp.where(x > 0, …)", leaky_at_zero),
-    Convention("hardtanh", "slope at its bounds is 1", "jnp.where(inside, …) with strict bounds", hard_at_bounds),
+    Convention("leaky_relu", "slope at 0 is 1", "jaxtrain.subgradients.leaky_relu", leaky_at_zero),
+    Convention("hardtanh", "slope at its bounds is 1", "jaxtrain.subgradients.hardtanh", hard_at_bounds),
 )
 """Tried in this order; text follows "JAX's"."""

@@ -4,8 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from parity.attestation import environment
 from parity.report.result import Result
+from parity.trajectory import Trajectory
 
 
 def document(results: Sequence[Result]) -> dict[str, Any]:
@@ -21,7 +24,7 @@ def gathered(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def row(result: Result) -> dict[str, Any]:
     """One check as JSON."""
-    verdict, first = result.verdict, result.verdict.first_divergence
+    verdict, first, course = result.verdict, result.verdict.first_divergence, result.verdict.trajectory
     return {
         "name": result.case.name,
         "precision": result.precision,
@@ -40,9 +43,25 @@ def row(result: Result) -> dict[str, Any]:
         "first_divergence": None if first is None else {"torch": first.torch, "jax_source": first.jax_source},
         "stage": verdict.stage,
         "diagnosis": verdict.diagnosis,
+        "unlocated": verdict.unlocated,
         "faults": list(verdict.faults),
         "not_exercised": list(result.examination.unseen),
+        "trajectory": None if course is None else _course(course),
     }
+
+
+def _course(course: Trajectory) -> dict[str, Any]:
+    """[steps] of relative distances of the losses, each the largest so far, and steps counted from 1."""
+    return {
+        "chaos": course.chaos,
+        "parted": course.parted,
+        "apart": _all(course.apart),
+        "one_ulp": _all(course.one_ulp),
+    }
+
+
+def _all(series: np.ndarray) -> list[float | None]:
+    return [_finite(float(x)) for x in series]
 
 
 def _finite(x: float | None) -> float | None:

@@ -1,8 +1,8 @@
 """The results as one self-contained HTML page: the verdict first, then what each check saw."""
 
 import json
+import linecache
 import math
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,9 +15,11 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from parity.compare import relative
-from parity.locate import Divergence as Located
+from parity.locate import Divergence, Line
 from parity.report.result import Result
 from parity.report.terminal import bars
+from parity.source import imported
+from parity.trajectory import Trajectory
 
 Series = Sequence[float] | np.ndarray
 """Numbers in the order of the steps; they need not be finite."""
@@ -50,13 +52,13 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Difference:
     """The first operation without a counterpart: PyTorch's `op` in `module`, and where both programs say it."""
 
     module: str
     op: str
-    torch: Excerpt
-    jax: Excerpt
+    torch: Excerpt | None
+    jax: Excerpt | None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class PageCase:
     grad_errors: Mapping[str, float]
     torch_grad_errors: Mapping[str, float] | None
     floor: float
-    divergence: Divergence | None
+    difference: Difference | None
+    trajectory: Trajectory | None = None
     dropout: float | None = None
 
 
@@ -106,7 +109,7 @@ def page_case(result: Result) -> PageCase:
         dropout=result.dropout,
         **asdict(settings),
         passed=verdict.passed,
-        faults=(*verdict.faults, *filter(None, [verdict.stage, verdict.diagnosis])),
+        faults=(*verdict.faults, *filter(None, [verdict.stage, verdict.unlocated, verdict.diagnosis])),
         error_ratio=verdict.error_ratio,
         loss_rel=verdict.loss_rel,
         grad_rel_max=verdict.grad_rel_max,
@@ -119,7 +122,8 @@ def page_case(result: Result) -> PageCase:
         grad_errors=relative(ours.grads, truth.grads),
         torch_grad_errors=relative(theirs.grads, truth.grads) if low else None,
         floor=FLOORS[result.precision],
-        divergence=_divergence(verdict.first_divergence),
+        difference=_difference(verdict.first_divergence),
+        trajectory=verdict.trajectory,
     )
 
 
@@ -127,25 +131,20 @@ FLOORS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10,
 """The distance from 1 to the next number of each precision's matrix products."""
 
 
-def _divergence(found: Located | None) -> Divergence | None:
+def _difference(found: Divergence | None) -> Difference | None:
     if found is None:
         return None
     module, _, op = found.torch.rpartition(": ")
-    return Divergence(module, op, _excerpt(found.torch_source), _excerpt(found.jax_source))
+    return Difference(module, op, excerpt(found.torch_at), excerpt(found.jax_at))
 
 
-def _excerpt(described: str) -> Excerpt:
-    """The lines around one that `parity.source.described` names; without a file at hand, the line alone."""
-    file, line, *text = described.split(":", 2)
-    if not line.isdecimal():
-        return Excerpt(described, 0, 0, ())
-    number = int(line)
-    path = next((path for root in ["", *sys.path] if (path := Path(root) / file).is_file()), None)
-    if path is None:
-        return Excerpt(file, number, number, tuple(t.strip() for t in text))
-    lines = path.read_text(errors="replace").splitlines()
-    first = max(number - 3, 1)
-    return Excerpt(file, number, first, tuple(lines[first - 1 : number + 2]))
+def excerpt(at: Line | None) -> Excerpt | None:
+    """The lines around one; none of a file that is not at hand."""
+    if at is None:
+        return None
+    file, number = at
+    first, lines = max(number - 3, 1), linecache.getlines(file)
+    return Excerpt(imported(file), number, first, tuple(line.rstrip("\n") for line in lines[first - 1 : number + 2]))
 
 
 def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase]) -> None:
@@ -232,29 +231,40 @@ def _check(number: int, case: PageCase) -> dict[str, Any]:
 
 
 def _losses(case: PageCase) -> _Figure:
-    theirs, ours = _floats(case.torch_losses), _floats(case.jax_losses)
+    theirs, ours, course = _floats(case.torch_losses), _floats(case.jax_losses), case.trajectory
     apart = [abs(a - b) / abs(b) if b else abs(a - b) for a, b in zip(ours, theirs, strict=False)]
-    loss, difference = _linear([*theirs, *ours]), _logarithmic([*apart, case.floor])
+    one_ulp: list[float] = []
+    if course is not None:
+        apart, one_ulp = _floats(course.apart), _floats(course.one_ulp)
+    loss, difference = _linear([*theirs, *ours]), _logarithmic([*apart, *one_ulp, case.floor])
     steps = max(len(theirs), len(ours))
+    differences = [("apart", _path(apart, difference.place, steps))]
+    if course is not None:
+        differences.insert(0, ("ulp", _path(one_ulp, difference.place, steps)))
     return _Figure(
         title="Loss",
         count=steps,
         panels=[
             _Panel("loss", loss.ticks, _both(theirs, ours, loss.place, steps)),
             _Panel(
-                "relative difference",
+                "relative difference" if course is None else "largest relative difference so far",
                 difference.ticks,
-                [("apart", _path(apart, difference.place, steps))],
+                differences,
                 _floor(case, difference),
             ),
         ],
         stops=_stops(
             f"step {i}: PyTorch {_loss(b)}, JAX {_loss(a)}, difference {_number(d)}"
+            + (f", one ulp's {_number(one_ulp[i - 1])}" if one_ulp else "")
             for i, (a, b, d) in enumerate(zip(ours, theirs, apart, strict=False), start=1)
         ),
         ticks=[(i - 1, str(i)) for i in _whole(1, steps)],
         label="step",
-        key=[("torch", "PyTorch"), ("jax", "JAX")],
+        key=[
+            ("torch", "PyTorch"),
+            ("jax", "JAX"),
+            *([("apart", "JAX's difference"), ("ulp", "PyTorch's, from weights one ulp off")] if one_ulp else []),
+        ],
         notes=_gaps("loss", theirs, ours, first=1),
     )
 

@@ -1,14 +1,21 @@
 """What a check did not exercise is said, and tried."""
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 import jaxtrain.step
+from jaxtrain import subgradients
 from jaxtrain.clip import clip_grad_norm
+from jaxtrain.interop import NameTable, TorchParam
+from parity.case import AdamW, Case
 from parity.cases import CASES, gpt2, mlp
-from parity.run import examine
+from parity.run import check, examine
 
 
 def test_a_bound_between_the_norms_and_inputs_that_reach_everything_leave_nothing_to_say() -> None:
@@ -48,3 +55,69 @@ def test_a_fault_that_only_clipping_shows_is_found_although_the_bound_never_clip
     found = examine(case, steps=3, locate=True).verdict
     assert not found.passed
     assert found.faults[0].startswith("clip_norm ")
+
+
+class Slopes(torch.nn.Module):
+    """Numbers, of which every other one is 0 and stays there as long as its slope is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([0.0, 0.3, 0.0, 0.7]))
+
+
+def kinked(theirs: Any, ours: Any) -> Case:
+    """The loss of four rows is a function of the numbers, times what the rows add up to."""
+    return Case(
+        name="kinked",
+        torch_model=Slopes,
+        torch_loss=lambda model, batch: ((batch["x"].sum() * theirs(model.w)).sum(), 4),
+        loss_fn=lambda params, batch, rng: (jaxtrain.Loss((batch["x"].sum() * ours(params["w"])).sum(), 4), {}),
+        params_like={"w": np.zeros(4)},
+        names=NameTable({"w": TorchParam("w")}),
+        batch=lambda seed, rows: {"x": np.random.default_rng(seed).standard_normal((rows, 1)).astype(np.float32)},
+        rows=4,
+        optimizer=AdamW(lr=1e-2),
+        clip_norm=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "mended", "said"),
+    [
+        (
+            torch.abs,
+            jnp.abs,
+            subgradients.abs,
+            ("abs: JAX's slope at 0 is 1: jaxtrain.subgradients.abs", "; kink: input of abs at 0, 2 times"),
+        ),
+        (
+            lambda w: w.reshape(2, 2).max(0).values,
+            lambda w: w.reshape(2, 2).max(0),
+            lambda w: subgradients.max(w.reshape(2, 2), 0),
+            ("max: JAX's ties share it: jaxtrain.subgradients.max", "; tie: in max, once"),
+        ),
+    ],
+)
+def test_another_slope_at_a_kink_fails_and_is_named_with_how_many_sat_there(
+    theirs: Any, ours: Any, mended: Any, said: tuple[str, str]
+) -> None:
+    verdict = check(kinked(theirs, ours), steps=1, locate=True)
+    assert not verdict.passed
+    assert verdict.stage is not None
+    assert verdict.stage.startswith("gradients")
+    assert verdict.diagnosis is not None
+    assert verdict.diagnosis.startswith(said[0])
+    assert verdict.diagnosis.endswith(said[1])
+    assert check(kinked(theirs, mended), steps=1).passed
+
+
+def test_slopes_that_no_one_convention_explains_are_counted_all_the_same() -> None:
+    def both(f: Any, clamp: Any) -> Any:
+        return lambda w: f(w) + clamp(w)
+
+    theirs = both(torch.abs, lambda w: w.clamp(min=0.0))
+    verdict = check(kinked(theirs, both(jnp.abs, lambda w: jnp.maximum(w, 0.0))), steps=1, locate=True)
+    assert not verdict.passed
+    assert verdict.diagnosis is not None
+    assert "kink: input of abs at 0, 2 times; kink: input of clamp at a bound, 2 times" in verdict.diagnosis
+    assert "jaxtrain.subgradients" in verdict.diagnosis

@@ -17,14 +17,18 @@ from jax import lax
 
 import jaxtrain
 import jaxtrain.step
+from jaxtrain.accumulate import mean_gradient
 from jaxtrain.clip import clip_grad_norm
 from jaxtrain.losses import cross_entropy
+from parity.activations import activations, first_imprecise
 from parity.case import Case
 from parity.cases import CASES, cnn_bn, gpt2
+from parity.compare import RATIO_BAR
 from parity.fingerprint import Trace, counterparts
 from parity.locate import Divergence, locate
 from parity.optimizer import Optimizer
 from parity.run import check
+from tests.parity.test_sides import small
 
 HERE = "tests/parity/test_locate.py"
 LAYER = 1
@@ -276,3 +280,71 @@ def test_a_check_that_fails_in_float64_says_where(bug: str) -> None:
     verdict = check(transformer(bug), steps=1, locate=True)
     assert verdict.passed == (not bug)
     assert verdict.first_divergence == (located(transformer(bug)) if bug else None)
+
+
+def casting_its_head(case: Case) -> Case:
+    """With the last layer's weights rounded to bfloat16."""
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        head = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params["layers"][1])
+        return case.loss_fn({"layers": {**params["layers"], 1: head}}, batch, rng)
+
+    return dataclasses.replace(case, loss_fn=loss_fn)
+
+
+def test_a_lack_of_precision_is_located_in_the_first_module_that_has_it() -> None:
+    verdict = check(casting_its_head(small()), "fp32", steps=1, locate=True)
+    found = verdict.first_divergence
+    assert found is not None
+    assert (found.stage, found.last_match, verdict.unlocated) == ("forward", "2", None)
+    assert found.torch.startswith("3: output ")
+    assert found.torch.endswith(" times as far from float64 as PyTorch's")
+    assert found.jax_source.startswith("jaxtrain/models/mlp.py:")
+
+
+def test_activations_of_every_layer_are_matched_and_as_precise_as_pytorchs() -> None:
+    found = activations(gpt2.case(), "bf16")
+    assert len(found) == 30
+    assert {"transformer.h.0.ln_1", "transformer.h.1.mlp.act", "transformer.ln_f", "lm_head"} <= {
+        activation.module for activation in found
+    }
+    assert all(activation.error_ratio < RATIO_BAR for activation in found)
+    assert first_imprecise(found) is None
+
+
+def test_what_differs_in_float64_too_is_located_there() -> None:
+    case = small()
+    doubled = dataclasses.replace(
+        case, loss_fn=lambda p, batch, rng: case.loss_fn(jax.tree.map(lambda x: 1.1 * x, p), batch, rng)
+    )
+    verdict = check(doubled, "bf16", steps=2, locate=True)
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence.torch == "1: aten.addmm"
+    assert verdict.stage is not None
+    assert verdict.stage.startswith("in fp64 too: loss: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "settings", "said"),
+    [
+        ("accumulate.mean_gradient", {"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
+        ("step.rematerialise", {"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
+    what: str, settings: dict[str, Any], said: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def averaged_twice(window: Any) -> Any:
+        return jax.tree.map(lambda g: g / 4, mean_gradient(window))
+
+    def in_other_units(fn: Any, policy: str) -> Any:
+        return fn if policy == "none" else lambda params, *args: fn(jax.tree.map(lambda p: 1.1 * p, params), *args)
+
+    wrong = averaged_twice if what.startswith("accumulate") else in_other_units
+    monkeypatch.setattr(f"jaxtrain.{what}", wrong)
+    verdict = check(small(), precision, steps=2, locate=True, **settings)
+    assert not verdict.passed
+    assert verdict.first_divergence is None
+    assert verdict.unlocated is not None
+    assert verdict.unlocated.startswith(said)

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.report.page import Divergence, Excerpt, PageCase, write_page
+from parity.report.page import Difference, Excerpt, PageCase, excerpt, write_page
+from parity.trajectory import trajectory
 
 HELD = PageCase(
     name="mlp",
@@ -33,7 +34,7 @@ HELD = PageCase(
     grad_errors={"1.weight": 2e-15, "1.bias": 1e-16},
     torch_grad_errors=None,
     floor=2.2e-16,
-    divergence=None,
+    difference=None,
 )
 SPITEFUL = "<script>alert('&amp;')</script>"
 DIFFERS = dataclasses.replace(
@@ -47,7 +48,7 @@ DIFFERS = dataclasses.replace(
     jax_scales=np.array([4.0, 4.0, 2.0, 2.0]),
     torch_grad_errors={"1.weight": 2e-4, "1.bias": 1e-4},
     floor=9.8e-4,
-    divergence=Divergence(
+    difference=Difference(
         "h.0.ln_1",
         "native_layer_norm",
         Excerpt("a.py", 7, 6, ("  if a < b:", "    c &= d")),
@@ -154,7 +155,7 @@ def test_names_faults_excerpts_and_the_environment_are_text_not_markup(page):
             grad_worst=SPITEFUL,
             grad_errors=names,
             torch_grad_errors=names,
-            divergence=Divergence(SPITEFUL, SPITEFUL, excerpt, excerpt),
+            difference=Difference(SPITEFUL, SPITEFUL, excerpt, excerpt),
         ),
         **{SPITEFUL: [SPITEFUL]},
     )
@@ -248,3 +249,23 @@ def test_a_long_run_can_be_pointed_at_in_a_bounded_number_of_places(page):
     losses = np.linspace(3, 1, 10_001)
     built = page(dataclasses.replace(HELD, torch_losses=losses, jax_losses=losses))
     assert 100 < len([t for t in built.text("title") if t.startswith("step ")]) <= 200
+
+
+def test_a_long_run_shows_both_differences_on_one_axis_and_where_chaos_begins(page):
+    course = trajectory([1e-15, 1e-9, 1e-3], [[1e-15, 1e-7, 1e-3]], limit=1e-8)
+    built = page(dataclasses.replace(HELD, trajectory=course))
+    ulp, apart = (built.having("path", **{"class": css})[-1]["d"] for css in ("ulp", "apart"))
+    # The axis runs from 1e-16 to 1e-3.
+    assert [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", apart)] == pytest.approx([923.1, 461.5, 0], abs=0.2)
+    assert [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", ulp)] == pytest.approx([923.1, 307.7, 0], abs=0.2)
+    assert str(course) in built.text("p")
+    assert "step 2: PyTorch 2, JAX 2, difference 1.0e-09, one ulp's 1.0e-07" in built.text("title")
+    assert "ulp" not in {a.get("class") for a in page(HELD).having("path")}
+
+
+def test_the_lines_around_a_difference_are_read_from_its_files() -> None:
+    assert excerpt((__file__, 3)) == Excerpt(
+        "tests/parity/test_page.py", 3, 1, tuple(Path(__file__).read_text().splitlines()[:5])
+    )
+    assert excerpt(("/nowhere/model.py", 7)) == Excerpt("/nowhere/model.py", 7, 4, ())
+    assert excerpt(None) is None

@@ -18,7 +18,7 @@ import jaxtrain
 from jaxtrain.errors import UserError
 from parity import torch_side
 from parity.case import Case
-from parity.cases import cnn_bn, gpt2, mlp
+from parity.cases import bert, cnn_bn, gpt2, llama, mlp, t5, vit
 from parity.randomness import GivenMasks, drawn, dropout_masks, reordered
 from parity.run import check
 
@@ -184,7 +184,7 @@ def test_rows_are_permuted_with_their_micro_batch() -> None:
         reordered(masks((8, 3)), order)
 
 
-@pytest.mark.parametrize("case", [mlp.case(dropout=0.2), cnn_bn.case(dropout=0.2), gpt2.case(dropout=0.2)])
+@pytest.mark.parametrize("case", [module.case(dropout=0.2) for module in (mlp, cnn_bn, gpt2, bert, vit, t5, llama)])
 def test_reordered_rows_are_the_same_mathematics_under_dropout(case: Case) -> None:
     given = dropout_masks(case, "fp64", accumulate=2, steps=2, seed=0)
     plain, other = (

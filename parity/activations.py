@@ -1,0 +1,198 @@
+"""What the modules of a PyTorch model put out, and the same values in the JAX program, in any precision.
+
+Values are matched in float64, by their numbers alone (`parity.fingerprint`); in a low precision they are then where
+they were. So a lack of precision is placed at the module where it begins, with no annotation of either program.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from torch.utils._pytree import tree_leaves
+
+from jaxtrain.jaxpr import Run, bind, calls, transform
+from jaxtrain.objective import checked
+from jaxtrain.precision import KERNEL, policy
+from jaxtrain.step import micro_batch_key
+from parity import jax_side, torch_side
+from parity.case import Case
+from parity.compare import RATIO_BAR
+from parity.fingerprint import Trace, counterparts
+from parity.jax_trace import line_of
+from parity.locate import Divergence, Line
+from parity.oracle.in_jax import in_float64
+from parity.randomness import CALLS, unrolled
+from parity.record import Tensors
+from parity.source import described
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The first output of a PyTorch `module` in the first micro-batch, and JAX's value of it, in its own layout.
+
+    `theirs` and `ours`: in the precision asked for, as float64. The errors are relative distances to the same value
+    computed in float64. `at`: where JAX computes it.
+    """
+
+    module: str
+    theirs: np.ndarray
+    ours: np.ndarray
+    their_error: float
+    our_error: float
+    at: Line | None
+
+    @property
+    def error_ratio(self) -> float:
+        """JAX's error in units of PyTorch's."""
+        if not self.their_error:
+            return np.inf if self.our_error else 1.0
+        return self.our_error / self.their_error
+
+
+def activations(case: Case, precision: str, *, accumulate: int = 1, seed: int = 0) -> list[Activation]:
+    """Those of the modules whose outputs JAX has in float64, in the order in which they are computed.
+
+    Without dropout: in float64 JAX draws other masks. None where JAX traces another program in float64.
+    """
+    theirs, true = (_torch_outputs(case, p, accumulate, seed) for p in (precision, "fp64"))
+    weights = torch_side.initial_weights(case, seed)
+    values, wide = _jax_values(case, weights, "fp64", accumulate, seed)
+    pairs = _matched(true, values)
+    wanted = sorted(frozenset().union(*pairs.values()))
+    low, narrow = _jax_values(case, weights, precision, accumulate, seed, wanted)
+    if [made[:2] for made in wide] != [made[:2] for made in narrow]:
+        return []
+    ours = dict(zip(wanted, low, strict=True))
+    found = []
+    for module, equal in pairs.items():
+        # Of values that are equal in float64 the nearest: the others are on the way to it.
+        at = min(equal, key=lambda i: _error(ours[i], values[i]))
+        errors = _error(theirs[module], true[module]), _error(ours[at], values[at])
+        found.append(Activation(module, theirs[module], ours[at], *errors, wide[at].at))
+    return found
+
+
+class _Made(NamedTuple):
+    """What makes a value: an operation, its result's shape, and the line it is called at."""
+
+    primitive: str
+    shape: tuple[int, ...]
+    at: Line | None
+
+
+def first_imprecise(found: Sequence[Activation]) -> Divergence | None:
+    """The first module whose output is too far from float64, as `parity.compare` asks of a run."""
+    for before, at in zip([None, *found], found, strict=False):
+        if at.error_ratio > RATIO_BAR:
+            return Divergence(
+                stage="forward",
+                step=1,
+                torch=f"{at.module}: output {at.error_ratio:.2g} times as far from float64 as PyTorch's",
+                torch_source="",
+                jax_source=described(*at.at) if at.at else "",
+                last_match="its inputs" if before is None else before.module,
+                parameters=(),
+                torch_at=None,
+                jax_at=at.at,
+            )
+    return None
+
+
+def _torch_outputs(case: Case, precision: str, accumulate: int, seed: int) -> Tensors:
+    outputs: Tensors = {}
+
+    def watched(model: torch.nn.Module, batch: Any) -> Any:
+        if outputs:
+            return case.torch_loss(model, batch)
+        hooks = [
+            module.register_forward_hook(lambda *called, name=name: _keep(outputs, name, called[-1]))
+            for name, module in model.named_modules()
+            if name
+        ]
+        try:
+            return case.torch_loss(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    torch_side.run(replace(case, torch_loss=watched), precision, accumulate=accumulate, steps=1, seed=seed)
+    return outputs
+
+
+def _keep(outputs: Tensors, name: str, out: Any) -> None:
+    tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if tensors:
+        outputs.setdefault(name, tensors[0].detach().to(torch.float64, copy=True).numpy())
+
+
+def _jax_values(
+    case: Case, weights: Tensors, precision: str, accumulate: int, seed: int, wanted: Collection[int] | None = None
+) -> tuple[list[np.ndarray], list[_Made]]:
+    """The floating values of the loss's first micro-batch, all or those of the numbers wanted; and what made each."""
+    with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
+        params, model_state = jax_side.from_torch(case, weights)
+        batch = {name: x[: case.rows // accumulate] for name, x in next(case.batches(seed, 1)).items()}
+        numerics, made = policy(precision), list[_Made]()
+        recorded = _recorded(checked(case.loss_fn), made, wanted)
+        compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded)
+        values = jax.jit(compute)(
+            numerics.cast_params(params),
+            jax_side.arrays(batch, precision),
+            micro_batch_key(jax.random.key(seed), 0),
+            jax_side.arrays(model_state, precision),
+        )
+        # NumPy has no bfloat16, all of which float64 holds.
+        return [np.asarray(x, np.float64) for x in values], made
+
+
+def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int] | None) -> Callable[..., Any]:
+    """`fn` returning its intermediate values; scans are unrolled, so that layers are seen one by one."""
+    lines: list[Line | None] = []
+
+    def recorded(*args: Any) -> list[Any]:
+        found: list[Any] = []
+        made.clear()
+
+        def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
+            name = eqn.primitive.name
+            if name == "scan":
+                return unrolled(eqn, args, run)
+            if name in CALLS and not calls(eqn, KERNEL):
+                body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+                # What JAX traced once, for an earlier caller, has that one's lines.
+                lines.append(line_of(eqn) or (lines[-1] if lines else None))
+                outs = run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
+                lines.pop()
+                return outs
+            outs = bind(eqn, args)
+            if name != "convert_element_type" and jnp.issubdtype(outs[0].dtype, jnp.floating):
+                if wanted is None or len(made) in wanted:
+                    found.append(outs[0])
+                made.append(_Made(name, outs[0].shape, line_of(eqn) or (lines[-1] if lines else None)))
+            return outs
+
+        transform(fn, rule)(*args)
+        return found
+
+    return recorded
+
+
+def _matched(true: Tensors, values: Sequence[np.ndarray]) -> dict[str, frozenset[int]]:
+    """By the module, the numbers of JAX's values that are equal to its output."""
+    theirs: Trace[Any] = Trace()
+    ours: Trace[Any] = Trace()
+    telling = {module: x for module, x in true.items() if x.any()}
+    for x in telling.values():
+        theirs.enter(x)
+    for x in values:
+        ours.enter(x)
+    return {module: equal for module, equal in zip(telling, counterparts(theirs, ours), strict=True) if equal}
+
+
+def _error(low: np.ndarray, true: np.ndarray) -> float:
+    return float(np.linalg.norm(low - true) / np.linalg.norm(true))

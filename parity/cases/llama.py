@@ -1,0 +1,79 @@
+"""The Llama family against `transformers`: Llama, Mistral, Qwen2, Qwen3; padded rows, and packed ones."""
+
+from dataclasses import replace
+from typing import Any
+
+from flax import nnx
+
+import jaxtrain
+from jaxtrain.models import functional
+from jaxtrain.models.llama import Llama, LlamaConfig, to_hf, torch_names
+from jaxtrain.models.rope import Rope
+from parity.case import AdamW, Case
+from parity.cases import text
+
+# Frequencies above, between and below the bounds of the scaling, in as few positions.
+LLAMA3 = Rope(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+LLAMA = LlamaConfig(**SIZES, rope_parameters=LLAMA3)
+QWEN3 = LlamaConfig(**{**SIZES, "head_dim": 16}, model_type="qwen3", tie_word_embeddings=True)
+MISTRAL = LlamaConfig(**SIZES, model_type="mistral", sliding_window=5)
+TOKENS = 17
+
+
+def case(dropout: float | None = None) -> Case:
+    """Grouped queries and Llama 3.1's rotary scaling, on padded rows."""
+    return _case("llama", LLAMA, dropout)
+
+
+def qwen3(dropout: float | None = None) -> Case:
+    """Norms on queries and keys, wider heads, tied embeddings."""
+    return _case("llama.qwen3", QWEN3, dropout)
+
+
+def mistral(dropout: float | None = None) -> Case:
+    """A window shorter than the rows."""
+    return _case("llama.mistral", MISTRAL, dropout)
+
+
+def packed(dropout: float | None = None) -> Case:
+    """Three sequences a row, which do not see each other."""
+    return _case("llama.packed", LLAMA, dropout, packed=True, clip_norm=1.4)
+
+
+def _case(
+    name: str, config: LlamaConfig, dropout: float | None, *, packed: bool = False, clip_norm: float = 1.75
+) -> Case:
+    if dropout is not None:
+        config = replace(config, attention_dropout=dropout)
+    apply, params_like = functional(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    draw = text.packed if packed else text.padded
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
+        logits = apply(params, batch["tokens"], rng, batch["positions"], batch["segments"])
+        return text.loss(logits, batch["labels"]), {}
+
+    return Case(
+        name=name,
+        torch_model=lambda: text.torch_model(to_hf(config)),
+        torch_loss=text.torch_packed_loss if packed else text.torch_padded_loss,
+        loss_fn=loss_fn,
+        params_like=params_like,
+        names=torch_names(config),
+        batch=lambda seed, rows: draw(seed, rows, TOKENS, config.vocab_size),
+        rows=8,
+        optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
+        clip_norm=clip_norm,
+    )

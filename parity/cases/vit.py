@@ -1,0 +1,49 @@
+"""The Vision Transformer against `transformers.ViTForImageClassification`."""
+
+from dataclasses import replace
+from typing import Any
+
+from flax import nnx
+from torch.nn import Module
+from transformers import ViTConfig as HFConfig
+from transformers import ViTForImageClassification
+
+from jaxtrain.models import functional
+from jaxtrain.models.vit import ViT, ViTConfig, to_hf, torch_names
+from parity.case import AdamW, Case
+from parity.cases import classification
+from parity.cases.resnet import torch_loss
+
+CONFIG = ViTConfig(
+    image_size=(8, 12),
+    patch_size=4,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    num_labels=5,
+)
+
+
+def case(dropout: float = 0.0) -> Case:
+    """8×12 images in 4×4 patches; `dropout` the rate of both kinds."""
+    config = replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    apply, params_like = functional(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))))
+    return Case(
+        name="vit",
+        torch_model=lambda: _torch_model(config),
+        torch_loss=torch_loss,
+        loss_fn=classification.loss_fn(apply),
+        params_like=params_like,
+        names=torch_names(config),
+        batch=classification.images(*config.image_shape, classes=config.num_labels),
+        rows=16,
+        # With the default eps, Adam makes steps of the rounding noise that is the gradient of the key bias.
+        optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
+        clip_norm=1.0,
+    )
+
+
+def _torch_model(config: ViTConfig) -> Module:
+    said: dict[str, Any] = to_hf(config)
+    return ViTForImageClassification(HFConfig(**said))
