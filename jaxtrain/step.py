@@ -181,14 +181,17 @@ def train_step(
         metrics = jax.tree.map(lambda x: x.sum(0), metrics)
         return window.mean_gradient(closed), closed.loss, metrics, model_state, closed.nonfinite
 
-    def update(state: TrainState, grads: Any, nonfinite: Nonfinite) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(
+        state: TrainState, grads: Any, loss: Loss, nonfinite: Nonfinite
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Unscale, check, clip, update, rescale."""
         grads, scaler_state = scaler.update(grads, state.loss_scale)
         skip = found_inf(scaler_state)
         grads, grad_norm = clip_grad_norm(grads, clip_norm)
         grads = clip_grad_value(grads, clip_value)
         old, kept = partition(state.params, frozen)
-        updates, opt_state = optimizer.update(grads, state.opt_state, old)
+        value = loss.total / window.nonzero(loss.weight)
+        updates, opt_state = optimizer.update(grads, state.opt_state, old, value=value)
         lr = used_learning_rate(opt_state)
         params = merge(jax.tree.map(_moved_by, old, updates), kept)
         average = None if ema is None else moved(state.ema, params, ema, first=applied(state) == 0)
@@ -205,7 +208,7 @@ def train_step(
         if state.window is not None:
             raise UserError("the state streams micro-batches: give them to step.micro, or init without streaming")
         grads, loss, metrics, model_state, nonfinite = window_gradient(state, batch, accumulate)
-        new, truth = update(state, grads, nonfinite)
+        new, truth = update(state, grads, loss, nonfinite)
         new = new._replace(micro_step=state.micro_step + accumulate, model_state=model_state)
         return new, {**truth, **_means(loss, metrics)}
 
@@ -228,7 +231,7 @@ def train_step(
 
     def close(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         closed = _opened(state)
-        new, truth = update(state, window.mean_gradient(closed), closed.nonfinite)
+        new, truth = update(state, window.mean_gradient(closed), closed.loss, closed.nonfinite)
         return new._replace(window=empty_window(state.params)), {**truth, "updated": jnp.array(True)}
 
     def leave_open(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -10,6 +10,8 @@ from jaxtrain.errors import UserError
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume] [--field value …]",
     "sample": "write text from a trained GPT: jaxtrain sample DIR",
+    "import-torch": "take over a run of PyTorch's: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
+    "export": "write a run as PyTorch reads it: jaxtrain export DIR --format torch --out CKPT.pt",
 }
 
 
@@ -33,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: jaxtrain COMMAND …\n")
-        print("\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))
+        print("\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items()))
         print("\n  jaxtrain COMMAND --help says more; --debug shows tracebacks")
         return 0 if args else 2
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
-    return int(importlib.import_module(f"jaxtrain.cli.{args[0]}").main(args[1:]))
+    return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
 
 
 def nearest(word: str, known: Sequence[str] | dict[str, str]) -> str:

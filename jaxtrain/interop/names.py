@@ -5,8 +5,9 @@ carries gradients and optimizer moments over just as well as weights, exactly.
 """
 
 import functools
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,40 +101,56 @@ class NameTable:
     params: Mapping[str, TorchParam]
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def to_jax(self, tensors: Mapping[str, Array], like: Any) -> Any:
+    def to_jax(self, tensors: Mapping[str, Any], like: Any, put: Callable[[Array, Any], Any] | None = None) -> Any:
         """A tree of arrays as `like` is, dtypes those of `tensors`.
 
-        Every tensor is used and every leaf filled, or `UserError` lists all that is missing, unexpected or mis-shaped.
+        `tensors` have a shape and a dtype, and are read (`numpy.asarray`) only once all of these fit, leaf by leaf;
+        `put(array, leaf of like)` may take each away before the next is read. Every tensor is used and every leaf
+        filled, or `UserError` lists all that is missing, unexpected or mis-shaped.
         """
+        wanted = self.check(tensors, like)
+        filled = {}
+        for path, leaf in wanted.items():
+            array = self._read(tensors, self.params[path], leaf)
+            filled[path] = put(array, leaf) if put else array
+        return unflattened(filled, like)
+
+    def check(self, tensors: Mapping[str, Any], like: Any) -> dict[str, Any]:
+        """The leaves of `like` by path, once `tensors` fit them; or the `UserError` of `to_jax`. Only ties are read."""
         wanted = dict(leaves(like))
         self._check_paths(wanted)
-        faults, used, filled = [], set(self.tied) & set(tensors), {}
+        faults = self._faults(tensors, wanted)
+        if faults:
+            raise UserError(f"the tensors do not fit the model: {'; '.join(faults)}")
+        return wanted
+
+    def _faults(self, tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+        faults, used = [], set(self.tied) & set(tensors)
         for path, leaf in wanted.items():
             param = self.params[path]
-            stacked = LAYER in param.name
-            layers = []
+            wanted_shape = tuple(leaf.shape[1:] if LAYER in param.name else leaf.shape)
             for name in _names(param, leaf):
                 used.add(name)
                 if name not in tensors:
                     faults.append(f"missing {name}")
-                    continue
-                layer = _laid_out(param.layout, np.asarray(tensors[name]))
-                wanted_shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
-                if layer is None or layer.shape != wanted_shape:
-                    faults.append(f"mis-shaped {name}: {tensors[name].shape} for {path} {wanted_shape}")
-                    continue
-                layers.append(layer)
-            if not faults:
-                filled[path] = np.stack(layers) if stacked else layers[0]
+                elif _shape_laid_out(param.layout, tensors[name].shape) != wanted_shape:
+                    faults.append(f"mis-shaped {name}: {tuple(tensors[name].shape)} for {path} {wanted_shape}")
         faults += [f"unexpected {name}" for name in sorted(set(tensors) - used)]
-        faults += [
+        return faults + [
             f"untied {alias}: differs from {name}"
             for alias, name in self.tied.items()
-            if alias in tensors and name in tensors and not np.array_equal(tensors[alias], tensors[name])
+            if alias in tensors and name in tensors and not _equal(tensors[alias], tensors[name])
         ]
-        if faults:
-            raise UserError(f"the tensors do not fit the model: {'; '.join(faults)}")
-        return unflattened(filled, like)
+
+    def _read(self, tensors: Mapping[str, Any], param: TorchParam, leaf: Any) -> Array:
+        """The array of one leaf, a stack filled layer by layer."""
+        names = _names(param, leaf)
+        if LAYER not in param.name:
+            return param.layout.to_jax(np.asarray(tensors[names[0]]))
+        stack = np.empty(leaf.shape, np.result_type(*(tensors[name].dtype for name in names)) if names else leaf.dtype)
+        for i, name in enumerate(names):
+            stack[i] = param.layout.to_jax(np.asarray(tensors[name]))
+        return stack
 
     def to_torch(self, params: Any) -> dict[str, Array]:
         """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases."""
@@ -147,6 +164,26 @@ class NameTable:
                 (name, param.layout.to_torch(layer)) for name, layer in zip(_names(param, value), layers, strict=True)
             )
         return tensors
+
+    def torch_order(self, like: Any) -> list[str]:
+        """The PyTorch names in the order of the table, which is to be that of `named_parameters()`; layers one by one.
+
+        >>> NameTable({"w": TorchParam("h.{layer}.w"), "b": TorchParam("h.{layer}.b")}).torch_order(
+        ...     {"w": np.zeros(2), "b": np.zeros(2)}
+        ... )
+        ['h.0.w', 'h.0.b', 'h.1.w', 'h.1.b']
+        """
+        found = dict(leaves(like))
+        order: list[str] = []
+        for stacked, entries in itertools.groupby(self.params.items(), key=lambda entry: _stack(entry[1])):
+            columns = [_names(param, found[path]) for path, param in entries]
+            rows = zip(*columns, strict=True) if stacked else columns
+            order += [name for row in rows for name in row]
+        return order
+
+    def only(self, paths: Iterable[str]) -> "NameTable":
+        """The table of these paths alone."""
+        return NameTable({path: self.params[path] for path in paths})
 
     def _check_paths(self, found: Mapping[str, Any]) -> None:
         if set(found) != set(self.params):
@@ -162,12 +199,21 @@ def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         yield path_name(path), leaf
 
 
-def _laid_out(layout: Layout, tensor: Array) -> Array | None:
-    """`tensor` in JAX's layout; None where its rank or size has none."""
+def _shape_laid_out(layout: Layout, shape: Any) -> tuple[int, ...] | None:
+    """The shape in JAX's layout; None where the rank or size has none. Nothing is allocated, whatever the size."""
     try:
-        return layout.to_jax(tensor)
+        return layout.to_jax(np.broadcast_to(np.zeros([], bool), tuple(shape))).shape
     except ValueError:
         return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def _stack(param: TorchParam) -> str:
+    """What the names of one stack of layers share, up to the layer's number; empty for a tensor of its own."""
+    return param.name.partition(LAYER)[0] if LAYER in param.name else ""
 
 
 def _names(param: TorchParam, leaf: Any) -> list[str]:

@@ -47,11 +47,13 @@ def torch_names(
     table = {
         "conv/kernel": TorchParam("0.weight", CONV),
         "conv/bias": TorchParam("0.bias"),
-        "head/kernel": TorchParam(f"{head}.weight", linear_after_flatten(width, height - 2, width_px - 2)),
-        "head/bias": TorchParam(f"{head}.bias"),
     }
     if batch_norm:
         table |= {"norm/scale": TorchParam("1.weight", AS_IS), "norm/bias": TorchParam("1.bias", AS_IS)}
+    table |= {
+        "head/kernel": TorchParam(f"{head}.weight", linear_after_flatten(width, height - 2, width_px - 2)),
+        "head/bias": TorchParam(f"{head}.bias"),
+    }
     return NameTable(table)
 
 

@@ -243,6 +243,15 @@ def sequential(schedules: Sequence[Callable[[Any], Any]], milestones: Sequence[i
     return _absolute(float("nan"), rate)
 
 
+def shifted(schedule: Callable[[Any], Any], by: int) -> Scheduler:
+    """`schedule` `by` updates on, as a scheduler is that was stepped more often than its optimizer.
+
+    >>> [round(float(shifted(exponential_lr(1.0, 0.5), 2)(t)), 6) for t in range(2)]
+    [0.25, 0.125]
+    """
+    return _absolute(float("nan"), lambda t: jnp.asarray(schedule(t + by), _dtype()))
+
+
 def chained(schedules: Sequence[Scheduler]) -> Scheduler:
     """`ChainedScheduler`: all of them at work on one rate. They are of one `lr`.
 

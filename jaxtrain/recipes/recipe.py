@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run: AdamW under a linear warm-up and a cosine decay to a tenth."""
+    """A training run: by default AdamW under a linear warm-up and a cosine decay to a tenth."""
 
     steps: int
     """Optimizer updates to make."""
@@ -23,14 +23,20 @@ class Recipe:
     """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
     remat: str = "none"
     """What blocks compute again: none; full; all but dots, dots_no_batch, names:A,B or offload:A,B."""
+    optimizer: str = "adamw"
+    """One of jaxtrain.optim, alone or with its arguments, as in "sgd(momentum=0.9)"."""
+    schedule: str = "warmup-cosine"
+    """warmup-cosine, wsd, onecycle, linear, constant; or one of PyTorch's, as in "step_lr(lr=0.1, step_size=30)"."""
     warmup_steps: int = 20
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.1
-    """AdamW's decay, on matrices only."""
+    """The optimizer's decay, on matrices only."""
     beta2: float = 0.99
-    """AdamW's memory of squared gradients: short, for short runs."""
-    clip_norm: float = 1.0
+    """Adam's memory of squared gradients: short, for short runs."""
+    clip_norm: float | None = 1.0
     """Bound on the global gradient norm."""
+    loss_scale: str | None = None
+    """What fp16 scales the loss by: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)"."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
     log_every: int = 10

@@ -13,13 +13,14 @@ from jaxtrain.errors import RunFailed
 from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
 from jaxtrain.nonfinite import leaf_name
 from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
+from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import preflight
 from jaxtrain.runner.checkpoint import Checkpoints
-from jaxtrain.runner.optimizer import optimizer
+from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.run_folder import RunFolder
 from jaxtrain.runner.signals import StopSignals
-from jaxtrain.step import TrainState, eval_step, train_step
+from jaxtrain.step import TrainState, eval_step
 from jaxtrain.tasks import Task, build
 
 # A sound fp16 run finds its scale in the thousands or above; below this, small gradients round to 0.
@@ -51,15 +52,7 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
         task = build(recipe)
         loader = Loader(task.train, recipe.batch_size, recipe.seed)
         batch = _peek(loader)
-        step = train_step(
-            task.loss_fn,
-            optimizer(recipe),
-            precision=recipe.precision,
-            accumulate=recipe.accumulate,
-            clip_norm=recipe.clip_norm,
-            remat=recipe.remat,
-            allow_recompile=recipe.allow_recompile,
-        )
+        step = training_step(recipe, task.loss_fn)
         state = step.init(task.params, seed=recipe.seed)
         evaluate = _evaluation(task, recipe)
     preflight.check_labels_in_batch(task, batch)
@@ -95,7 +88,7 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
                 line: dict[str, Any] = {}
                 stopping = stop.received is not None or i == recipe.steps or interval.stuck
                 if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or stopping:
-                    line = {"step": i, **interval.close()}
+                    line = {"step": i, **interval.close(), **_rates(state)}
                 if i % recipe.eval_every == 0 or i == recipe.steps:
                     line |= _prefixed(evaluate(state))
                     interval.restart_clock()
@@ -162,7 +155,6 @@ class Interval:
         weights = np.array([m["weight"] for m in steps])
         line = {
             "loss": float(np.average([m["loss"] for m in steps], weights=weights if weights.any() else None)),
-            "lr": float(last["lr"]),
             "grad_norm": float(last["grad_norm"]),
             "loss_scale": float(last["loss_scale"]),
             "skipped": int(sum(m["skipped"] for m in steps)),
@@ -172,6 +164,16 @@ class Interval:
         }
         self._metrics, self._seconds, self._since = [], 0.0, time.perf_counter()
         return line
+
+
+def _rates(state: TrainState) -> dict[str, float]:
+    """`lr`, of the last update; of parameter groups the first one's, and `lr/i` of each. None without a rate."""
+    of_groups = used_learning_rates(state.opt_state)
+    if of_groups:
+        rates = {f"lr/{name}": float(rate) for name, rate in of_groups.items()}
+        return {"lr": next(iter(rates.values())), **rates}
+    rate = used_learning_rate(state.opt_state)
+    return {} if rate is None else {"lr": float(rate)}
 
 
 def _low_scale(step: int, scale: float) -> str:

@@ -28,9 +28,9 @@ def check_settings(recipe: Recipe) -> None:
         )
     if not 0 <= recipe.beta2 < 1:
         raise UserError(f"beta2 {recipe.beta2} is no share: choose 0 or more, below 1")
-    for name in ("lr", "clip_norm"):
-        if not 0 < getattr(recipe, name) < math.inf:
-            raise UserError(f"{name} {getattr(recipe, name)} makes no training: make it positive")
+    for name, value in {"lr": recipe.lr, "clip_norm": recipe.clip_norm}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} {value} makes no training: make it positive")
     for name in ("warmup_steps", "weight_decay", "seed", "allow_recompile"):
         if getattr(recipe, name) < 0:
             raise UserError(f"{name} {getattr(recipe, name)} is negative: make it 0 or more")

@@ -48,6 +48,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def torch(self) -> Path:
+        """Of a run that began in PyTorch: what its checkpoint held besides tensors."""
+        return self.path / "torch.pt"
+
+    @property
     def report(self) -> Path:
         """The page to look at."""
         return self.path / "report.html"

@@ -163,3 +163,39 @@ def test_a_tied_tensor_may_be_there_or_not_but_must_agree():
 def test_a_table_that_does_not_fit_the_model_says_both_sides():
     with pytest.raises(jt.UserError, match=r"without an entry \['new'\], without a leaf \['head'\]"):
         TABLE.to_torch({"wte": LIKE["wte"], "blocks": LIKE["blocks"], "new": np.zeros(1)})
+
+
+def _modules():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from jaxtrain.models import cnn, gpt2, mlp
+
+    sizes = {"n_layer": 2, "n_embd": 4, "n_head": 2, "n_positions": 3, "vocab_size": 5}
+    linear, conv = torch.nn.Linear, torch.nn.Conv2d
+    return {
+        "mlp": (
+            mlp.torch_names(2),
+            torch.nn.Sequential(torch.nn.Flatten(), linear(4, 3), torch.nn.ReLU(), linear(3, 2)),
+        ),
+        "cnn": (
+            cnn.torch_names((4, 4, 3), 2, batch_norm=True),
+            torch.nn.Sequential(
+                conv(3, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.ReLU(), torch.nn.Flatten(), linear(8, 2)
+            ),
+        ),
+        "gpt2": (gpt2.torch_names(), GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))),
+    }
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt2"])
+def test_a_table_is_in_the_order_of_pytorchs_parameters(model):
+    table, module = _modules()[model]
+    tensors = {name: p.detach().numpy() for name, p in module.named_parameters()}
+    shapes = {path: _stacked(tensors, param) for path, param in table.params.items()}
+    assert table.torch_order(shapes) == list(tensors)
+
+
+def _stacked(tensors, param):
+    own = tensors[param.name.replace("{layer}", "0")]
+    layers = sum(param.name.replace("{layer}", str(i)) in tensors for i in range(9))
+    return np.zeros((layers, *own.shape)) if "{layer}" in param.name else own

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as theirs
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.interop.names import CONV, LINEAR
-from jaxtrain.optim import from_torch, muon, used_learning_rate, used_learning_rates
+from jaxtrain.optim import expression, from_torch, muon, used_learning_rate, used_learning_rates
 from tests.optim.test_optimizers import CASES, OPTIMIZERS
 
 STEPS = 30
@@ -162,7 +162,7 @@ def test_groups_under_one_scheduler(names):
 
 def test_what_the_optimizer_was_not_given_stays_and_what_muon_was_given_is_transposed(monkeypatch):
     in_double = functools.partial(muon, dtype=np.float64)
-    monkeypatch.setitem(sys.modules["jaxtrain.optim.from_torch"]._OPTIMIZERS, "Muon", in_double)
+    monkeypatch.setitem(expression.OPTIMIZERS, "muon", in_double)
     model = module()
     weight, bias = model.parameters()
     optimizer = torch.optim.Muon([("1.weight", weight)], lr=0.01)

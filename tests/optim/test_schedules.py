@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as theirs
 
+import jaxtrain as jt
 from jaxtrain.errors import UserError
 from jaxtrain.optim import reduce_lr_on_plateau, schedules, sgd, used_learning_rate
 
@@ -343,3 +344,27 @@ def test_momentum_cycles_in_optimizers_as_in_pytorch():
             q = jnp.ones(3, np.float64)
             (q, _), _ = jax.lax.scan(update, (q, tx.init(q)), length=50)
         np.testing.assert_allclose(q, p.detach().numpy(), rtol=1e-12)
+
+
+def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
+    step = jt.train_step(
+        lambda p, batch, rng: (jt.Loss(((p - batch) ** 2).sum(), len(batch)), {}),
+        sgd(reduce_lr_on_plateau(0.25, patience=1, factor=0.5)),
+        accumulate=2,
+    )
+    p = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.SGD([p], lr=0.25)
+    scheduler = theirs.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    state, rates = step.init(jnp.float32(1.0)), set()
+    for i in range(12):
+        batch = np.array([1.0, -1.5, 0.5, 0.25], np.float32) * (-1) ** i  # so that it improves at times only
+        state, metrics = step(state, batch)
+        optimizer.zero_grad()
+        loss = ((p - torch.from_numpy(batch)) ** 2).sum() / 4
+        loss.backward()
+        assert float(metrics["lr"]) == optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step(loss.item())
+        np.testing.assert_allclose(float(state.params), p.item(), rtol=1e-5)
+        rates.add(float(metrics["lr"]))
+    assert len(rates) > 2

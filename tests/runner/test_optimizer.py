@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner.optimizer import optimizer, schedule
+from jaxtrain.runner import loop
+from jaxtrain.runner.optimizer import expression, loss_scale, optimizer, schedule
+from jaxtrain.step import TrainState
 
 
 def test_the_schedule_rises_to_lr_and_falls_to_a_tenth():
@@ -39,3 +41,54 @@ def test_only_matrices_decay():
     assert float(abs(updates["fc"]["kernel"]).min()) > 0
     assert float(abs(updates["wte"]).min()) > 0
     assert float(abs(updates["fc"]["bias"]).max()) == float(abs(updates["ln"]["scale"]).max()) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "peak", "last"),
+    [
+        ("warmup-cosine", 0.0, 10, 0.1),
+        ("wsd", 0.0, 10, 0.0),
+        ("linear", 0.0, 10, 0.0),
+        ("constant", 0.0, 10, 1.0),
+        ("onecycle", 0.04, 29, 4e-06),
+    ],
+)
+def test_schedules_by_name(name, first, peak, last):
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], steps=100, warmup_steps=10, lr=1.0, schedule=name)
+    rates = [float(schedule(recipe)(i)) for i in range(101)]
+    assert (rates[0], max(rates), rates[100]) == pytest.approx((first, 1.0, last))
+    assert rates.index(max(rates)) == peak
+    plateau = sum(rate == 1.0 for rate in rates)
+    assert plateau == {"wsd": 71, "constant": 91}.get(name, 1)
+
+
+def test_an_optimizer_by_name_takes_what_it_knows_of_the_other_settings():
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], optimizer="sgd(momentum=0.9)", schedule="constant", lr=0.5)
+    assert str(expression(recipe)) == (
+        "sgd(learning_rate=wsd(lr=0.5, warmup_steps=20, stable_steps=580, decay_steps=0, final_lr=0.5), "
+        "weight_decay=0.1, momentum=0.9)"
+    )
+    own = dataclasses.replace(recipe, optimizer="adamw(weight_decay=0.3)", beta2=0.7)
+    assert expression(own).arguments["weight_decay"] == 0.3
+    assert expression(own).arguments["b2"] == 0.7
+
+
+def test_a_loss_scale_is_read_like_an_optimizer():
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], loss_scale="dynamic_loss_scale(init_scale=8.0)")
+    assert float(loss_scale(recipe).init(None).scale) == 8
+    assert loss_scale(RECIPES["gpt-stdlib"]) is None
+
+
+def test_the_rates_of_groups_are_logged_each():
+    groups = "{'a': sgd(learning_rate=0.5), 'b': sgd(learning_rate=0.25)}"
+    tx = optimizer(dataclasses.replace(RECIPES["gpt-stdlib"], optimizer=groups))
+    state = TrainState(*[None] * 9)._replace(opt_state=tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
+    assert loop._rates(state) == {"lr": 0.5, "lr/0": 0.5, "lr/1": 0.25}
+
+
+def test_what_a_checkpoint_lets_decay_decays():
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], warmup_steps=0, optimizer="adamw(weight_decay=0.5, mask=None)")
+    params = {"fc": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
+    tx = optimizer(recipe)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert float(abs(updates["fc"]["bias"]).min()) > 0

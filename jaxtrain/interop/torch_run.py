@@ -1,0 +1,315 @@
+"""A run of PyTorch's, taken over in the middle, and given back: weights, moments, counts, schedules, loss scale.
+
+    checkpoint = read_torch("checkpoint.pt")
+    run = torch_run(checkpoint, names, params_like)
+    step = jaxtrain.train_step(loss_fn, run.optimizer(), precision="fp16", loss_scale=run.loss_scale())
+    state = run.state(step)                               # goes on where PyTorch stopped
+    write_torch("onward.pt", to_torch(state, run.outline, run.expression, names))
+
+Schedules count applied updates: a PyTorch loop is continued as it would have gone on if it steps its scheduler after
+every update that GradScaler did not skip. Data order and random numbers are each framework's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import optimizer_state
+from jaxtrain.interop.names import NameTable
+from jaxtrain.interop.outline import Outline
+from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
+from jaxtrain.interop.torch_schedule import advanced
+from jaxtrain.loss_scale import LossScaleState, load_state_dict
+from jaxtrain.optim.expression import OPTIMIZERS, Call, Expression, built
+from jaxtrain.optim.from_torch import described, saved_kind, saved_scheduler
+from jaxtrain.optim.plateau import PlateauState
+from jaxtrain.step import TrainState, TrainStep, applied
+
+
+@dataclass(frozen=True)
+class TorchRun:
+    """A checkpoint understood: `expression`, the optimizer that goes on, None where it has none; its `outline`."""
+
+    checkpoint: TorchCheckpoint
+    names: NameTable
+    params_like: Any
+    expression: Expression | None
+    outline: Outline
+    buffers: NameTable = field(default_factory=lambda: NameTable({}))
+    state_like: Any = None
+
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The gradient transformation. Raises `UserError` for a checkpoint of weights alone."""
+        if self.expression is None:
+            raise UserError("the checkpoint has no optimizer: choose one, its weights start a new run")
+        return built(self.expression, OPTIMIZERS, {})
+
+    def loss_scale(self) -> optax.GradientTransformation | None:
+        """The loss scale of the GradScaler; None without one, or where it was disabled."""
+        return load_state_dict(self.checkpoint.scaler) if self.checkpoint.scaler else None
+
+    def state(self, step: TrainStep, *, accumulate: int = 1, seed: int = 0) -> TrainState:
+        """The state of `step` from which the run goes on.
+
+        Every leaf is read, made an array of JAX's and forgotten before the next is. Raises `UserError` where
+        something does not fit, and where a number would be rounded.
+        """
+
+        def zeros() -> tuple[Any, Any]:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (self.params_like, self.state_like))
+
+        def small() -> TrainState:
+            params, model_state = zeros()
+            fresh = step.init(params, model_state=model_state, seed=seed)
+            return fresh._replace(params=None, model_state=None, opt_state=None, ema=None)
+
+        params_like, state_like = jax.eval_shape(zeros)
+        like = jax.eval_shape(lambda p, s: step.init(p, model_state=s, seed=seed), params_like, state_like)
+        if like.ema is not None:
+            raise UserError("the step keeps an average of the parameters, which no checkpoint has: take ema=None")
+        params, model_state = self._tensors(like)
+        count = self.outline.count
+        if self.expression is None or not count:
+            # Donated, so that what init copies is not there twice.
+            init = jax.jit(lambda p, s: step.init(p, model_state=s, seed=seed), donate_argnums=(0, 1))
+            state: TrainState = init(params, model_state)
+        else:
+            state = jax.jit(small)()._replace(params=params, model_state=model_state, opt_state=self._opt_state(like))
+        return state._replace(
+            step=jnp.array(count, np.int32),
+            micro_step=jnp.array(count * accumulate, np.int32),
+            loss_scale=self._loss_scale_state(state.loss_scale),
+        )
+
+    def _tensors(self, like: TrainState) -> tuple[Any, Any]:
+        params, buffers = _parted(self.checkpoint.model, self.buffers, self.state_like)
+        model_state = None if self.state_like is None else self.buffers.to_jax(buffers, like.model_state, _put)
+        return self.names.to_jax(params, like.params, _put), model_state
+
+    def _opt_state(self, like: TrainState) -> Any:
+        assert self.expression is not None
+        assert self.checkpoint.optimizer is not None
+        entries = optimizer_state.by_name(self.checkpoint.optimizer, self.outline.group_names)
+        return optimizer_state.to_jax(
+            like.opt_state, self.expression, self.outline.count, entries, self.names, _put, self._plateaus()
+        )
+
+    def _plateaus(self) -> list[PlateauState]:
+        saved = self.outline.scheduler
+        if saved is None or "num_bad_epochs" not in saved:
+            return []
+        dtype = jnp.result_type(float)
+        best = jnp.asarray(saved["best"], dtype)
+        bad, cooldown = (jnp.asarray(saved[name], np.int32) for name in ("num_bad_epochs", "cooldown_counter"))
+        rates = [jnp.asarray(float(group["lr"]), dtype) for group in self.outline.param_groups]
+        return [PlateauState(rate, rate, best, bad, cooldown) for rate in rates]
+
+    def _loss_scale_state(self, fresh: Any) -> Any:
+        scaler = self.loss_scale()
+        if scaler is None:
+            return fresh
+        if not isinstance(fresh, LossScaleState):
+            raise UserError("the checkpoint has a GradScaler's state and the step no loss scale: give it loss_scale=")
+        return scaler.init(None)
+
+
+def torch_run(
+    checkpoint: TorchCheckpoint,
+    names: NameTable,
+    params_like: Any,
+    *,
+    buffers: NameTable | None = None,
+    state_like: Any = None,
+    kind: str | None = None,
+    schedule: Call | None = None,
+    updates: int | None = None,
+) -> TorchRun:
+    """The run that `checkpoint` is of, with the parameters `params_like` (shapes) under `names`.
+
+    `buffers` and `state_like`: of a model with state. What the file does not say can be given: `kind`, the class of
+    the optimizer; `schedule`, of the learning rate; `updates`, how many were made. Raises `UserError`, naming it, for
+    what is missing, does not fit or cannot be honoured.
+    """
+    buffers = buffers or NameTable({})
+    params, state = _parted(checkpoint.model, buffers, state_like)
+    names.check(params, params_like)
+    if state_like is not None:
+        buffers.check(state, state_like)
+    understood = _Understood(checkpoint, names, params_like, kind, schedule, updates)
+    expression, outline = understood.expression(), understood.outline()
+    return TorchRun(checkpoint, names, params_like, expression, outline, buffers, state_like)
+
+
+class _Understood:
+    """What a checkpoint says, put together."""
+
+    def __init__(
+        self,
+        checkpoint: TorchCheckpoint,
+        names: NameTable,
+        params_like: Any,
+        kind: str | None,
+        schedule: Call | None,
+        updates: int | None,
+    ) -> None:
+        self.checkpoint, self.names, self.schedule = checkpoint, names, schedule
+        self.groups: list[dict[str, Any]] = []
+        self.group_names: list[list[str]] = []
+        self.entries: optimizer_state.Entries = {}
+        self.count = 0
+        if checkpoint.optimizer is None:
+            return
+        self.groups = checkpoint.optimizer["param_groups"]
+        _check_groups(self.groups)
+        self.trained = set(names.torch_order(params_like))
+        shapes = self._shapes()
+        self.group_names = optimizer_state.names_of_groups(checkpoint.optimizer, shapes, self._own_name)
+        self.entries = optimizer_state.by_name(checkpoint.optimizer, self.group_names)
+        self.kind = kind or saved_kind(self.groups, {key for of in self.entries.values() for key in of})
+        self.count = self._count(updates)
+
+    def expression(self) -> Expression | None:
+        """The optimizer; None without one."""
+        if self.checkpoint.optimizer is None:
+            return None
+        saved = None if self.checkpoint.scheduler is None else saved_scheduler(self.checkpoint.scheduler)
+        if self.schedule is not None:
+            return self._with_schedule(self.schedule)
+        behind = 0 if saved is None or saved.kind == "ReduceLROnPlateau" else saved.position - self.count
+        if behind < 0:
+            raise UserError(
+                f"the scheduler was stepped {self.count + behind} times in {self.count} updates, as by epochs; "
+                "schedules here count updates: say --schedule, in updates"
+            )
+        return described(self.kind, self.groups, saved, *self._named(), shift=behind)
+
+    def outline(self) -> Outline:
+        """The rest."""
+        steps = [of["step"] for of in self.entries.values() if hasattr(of.get("step"), "dtype")]
+        return Outline(
+            list(self.checkpoint.model),
+            self.groups,
+            self.group_names,
+            self.checkpoint.scheduler,
+            self.checkpoint.scaler,
+            self.count,
+            self.checkpoint.epoch,
+            str(steps[0].dtype) if steps else "float32",
+        )
+
+    def _with_schedule(self, schedule: Call) -> Expression:
+        momenta = self.checkpoint.scheduler is not None and self.checkpoint.scheduler.get("cycle_momentum")
+        if momenta:
+            raise UserError(
+                "the scheduler cycles the momentum, which --schedule does not say: leave it to the checkpoint"
+            )
+        bare = [{k: v for k, v in group.items() if k != "initial_lr"} for group in self.groups]
+        found = described(self.kind, bare, None, *self._named())
+
+        def scheduled(call: Call) -> Call:
+            return replace(call, arguments={**call.arguments, "learning_rate": schedule})
+
+        if isinstance(found, Call):
+            return scheduled(found)
+        return {paths: scheduled(call) for paths, call in found.items()}
+
+    def _named(self) -> tuple[Any, Any]:
+        """The table and the groups' names, where there is more than all parameters in one group."""
+        whole = len(self.groups) == 1 and set(self.group_names[0]) == self.trained
+        # These see a parameter as a whole: how it is laid out is in the table.
+        return (None, ()) if whole and self.kind not in ("Muon", "Adafactor") else (self.names, self.group_names)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, in PyTorch's order: where a tied one comes first, there it is."""
+        model, shapes = self.checkpoint.model, dict[str, tuple[int, ...]]()
+        for name in model:
+            own = self.names.tied.get(name, name)
+            if own in self.trained:
+                shapes.setdefault(own, tuple(model[own].shape))
+        return shapes
+
+    def _own_name(self, name: str) -> str:
+        bare = strip_prefixes(name, self.trained | set(self.names.tied))
+        return self.names.tied.get(bare, bare)
+
+    def _count(self, updates: int | None) -> int:
+        if updates is not None:
+            return updates
+        counted = optimizer_state.updates_made(self.entries)
+        if counted is not None:
+            return counted
+        scheduler = self.checkpoint.scheduler
+        if self.kind.lower() not in optimizer_state.UNCOUNTED:
+            return 0  # its state is empty before the first update
+        if scheduler is not None and "num_bad_epochs" not in scheduler:
+            return saved_scheduler(scheduler).position
+        if self.checkpoint.step is not None:
+            return self.checkpoint.step
+        raise UserError(f"nothing in the checkpoint says how many updates {self.kind} has made: say --updates")
+
+
+def to_torch(
+    state: TrainState,
+    outline: Outline,
+    expression: Expression,
+    names: NameTable,
+    buffers: NameTable | None = None,
+) -> TorchCheckpoint:
+    """What PyTorch's `load_state_dict`s take: the run of `outline` as it stands in `state`.
+
+    Without an update since, it is what was read. After some, PyTorch's scheduler itself is stepped as often, so that
+    torch must be installed.
+    """
+    count = int(applied(state))
+    tensors = names.to_torch(state.params)
+    tensors |= {alias: tensors[name] for alias, name in names.tied.items() if name in tensors}
+    if buffers is not None and state.model_state is not None:
+        tensors |= buffers.to_torch(state.model_state)
+    if set(tensors) - set(names.tied) != set(outline.model_names) - set(names.tied):
+        raise UserError("the outline is of another model: take that of this run")
+    kept = optimizer_state.to_torch(state.opt_state, expression, count, names, np.dtype(outline.scalar_dtype))
+    groups, scheduler = advanced(outline, expression, state.opt_state, count)
+    pairs = zip(groups, outline.group_names, strict=True)
+    by_number = {
+        n: kept[name] for group, own in pairs for n, name in zip(group["params"], own, strict=True) if name in kept
+    }
+    scaler = outline.scaler
+    if isinstance(state.loss_scale, LossScaleState) and scaler:
+        moved = {"scale": float(state.loss_scale.scale), "_growth_tracker": int(state.loss_scale.growth_tracker)}
+        scaler = {**scaler, **moved}
+    optimizer = {"state": by_number, "param_groups": groups} if groups else None
+    model = {name: tensors[name] for name in outline.model_names}
+    return TorchCheckpoint(model, optimizer, scheduler, scaler, count, outline.epoch)
+
+
+def _parted(model: Mapping[str, Any], buffers: NameTable, state_like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's (parameters, buffers)."""
+    own = set() if state_like is None else set(buffers.torch_order(state_like))
+    return {k: v for k, v in model.items() if k not in own}, {k: v for k, v in model.items() if k in own}
+
+
+def _check_groups(groups: Any) -> None:
+    numbers = []
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list) or "lr" not in group:
+            raise UserError("a group of the optimizer has no params and lr: save optimizer.state_dict()")
+        numbers += group["params"]
+    if len(set(numbers)) != len(numbers):
+        raise UserError("a parameter is in two groups of the optimizer: save optimizer.state_dict()")
+
+
+def _put(array: np.ndarray, like: Any) -> jax.Array:
+    """An array of JAX's, of the dtype of `like`. Raises `UserError` where that would round."""
+    cast = array.astype(like.dtype)
+    if array.dtype != cast.dtype and not np.array_equal(cast.astype(array.dtype), array):
+        raise UserError(
+            f"{array.dtype} values would be rounded to {cast.dtype}: convert the checkpoint first, or take the run in "
+            f"{array.dtype}"
+        )
+    return jnp.array(cast)

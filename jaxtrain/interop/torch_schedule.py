@@ -1,0 +1,107 @@
+"""Where PyTorch's scheduler and groups stand after more updates: PyTorch's own scheduler is stepped to find out."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from jaxtrain.interop import optimizer_state
+from jaxtrain.interop.outline import Outline
+from jaxtrain.interop.torch_file import installed_torch
+from jaxtrain.optim.expression import Call, Expression
+from jaxtrain.optim.from_torch import saved_scheduler
+from jaxtrain.optim.plateau import PlateauState
+
+
+def advanced(
+    outline: Outline, expression: Expression, opt_state: Any, count: int
+) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
+    """(param_groups, scheduler's state) when `count` updates are made; as they were if none was since."""
+    more, saved = count - outline.count, outline.scheduler
+    groups = copy.deepcopy(outline.param_groups)
+    if not more:
+        return groups, saved
+    if saved is None:
+        for i, group in enumerate(groups):
+            if isinstance(_call(expression, i).arguments["learning_rate"], Call):
+                group["lr"] = rate_of_group(expression, i, count)
+        return groups, None
+    if saved_scheduler(saved).kind == "ReduceLROnPlateau":
+        return _plateaus(groups, saved, expression, opt_state, more)
+    torch = installed_torch("its schedulers are stepped by it")
+    # All that a scheduler asks of an optimizer.
+    optimizer = SimpleNamespace(param_groups=groups, step=None)
+
+    def revived(state: Mapping[str, Any]) -> Any:
+        """The live scheduler of a state; where it has functions, they are our rates."""
+        kind = getattr(torch.optim.lr_scheduler, saved_scheduler(state).kind)
+        scheduler = kind.__new__(kind)
+        scheduler.optimizer = optimizer
+        if "_schedulers" in state:
+            scheduler._schedulers = [revived(part) for part in state["_schedulers"]]
+        if "lr_lambdas" in state:
+            scheduler.lr_lambdas = [_Factor(expression, i, state, outline.count) for i in range(len(groups))]
+        if "_scale_fn_custom" in state:
+            scheduler._scale_fn_custom = None
+        scheduler.load_state_dict(copy.deepcopy(dict(state)))
+        return scheduler
+
+    scheduler = revived(saved)
+    if "lr_lambdas" in saved:
+        # Its rates are no recursion: only the last step needs to be taken.
+        scheduler.last_epoch, scheduler._step_count = (saved[k] + more - 1 for k in ("last_epoch", "_step_count"))
+        more = 1
+    with warnings.catch_warnings():
+        # It has not seen the optimizer's steps.
+        warnings.simplefilter("ignore")
+        for _ in range(more):
+            scheduler.step()
+    moved = scheduler.state_dict()
+    return groups, {**moved, **({"lr_lambdas": saved["lr_lambdas"]} if "lr_lambdas" in saved else {})}
+
+
+class _Factor:
+    """A `lr_lambda` of PyTorch's: our rate over the first one."""
+
+    def __init__(self, expression: Expression, group: int, state: Mapping[str, Any], count: int) -> None:
+        self.expression, self.group, self.base = expression, group, float(state["base_lrs"][group])
+        self.behind = state["last_epoch"] - count
+
+    def __call__(self, position: int) -> float:
+        return rate_of_group(self.expression, self.group, position - self.behind) / self.base if self.base else 0.0
+
+
+def rate_of_group(expression: Expression, group: int, count: int) -> float:
+    """The learning rate of the update numbered `count`, in double."""
+    with jax.enable_x64(True):
+        return float(optimizer_state.rate(_call(expression, group), count))
+
+
+def _call(expression: Expression, group: int) -> Call:
+    return expression if isinstance(expression, Call) else list(expression.values())[group]
+
+
+def _plateaus(
+    groups: list[dict[str, Any]], saved: Mapping[str, Any], expression: Expression, opt_state: Any, more: int
+) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+    found: dict[int, PlateauState] = {}
+
+    def collect(state: Any, call: Call, group: int) -> Any:
+        del call
+        if isinstance(state, PlateauState):
+            found[group] = state
+        return state
+
+    optimizer_state.mapped(opt_state, expression, collect)
+    for i, group in enumerate(groups):
+        group["lr"] = float(found[i].next_rate)
+    own = {
+        "best": float(found[0].best),
+        "num_bad_epochs": int(found[0].bad),
+        "cooldown_counter": int(found[0].cooldown),
+    }
+    rates = [group["lr"] for group in groups]
+    return groups, {**saved, **own, "last_epoch": saved["last_epoch"] + more, "_last_lr": rates}

@@ -1,0 +1,200 @@
+"""An optimizer, or a schedule, as text: "adamw(learning_rate=one_cycle_lr(max_lr=0.003, total_steps=100), b2=0.99)".
+
+The text is a Python expression of calls of the functions below, numbers, strings, None, tuples and lists. It is read,
+never run. A dictionary is parameter groups: paths, parted by spaces, and their optimizer.
+"""
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import optax
+
+from jaxtrain.errors import UserError
+from jaxtrain.optim import schedules
+from jaxtrain.optim.adadelta import adadelta
+from jaxtrain.optim.adafactor import adafactor
+from jaxtrain.optim.adagrad import adagrad
+from jaxtrain.optim.adamax import adamax
+from jaxtrain.optim.adamw import adam, adamw
+from jaxtrain.optim.asgd import asgd
+from jaxtrain.optim.groups import groups
+from jaxtrain.optim.muon import muon
+from jaxtrain.optim.nadam import nadam
+from jaxtrain.optim.plateau import reduce_lr_on_plateau
+from jaxtrain.optim.radam import radam
+from jaxtrain.optim.rmsprop import rmsprop
+from jaxtrain.optim.rprop import rprop
+from jaxtrain.optim.sgd import sgd
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformationExtraArgs]] = {
+    "adadelta": adadelta,
+    "adafactor": adafactor,
+    "adagrad": adagrad,
+    "adam": adam,
+    "adamax": adamax,
+    "adamw": adamw,
+    "asgd": asgd,
+    "muon": muon,
+    "nadam": nadam,
+    "radam": radam,
+    "rmsprop": rmsprop,
+    "rprop": rprop,
+    "sgd": sgd,
+}
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "annealed": schedules.annealed,
+    "chained": schedules.chained,
+    "constant_lr": schedules.constant_lr,
+    "cosine_annealing_lr": schedules.cosine_annealing_lr,
+    "cosine_annealing_warm_restarts": schedules.cosine_annealing_warm_restarts,
+    "cyclic_lr": schedules.cyclic_lr,
+    "cyclic_momentum": schedules.cyclic_momentum,
+    "exponential_lr": schedules.exponential_lr,
+    "lambda_lr": schedules.lambda_lr,
+    "linear_lr": schedules.linear_lr,
+    "multi_step_lr": schedules.multi_step_lr,
+    "multiplicative_lr": schedules.multiplicative_lr,
+    "one_cycle_lr": schedules.one_cycle_lr,
+    "one_cycle_momentum": schedules.one_cycle_momentum,
+    "polynomial_lr": schedules.polynomial_lr,
+    "reduce_lr_on_plateau": reduce_lr_on_plateau,
+    "sequential": schedules.sequential,
+    "shifted": schedules.shifted,
+    "step_lr": schedules.step_lr,
+    "warmup_cosine": schedules.warmup_cosine,
+    "wsd": schedules.wsd,
+}
+FROZEN = "frozen"
+"""The group of the parameters that no group names: they are left as they are."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, by name, and its arguments, among them other calls.
+
+    >>> call = Call("sgd", {"learning_rate": Call("step_lr", {"lr": 0.1, "step_size": 30}), "momentum": 0.9})
+    >>> str(call)
+    'sgd(learning_rate=step_lr(lr=0.1, step_size=30), momentum=0.9)'
+    >>> parsed(str(call)) == call
+    True
+    """
+
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(f'{name}={_text(value)}' for name, value in self.arguments.items())})"
+
+
+Expression: TypeAlias = Call | dict[str, Call]
+"""A call, or one for each parameter group, by the group's paths parted by spaces."""
+
+
+def text(expression: Expression) -> str:
+    """What `parsed` reads. Raises `UserError` where an argument is a function, which has no text."""
+    if isinstance(expression, Call):
+        return str(expression)
+    return "{" + ", ".join(f"{paths!r}: {call}" for paths, call in expression.items()) + "}"
+
+
+def parsed(written: str) -> Expression:
+    """The expression that is written, its functions by name only. Raises `UserError` for any other Python."""
+    try:
+        body = ast.parse(written.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{written!r} is no expression such as 'adamw(b2=0.99)': mend it") from error
+    if isinstance(body, ast.Dict):
+        pairs = [(_value(key), _value(value)) for key, value in zip(body.keys, body.values, strict=True)]
+        if not all(isinstance(key, str) and isinstance(value, Call) for key, value in pairs):
+            raise UserError(f"{written!r} names no groups: write {{'paths of a group': adamw(…), …}}")
+        return dict(pairs)
+    value = _value(body)
+    if not isinstance(value, Call):
+        raise UserError(f"{written!r} calls nothing: write a name such as adamw, or 'adamw(b2=0.99)'")
+    return value
+
+
+def completed(
+    expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]
+) -> Expression:
+    """The expression with the arguments that it leaves out, for whichever function takes them.
+
+    >>> str(completed(parsed("sgd"), OPTIMIZERS, {"learning_rate": 0.1, "b2": 0.9}))
+    'sgd(learning_rate=0.1)'
+    """
+    if not isinstance(expression, Call):
+        whole = {paths: completed(call, known, left_out) for paths, call in expression.items()}
+        return {paths: call for paths, call in whole.items() if isinstance(call, Call)}
+    takes = inspect.signature(_function(expression, known)).parameters
+    arguments = {name: value for name, value in left_out.items() if name in takes}
+    return Call(expression.function, {**arguments, **expression.arguments})
+
+
+def built(expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]) -> Any:
+    """What the expression makes of the `known` functions.
+
+    `left_out`: arguments by name, for whichever function takes them and is not given them. Raises `UserError` for a
+    function that is not known and for arguments that it does not take.
+
+    >>> import jax.numpy as jnp
+    >>> tx = built(parsed("sgd(momentum=0.9)"), OPTIMIZERS, {"learning_rate": 0.5})
+    >>> float(tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))[0][0])
+    -0.5
+    """
+    if not isinstance(expression, Call):
+        group_of = {path: str(i) for i, paths in enumerate(expression) for path in paths.split()}
+        members = {str(i): built(call, known, left_out) for i, call in enumerate(expression.values())}
+        return groups(lambda path: group_of.get(path, FROZEN), {**members, FROZEN: optax.set_to_zero()})
+    function = _function(expression, known)
+    takes = inspect.signature(function).parameters
+    arguments = {name: value for name, value in left_out.items() if name in takes}
+    arguments |= {name: _made(value) for name, value in expression.arguments.items()}
+    for name in arguments.keys() - takes.keys():
+        raise UserError(f"{expression.function} takes no {name}: leave it out, or choose from {', '.join(takes)}")
+    for name, parameter in takes.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise UserError(f"{expression.function} needs {name}: write {expression.function}({name}=…)")
+    return function(**arguments)
+
+
+def _function(call: Call, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    if call.function not in known:
+        raise UserError(f"{call.function!r} is not one we have: choose from {', '.join(known)}")
+    return known[call.function]
+
+
+def _made(value: Any) -> Any:
+    """An argument: a schedule made of its call, anything else as it is."""
+    if isinstance(value, list):
+        return [_made(entry) for entry in value]
+    return built(value, SCHEDULES, {}) if isinstance(value, Call) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if callable(value) or (isinstance(value, float) and not math.isfinite(value)):
+        raise UserError(f"{value} has no text that could be read back: give the schedule by name")
+    return str(value) if isinstance(value, Call) else repr(value)
+
+
+def _value(node: Any) -> Any:
+    match node:
+        case ast.Name(id=name):
+            return Call(name)
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(k.arg for k in keywords):
+            return Call(name, {str(k.arg): _value(k.value) for k in keywords})
+        case ast.List(elts=entries):
+            return [_value(entry) for entry in entries]
+        case _:
+            try:
+                return ast.literal_eval(node)
+            except ValueError as error:
+                said = ast.unparse(node) if isinstance(node, ast.AST) else repr(node)
+                raise UserError(
+                    f"{said!r} is neither a call with its arguments by name nor a plain value: mend it"
+                ) from error

@@ -1,0 +1,214 @@
+"""`jaxtrain import-torch` and `export`: a run between PyTorch's loop and `jaxtrain train`, and back."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from jaxtrain.cli import main
+from jaxtrain.data import digits
+from jaxtrain.data.loader import Loader
+from jaxtrain.runner import RunFolder
+from jaxtrain.runner.optimizer import schedule
+
+MLP = "--model digits-mlp --hidden 8 --batch-size 16 --clip-norm 0.5 --steps 6"
+LOGGING = "--log-every 1 --eval-every 6"
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(command: str) -> int:
+    return main(command.split())
+
+
+def mlp():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, eps=1e-4)
+
+
+def train(model, optimizer, scheduler, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        logits = model(torch.from_numpy(batch["image"]))
+        torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch["label"]).long()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+
+
+def save(path, model, optimizer=None, scheduler=None, **more):
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    torch.save({name: part.state_dict() for name, part in parts.items() if part is not None} | more, path)
+
+
+def assert_close(model, path, rtol):
+    saved = torch.load(path, weights_only=True)["model"]
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_allclose(saved[name], tensor, rtol=rtol, atol=rtol * 0.1)
+
+
+def test_a_run_goes_on_in_jax_and_ends_in_pytorch_where_pytorch_alone_ends(capsys):
+    model, optimizer = mlp()
+    scheduler = OneCycleLR(optimizer, 1e-2, total_steps=10)
+    loader = Loader(digits()[0], 16, 0)
+    batches = [next(loader) for _ in range(8)]
+    train(model, optimizer, scheduler, batches[:3])
+    save("half.pt", model, optimizer, scheduler, epoch=0, step=3)
+    assert run(f"import-torch half.pt {MLP} --out run") == 0
+    told = capsys.readouterr().out
+    assert "half.pt is run, after 3 updates: {'layers/0/kernel layers/1/kernel': adamw(" in told
+    assert "continue: jaxtrain train digits-mlp --resume --out run\n" in told
+    assert run("train --resume --out run " + LOGGING) == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 5, 6]
+    assert all(line["lr"] == line["lr/0"] == line["lr/1"] for line in lines)
+    assert run("export run --out six.pt") == 0
+    train(model, optimizer, scheduler, batches[3:6])
+    assert_close(model, "six.pt", 1e-4)
+    back, own = mlp()
+    position = OneCycleLR(own, 1e-2, total_steps=10)
+    saved = torch.load("six.pt", weights_only=True)
+    for part, name in ((back, "model"), (own, "optimizer"), (position, "scheduler")):
+        part.load_state_dict(saved[name])
+    assert position.state_dict() == scheduler.state_dict()
+    for run_on in ((model, optimizer, scheduler), (back, own, position)):
+        train(*run_on, batches[6:])
+    for ours, theirs in zip(back.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_began_here_goes_on_in_pytorch():
+    flags = "--steps 6 --hidden 8 --batch-size 16 --clip-norm 0.5 --schedule linear --warmup-steps 2 --weight-decay 0.1"
+    assert run(f"train digits-mlp --precision fp16 {flags} --out fp16 {LOGGING}") == 0
+    assert run("export fp16 --out fp16.pt") == 0
+    assert torch.load("fp16.pt", weights_only=True)["scaler"]["_growth_tracker"] == 6
+    assert run(f"train digits-mlp {flags} --save-every 3 --out run {LOGGING}") == 0
+    Path("run/checkpoints/6").rename("six")
+    assert run("export run --out three.pt") == 0
+    Path("six").rename("run/checkpoints/6")
+    assert run("export run --out six.pt") == 0
+    recipe = RunFolder(Path("run")).read_recipe()[1]
+    model, optimizer = mlp()
+    for group in optimizer.param_groups:
+        group["lr"] = recipe.lr
+    scheduler = LambdaLR(optimizer, lambda t: float(schedule(recipe)(t)) / recipe.lr)
+    saved = torch.load("three.pt", weights_only=True)
+    for part, name in ((model, "model"), (optimizer, "optimizer"), (scheduler, "scheduler")):
+        part.load_state_dict(saved[name])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    loader = Loader(digits()[0], 16, 0)
+    batches = [next(loader) for _ in range(6)]
+    train(model, optimizer, scheduler, batches[3:])
+    assert_close(model, "six.pt", 1e-3)
+
+
+GPT = "--model gpt-stdlib --n-layer 2 --n-embd 16 --n-head 2 --seq-len 16 --batch-size 8 --eval-sequences 16"
+
+
+def gpt():
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+def test_gpt2_of_transformers_is_the_default_recipes(text_folder, capsys):
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(16)[None]).logits.sum().backward()
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2048.0, growth_interval=7).state_dict()
+    save("in.pt", model, optimizer, scaler=scaler)
+    assert run(f"import-torch in.pt {GPT} --data {text_folder} --out run") == 0
+    recipe = RunFolder(Path("run")).read_recipe()[1]
+    assert recipe.precision == "fp16"
+    assert recipe.loss_scale is not None
+    assert "growth_interval=7" in recipe.loss_scale
+    assert recipe.clip_norm is None
+    assert "mask=None" in recipe.optimizer
+    assert run("export run --out out.pt") == 0
+    theirs, ours = (torch.load(path, weights_only=True) for path in ("in.pt", "out.pt"))
+    assert ours["scaler"] == scaler
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    for number, entries in theirs["optimizer"]["state"].items():
+        assert all(torch.equal(x, ours["optimizer"]["state"][number][key]) for key, x in entries.items())
+    assert list(ours["model"]) == list(theirs["model"])
+    assert all(torch.equal(x, ours["model"][name]) for name, x in theirs["model"].items())
+    assert ours["model"]["lm_head.weight"].data_ptr() == ours["model"]["transformer.wte.weight"].data_ptr()
+    capsys.readouterr()
+    assert run("sample run --length 3") == 0
+
+
+def test_weights_alone_begin_a_run(capsys):
+    model, _ = mlp()
+    save("weights.pt", model)
+    assert run(f"import-torch weights.pt {MLP} --out run") == 0
+    assert "after 0 updates: adamw" in capsys.readouterr().out
+    assert run("export run --out out.pt") == 0
+    assert_close(model, "out.pt", 0)
+
+
+BAD = {
+    "import-torch": "which checkpoint?",
+    "import-torch good.pt": "which model?",
+    "import-torch good.pt --model digits-mpl": "no recipe 'digits-mpl', did you mean 'digits-mlp'",
+    "import-torch nowhere.pt --model digits-mlp": "nowhere.pt is no file",
+    "import-torch good.pt --model digits-mlp": "mis-shaped 1.weight: (8, 64) for layers/0/kernel (64, 512)",
+    "import-torch good.pt --model digits-mlp --hidden 8 --optimizer sgd(momentum=0.9)": "its arguments are in the",
+    "import-torch good.pt --model digits-mlp --hidden 8 --schedule ramp": "schedule 'ramp' is unknown",
+    "import-torch bad.pt --model digits-mlp --hidden 8": "1.weight holds inf or NaN",
+    "import-torch good.pt --model digits-mlp --hidden 8 --out a_file": "a_file is a file",
+    "export": "which run?",
+    "export nowhere": "nowhere holds no run",
+    "train digits-mlp --optimizer sdg": "'sdg' is not one we have",
+    "train digits-mlp --optimizer adamw(speed=3)": "adamw takes no speed",
+    "train digits-mlp --optimizer adamw(b2=print(x=1))": "'print' is not one we have",
+    "train digits-mlp --optimizer adamw(": "is no expression",
+    "train digits-mlp --schedule step_lr(lr=0.1)": "step_lr needs step_size",
+    "train digits-mlp --loss-scale huge": "'huge' is not one we have",
+}
+
+
+@pytest.mark.parametrize("command", BAD, ids=lambda c: c.replace(" ", "_"))
+def test_bad_input_is_one_line_and_exit_2_and_nothing_written(command, capsys):
+    model, optimizer = mlp()
+    save("good.pt", model, optimizer)
+    with torch.no_grad():
+        next(model.parameters())[0] = float("nan")
+    save("bad.pt", model)
+    Path("a_file").touch()
+    before = sorted(Path().rglob("*"))
+    assert run(command) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert BAD[command] in err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_nothing_is_overwritten(capsys):
+    model, _ = mlp()
+    save("weights.pt", model)
+    assert run(f"import-torch weights.pt {MLP} --out run") == 0
+    for command in (f"import-torch weights.pt {MLP} --out run", "export run --out weights.pt"):
+        assert run(command) == 2
+        assert "choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["import-torch", "export"])
+def test_help_names_every_flag(command, capsys):
+    with pytest.raises(SystemExit):
+        run(f"{command} --help")
+    out = capsys.readouterr().out
+    flags = {"import-torch": ("--updates", "--out", "--n-layer", "--schedule"), "export": ("--format", "--out")}
+    assert all(flag in out for flag in flags[command])
