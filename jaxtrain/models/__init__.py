@@ -1,9 +1,46 @@
 """Models in flax.nnx, one file a family. Dtypes follow the parameters and inputs: none is hard-wired."""
 
 from jaxtrain.models.batch_norm import BatchNorm
+from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
+from jaxtrain.models.llama import Llama, LlamaConfig
+from jaxtrain.models.lora import LoraConfig
+from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
+from jaxtrain.models.peft import load_adapters, save_adapters
+from jaxtrain.models.pretrained import from_pretrained, save_pretrained
+from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
+from jaxtrain.models.t5 import T5, T5Config
+from jaxtrain.models.vit import ViT, ViTConfig
 
-__all__ = ["CNN", "GPT2", "MLP", "BatchNorm", "GPT2Config", "functional", "functional_with_state"]
+__all__ = [
+    "CNN",
+    "GPT2",
+    "MLP",
+    "RESNET_18",
+    "RESNET_34",
+    "RESNET_50",
+    "T5",
+    "BatchNorm",
+    "Bert",
+    "BertConfig",
+    "GPT2Config",
+    "Llama",
+    "LlamaConfig",
+    "LoraConfig",
+    "Mixtral",
+    "MixtralConfig",
+    "ResNet",
+    "ResNetConfig",
+    "T5Config",
+    "ViT",
+    "ViTConfig",
+    "from_pretrained",
+    "functional",
+    "functional_with_state",
+    "load_adapters",
+    "save_adapters",
+    "save_pretrained",
+]

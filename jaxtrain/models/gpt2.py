@@ -7,15 +7,18 @@ enters its two projections into the residual stream) have names.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.models.attention import attention
+from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.remat import block
 
@@ -35,7 +38,10 @@ class GPT2Config:
 
 
 class GPT2(nnx.Module):
-    """Tokens int [B, T] → logits [B, T, vocab_size]. With a dropout key it is in training mode."""
+    """Tokens int [B, T] → logits [B, T, vocab_size]; with a cache, (logits, the cache with these tokens).
+
+    With a dropout key it is in training mode. Positions, segments and cache are as in `jaxtrain.models.llama.Llama`.
+    """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -46,16 +52,34 @@ class GPT2(nnx.Module):
         self.blocks = _stacked_blocks(config, rngs)
         self.ln_f = _layer_norm(config, rngs)
 
-    def __call__(self, tokens: jax.Array, rng: jax.Array | None = None) -> jax.Array:
-        config = self.config
+    def __call__(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        config, t = self.config, tokens.shape[1]
+        _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
-        x = self.wte[...][tokens] + self.wpe[...][None, : tokens.shape[1]]
+        cache, segments = expecting(cache, segments, tokens)
+        mask = visible(t, segments, None, cache)
+        x = self.wte[...][tokens] + self.wpe[...][places(positions, t, cache)]
         x = _dropout(x, config.dropout, embed_rng)
         graphdef, layers = nnx.split(self.blocks)
-        apply = block(lambda layer, x, rng: nnx.merge(graphdef, layer)(x, rng))
-        layer_rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
-        x, _ = lax.scan(lambda x, layer: (apply(layer[0], x, layer[1]), None), x, (layers, layer_rngs))
-        return self.ln_f(x) @ self.wte[...].T
+        apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
+        rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
+        at, kept = (None, None) if cache is None else (cache.length, (cache.k, cache.v))
+        x, kept = lax.scan(lambda x, layer: apply(layer[0], x, mask, *layer[1:], at), x, (layers, rngs, kept))
+        logits = self.ln_f(x) @ self.wte[...].T
+        return logits if cache is None or kept is None else (logits, cache.holding(kept, t))
+
+    def empty_cache(self, rows: int, slots: int) -> KVCache:
+        """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
+        config, dtype = self.config, self.wte[...].dtype
+        _check_length(config, slots)
+        return KVCache.empty(config.n_layer, rows, slots, config.n_head, config.n_embd // config.n_head, dtype)
 
 
 class Block(nnx.Module):
@@ -73,30 +97,38 @@ class Block(nnx.Module):
         self.fc = _linear(width, 4 * width, std, rngs)
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
-    def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, kept: Kept | None, at: jax.Array | None
+    ) -> tuple[jax.Array, Kept | None]:
         rate = self.config.dropout
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
-        attended = self.attn_proj(checkpoint_name(self.attention(self.ln_1(x), rngs[0]), "attention"))
-        x = x + _dropout(attended, rate, rngs[1])
+        attended, kept = self.attention(self.ln_1(x), mask, rngs[0], kept, at)
+        x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
         hidden = checkpoint_name(jax.nn.gelu(self.fc(self.ln_2(x)), approximate=True), "hidden")
-        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2])
+        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), kept
 
-    def attention(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
+    def attention(
+        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, kept: Kept | None, at: jax.Array | None
+    ) -> tuple[jax.Array, Kept | None]:
         """Causal multi-head self-attention: [B, T, n_embd] → the same, before the output projection."""
         b, t, width = x.shape
         heads = self.config.n_head
         q, k, v = (y.reshape(b, t, heads, width // heads) for y in jnp.split(self.qkv(x), 3, axis=-1))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width // heads)
-        causal = np.tril(np.ones((t, t), bool))[None, None]
-        scores = jnp.where(causal, scores, jnp.finfo(scores.dtype).min)
-        weights = _dropout(jax.nn.softmax(scores, axis=-1), self.config.dropout, rng)
-        return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(b, t, width)
+        k, v, kept = remembered(k, v, kept, at)
+        attended = attention(q, k, v, mask=mask, causal=mask is None, dropout=self.config.dropout, rng=rng)
+        return attended.reshape(b, t, width), kept
 
 
 def _stacked_blocks(config: GPT2Config, rngs: nnx.Rngs) -> Block:
     """One `Block` whose parameters have a leading layer axis."""
     keys = jax.random.split(rngs.params(), config.n_layer)
     return nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
+
+
+def _check_length(config: GPT2Config, tokens: int) -> None:
+    # An index too large would be taken for the largest.
+    if tokens > config.n_positions:
+        raise UserError(f"{tokens} tokens are more than n_positions {config.n_positions}: shorten them, or retrain")
 
 
 def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain import jaxpr
+from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.gpt2 import _dropout, torch_names
@@ -121,6 +122,22 @@ def test_float64_stays_float64_throughout():
     found = set(every_dtype(traced.jaxpr))
     assert "float64" in found
     assert "float32" not in found
+
+
+def test_packed_sequences_are_the_sequences_apart():
+    apply, params = model()
+    segments, positions = np.array([[1, 1, 1, 1, 2, 2]] * 3), np.array([[0, 1, 2, 3, 0, 1]] * 3)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        packed = apply(params, TOKENS, None, positions, segments)
+        alone = [apply(params, TOKENS[:, part]) for part in (slice(0, 4), slice(4, 6))]
+    np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), rtol=0, atol=1e-13)
+
+
+def test_more_tokens_than_positions_are_refused():
+    apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="9 tokens are more than n_positions 8"):
+        apply(params, np.zeros((1, 9), np.int32))
 
 
 def test_torch_names_cover_every_parameter():

@@ -1,0 +1,34 @@
+"""Losses an element or an example, never a mean: to be summed into a `jaxtrain.Loss`, with the weight of the sum.
+
+Names, options and formulas are PyTorch's (`torch.nn.functional`, `reduction="none"`), and so are the gradients where
+the derivative does not exist. Under autocast they run in float32.
+"""
+
+from jaxtrain.losses.chunked_cross_entropy import chunked_cross_entropy
+from jaxtrain.losses.classification import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    kl_div,
+    label_weights,
+    nll,
+)
+from jaxtrain.losses.embedding import clip, cosine_embedding, hinge_embedding, info_nce, triplet_margin
+from jaxtrain.losses.regression import huber, l1, mse, smooth_l1
+
+__all__ = [
+    "binary_cross_entropy_with_logits",
+    "chunked_cross_entropy",
+    "clip",
+    "cosine_embedding",
+    "cross_entropy",
+    "hinge_embedding",
+    "huber",
+    "info_nce",
+    "kl_div",
+    "l1",
+    "label_weights",
+    "mse",
+    "nll",
+    "smooth_l1",
+    "triplet_margin",
+]

@@ -1,0 +1,40 @@
+"""A loss as one operation of autocast's float32 list, as PyTorch's losses are."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
+import jax
+
+from jaxtrain.precision import autocast_disabled
+
+P = ParamSpec("P")
+
+
+def operation(*options: str) -> Callable[[Callable[P, jax.Array]], Callable[P, jax.Array]]:
+    """Mark a pure function of arrays, and of the Python numbers named in `options`, as one float32 operation.
+
+    Autocast widens its low-precision inputs once and runs it in float32, and what flows back is rounded once
+    (`AT_FORALL_FP32` in `aten/src/ATen/autocast_mode.h` lists PyTorch's). Otherwise it runs in its inputs' dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxtrain import autocast
+    >>> @operation("factor")
+    ... def scaled(x, factor):
+    ...     return factor * x
+    >>> autocast(lambda x: scaled(x @ x, factor=3.0), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+    'float32'
+    """
+
+    def decorate(fn: Callable[P, jax.Array]) -> Callable[P, jax.Array]:
+        jitted = jax.jit(fn, static_argnames=options)
+
+        @functools.wraps(fn)
+        def computed(*args: P.args, **kwargs: P.kwargs) -> jax.Array:
+            with autocast_disabled():
+                out: jax.Array = jitted(*args, **kwargs)
+                return out
+
+        return computed
+
+    return decorate

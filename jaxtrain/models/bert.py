@@ -1,0 +1,233 @@
+"""BERT (Devlin et al. 2018, arXiv:1810.04805), as `transformers.BertForMaskedLM` and `BertForSequenceClassification`
+compute it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.models.dropout import dropout
+from jaxtrain.models.encoder import (
+    Key,
+    SelfAttention,
+    gelu,
+    layer_norm,
+    linear,
+    linear_names,
+    norm_names,
+    scanned,
+    split,
+    stacked,
+)
+from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes, dropout rates, initial weights' standard deviation; the names are those of `transformers.BertConfig`.
+
+    `num_labels` says which head there is: a classifier of so many classes, or, None, that of the masked language
+    model. `pad_token_id` is the token whose embedding is not learned from where it stands, None for no such token;
+    `classifier_dropout` None is `hidden_dropout_prob`.
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    classifier_dropout: float | None = None
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int | None = 0
+    num_labels: int | None = None
+
+
+class Bert(nnx.Module):
+    """Tokens int [B, T] → logits: [B, T, vocab_size] of the masked language model, [B, num_labels] of a classifier.
+
+    `mask` [B, T], True or 1 for tokens and False or 0 for padding, which no token then sees; without, all are tokens.
+    `token_types` int [B, T], the segment of each; without, all are of the first. With a dropout key it is in training
+    mode. Raises `UserError` for more tokens than there are positions.
+    """
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embeddings = Embeddings(config, rngs=rngs)
+        self.blocks = stacked(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
+        self.head = (MaskedLM if config.num_labels is None else Classifier)(config, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        mask: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        rng: Key = None,
+    ) -> jax.Array:
+        embed_rng, blocks_rng, head_rng = split(rng, 3)
+        x = self.embeddings(tokens, jnp.zeros_like(tokens) if token_types is None else token_types, embed_rng)
+        seen = None if mask is None else mask.astype(bool)[:, None, None]
+        x = scanned(self.blocks, self.config.num_hidden_layers, x, seen, blocks_rng)
+        return self.head(x, self.embeddings.word[...], head_rng)
+
+
+class Embeddings(nnx.Module):
+    """Of the token, its type and its position, summed and normalised: [B, T] → [B, T, hidden_size]."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        normal = nnx.initializers.normal(config.initializer_range)
+
+        def table(rows: int) -> nnx.Param:
+            return nnx.Param(normal(rngs.params(), (rows, config.hidden_size)))
+
+        self.word = table(config.vocab_size)
+        self.position = table(config.max_position_embeddings)
+        self.token_type = table(config.type_vocab_size)
+        self.norm = layer_norm(config.hidden_size, config.layer_norm_eps, rngs=rngs)
+        if config.pad_token_id is not None:
+            self.word[...] = self.word[...].at[config.pad_token_id].set(0.0)
+
+    def __call__(self, tokens: jax.Array, token_types: jax.Array, rng: Key) -> jax.Array:
+        config, t = self.config, tokens.shape[1]
+        if t > config.max_position_embeddings:
+            raise UserError(f"rows of {t} tokens exceed max_position_embeddings {config.max_position_embeddings}")
+        words = self.word[...][tokens]
+        if config.pad_token_id is not None:
+            # `padding_idx` of `torch.nn.Embedding`: no gradient from where it stands, but as a prediction.
+            words = jnp.where((tokens == config.pad_token_id)[..., None], lax.stop_gradient(words), words)
+        x = words + self.token_type[...][token_types] + self.position[...][None, :t]
+        return dropout(self.norm(x), config.hidden_dropout_prob, rng)
+
+
+class Block(nnx.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x)): [B, T, hidden_size] → the same."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        width, std, epsilon = config.hidden_size, config.initializer_range, config.layer_norm_eps
+        self.rate = config.hidden_dropout_prob
+        self.attention = SelfAttention(
+            width, config.num_attention_heads, std, dropout=config.attention_probs_dropout_prob, rngs=rngs
+        )
+        self.attention_norm = layer_norm(width, epsilon, rngs=rngs)
+        self.intermediate = linear(width, config.intermediate_size, std, rngs=rngs)
+        self.output = linear(config.intermediate_size, width, std, rngs=rngs)
+        self.output_norm = layer_norm(width, epsilon, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
+        rngs = split(rng, 3)
+        x = self.attention_norm(dropout(self.attention(x, mask, rngs[0]), self.rate, rngs[1]) + x)
+        hidden = checkpoint_name(gelu(self.intermediate(x)), "hidden")
+        return self.output_norm(dropout(self.output(hidden), self.rate, rngs[2]) + x)
+
+
+class MaskedLM(nnx.Module):
+    """The head of the masked language model, whose last matrix is that of the word embeddings."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.hidden_size
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size))
+        self.dense = linear(width, width, config.initializer_range, rngs=rngs)
+        self.norm = layer_norm(width, config.layer_norm_eps, rngs=rngs)
+
+    def __call__(self, x: jax.Array, words: jax.Array, rng: Key) -> jax.Array:
+        del rng
+        return self.norm(gelu(self.dense(x))) @ words.T + self.bias[...][None, None]
+
+
+class Classifier(nnx.Module):
+    """Classes of a row, told by its first token."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        assert config.num_labels is not None
+        width, std = config.hidden_size, config.initializer_range
+        self.rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.pooler = linear(width, width, std, rngs=rngs)
+        self.classifier = linear(width, config.num_labels, std, rngs=rngs)
+
+    def __call__(self, x: jax.Array, words: jax.Array, rng: Key) -> jax.Array:
+        del words
+        return self.classifier(dropout(jnp.tanh(self.pooler(x[:, 0])), self.rate, rng))
+
+
+def torch_names(config: BertConfig) -> NameTable:
+    """The names in `transformers.BertForMaskedLM`, or `BertForSequenceClassification`."""
+    table = {
+        f"embeddings/{ours}": TorchParam(f"bert.embeddings.{ours}_embeddings.weight")
+        for ours in ("word", "position", "token_type")
+    }
+    layer = "bert.encoder.layer.{layer}"
+    table |= norm_names("embeddings/norm", "bert.embeddings.LayerNorm")
+    for ours, theirs in {
+        "query": "self.query",
+        "key": "self.key",
+        "value": "self.value",
+        "out": "output.dense",
+    }.items():
+        table |= linear_names(f"blocks/attention/{ours}", f"{layer}.attention.{theirs}")
+    table |= norm_names("blocks/attention_norm", f"{layer}.attention.output.LayerNorm")
+    table |= linear_names("blocks/intermediate", f"{layer}.intermediate.dense")
+    table |= linear_names("blocks/output", f"{layer}.output.dense")
+    table |= norm_names("blocks/output_norm", f"{layer}.output.LayerNorm")
+    if config.num_labels is not None:
+        table |= linear_names("head/pooler", "bert.pooler.dense") | linear_names("head/classifier", "classifier")
+        return NameTable(table)
+    predictions = "cls.predictions"
+    table["head/bias"] = TorchParam(f"{predictions}.bias")
+    table |= linear_names("head/dense", f"{predictions}.transform.dense")
+    table |= norm_names("head/norm", f"{predictions}.transform.LayerNorm")
+    tied = {"weight": "bert.embeddings.word_embeddings.weight", "bias": f"{predictions}.bias"}
+    return NameTable(table, tied={f"{predictions}.decoder.{alias}": name for alias, name in tied.items()})
+
+
+HEADS = {"BertForMaskedLM": None, "BertForSequenceClassification": "num_labels"}
+"""By architecture, the field of a config.json that its head depends on."""
+
+
+def from_hf(config: Mapping[str, Any]) -> BertConfig:
+    """The `BertConfig` of a Hugging Face config.json, of today's `transformers` or older.
+
+    The head is that of the first of "architectures", of the masked language model where there are none. Raises
+    `UserError` for what would change the numbers and is not supported.
+    """
+    require(
+        config,
+        model_type="bert",
+        hidden_act="gelu",
+        is_decoder=False,
+        add_cross_attention=False,
+        position_embedding_type="absolute",
+        pruned_heads={},
+        quantization_config=None,
+    )
+    architecture = (config.get("architectures") or ["BertForMaskedLM"])[0]
+    if architecture not in HEADS:
+        raise UserError(f"architecture {architecture!r} is not supported: only {', '.join(HEADS)} are")
+    if architecture == "BertForMaskedLM":
+        require(config, tie_word_embeddings=True)
+    labels = labels_from_hf(config) if HEADS[architecture] else None
+    return BertConfig(**(fields_from_hf(config, BertConfig) | {"num_labels": labels}))
+
+
+def to_hf(config: BertConfig) -> dict[str, Any]:
+    """A config.json that `transformers` reads back into the same model.
+
+    >>> from_hf(to_hf(BertConfig(num_labels=3))) == BertConfig(num_labels=3)
+    True
+    """
+    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
+    architecture = "BertForMaskedLM" if config.num_labels is None else "BertForSequenceClassification"
+    labels = {} if config.num_labels is None else labels_to_hf(config.num_labels)
+    return {"model_type": "bert", "architectures": [architecture], "hidden_act": "gelu", **said, **labels}

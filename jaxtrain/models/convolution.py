@@ -1,0 +1,40 @@
+"""Convolution and pooling padded as in PyTorch, alike on both sides: XLA's "SAME" pads unevenly under stride 2."""
+
+import jax
+from flax import nnx
+
+
+def conv(channels: int, features: int, *, kernel: int, stride: int = 1, rngs: nnx.Rngs) -> nnx.Conv:
+    """`torch.nn.Conv2d(channels, features, kernel, stride, padding=kernel // 2, bias=False)` of [B, H, W, channels].
+
+    Weights are drawn as He et al. (2015) do for ReLU, by their fan-out.
+
+    >>> import jax.numpy as jnp
+    >>> conv(3, 8, kernel=3, stride=2, rngs=nnx.Rngs(0))(jnp.ones((1, 6, 6, 3))).shape
+    (1, 3, 3, 8)
+    """
+    around = (kernel // 2, kernel // 2)
+    return nnx.Conv(
+        channels,
+        features,
+        kernel_size=(kernel, kernel),
+        strides=(stride, stride),
+        padding=(around, around),
+        use_bias=False,
+        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        rngs=rngs,
+    )
+
+
+def max_pool(x: jax.Array, *, kernel: int, stride: int) -> jax.Array:
+    """`torch.nn.MaxPool2d(kernel, stride, padding=kernel // 2)` of [B, H, W, C], padded with −∞.
+
+    Of equal maxima the first of a window, row by row, has the gradient.
+
+    >>> import jax.numpy as jnp
+    >>> max_pool(-jnp.arange(16.0).reshape(1, 4, 4, 1), kernel=3, stride=2)[0, :, :, 0].tolist()
+    [[-0.0, -1.0], [-4.0, -5.0]]
+    """
+    around = (kernel // 2, kernel // 2)
+    pooled: jax.Array = nnx.max_pool(x, (kernel, kernel), (stride, stride), (around, around))
+    return pooled

@@ -1,0 +1,220 @@
+"""ResNet (He et al. 2015, arXiv:1512.03385), as `transformers.ResNetForImageClassification` computes it.
+
+Version 1.5: where a bottleneck layer shrinks the image, its 3×3 convolution does, not its first. Each layer is a unit
+of rematerialisation, in which "hidden" (what enters its last convolution) has a name.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import CONV, LINEAR, NameTable, TorchParam
+from jaxtrain.models.batch_norm import BatchNorm
+from jaxtrain.models.convolution import conv, max_pool
+from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+from jaxtrain.remat import block
+
+REDUCTION = 4
+"""How many times narrower a bottleneck is than what enters and leaves it."""
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """Sizes; the names are those of `transformers.ResNetConfig`, the defaults ResNet-50's.
+
+    Small images want a small stem, which `transformers` has not: `stem_kernel` 3, `stem_stride` 1, no `stem_pool`.
+    """
+
+    num_channels: int = 3
+    embedding_size: int = 64
+    hidden_sizes: tuple[int, ...] = (256, 512, 1024, 2048)
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    layer_type: str = "bottleneck"
+    downsample_in_first_stage: bool = False
+    downsample_in_bottleneck: bool = False
+    num_labels: int = 1000
+    stem_kernel: int = 7
+    stem_stride: int = 2
+    stem_pool: bool = True
+
+
+RESNET_18 = ResNetConfig(hidden_sizes=(64, 128, 256, 512), depths=(2, 2, 2, 2), layer_type="basic")
+RESNET_34 = ResNetConfig(hidden_sizes=(64, 128, 256, 512), depths=(3, 4, 6, 3), layer_type="basic")
+RESNET_50 = ResNetConfig()
+
+
+class ResNet(nnx.Module):
+    """Images [B, H, W, num_channels] → logits [B, num_labels]; in training BatchNorm uses the batch's statistics."""
+
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embedder = ConvNorm(
+            config.num_channels, config.embedding_size, kernel=config.stem_kernel, stride=config.stem_stride, rngs=rngs
+        )
+        self.stages = nnx.List(
+            [nnx.List([Layer(config, shape, rngs=rngs) for shape in stage]) for stage in _stages(config)]
+        )
+        # `torch.nn.Linear`'s initial weights.
+        bound = 1 / math.sqrt(config.hidden_sizes[-1])
+        uniform = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)  # noqa: E731
+        self.classifier = nnx.Linear(
+            config.hidden_sizes[-1], config.num_labels, kernel_init=uniform, bias_init=uniform, rngs=rngs
+        )
+
+    def __call__(self, images: jax.Array, training: bool = False) -> jax.Array:
+        if images.shape[-1] != self.config.num_channels:
+            raise UserError(f"images {list(images.shape)} have not {self.config.num_channels} channels last")
+        x = jax.nn.relu(self.embedder(images, training))
+        if self.config.stem_pool:
+            x = max_pool(x, kernel=3, stride=2)
+        for stage in self.stages:
+            for layer in stage:
+                x = _block(layer, x, training)
+        return self.classifier(x.mean((1, 2)))
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Channels in and out of a layer, and the stride by which it shrinks the image."""
+
+    channels: int
+    features: int
+    stride: int
+
+    @property
+    def projects(self) -> bool:
+        """Whether the shortcut has to be of another shape than what enters."""
+        return self.channels != self.features or self.stride != 1
+
+
+class ConvNorm(nnx.Module):
+    """Convolution, then BatchNorm."""
+
+    def __init__(self, channels: int, features: int, *, kernel: int, stride: int = 1, rngs: nnx.Rngs) -> None:
+        self.convolution = conv(channels, features, kernel=kernel, stride=stride, rngs=rngs)
+        self.normalization = BatchNorm(features)
+
+    def __call__(self, x: jax.Array, training: bool) -> jax.Array:
+        return self.normalization(self.convolution(x), training)
+
+
+class Layer(nnx.Module):
+    """relu(layers(x) + shortcut(x)): two 3×3 convolutions, or 1×1, 3×3 and 1×1 through a bottleneck."""
+
+    def __init__(self, config: ResNetConfig, shape: LayerShape, *, rngs: nnx.Rngs) -> None:
+        channels, features, stride = shape.channels, shape.features, shape.stride
+        self.shortcut = ConvNorm(channels, features, kernel=1, stride=stride, rngs=rngs) if shape.projects else None
+        if config.layer_type == "basic":
+            sizes = [(channels, features, 3, stride), (features, features, 3, 1)]
+        else:
+            narrow, early = features // REDUCTION, config.downsample_in_bottleneck
+            sizes = [
+                (channels, narrow, 1, stride if early else 1),
+                (narrow, narrow, 3, 1 if early else stride),
+                (narrow, features, 1, 1),
+            ]
+        self.layer = nnx.List([ConvNorm(n, m, kernel=kernel, stride=by, rngs=rngs) for n, m, kernel, by in sizes])
+
+    def __call__(self, x: jax.Array, training: bool) -> jax.Array:
+        shortcut = x if self.shortcut is None else self.shortcut(x, training)
+        *hidden, last = self.layer
+        for layer in hidden:
+            x = jax.nn.relu(layer(x, training))
+        return jax.nn.relu(last(checkpoint_name(x, "hidden"), training) + shortcut)
+
+
+def _block(layer: Layer, x: jax.Array, training: bool) -> jax.Array:
+    """`layer(x, training)`, its running statistics updated, as a unit of rematerialisation."""
+    split: tuple[Any, ...] = nnx.split(layer, nnx.Param, nnx.BatchStat)
+    graphdef, params, statistics = split
+
+    def apply(params: Any, statistics: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        layer = nnx.merge(graphdef, params, statistics)
+        return layer(x, training), nnx.state(layer, nnx.BatchStat)
+
+    x, statistics = block(apply)(params, statistics, x)
+    nnx.update(layer, statistics)
+    return x
+
+
+def _stages(config: ResNetConfig) -> Iterator[list[LayerShape]]:
+    """The layers of each stage. The first stage shrinks the image only if asked to, the others do."""
+    channels = config.embedding_size
+    for i, (features, depth) in enumerate(zip(config.hidden_sizes, config.depths, strict=True)):
+        stride = 2 if i > 0 or config.downsample_in_first_stage else 1
+        yield [LayerShape(channels, features, stride), *[LayerShape(features, features, 1)] * (depth - 1)]
+        channels = features
+
+
+def torch_names(config: ResNetConfig) -> NameTable:
+    """The names in `transformers.ResNetForImageClassification`."""
+    table = {}
+    for ours, theirs in _conv_norms(config):
+        table[f"{ours}/convolution/kernel"] = TorchParam(f"{theirs}.convolution.weight", CONV)
+        table[f"{ours}/normalization/scale"] = TorchParam(f"{theirs}.normalization.weight")
+        table[f"{ours}/normalization/bias"] = TorchParam(f"{theirs}.normalization.bias")
+    table["classifier/kernel"] = TorchParam("classifier.1.weight", LINEAR)
+    table["classifier/bias"] = TorchParam("classifier.1.bias")
+    return NameTable(table)
+
+
+def torch_buffers(config: ResNetConfig) -> NameTable:
+    """The names of the running statistics in the same model."""
+    names = {"mean": "running_mean", "var": "running_var", "count": "num_batches_tracked"}
+    return NameTable(
+        {
+            f"{path}/normalization/{ours}": TorchParam(f"{module}.normalization.{theirs}")
+            for path, module in _conv_norms(config)
+            for ours, theirs in names.items()
+        }
+    )
+
+
+def _conv_norms(config: ResNetConfig) -> Iterator[tuple[str, str]]:
+    """The path and PyTorch's module of every `ConvNorm`, in PyTorch's order."""
+    yield "embedder", "resnet.embedder.embedder"
+    for s, stage in enumerate(_stages(config)):
+        for i, shape in enumerate(stage):
+            ours, theirs = f"stages/{s}/{i}", f"resnet.encoder.stages.{s}.layers.{i}"
+            if shape.projects:
+                yield f"{ours}/shortcut", f"{theirs}.shortcut"
+            for j in range(2 if config.layer_type == "basic" else 3):
+                yield f"{ours}/layer/{j}", f"{theirs}.layer.{j}"
+
+
+def from_hf(config: Mapping[str, Any]) -> ResNetConfig:
+    """The `ResNetConfig` of a Hugging Face config.json.
+
+    Raises `UserError` for what would change the numbers and is not supported.
+    """
+    require(config, model_type="resnet", hidden_act="relu", quantization_config=None)
+    if config.get("layer_type", "bottleneck") not in ("basic", "bottleneck"):
+        raise UserError(f"layer_type {config['layer_type']!r} is unknown: choose basic or bottleneck")
+    return ResNetConfig(**(fields_from_hf(config, ResNetConfig) | {"num_labels": labels_from_hf(config)}))
+
+
+def to_hf(config: ResNetConfig) -> dict[str, Any]:
+    """A config.json that `transformers` reads back into the same model.
+
+    Raises `UserError` for a small stem, which no such file can say.
+
+    >>> from_hf(to_hf(RESNET_18)) == RESNET_18
+    True
+    """
+    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
+    for name, standard in {"stem_kernel": 7, "stem_stride": 2, "stem_pool": True}.items():
+        if said.pop(name) != standard:
+            raise UserError(f"{name} {getattr(config, name)!r} cannot be said in a config.json: only {standard!r} can")
+    said |= {"hidden_sizes": list(config.hidden_sizes), "depths": list(config.depths), "hidden_act": "relu"}
+    return {
+        "model_type": "resnet",
+        "architectures": ["ResNetForImageClassification"],
+        **said,
+        **labels_to_hf(config.num_labels),
+    }

@@ -1,0 +1,183 @@
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929), as `transformers.ViTForImageClassification`
+computes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import CONV, NameTable, TorchParam
+from jaxtrain.models.dropout import dropout
+from jaxtrain.models.encoder import (
+    Key,
+    SelfAttention,
+    gelu,
+    layer_norm,
+    linear,
+    linear_names,
+    norm_names,
+    scanned,
+    split,
+    stacked,
+)
+from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Sizes, dropout rates, initial weights' standard deviation; the names are those of `transformers.ViTConfig`.
+
+    `image_size` and `patch_size` are the sides of squares, or (height, width).
+    """
+
+    image_size: int | tuple[int, int] = 224
+    patch_size: int | tuple[int, int] = 16
+    num_channels: int = 3
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    qkv_bias: bool = True
+    num_labels: int = 1000
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image."""
+        return (*_pair(self.image_size), self.num_channels)
+
+
+class ViT(nnx.Module):
+    """Images [B, *image_shape] → logits [B, num_labels]. With a dropout key it is in training mode.
+
+    Raises `UserError` for images of another shape, whose positions would not be those learned.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width, std = config.hidden_size, config.initializer_range
+        patch = _pair(config.patch_size)
+        across, down = (side // size for side, size in zip(config.image_shape, patch, strict=False))
+        normal, cut = nnx.initializers.normal(std), nnx.initializers.truncated_normal(std)
+        self.cls_token = nnx.Param(cut(rngs.params(), (1, 1, width)))
+        self.position_embeddings = nnx.Param(cut(rngs.params(), (1, across * down + 1, width)))
+        self.patches = nnx.Conv(
+            config.num_channels, width, patch, strides=patch, padding="VALID", kernel_init=normal, rngs=rngs
+        )
+        self.blocks = stacked(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
+        self.norm = layer_norm(width, config.layer_norm_eps, rngs=rngs)
+        self.classifier = linear(width, config.num_labels, std, rngs=rngs)
+
+    def __call__(self, images: jax.Array, rng: Key = None) -> jax.Array:
+        config, rows = self.config, len(images)
+        if images.shape[1:] != config.image_shape:
+            raise UserError(f"images are {list(images.shape[1:])}, the model's {list(config.image_shape)}: resize them")
+        embed_rng, blocks_rng = split(rng, 2)
+        patches = self.patches(images).reshape(rows, -1, config.hidden_size)
+        first = jnp.broadcast_to(self.cls_token[...], (rows, 1, config.hidden_size))
+        x = jnp.concatenate([first, patches], axis=1) + self.position_embeddings[...]
+        x = dropout(x, config.hidden_dropout_prob, embed_rng)
+        x = scanned(self.blocks, config.num_hidden_layers, x, None, blocks_rng)
+        return self.classifier(self.norm(x)[:, 0])
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, hidden_size] → the same."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        width, std, epsilon = config.hidden_size, config.initializer_range, config.layer_norm_eps
+        self.rate = config.hidden_dropout_prob
+        self.attention = SelfAttention(
+            width,
+            config.num_attention_heads,
+            std,
+            dropout=config.attention_probs_dropout_prob,
+            qkv_bias=config.qkv_bias,
+            rngs=rngs,
+        )
+        self.norm_before = layer_norm(width, epsilon, rngs=rngs)
+        self.norm_after = layer_norm(width, epsilon, rngs=rngs)
+        self.fc1 = linear(width, config.intermediate_size, std, rngs=rngs)
+        self.fc2 = linear(config.intermediate_size, width, std, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
+        rngs = split(rng, 3)
+        x = x + dropout(self.attention(self.norm_before(x), mask, rngs[0]), self.rate, rngs[1])
+        hidden = checkpoint_name(gelu(self.fc1(self.norm_after(x))), "hidden")
+        return x + dropout(self.fc2(hidden), self.rate, rngs[2])
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def torch_names(config: ViTConfig) -> NameTable:
+    """The names in `transformers.ViTForImageClassification`."""
+    return _names(config, "vit.layers.{layer}", [f"attention.{x}_proj" for x in "qkvo"], ["mlp.fc1", "mlp.fc2"])
+
+
+def file_names(config: ViTConfig) -> NameTable:
+    """The names in checkpoint files, older than those in the model: `transformers` translates between them."""
+    attention = [
+        f"attention.{name}" for name in ("attention.query", "attention.key", "attention.value", "output.dense")
+    ]
+    return _names(config, "vit.encoder.layer.{layer}", attention, ["intermediate.dense", "output.dense"])
+
+
+def _names(config: ViTConfig, layer: str, attention: Sequence[str], mlp: Sequence[str]) -> NameTable:
+    embeddings = "vit.embeddings"
+    table = {
+        "cls_token": TorchParam(f"{embeddings}.cls_token"),
+        "position_embeddings": TorchParam(f"{embeddings}.position_embeddings"),
+        "patches/kernel": TorchParam(f"{embeddings}.patch_embeddings.projection.weight", CONV),
+        "patches/bias": TorchParam(f"{embeddings}.patch_embeddings.projection.bias"),
+    }
+    for ours, theirs in zip(("query", "key", "value", "out"), attention, strict=True):
+        bias = config.qkv_bias or ours == "out"
+        table |= linear_names(f"blocks/attention/{ours}", f"{layer}.{theirs}", bias=bias)
+    table |= norm_names("blocks/norm_before", f"{layer}.layernorm_before")
+    table |= norm_names("blocks/norm_after", f"{layer}.layernorm_after")
+    for ours, theirs in zip(("fc1", "fc2"), mlp, strict=True):
+        table |= linear_names(f"blocks/{ours}", f"{layer}.{theirs}")
+    return NameTable(table | norm_names("norm", "vit.layernorm") | linear_names("classifier", "classifier"))
+
+
+def from_hf(config: Mapping[str, Any]) -> ViTConfig:
+    """The `ViTConfig` of a Hugging Face config.json.
+
+    Raises `UserError` for what would change the numbers and is not supported.
+    """
+    require(
+        config,
+        model_type="vit",
+        architectures=["ViTForImageClassification"],
+        hidden_act="gelu",
+        quantization_config=None,
+    )
+    return ViTConfig(**(fields_from_hf(config, ViTConfig) | {"num_labels": labels_from_hf(config)}))
+
+
+def to_hf(config: ViTConfig) -> dict[str, Any]:
+    """A config.json that `transformers` reads back into the same model.
+
+    >>> from_hf(to_hf(ViTConfig(image_size=(32, 64)))) == ViTConfig(image_size=(32, 64))
+    True
+    """
+    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
+    said = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+    return {
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "hidden_act": "gelu",
+        **said,
+        **labels_to_hf(config.num_labels),
+    }

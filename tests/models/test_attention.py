@@ -1,0 +1,188 @@
+"""Attention is `scaled_dot_product_attention` in float64, values and gradients; masks, groups, packing, precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jaxtrain import jaxpr
+from jaxtrain.errors import UserError
+from jaxtrain.models.attention import attention, segment_mask
+from jaxtrain.precision import autocast
+
+B, T, S, N, H = 2, 5, 7, 4, 8
+RNG = np.random.default_rng(0)
+
+
+def inputs(t=T, s=S, heads=N, dtype=np.float64):
+    shapes = (B, t, N, H), (B, s, heads, H), (B, s, heads, H), (B, t, N, H)
+    return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def with_gradients(q, k, v, cotangent, **options):
+    out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
+    return [np.asarray(x) for x in (out, *vjp(cotangent))]
+
+
+def torchs(q, k, v, cotangent, *, mask=None, causal=False, scale=None):
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+    heads_first = [x.transpose(1, 2) for x in tensors]
+    mask = None if mask is None else torch.tensor(mask)
+    out = F.scaled_dot_product_attention(*heads_first, mask, is_causal=causal, scale=scale, enable_gqa=True)
+    out = out.transpose(1, 2)
+    grads = torch.autograd.grad(out, tensors, torch.tensor(cotangent))
+    return [x.detach().numpy() for x in (out, *grads)]
+
+
+def padding():
+    mask = np.ones((B, 1, 1, S), bool)
+    mask[1, ..., 4:] = False
+    return mask
+
+
+def assert_same(ours, theirs, bound=1e-14):
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == y.dtype == np.float64
+        np.testing.assert_allclose(x, y, rtol=0, atol=bound * np.abs(y).max())
+
+
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"scale": 0.3},
+    "padding": {"mask": padding()},
+    "by-head": {"mask": RNG.random((1, N, T, S)) > 0.4},
+    "by-row": {"mask": np.concatenate([RNG.random((B, 1, T, S - 1)) > 0.4, np.ones((B, 1, T, 1), bool)], axis=-1)},
+}
+
+
+@pytest.mark.parametrize("heads", [N, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_pytorchs_in_float64(case, heads):
+    arrays = inputs(heads=heads)
+    with jax.enable_x64(True):
+        assert_same(with_gradients(*arrays, **CASES[case]), torchs(*arrays, **CASES[case]))
+
+
+@pytest.mark.parametrize(("t", "s"), [(5, 5), (5, 7), (7, 5)])
+def test_causal_is_aligned_top_left(t, s):
+    arrays = inputs(t, s, heads=2)
+    with jax.enable_x64(True):
+        assert_same(with_gradients(*arrays, causal=True), torchs(*arrays, causal=True))
+
+
+def test_causal_and_a_mask_are_both_heeded():
+    # The first query sees nothing by both together.
+    arrays, mask = inputs(), padding() & (np.arange(S) != 0)
+    both = mask & np.tril(np.ones((T, S), bool))[None, None]
+    with jax.enable_x64(True):
+        assert_same(with_gradients(*arrays, mask=mask, causal=True), torchs(*arrays, mask=both))
+
+
+@pytest.mark.parametrize("heads", [N, 2])
+def test_a_row_that_sees_nothing_is_zero_and_gives_no_gradient(heads):
+    arrays, mask = inputs(heads=heads), np.ones((B, 1, T, S), bool)
+    mask[0, :, 3] = False
+    with jax.enable_x64(True):
+        ours = with_gradients(*arrays, mask=mask)
+    assert_same(ours, torchs(*arrays, mask=mask))
+    assert not ours[0][0, 3].any()
+    assert not ours[1][0, 3].any()
+    for dtype in (jnp.bfloat16, jnp.float16):
+        cast = autocast(lambda q, k, v: attention(q, k, v, mask=mask), dtype)
+        out, vjp = jax.vjp(cast, *(np.float32(x) for x in arrays[:3]))
+        grads = vjp(arrays[3].astype(out.dtype))
+        assert not out[0, 3].any()
+        assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in grads)
+
+
+def test_packed_segments_are_the_sequences_apart():
+    q, k, v, cotangent = inputs(6, 6, heads=2)
+    segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 2, 2, 2, 0]])
+    with jax.enable_x64(True):
+        packed = with_gradients(q, k, v, cotangent, mask=segment_mask(segments, segments), causal=True)
+        for row, part in ((0, slice(0, 4)), (0, slice(4, 6)), (1, slice(0, 2)), (1, slice(2, 5)), (1, slice(5, 6))):
+            alone = with_gradients(*(x[row : row + 1, part] for x in (q, k, v, cotangent)), causal=True)
+            assert_same([x[row : row + 1, part] for x in packed], alone)
+
+
+def test_a_dropped_weight_is_the_same_for_all_that_the_key_says():
+    q, k, v, _ = inputs(dtype=np.float32)
+    key = jax.random.key(0)
+    v = np.broadcast_to(np.eye(S, H, dtype=np.float32)[None, :, None], v.shape)
+    kept = attention(q, k, v, dropout=0.5, rng=key)[..., :S]
+    whole = attention(q, k, v)[..., :S]
+    mask = jax.random.bernoulli(key, 0.5, (B, N, T, S)).transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(kept, np.where(mask, 2 * whole, 0), rtol=1e-6)
+    np.testing.assert_array_equal(attention(q, k, v, dropout=0.5), attention(q, k, v))
+    np.testing.assert_array_equal(attention(q, k, v, rng=key), attention(q, k, v))
+
+
+def test_heads_that_make_no_groups_are_refused():
+    q, k, v, _ = inputs(heads=3)
+    with pytest.raises(UserError, match="4 query heads do not divide into groups for 3 key heads"):
+        attention(q, k, v)
+
+
+def equations(traced):
+    for eqn in traced.eqns:
+        yield eqn
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_under_autocast_products_are_low_and_the_softmax_is_float32(dtype):
+    arrays = inputs(heads=2, dtype=np.float32)
+    cast = autocast(lambda q, k, v: attention(q, k, v, causal=True).astype(np.float32).sum(), dtype)
+    found = list(equations(jax.make_jaxpr(jax.grad(cast, argnums=(0, 1, 2)))(*arrays[:3]).jaxpr))
+    products = [eqn for eqn in found if eqn.primitive.name == "dot_general"]
+    assert len(products) == 6
+    assert all(v.aval.dtype == dtype for eqn in products for v in eqn.invars)
+    assert all(v.aval.dtype == np.float32 for eqn in found if eqn.primitive.name == "exp" for v in eqn.invars)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [N, 2])
+def test_low_precision_is_as_near_the_truth_as_pytorchs(dtype, heads):
+    big = np.random.default_rng(1)
+    shapes = (4, 32, N, 16), (4, 32, heads, 16), (4, 32, heads, 16), (4, 32, N, 16)
+    q, k, v, cotangent = arrays = [big.standard_normal(shape).astype(np.float32) for shape in shapes]
+    truth = torchs(*(x.astype(np.float64) for x in arrays), causal=True)
+    cast = autocast(lambda q, k, v: attention(q, k, v, causal=True), jnp.dtype(dtype), "cpu")
+    out, vjp = jax.vjp(cast, q, k, v)
+    ours = [np.asarray(x, np.float64) for x in (out, *vjp(cotangent.astype(dtype)))]
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+    with torch.autocast("cpu", getattr(torch, dtype)):
+        theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors), is_causal=True, enable_gqa=True)
+    theirs = theirs.transpose(1, 2)
+    grads = torch.autograd.grad(theirs, tensors, torch.tensor(cotangent).to(theirs.dtype))
+    for mine, yours, true in zip(ours, (theirs, *grads), truth, strict=True):
+        error, reference = (np.sqrt(np.mean((x - true) ** 2)) for x in (mine, yours.detach().double().numpy()))
+        assert error <= 2 * reference
+
+
+def test_on_an_nvidia_gpu_what_cudnn_takes_is_given_to_it(monkeypatch):
+    class GPU:
+        device_kind = "NVIDIA H100 80GB HBM3"
+
+    given = []
+
+    def cudnn(q, k, v, **options):
+        given.append(options)
+        return q
+
+    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(heads=2))
+    assert attention(q, k, v).dtype == jnp.bfloat16
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    monkeypatch.setattr(jax, "local_devices", lambda: [GPU])
+    assert attention(q, k, v, causal=True, scale=0.3) is q
+    assert given == [{"scale": 0.3, "is_causal": True, "implementation": "cudnn"}]
+    # A row masked whole would be the mean there, weights are not dropped by our keys, other dtypes have no kernel.
+    attention(q, k, v, mask=padding())
+    attention(q, k, v, dropout=0.1, rng=jax.random.key(0))
+    attention(*(x.astype(np.float32) for x in (q, k, v)))
+    attention(q[..., :4], k[..., :4], v[..., :4])
+    assert len(given) == 1

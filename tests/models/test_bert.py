@@ -1,0 +1,167 @@
+"""BERT: padding and order of tokens, two heads, and the config.json of `transformers` in and out."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+from jaxtrain import jaxpr
+from jaxtrain.errors import UserError
+from jaxtrain.models import functional
+from jaxtrain.models.bert import Bert, BertConfig, from_hf, to_hf, torch_names
+
+CONFIG = BertConfig(
+    vocab_size=11,
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=12,
+    hidden_dropout_prob=0.25,
+    attention_probs_dropout_prob=0.25,
+    max_position_embeddings=8,
+)
+TOKENS = np.random.default_rng(0).integers(1, 11, size=(3, 6)).astype(np.int32)
+ONES = np.ones_like(TOKENS)
+
+
+def model(**changes):
+    apply, params = functional(Bert(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
+    # As large as in training, so that no layer is near the identity.
+    return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
+
+
+def every_dtype(traced):
+    for eqn in traced.eqns:
+        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from every_dtype(inner)
+
+
+def test_tokens_give_logits_of_either_head_and_blocks_are_stacked():
+    apply, params = model()
+    assert apply(params, TOKENS).shape == (3, 6, 11)
+    assert params["blocks"]["intermediate"]["kernel"].shape == (2, 8, 12)
+    classify, params = model(num_labels=5)
+    assert classify(params, TOKENS).shape == (3, 5)
+    first, second = params["blocks"]["attention"]["query"]["kernel"]
+    assert not np.array_equal(first, second)
+
+
+def test_padding_changes_nothing_for_the_tokens_before_it():
+    apply, params = model()
+    mask = np.array([[1, 1, 1, 1, 0, 0]] * 3)
+    changed = TOKENS.copy()
+    changed[:, 4:] = 0
+    plain = apply(params, TOKENS[:, :4])
+    for tokens in (TOKENS, changed):
+        padded = apply(params, tokens, mask)[:, :4]
+        np.testing.assert_allclose(padded, plain, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(apply(params, TOKENS, mask), apply(params, TOKENS, mask.astype(bool)))
+    assert np.abs(apply(params, TOKENS)[:, :4] - plain).max() > 1e-2
+
+
+def test_a_token_changes_every_logit_of_its_row_and_no_other_row():
+    apply, params = model()
+    changed = TOKENS.copy()
+    changed[1, 5] = changed[1, 5] % 10 + 1
+    before, after = apply(params, TOKENS), apply(params, changed)
+    assert (np.abs(after - before)[1].max(axis=-1) > 0).all()
+    np.testing.assert_array_equal(after[::2], before[::2])
+
+
+def test_token_types_count_and_are_the_first_if_not_given():
+    apply, params = model()
+    np.testing.assert_array_equal(apply(params, TOKENS), apply(params, TOKENS, None, 0 * ONES))
+    assert not np.array_equal(apply(params, TOKENS), apply(params, TOKENS, None, ONES))
+
+
+def test_the_padding_tokens_embedding_is_zero_and_learns_from_being_predicted_only():
+    tokens = TOKENS.copy()
+    tokens[:, 0] = 0
+    for changes, learns in ({"num_labels": 3}, False), ({}, True), ({"num_labels": 3, "pad_token_id": None}, True):
+        apply, params = model(**changes)
+        assert params["embeddings"]["word"][0].any() == (changes.get("pad_token_id", 0) is None)
+        gradient = jax.grad(lambda params, apply=apply: ((apply(params, tokens) + 1) ** 2).sum())(params)
+        assert gradient["embeddings"]["word"][0].any() == learns
+        assert gradient["embeddings"]["word"][tokens[0, 1]].any()
+
+
+def test_only_a_key_makes_it_drop():
+    apply, params = model(num_labels=3)
+    one, again, other = (apply(params, TOKENS, None, None, jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    plain, _ = model(num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    np.testing.assert_array_equal(apply(params, TOKENS), plain(params, TOKENS, None, None, jax.random.key(0)))
+    # The classifier's own rate is that of the others unless it is said.
+    own, _ = model(num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.5)
+    assert not np.array_equal(own(params, TOKENS, None, None, jax.random.key(0)), own(params, TOKENS))
+
+
+def test_float64_stays_float64_throughout():
+    apply, params = model()
+    # flax's LayerNorm relies on promotion.
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        loss = lambda params, rng: (apply(params, TOKENS, ONES, ONES, rng) ** 2).sum()  # noqa: E731
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
+    found = set(every_dtype(traced.jaxpr))
+    assert "float64" in found
+    assert "float32" not in found
+
+
+@pytest.mark.parametrize("num_labels", [None, 3])
+def test_names_and_configuration_are_those_of_transformers(num_labels):
+    config = dataclasses.replace(CONFIG, num_labels=num_labels, pad_token_id=3)
+    said = json.loads(json.dumps(to_hf(config)))
+    theirs = getattr(transformers, said["architectures"][0])(transformers.BertConfig(**said)).eval()
+    apply, like = functional(Bert(config, rngs=nnx.Rngs(0)))
+    names = torch_names(config)
+    assert names.torch_order(like) == [name for name, _ in theirs.named_parameters()]
+    assert from_hf(theirs.config.to_dict() | {"architectures": said["architectures"]}) == config
+    tensors = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
+    mask = np.array([[1, 1, 1, 1, 0, 0], [1] * 6, [1] * 6])
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS), attention_mask=torch.tensor(mask), token_type_ids=torch.tensor(ONES))
+    ours = apply(names.to_jax(tensors, like=like), TOKENS, mask, ONES)
+    np.testing.assert_allclose(ours, expected.logits, rtol=1e-4, atol=1e-6)
+
+
+def test_initial_weights_are_drawn_as_transformers_draws_them():
+    config = dataclasses.replace(CONFIG, hidden_size=64, vocab_size=500, intermediate_size=256)
+    theirs = dict(transformers.BertForMaskedLM(transformers.BertConfig(**to_hf(config))).named_parameters())
+    ours = torch_names(config).to_torch(functional(Bert(config, rngs=nnx.Rngs(0)))[1])
+    for name, tensor in theirs.items():
+        expected = tensor.detach().numpy()
+        # A thousand draws and more are within a tenth of their standard deviation.
+        assert ours[name].std() == pytest.approx(expected.std(), rel=0.1 if expected.size > 1000 else 0.5), name
+        if expected.std() == 0:
+            np.testing.assert_array_equal(ours[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "gelu_new"}, "hidden_act 'gelu_new'"),
+        ({"is_decoder": True}, "is_decoder True"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        ({"architectures": ["BertForQuestionAnswering"]}, "'BertForQuestionAnswering'"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
+        ({"model_type": "roberta"}, "model_type 'roberta'"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused_in_a_line(change, said):
+    with pytest.raises(UserError, match=said):
+        from_hf(to_hf(CONFIG) | change)
+
+
+def test_more_tokens_than_positions_are_refused():
+    apply, params = functional(Bert(CONFIG, rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="9 tokens exceed max_position_embeddings 8"):
+        apply(params, jnp.ones((1, 9), int))

@@ -1,0 +1,182 @@
+"""Generated texts are transformers', token for token; the cache changes no logits; sampling is transformers' too."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import GPT2, GPT2Config, functional, generation, gpt2, llama, mixtral
+from jaxtrain.models.generation import Sampling, generate
+from jaxtrain.models.llama import Llama
+from jaxtrain.models.mixtral import Mixtral
+from parity.cases import gpt2 as gpt2_case
+from parity.cases import llama as llama_case
+from parity.cases import mixtral as mixtral_case
+from parity.cases import text
+
+GPT2_CONFIG = GPT2Config(vocab_size=61, n_positions=96, n_embd=32, n_layer=2, n_head=4)
+# transformers itself cannot generate with the router's logits.
+MIXTRAL = dataclasses.replace(mixtral_case.CONFIG, output_router_logits=False, max_position_embeddings=96)
+LONGER = {"max_position_embeddings": 96}
+PROMPTS = np.random.default_rng(0).integers(61, size=(3, 9))
+MASK = np.arange(9)[None] >= np.array([[0], [3], [6]])
+NEW = 64
+
+
+def decoder(config):
+    """(model, PyTorch's, its parameters as the model's)."""
+    kinds = {GPT2Config: (GPT2, gpt2), llama.LlamaConfig: (Llama, llama), mixtral.MixtralConfig: (Mixtral, mixtral)}
+    kind, module = kinds[type(config)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        is_gpt2 = module is gpt2
+        # Of transformers' experts the eager ones take float64.
+        written = None if is_gpt2 else {**module.to_hf(config), "experts_implementation": "eager"}
+        theirs = gpt2_case._torch_model(config) if is_gpt2 else text.torch_model(written)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            # As large as in training, so that texts are not one token over and over.
+            p.mul_(3 if p.ndim > 1 else 1)
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    _, like = functional(model)
+    names = module.torch_names() if is_gpt2 else module.torch_names(config)
+    params = names.to_jax({k: v.numpy() for k, v in theirs.state_dict().items()}, like=like)
+    return model, theirs.eval(), params
+
+
+DECODERS = {
+    "gpt2": GPT2_CONFIG,
+    "llama": dataclasses.replace(llama_case.LLAMA, **LONGER),
+    "qwen3": dataclasses.replace(llama_case.QWEN3, **LONGER),
+    "mistral": dataclasses.replace(llama_case.MISTRAL, **LONGER),
+    "mixtral": MIXTRAL,
+}
+
+
+def torchs_text(theirs, **options):
+    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None, **options}
+    tokens, mask = torch.from_numpy(PROMPTS), torch.from_numpy(MASK).long()
+    return theirs.generate(tokens, attention_mask=mask, **options)[:, PROMPTS.shape[1] :].numpy()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_texts_of_uneven_prompts_are_transformers_in_float32_and_float64(name):
+    model, theirs, params = decoder(DECODERS[name])
+    ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK))
+    np.testing.assert_array_equal(ours, torchs_text(theirs))
+    assert max(len(set(row)) for row in ours.tolist()) > 8, "a text that repeats itself shows little"
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        double = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        ours = np.asarray(generate(model, double, PROMPTS, NEW, mask=MASK))
+    np.testing.assert_array_equal(ours, torchs_text(theirs.double()))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
+    model, _, params = decoder(DECODERS[name])
+    apply, _ = functional(model)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        whole = apply(params, PROMPTS)
+        cache = nnx.merge(nnx.split(model)[0], params).empty_cache(3, 11)
+        pieces = []
+        for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+            logits, cache = apply(params, PROMPTS[:, part], None, None, None, cache)
+            pieces.append(logits)
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=0, atol=1e-12)
+    assert int(cache.length) == 9
+    assert np.asarray(cache.segments).sum() == 27
+
+
+def test_a_text_stops_at_its_stop_and_is_padded_behind_it():
+    model, theirs, params = decoder(DECODERS["llama"])
+    stop = int(generate(model, params, PROMPTS, 8, mask=MASK)[1, 4])
+    ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK, stop=stop, pad=7))
+    expected = torchs_text(theirs, eos_token_id=stop, pad_token_id=7)
+    # There the text is cut where the longest ends.
+    np.testing.assert_array_equal(ours[:, : expected.shape[1]], expected)
+    assert (ours[:, expected.shape[1] :] == 7).all()
+    assert (ours[1, 5:] == 7).all()
+
+
+SAMPLINGS = [
+    Sampling(0.7), Sampling(1.0, top_k=4), Sampling(1.3, top_p=0.8), Sampling(0.9, top_k=10, top_p=0.6),
+    Sampling(1.0, top_p=0.01), Sampling(1.0, top_p=1e-9), Sampling(2.0, top_k=100, top_p=1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_scores_are_transformers(sampling):
+    logits = np.random.default_rng(1).standard_normal((5, 31)).astype(np.float32) * 2
+    logits[0, :6] = 4.0
+    expected = torch.from_numpy(logits)
+    warpers = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature != 1 else []
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
+    for warper in warpers:
+        expected = warper(None, expected)
+    ours = np.asarray(sampling.scores(logits))
+    kept, theirs = np.isfinite(ours), np.isfinite(expected.numpy())
+    # Of equal ones at the edge either may go.
+    np.testing.assert_array_equal(kept.sum(axis=1), theirs.sum(axis=1))
+    np.testing.assert_array_equal(kept[1:], theirs[1:])
+    np.testing.assert_allclose(ours[kept & theirs], expected.numpy()[kept & theirs], rtol=1e-6)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
+    n = 20_000
+    sampling = Sampling(temperature=1.0, top_k=3)
+    drawn = np.bincount(sampling.choose(np.repeat(logits, n, axis=0), jax.random.key(0)), minlength=4) / n
+    expected = np.array([0.5, 0.3, 0.15, 0]) / 0.95
+    # Five standard deviations of a binomial.
+    assert (np.abs(drawn - expected) <= 5 * np.sqrt(expected * (1 - expected) / n)).all()
+
+
+def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
+    model, _, params = decoder(DECODERS["gpt2"])
+    sampling = Sampling(temperature=1.0)
+    one, again, other = (np.asarray(generate(model, params, PROMPTS, 8, sampling=sampling, seed=s)) for s in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    compiled = generation._generated._cache_size()
+    moved = nnx.eval_shape(lambda: GPT2(GPT2_CONFIG, rngs=nnx.Rngs(1)))
+    generate(moved, jax.tree.map(lambda p: p + 1, params), PROMPTS + 1, 8, sampling=sampling)
+    assert generation._generated._cache_size() == compiled
+    greedy = generate(model, params, PROMPTS, 8)
+    np.testing.assert_array_equal(generate(model, params, PROMPTS, 8, sampling=Sampling(1.0, top_k=1)), greedy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": ~MASK}, "prompt 0 is not padded on the left only"),
+        ({"mask": MASK[:, ::-1]}, "prompt 1 is not padded on the left only"),
+        ({"mask": MASK[:2]}, r"the mask \[2, 9\] is not of the shape of the prompts, \[3, 9\]"),
+        ({"prompts": PROMPTS[0]}, r"prompts of shape \[9\] are no rows of tokens"),
+        ({"new_tokens": 0}, "0 new tokens are none"),
+        ({"new_tokens": 89}, "97 tokens are more than n_positions 96"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(options, message):
+    model, _, params = decoder(GPT2_CONFIG)
+    with pytest.raises(UserError, match=message):
+        generate(model, params, **{"prompts": PROMPTS, "new_tokens": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1.0}, r"temperature -1\.0 is negative"),
+        ({"top_k": 0}, "top_k 0 leaves no token"),
+        ({"top_p": 0.0}, r"top_p 0\.0 is no probability to reach"),
+    ],
+)
+def test_samplings_that_choose_nothing_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        Sampling(**values)

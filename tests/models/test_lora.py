@@ -1,0 +1,305 @@
+"""Low-rank adapters: beside the kernels of any model, merged into them, trained alone, and in peft's folders."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import jaxtrain as jt
+from jaxtrain.interop.names import leaves
+from jaxtrain.jaxpr import inner_jaxprs
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import GPT2, MLP, GPT2Config, LoraConfig, functional, load_adapters, lora, save_adapters
+from jaxtrain.models.gpt2 import torch_names
+from jaxtrain.precision import autocast
+from jaxtrain.remat import remat
+from parity.randomness import drawn
+
+SIZES = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+CONFIG = LoraConfig(r"blocks/(qkv|fc|mlp_proj)/kernel", r=3, alpha=5.0)
+TOKENS = np.random.default_rng(0).integers(0, 11, size=(3, 6)).astype(np.int32)
+APPLY, PARAMS = functional(GPT2(SIZES, rngs=nnx.Rngs(0)))
+NAMES = torch_names()
+
+
+def random_like(tree, scale=0.3):
+    draw = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(scale * draw.normal(size=x.shape), x.dtype), tree)
+
+
+def some_adapters(config=CONFIG, params=PARAMS):
+    return random_like(lora.init(jax.random.key(0), params, config))
+
+
+def loss_of(apply):
+    return lambda params, *rng: cross_entropy(apply(params, TOKENS[:, :-1], *rng), TOKENS[:, 1:]).sum()
+
+
+def widened(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "names:hidden"])
+def test_beside_the_kernels_and_merged_into_them_they_are_the_same_model(policy):
+    adapters = some_adapters()
+    beside, plain = loss_of(lora.adapted(APPLY, CONFIG)), loss_of(APPLY)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        base, wide = widened(PARAMS), widened(adapters)
+        value, grads = jax.jit(jax.value_and_grad(remat(lambda a: beside({"base": base, "lora": a}), policy)))(wide)
+        expected, expected_grads = jax.jit(jax.value_and_grad(lambda a: plain(lora.merge(base, a, CONFIG))))(wide)
+        unadapted = jax.jit(plain)(base)
+    np.testing.assert_allclose(value, expected, rtol=1e-13)
+    assert abs(float(unadapted) - float(expected)) > 0.01
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-11), grads, expected_grads)
+    assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(grads))
+
+
+def test_fresh_ones_change_nothing_and_are_as_pefts():
+    adapters = lora.init(jax.random.key(0), PARAMS, CONFIG)
+    found = dict(leaves(adapters))
+    assert set(found) == {f"blocks/{name}/kernel/{half}" for name in ("qkv", "fc", "mlp_proj") for half in "ab"}
+    for path, half in found.items():
+        if path.endswith("b"):
+            assert not half.any()
+        else:
+            bound = half.shape[1] ** -0.5
+            assert 0.9 * bound < jnp.abs(half).max() <= bound
+            assert not np.array_equal(half[0], half[1])
+    plain, beside = jax.jit(APPLY)(PARAMS, TOKENS), jax.jit(lora.adapted(APPLY, CONFIG))
+    np.testing.assert_array_equal(beside({"base": PARAMS, "lora": adapters}, TOKENS), plain)
+
+
+def computed_shapes(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars)
+        for inner in inner_jaxprs(eqn):
+            yield from computed_shapes(inner)
+
+
+def test_nothing_of_the_size_of_a_kernel_is_computed():
+    config = LoraConfig(r"blocks/fc/kernel", r=3)
+    adapters, plain = some_adapters(config), loss_of(APPLY)
+    beside = loss_of(lora.adapted(APPLY, config))
+    losses = {
+        "beside": lambda a: beside({"base": PARAMS, "lora": a}),
+        "merged": lambda a: plain(lora.merge(PARAMS, a, config)),
+    }
+    shapes = {name: {*computed_shapes(jax.make_jaxpr(jax.grad(loss))(adapters).jaxpr)} for name, loss in losses.items()}
+    assert not shapes["beside"] & {(8, 32), (2, 8, 32)}
+    assert shapes["merged"] >= {(8, 32), (2, 8, 32)}
+    assert (2, 3, 32) in shapes["beside"]
+
+
+def test_the_adapters_alone_are_trained():
+    def loss_fn(params, batch, rng):
+        losses = cross_entropy(apply(params, batch[:, :-1], None, rng=rng), batch[:, 1:])
+        return jt.Loss(losses.sum(), losses.size), {}
+
+    config = LoraConfig(CONFIG.targets, r=2, alpha=8, dropout=0.1)
+    apply = lora.adapted(APPLY, config)
+    step = jt.train_step(
+        loss_fn, optax.adam(1e-2), precision="bf16", accumulate=3, remat="full", frozen=lora.frozen, clip_norm=1.0
+    )
+    before = {"base": PARAMS, "lora": lora.init(jax.random.key(0), PARAMS, config)}
+    state = step.init(before)
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, TOKENS)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.05
+    jax.tree.map(np.testing.assert_array_equal, state.params["base"], PARAMS)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(state.params["lora"]))
+    moments = optax.tree.get(state.opt_state, "mu")
+    assert sum(x.size for x in jax.tree.leaves(moments)) == sum(x.size for x in jax.tree.leaves(before["lora"]))
+
+
+def test_dropout_is_on_what_the_adapters_are_given_with_a_mask_for_each():
+    params, apply = {"base": PARAMS, "lora": some_adapters()}, lora.adapted(APPLY, replace(CONFIG, dropout=0.5))
+
+    def loss_fn(params, batch, rng):
+        return jt.Loss(apply(params, batch, rng=rng).sum(), 1), {}
+
+    masks = jax.jit(drawn(loss_fn))(params, TOKENS, jax.random.key(0), None)
+    assert [mask.shape for mask in masks] == [(3, 6, 8), (3, 6, 8), (3, 6, 32)] * 2
+    assert len({np.asarray(mask).tobytes() for mask in masks}) == 6
+    whole = lora.adapted(APPLY, CONFIG)(params, TOKENS)
+    assert np.abs(apply(params, TOKENS, rng=jax.random.key(0)) - whole).max() > 1e-3
+    np.testing.assert_array_equal(apply(params, TOKENS), whole)
+
+
+def test_dropout_that_cannot_be_is_refused():
+    """Of a kernel that is itself an operand there is nothing to drop."""
+    base = {"w": jnp.ones((4, 4))}
+    config = LoraConfig("w", r=2, dropout=0.5)
+    apply = lora.adapted(lambda p, x: x @ p["w"].T, config)
+    params = {"base": base, "lora": some_adapters(config, base)}
+    apply(params, jnp.ones((1, 4)))
+    assert "w is not only multiplied by" in refused(lambda: apply(params, jnp.ones((1, 4)), rng=jax.random.key(0)))
+
+
+def test_the_mean_over_masks_is_the_product_without():
+    x, halves = jnp.ones((2000, 8)), random_like({"a": jnp.ones((8, 2)), "b": jnp.ones((2, 1))})
+    params = {"base": {"w": jnp.zeros((8, 1))}, "lora": {"w": halves}}
+    apply = lora.adapted(lambda p, x: x @ p["w"], LoraConfig("w", r=2, alpha=2, dropout=0.5))
+    dropped, whole = apply(params, x, rng=jax.random.key(0)), apply(params, x)
+    assert dropped.std() > 0.01
+    np.testing.assert_allclose(dropped.mean(), whole.mean(), atol=5 * float(dropped.std()) / 2000**0.5)
+
+
+def test_a_kernel_that_is_not_only_multiplied_by_counts_whole():
+    def apply(params, x):
+        w = params["w"]
+        y = jax.lax.fori_loop(0, 2, lambda i, y: jnp.tanh(y @ w), x)
+        _, y = jax.lax.scan(lambda c, _: (c, c @ w), y, None, length=2)
+        y, _ = jax.lax.scan(lambda c, _: (c @ c, None), w + y[0], None, length=2)
+        kept = jax.lax.cond(y.sum() > 0, lambda w: w @ w, lambda w: w, w)
+        return y @ w.T + jnp.square(w).sum() + w.reshape(2, 8).sum() + jax.jit(jnp.tanh)(w) + kept, w
+
+    config = LoraConfig("w", r=2, alpha=4)
+    base = random_like({"w": jnp.ones((4, 4))})
+    adapters, x = some_adapters(config, base), jnp.ones((4, 4))
+    found = lora.adapted(apply, config)({"base": base, "lora": adapters}, x)
+    expected = apply(lora.merge(base, adapters, config), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
+
+
+def test_under_autocast_a_biased_layer_stays_in_low_precision():
+    base = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+    config = LoraConfig("w", r=2)
+    params = {"base": base, "lora": some_adapters(config, base)}
+    layer = lora.adapted(lambda p, x: x @ p["w"] + p["b"][None], config)
+    assert autocast(layer, jnp.bfloat16)(params, jnp.ones((2, 4))).dtype == jnp.bfloat16
+
+
+def test_a_bias_added_to_a_transposed_product_is_added_where_it_was():
+    def apply(params, x):
+        product = jnp.tensordot(x, params["w"], 1)
+        return jnp.swapaxes(product, 0, 1) + params["b"][None, None]
+
+    config, base = LoraConfig("w", r=2), random_like({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
+    adapters, x = some_adapters(config, base), random_like(jnp.ones((4, 4, 4)))
+    found = lora.adapted(apply, config)({"base": base, "lora": adapters}, x)
+    np.testing.assert_allclose(found, apply(lora.merge(base, adapters, config), x), rtol=1e-5, atol=1e-6)
+
+
+def test_merged_and_unmerged_are_the_same_but_for_rounding():
+    adapters = some_adapters()
+    merged = lora.merge(PARAMS, adapters, CONFIG)
+    back = lora.unmerge(merged, adapters, CONFIG)
+    for (path, x), (_, y), (_, z) in zip(leaves(PARAMS), leaves(merged), leaves(back), strict=True):
+        if f"{path}/a" in dict(leaves(adapters)):
+            assert np.abs(x - y).max() > 0.01
+            np.testing.assert_allclose(x, z, rtol=0, atol=2e-7 * float(np.abs(y).max()))
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
+def test_unstacked_kernels_are_adapted_alike():
+    apply, params = functional(MLP((6, 5, 4), rngs=nnx.Rngs(0)))
+    config = LoraConfig(r"layers/\d/kernel", r=2, rslora=True)
+    adapters = some_adapters(config, params)
+    x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    found = lora.adapted(apply, config)({"base": params, "lora": adapters}, x)
+    np.testing.assert_allclose(found, apply(lora.merge(params, adapters, config), x), rtol=1e-5)
+
+
+def refused(call):
+    with pytest.raises(jt.UserError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_targets_that_are_none_or_no_kernels_are_refused():
+    assert "'kernel' match nothing whole" in refused(lambda: some_adapters(LoraConfig("kernel")))
+    assert "blocks/fc/bias [2, 32]" in refused(lambda: some_adapters(LoraConfig("blocks/fc/.*")))
+    conv = {"conv": {"kernel": jnp.ones((3, 3, 2, 2))}}
+    assert "conv/kernel [3, 3, 2, 2]" in refused(lambda: some_adapters(LoraConfig(".*"), conv))
+    assert "rank 0" in refused(lambda: LoraConfig("w", r=0))
+    assert "dropout 1.0" in refused(lambda: LoraConfig("w", dropout=1.0))
+
+
+def test_adapters_of_another_model_are_refused():
+    adapters = some_adapters()
+    alone = {"w": {"a": jnp.ones((4, 2)), "b": jnp.ones((2, 3))}}
+    assert "w/a" in refused(lambda: lora.merge(PARAMS, alone, CONFIG))
+    _, wider = functional(GPT2(GPT2Config(11, 8, 16, 2, 2), rngs=nnx.Rngs(0)))
+    assert "give them the model they are of" in refused(lambda: lora.merge(wider, adapters, CONFIG))
+
+
+def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
+    adapters = some_adapters()
+    save_adapters(tmp_path, adapters, CONFIG, NAMES, base="org/tiny")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 2 * 3
+    name = "base_model.model.transformer.h.1.attn.c_attn.lora_A.weight"
+    np.testing.assert_array_equal(tensors[name], adapters["blocks"]["qkv"]["kernel"]["a"][1].T)
+    read, config = load_adapters(tmp_path, PARAMS, NAMES)
+    jax.tree.map(np.testing.assert_array_equal, read, adapters)
+    assert (config.r, config.alpha, config.dropout, config.rslora) == (3, 5.0, 0.0, False)
+    assert lora.init(jax.random.key(0), PARAMS, config).keys() == read.keys()
+    assert "holds adapter_model.safetensors already" in refused(
+        lambda: save_adapters(tmp_path, adapters, CONFIG, NAMES)
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peft_type": "LOHA"}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["wte"]},
+        {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"}, {"r": "3"}, {"lora_alpha": None},
+    ],
+)  # fmt: skip
+def test_what_would_change_the_numbers_is_refused(tmp_path, changes):
+    save_adapters(tmp_path, some_adapters(), CONFIG, NAMES)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert next(iter(changes)) in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
+
+
+def test_tensors_that_are_not_the_models_are_named(tmp_path):
+    save_adapters(tmp_path, some_adapters(), CONFIG, NAMES)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4}))
+    assert "mis-shaped base_model.model.transformer.h.0" in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft_itself_reads_what_is_written_and_writes_what_is_read(tmp_path):
+    peft = pytest.importorskip("peft")
+    import torch
+
+    from parity.cases import gpt2
+
+    def theirs():
+        return gpt2.case(reference=SIZES).torch_model().double().eval()
+
+    model = theirs()
+    weights = {name: x.numpy() for name, x in model.state_dict().items()}
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=7, use_rslora=True, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True
+    )
+    adapted = peft.get_peft_model(model, settings)
+    for name, x in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(x, std=0.3)
+    adapted.double().save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        expected = adapted(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        base = NAMES.to_jax({name: np.array(x) for name, x in weights.items()}, PARAMS)
+        adapters, config = load_adapters(tmp_path / "theirs", widened(PARAMS), NAMES)
+        found = lora.adapted(APPLY, config)({"base": base, "lora": adapters}, TOKENS)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+        save_adapters(tmp_path / "ours", adapters, config, NAMES)
+    plain = theirs()
+    plain.load_state_dict({name: torch.tensor(x) for name, x in weights.items()})
+    read = peft.PeftModel.from_pretrained(plain, tmp_path / "ours").double().eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(read(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy(), expected)

@@ -1,0 +1,147 @@
+"""T5 beside `transformers`' own, in what training it on padded sentences (`parity run t5`) does not show."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import jaxtrain as jt
+from jaxtrain.jaxpr import inner_jaxprs
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import T5, T5Config, functional
+from jaxtrain.models.t5 import from_hf, relative_position_bucket, shift_right, to_hf, torch_names
+from parity.oracle.in_torch import InFloat64
+
+CONFIG = T5Config(
+    vocab_size=31, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_decoder_layers=2, num_heads=2, dropout=0.25
+)
+GATED = dataclasses.replace(CONFIG, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+RNG = np.random.default_rng(0)
+TOKENS, DECODER_TOKENS = RNG.integers(2, 31, size=(3, 9)), RNG.integers(2, 31, size=(3, 7))
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (16, 64), (8, 20), (32, 256), (4, 3)])
+def test_every_distance_falls_into_transformers_bucket(bidirectional, buckets, distance):
+    distances = np.arange(-1500, 1500)
+    expected = T5Attention._relative_position_bucket(torch.tensor(distances), bidirectional, buckets, distance)
+    ours = relative_position_bucket(distances, bidirectional=bidirectional, num_buckets=buckets, max_distance=distance)
+    np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_masks_of_both_sides_are_transformers(side):
+    """Padding on the left, too, which no labels have; there rows of the decoder see nothing."""
+    torch.manual_seed(0)
+    theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**to_hf(CONFIG))).double().eval()
+    lengths, decoder_lengths = np.array([9, 4, 6]), np.array([7, 3, 5])
+    place, decoder_place = np.arange(9)[None], np.arange(7)[None]
+    if side == "left":
+        place, decoder_place = place[:, ::-1], decoder_place[:, ::-1]
+    mask, decoder_mask = place < lengths[:, None], decoder_place < decoder_lengths[:, None]
+    with torch.no_grad(), InFloat64():
+        expected = theirs(
+            torch.tensor(TOKENS),
+            attention_mask=torch.tensor(mask),
+            decoder_input_ids=torch.tensor(DECODER_TOKENS),
+            decoder_attention_mask=torch.tensor(decoder_mask),
+        ).logits.numpy()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        apply, like = functional(nnx.eval_shape(lambda: T5(CONFIG, rngs=nnx.Rngs(0))))
+        params = torch_names(CONFIG).to_jax({n: x.numpy() for n, x in theirs.state_dict().items()}, like)
+        ours = jax.jit(apply)(params, TOKENS, DECODER_TOKENS, mask, decoder_mask)
+        padded = np.where(mask, TOKENS, 0)
+        again = jax.jit(apply)(params, padded, np.where(decoder_mask, DECODER_TOKENS, 0), mask, decoder_mask)
+    np.testing.assert_allclose(ours[decoder_mask], expected[decoder_mask], rtol=0, atol=1e-12 * np.abs(expected).max())
+    np.testing.assert_array_equal(again[decoder_mask], ours[decoder_mask])
+
+
+def test_labels_become_what_predicts_them():
+    config = dataclasses.replace(CONFIG, decoder_start_token_id=3, pad_token_id=2)
+    labels = np.array([[5, 6, 1], [7, -100, -100]])
+    theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**to_hf(config)))
+    expected = theirs.prepare_decoder_input_ids_from_labels(torch.tensor(labels))
+    np.testing.assert_array_equal(shift_right(jnp.asarray(labels, jnp.int32), config), expected)
+
+
+def test_a_token_sees_none_after_it_and_all_of_the_source():
+    apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
+    logits = jax.jit(apply)
+    changed = DECODER_TOKENS.copy()
+    changed[:, 4:] = 1
+    a, b = (np.asarray(logits(params, TOKENS, x)) for x in (DECODER_TOKENS, changed))
+    np.testing.assert_array_equal(a[:, :4], b[:, :4])
+    assert not np.array_equal(a[:, 4:], b[:, 4:])
+    source = TOKENS.copy()
+    source[:, -1] = 1
+    assert (np.asarray(logits(params, source, DECODER_TOKENS)) != a).any(-1).all()
+
+
+def test_with_a_key_dropout_is_that_keys():
+    apply, params = functional(T5(GATED, rngs=nnx.Rngs(0)))
+    logits = jax.jit(apply)
+    one, again, other = (logits(params, TOKENS, DECODER_TOKENS, None, None, jax.random.key(k)) for k in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(monkeypatch):
+    keys = []
+    bernoulli = jax.random.bernoulli
+
+    def recorded(key, p, shape):
+        keys.append(np.asarray(jax.random.key_data(key)).tobytes())
+        return bernoulli(key, p, shape)
+
+    monkeypatch.setattr(jax.random, "bernoulli", recorded)
+    apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
+    with jax.disable_jit():
+        apply(params, TOKENS, DECODER_TOKENS, None, None, jax.random.key(0))
+    # Before and behind each stack; four in the encoder's layer, six in each of the decoder's two.
+    assert len(keys) == len(set(keys)) == 2 * 2 + 4 + 2 * 6
+
+
+def every_dtype(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (str(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype"))
+        for inner in inner_jaxprs(eqn):
+            yield from every_dtype(inner)
+
+
+def test_float64_stays_float64_throughout():
+    apply, params = functional(T5(GATED, rngs=nnx.Rngs(0)))
+
+    def loss(params, rng):
+        logits = apply(params, TOKENS, DECODER_TOKENS, TOKENS > 5, DECODER_TOKENS > 5, rng)
+        return cross_entropy(logits, DECODER_TOKENS).sum()
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
+    found = set(every_dtype(traced.jaxpr))
+    assert "float64" in found
+    assert "float32" not in found
+
+
+@pytest.mark.parametrize("config", [CONFIG, GATED])
+def test_a_configuration_is_transformers_and_back(config):
+    theirs = transformers.T5Config(**to_hf(config))
+    assert from_hf(to_hf(config)) == config
+    assert from_hf(theirs.to_dict()) == config
+    assert theirs.scale_decoder_outputs == config.tie_word_embeddings
+
+
+def test_what_a_configuration_leaves_out_is_transformers_default():
+    assert from_hf({}) == dataclasses.replace(T5Config(), dropout=0.1)
+    assert from_hf({"num_layers": 3}).num_decoder_layers == 3
+
+
+def test_another_activation_is_refused():
+    with pytest.raises(jt.UserError, match="gated-silu"):
+        from_hf({"feed_forward_proj": "gated-silu"})
