@@ -204,10 +204,11 @@ class _Casts:
 
 
 def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
-    if not all(_is_low(x) for x in args):
+    operands, sizes = args[:2], args[2:]  # of the groups of a grouped product
+    if not all(_is_low(x) for x in operands):
         return jaxpr.as_traced(eqn, args)
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
-    return [eqn.primitive.bind(*(to(dtype, x) for x in args), **params)]
+    return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
 
 
 def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:

@@ -4,6 +4,7 @@ from jaxtrain.models.batch_norm import BatchNorm
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.functional import functional, functional_with_state
+from jaxtrain.models.generation import Sampling, generate
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.models.lora import LoraConfig
@@ -34,12 +35,14 @@ __all__ = [
     "MixtralConfig",
     "ResNet",
     "ResNetConfig",
+    "Sampling",
     "T5Config",
     "ViT",
     "ViTConfig",
     "from_pretrained",
     "functional",
     "functional_with_state",
+    "generate",
     "load_adapters",
     "save_adapters",
     "save_pretrained",

@@ -6,7 +6,8 @@ enters its two projections into the residual stream) have names.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
 from jaxtrain.models.dropout import dropout as _dropout
+from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.remat import block
 
 
@@ -140,8 +142,9 @@ def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(n, m, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
-def torch_names() -> NameTable:
-    """The names in `transformers.GPT2LMHeadModel`, whose Conv1D keeps [in, out] as JAX does."""
+def torch_names(config: GPT2Config | None = None) -> NameTable:
+    """The names in `transformers.GPT2LMHeadModel`, whose Conv1D keeps [in, out] as JAX does; those of every config."""
+    del config
     blocks = {
         "ln_1": "ln_1",
         "qkv": "attn.c_attn",
@@ -153,11 +156,47 @@ def torch_names() -> NameTable:
     table = {
         "wte": TorchParam("transformer.wte.weight"),
         "wpe": TorchParam("transformer.wpe.weight"),
-        "ln_f/scale": TorchParam("transformer.ln_f.weight"),
-        "ln_f/bias": TorchParam("transformer.ln_f.bias"),
     }
     for ours, theirs in blocks.items():
         weight = "scale" if ours.startswith("ln") else "kernel"
         table[f"blocks/{ours}/{weight}"] = TorchParam(f"transformer.h.{{layer}}.{theirs}.weight")
         table[f"blocks/{ours}/bias"] = TorchParam(f"transformer.h.{{layer}}.{theirs}.bias")
+    table["ln_f/scale"] = TorchParam("transformer.ln_f.weight")
+    table["ln_f/bias"] = TorchParam("transformer.ln_f.bias")
     return NameTable(table, tied={"lm_head.weight": "transformer.wte.weight"})
+
+
+def from_hf(config: Mapping[str, Any]) -> GPT2Config:
+    """The `GPT2Config` of a Hugging Face config.json; its dropout rates are to be one.
+
+    Raises `UserError` for what would change the numbers and is not supported.
+    """
+    require(
+        config,
+        model_type="gpt2",
+        activation_function="gelu_new",
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+        tie_word_embeddings=True,
+        quantization_config=None,
+    )
+    given = fields_from_hf(config, GPT2Config)
+    width = given.get("n_embd", GPT2Config.n_embd)
+    if config.get("n_inner") not in (None, 4 * width):
+        raise UserError(f"n_inner {config['n_inner']} is not supported: only four times n_embd, {4 * width}, is")
+    rates = {name: config.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    if len(set(rates.values())) > 1:
+        raise UserError(f"dropout rates {rates} are not supported: make them one")
+    return GPT2Config(**given, dropout=rates["resid_pdrop"])
+
+
+def to_hf(config: GPT2Config) -> dict[str, Any]:
+    """A config.json that `transformers` reads back into the same model.
+
+    >>> from_hf(to_hf(GPT2Config(n_layer=3))) == GPT2Config(n_layer=3)
+    True
+    """
+    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "dropout"}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **said, **rates}
