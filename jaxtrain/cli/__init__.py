@@ -9,7 +9,8 @@ from jaxtrain.errors import UserError
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume] [--field value …]",
-    "sample": "write text from a trained GPT: jaxtrain sample DIR",
+    "doctor": "what is installed, which devices answer, what is wrong and what mends it",
+    "sample": "write text from a trained language model: jaxtrain sample DIR",
     "import-torch": "take over a run of PyTorch's: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
     "export": "write a run as PyTorch reads it: jaxtrain export DIR --format torch --out CKPT.pt",
 }

@@ -1,4 +1,4 @@
-"""`jaxtrain sample DIR`: text from a trained GPT, as it is written."""
+"""`jaxtrain sample DIR`: text from a trained language model, as it is written."""
 
 import sys
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ import jax
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
-from jaxtrain.recipes import GPTRecipe
+from jaxtrain.recipes import LanguageRecipe
 from jaxtrain.runner import RunFolder
 from jaxtrain.runner.checkpoint import restore_params
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Write text from a trained GPT."""
+    """Write text from a trained language model."""
 
     prompt: str = "def "
     """What the text goes on from."""
     length: int = 500
-    """Bytes to write."""
+    """Bytes, or tokens, to write."""
     temperature: float = 0.8
-    """0 takes the likeliest byte every time; 1 draws as the model believes."""
+    """0 takes the likeliest token every time; 1 draws as the model believes."""
     seed: int = 0
     """Of the draws."""
 
@@ -34,29 +34,35 @@ def main(args: list[str]) -> int:
     elif any(a in ("-h", "--help") for a in args):
         folder = "DIR"
     else:
-        raise UserError("which run? jaxtrain sample DIR, where DIR is the folder of a trained GPT")
+        raise UserError("which run? jaxtrain sample DIR, where DIR is the folder of a trained language model")
     asked = parse(Sample(), args, f"jaxtrain sample {folder}")
     _check(asked)
     run = RunFolder(Path(folder))
     name, recipe = run.read_recipe()
-    if not isinstance(recipe, GPTRecipe):
-        raise UserError(f"{run.path} holds a run of {name}, which writes no text: give one of gpt-stdlib")
-    from jaxtrain.tasks.language import generate, gpt, printable
+    if not isinstance(recipe, LanguageRecipe):
+        raise UserError(f"{run.path} holds a run of {name}, which writes no text: give one of a language model")
+    from jaxtrain.data import tokenizer
+    from jaxtrain.tasks.language import decoder, generate, printable
 
-    apply, init = gpt(recipe)
+    texts = tokenizer(recipe.tokenizer)
+    apply, init, _ = decoder(recipe)
     params = restore_params(run.checkpoints, jax.eval_shape(init))
-    sys.stdout.write(printable(asked.prompt.encode()))
-    for byte in generate(
+    tokens, shown = texts.encode(asked.prompt).tolist(), ""
+    for token in generate(
         apply,
         params,
         recipe.seq_len,
-        asked.prompt.encode(),
+        list(tokens),
         asked.length,
         temperature=asked.temperature,
         seed=asked.seed,
     ):
-        sys.stdout.write(printable(bytes([byte])))
+        tokens.append(token)
+        # A character may be of several tokens: until it is whole it decodes to U+FFFD.
+        text = texts.decode(tokens).rstrip("\ufffd")
+        sys.stdout.write(printable(text[len(shown) :]))
         sys.stdout.flush()
+        shown = text
     sys.stdout.write("\n")
     return 0
 

@@ -15,7 +15,7 @@ from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Console, write_report
 from jaxtrain.observe.metrics import read_metrics
-from jaxtrain.recipes import RECIPES, Recipe
+from jaxtrain.recipes import RECIPES, LanguageRecipe, Recipe
 from jaxtrain.runner import RunFolder, fit
 
 # Of a resumed run these may change; any other change would make it another run.
@@ -58,7 +58,8 @@ def main(args: list[str]) -> int:
     }
     if outcome.sample:
         console.sample(outcome.sample)
-        places["more text"] = f"jaxtrain sample {run.path}"
+        if isinstance(recipe, LanguageRecipe):
+            places["more text"] = f"jaxtrain sample {run.path}"
     console.summary(metrics, outcome.references, places)
     if outcome.exit_status:
         console.message(f"stopped and saved at step {outcome.step}: jaxtrain train {name} --resume --out {run.path}")

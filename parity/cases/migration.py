@@ -1,5 +1,6 @@
 """A run of GPT-2 that PyTorch began: stopped at step 50, saved, read by `jaxtrain.interop`, and continued by both."""
 
+import copy
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
@@ -40,12 +41,13 @@ def case(rows: int = 16) -> Case:
 
     def resumed(optimizer: torch.optim.Optimizer) -> OneCycleLR:
         scheduler = OneCycleLR(optimizer, 3e-3, total_steps=LAST)
-        optimizer.load_state_dict(saved["optimizer"])
+        # A copy: PyTorch's optimizer keeps the step counts it is given, and counts on in them.
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         scheduler.load_state_dict(saved["scheduler"])
         return scheduler
 
     both = Optimizer("AdamW", _adamw, optimizer, ADAM_MOMENTS, resumed)
-    return replace(begun, name="migration", torch_model=torch_model, optimizer=both)
+    return replace(begun, name="migration", torch_model=torch_model, optimizer=both, clip_norm=0.44)
 
 
 def _adamw(params: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.AdamW:
