@@ -2,21 +2,57 @@
 
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz
 from jaxtrain.data.images import ImageFolder, image_folder
+from jaxtrain.data.packing import Packed, first_fit, pack, padded
+from jaxtrain.data.rows import Chosen, Mapped, Numbered, split_source, thinned
 from jaxtrain.data.source import Example, Source
-from jaxtrain.data.text import Text, split_text, stdlib_files, text_files, unigram_entropy
+from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, split_table, table
+from jaxtrain.data.text import (
+    Text,
+    split_contents,
+    split_documents,
+    split_files,
+    split_text,
+    stdlib_files,
+    text_files,
+    unigram_entropy,
+)
+from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, Tokens, tokenizer
 
 __all__ = [
     "Arrays",
+    "ArrowRows",
+    "ByteTokenizer",
+    "Chosen",
+    "DatasetRows",
     "Example",
+    "FileTokenizer",
     "ImageFolder",
+    "Mapped",
+    "Numbered",
+    "Packed",
+    "ParquetRows",
     "Source",
     "Text",
+    "Tokenizer",
+    "Tokens",
     "check_labels",
     "digits",
+    "first_fit",
     "image_folder",
+    "is_table",
     "npz",
+    "pack",
+    "padded",
+    "split_contents",
+    "split_documents",
+    "split_files",
+    "split_source",
+    "split_table",
     "split_text",
     "stdlib_files",
+    "table",
     "text_files",
+    "thinned",
+    "tokenizer",
     "unigram_entropy",
 ]

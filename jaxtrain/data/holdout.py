@@ -22,6 +22,16 @@ def stratified_split(labels: Labels, fraction: float) -> tuple[NDArray[np.intp],
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
+def random_split(count: int, fraction: float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Sorted indices of (train, validation), out of `count` examples without labels."""
+    check_fraction(fraction)
+    if count < 2:
+        raise UserError(f"{count} examples leave none for validation: give two or more")
+    shuffled = np.random.RandomState(0).permutation(count)  # see above
+    held_out = share(count, fraction)
+    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
+
+
 def share(count: int, fraction: float) -> int:
     """`fraction` of `count`, but at least one and not all of them; none of one."""
     return min(max(1, round(count * fraction)), count - 1) if count else 0

@@ -1,4 +1,4 @@
-"""Text as bytes: which files it is in, how it is split, and windows over it."""
+"""Text in files: which they are, how they are split, and windows over what they hold."""
 
 import hashlib
 import os
@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import check_fraction, share
 from jaxtrain.data.source import Example
+from jaxtrain.data.tokens import Tokenizer
 from jaxtrain.errors import UserError
 
 Bytes = NDArray[np.uint8]
@@ -25,10 +27,10 @@ _SNIFFED = 8 * 1024  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Windows of `seq_len` predictions each over a run of bytes.
+    """Windows of `seq_len` predictions each over a run of tokens, which bytes are.
 
-    Item `i` is `{"tokens": int32[seq_len + 1]}`, starting at byte `i * seq_len`: the inputs are `tokens[:-1]`
-    and the targets `tokens[1:]`. Neighbours share one byte, so every byte but the first is a target once; an
+    Item `i` is `{"tokens": int32[seq_len + 1]}`, starting at token `i * seq_len`: the inputs are `tokens[:-1]`
+    and the targets `tokens[1:]`. Neighbours share one token, so every token but the first is a target once; an
     incomplete last window is left out.
 
     >>> text = Text(np.frombuffer(b"abcdefgh", np.uint8), seq_len=3)
@@ -38,7 +40,7 @@ class Text:
     Raises UserError if `seq_len` is below 1 or the text is shorter than one window.
     """
 
-    tokens: Bytes
+    tokens: NDArray[np.integer[Any]]  # [N]
     seq_len: int
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class Text:
             raise UserError(f"seq_len is {self.seq_len}: choose 1 or more")
         if len(self.tokens) <= self.seq_len:
             raise UserError(
-                f"the text has {len(self.tokens)} bytes but one window of seq_len {self.seq_len} needs"
+                f"the text has {len(self.tokens)} tokens but one window of seq_len {self.seq_len} needs"
                 f" {self.seq_len + 1}: give more text or a shorter seq_len"
             )
 
@@ -108,25 +110,58 @@ def split_text(
 
     Raises UserError if the fraction is not between 0 and 1, or if either part would be empty.
     """
-    check_fraction(validation_fraction)
-    contents = [file.read_bytes() for file in files]
-    if len(files) == 1:
-        cut = len(contents[0]) - share(len(contents[0]), validation_fraction)
-        parts = contents[0][:cut], contents[0][cut:]
-    else:
-        by_hash = sorted(range(len(files)), key=lambda i: _path_hash(files[i].relative_to(root)))
-        held_out = set(by_hash[: share(len(files), validation_fraction)])
-        parts = (
-            b"".join(content for i, content in enumerate(contents) if i not in held_out),
-            b"".join(content for i, content in enumerate(contents) if i in held_out),
-        )
+    parts = tuple(b"".join(contents) for contents in split_contents(files, root, validation_fraction))
     if not all(parts):
         raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
     return np.frombuffer(parts[0], np.uint8), np.frombuffer(parts[1], np.uint8)
 
 
-def unigram_entropy(tokens: Bytes) -> float:
-    """The loss, in nats per byte, of the best model that ignores context: a line any other model must beat.
+def split_documents(
+    path: Path | None, texts: Tokenizer
+) -> tuple[list[NDArray[np.integer[Any]]], list[NDArray[np.integer[Any]]]]:
+    """The tokens of each text file of `path`, or of Python's standard library, as (train, validation).
+
+    Raises UserError as `text_files` and `split_text` do.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    parts = split_contents(stdlib_files() if path is None else text_files(path), root)
+    if not all(any(part) for part in parts):
+        raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
+    train, validation = ([texts.encode_file(content) for content in part] for part in parts)
+    return train, validation
+
+
+def split_contents(
+    files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
+) -> tuple[list[bytes], list[bytes]]:
+    """What the files of `split_text` hold, one by one, as (train, validation).
+
+    Raises UserError if the fraction is not between 0 and 1.
+    """
+    if len(files) == 1:
+        check_fraction(validation_fraction)
+        content = files[0].read_bytes()
+        cut = len(content) - share(len(content), validation_fraction)
+        return [content[:cut]], [content[cut:]]
+    train, validation = split_files(files, root, validation_fraction)
+    return [file.read_bytes() for file in train], [file.read_bytes() for file in validation]
+
+
+def split_files(
+    files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
+) -> tuple[list[Path], list[Path]]:
+    """`files` as (train, validation), each in their order: the validation files have the smallest hash of their path.
+
+    Raises UserError if the fraction is not between 0 and 1; one file alone is a train file.
+    """
+    check_fraction(validation_fraction)
+    by_hash = sorted(files, key=lambda file: _path_hash(file.relative_to(root)))
+    held_out = set(by_hash[: share(len(files), validation_fraction)])
+    return [f for f in files if f not in held_out], [f for f in files if f in held_out]
+
+
+def unigram_entropy(tokens: NDArray[np.integer[Any]]) -> float:
+    """The loss, in nats per token, of the best model that ignores context: a line any other model must beat.
 
     >>> round(unigram_entropy(np.frombuffer(b"abab", np.uint8)), 6)  # log 2
     0.693147

@@ -31,3 +31,13 @@ class CNNRecipe(ImageRecipe):
 
     width: int = 16
     """Channels of the convolution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetRecipe(ImageRecipe):
+    """A ResNet with BatchNorm on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    depth: int = 1
+    """Layers, of two convolutions each, in each of the two stages."""
+    width: int = 32
+    """Channels of the first stage; the second has twice as many."""

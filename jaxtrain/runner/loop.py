@@ -53,7 +53,7 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Con
         loader = Loader(task.train, recipe.batch_size, recipe.seed)
         batch = _peek(loader)
         step = training_step(recipe, task.loss_fn)
-        state = step.init(task.params, seed=recipe.seed)
+        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
         evaluate = _evaluation(task, recipe)
     preflight.check_labels_in_batch(task, batch)
     console.facts(preflight.describe(task, state.params, batch, recipe))

@@ -53,10 +53,11 @@ def describe(task: Task, params: Any, batch: dict[str, np.ndarray], recipe: Reci
 
 
 def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
-    """Raises `UserError` for an integer array of the batch that indexes no class."""
+    """Raises `UserError` for an integer array of the batch that is out of its bounds."""
     for name, x in batch.items():
-        if np.issubdtype(x.dtype, np.integer) and not (x.min() >= 0 and x.max() < task.classes):
-            raise UserError(f"{name} runs from {x.min()} to {x.max()}, outside 0..{task.classes - 1}: mend the data")
+        bound = task.bounds.get(name, task.classes)
+        if np.issubdtype(x.dtype, np.integer) and not (x.min() >= 0 and x.max() < bound):
+            raise UserError(f"{name} runs from {x.min()} to {x.max()}, outside 0..{bound - 1}: mend the data")
 
 
 def judge_first_loss(loss: float, task: Task) -> dict[str, str]:

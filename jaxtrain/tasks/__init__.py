@@ -1,6 +1,13 @@
 """What is learned: data, model and loss of a recipe, put together."""
 
-from jaxtrain.recipes import GPTRecipe, ImageRecipe, Recipe
+from jaxtrain.recipes import (
+    ImageRecipe,
+    LanguageRecipe,
+    MaskedLanguageRecipe,
+    Recipe,
+    T5Recipe,
+    TextClassificationRecipe,
+)
 from jaxtrain.tasks.task import Task
 
 __all__ = ["Task", "build"]
@@ -8,7 +15,7 @@ __all__ = ["Task", "build"]
 
 def build(recipe: Recipe) -> Task:
     """The task of `recipe`, its data read and its parameters initialised. Raises `UserError` for bad settings."""
-    if isinstance(recipe, GPTRecipe):
+    if isinstance(recipe, LanguageRecipe):
         from jaxtrain.tasks.language import language_task
 
         return language_task(recipe)
@@ -16,4 +23,16 @@ def build(recipe: Recipe) -> Task:
         from jaxtrain.tasks.classification import classification_task
 
         return classification_task(recipe)
+    if isinstance(recipe, MaskedLanguageRecipe):
+        from jaxtrain.tasks.masked_language import masked_language_task
+
+        return masked_language_task(recipe)
+    if isinstance(recipe, TextClassificationRecipe):
+        from jaxtrain.tasks.text_classification import text_classification_task
+
+        return text_classification_task(recipe)
+    if isinstance(recipe, T5Recipe):
+        from jaxtrain.tasks.seq2seq import seq2seq_task
+
+        return seq2seq_task(recipe)
     raise TypeError(f"no task for {type(recipe).__name__}")

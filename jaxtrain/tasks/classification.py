@@ -1,5 +1,6 @@
 """Image classification."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ from flax import nnx
 
 from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folder, npz
 from jaxtrain.errors import UserError
+from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import CNN, MLP, functional
-from jaxtrain.objective import Loss
-from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe
+from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet
+from jaxtrain.models.resnet import ResNet, ResNetConfig
+from jaxtrain.objective import Loss, LossFn
+from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
 from jaxtrain.tasks.task import Task, row_weights
 
 Images = Arrays | ImageFolder
+Judged = Callable[[Any, Any], tuple[Loss, dict[str, Any]]]  # (logits, batch) -> loss and metrics
 
 
 def classification_task(recipe: ImageRecipe) -> Task:
@@ -23,21 +27,24 @@ def classification_task(recipe: ImageRecipe) -> Task:
     for source in (train, validation):
         check_labels(source.labels, recipe.classes)
     shape = train[0]["image"].shape
-    apply, params = functional(_model(recipe, shape))
 
-    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        del rng
-        logits, labels = apply(params, batch["image"]), batch["label"]
+    def judged(logits: Any, batch: Any) -> tuple[Loss, dict[str, Any]]:
+        labels = batch["label"]
         weight = row_weights(batch, len(labels))
         correct = (logits.argmax(-1) == labels).astype(np.float32)
         count = weight.sum()
         loss = Loss((cross_entropy(logits, labels) * weight).sum(), count)
         return loss, {"accuracy": Loss((correct * weight).sum(), count)}
 
+    if isinstance(recipe, ResNetRecipe):
+        params, model_state, loss_fn = _with_state(_resnet(recipe, shape), judged)
+    else:
+        params, model_state, loss_fn = _stateless(_model(recipe, shape), judged)
     frequencies = np.bincount(validation.labels, minlength=recipe.classes) / len(validation)
     present = frequencies[frequencies > 0]
     return Task(
         params=params,
+        model_state=model_state,
         loss_fn=loss_fn,
         train=train,
         validation=validation,
@@ -51,6 +58,7 @@ def classification_task(recipe: ImageRecipe) -> Task:
             "labels": f"{train.labels.min()} to {train.labels.max()}, of {recipe.classes} classes",
         },
         references={"class entropy": float(present @ np.log(1 / present))},
+        names=_names(recipe, shape),
     )
 
 
@@ -63,6 +71,55 @@ def _model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
     if isinstance(recipe, MLPRecipe):
         return MLP((int(np.prod(shape)), recipe.hidden, recipe.classes), rngs=rngs)
     raise TypeError(f"no model for {type(recipe).__name__}")
+
+
+def _resnet(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
+    if len(shape) != 3:
+        raise UserError(f"images of shape {list(shape)} have no height, width and channels: use digits-mlp")
+    return ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))
+
+
+def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig:
+    return ResNetConfig(
+        num_channels=shape[2],
+        embedding_size=recipe.width,
+        hidden_sizes=(recipe.width, 2 * recipe.width),
+        depths=(recipe.depth, recipe.depth),
+        layer_type="basic",
+        num_labels=recipe.classes,
+        stem_kernel=3,
+        stem_stride=1,
+        stem_pool=False,
+    )
+
+
+def _stateless(model: nnx.Module, judged: Judged) -> tuple[Any, None, LossFn]:
+    apply, params = functional(model)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+        del rng
+        return judged(apply(params, batch["image"]), batch)
+
+    return params, None, loss_fn
+
+
+def _with_state(model: nnx.Module, judged: Judged) -> tuple[Any, Any, LossFn]:
+    """Of a model with BatchNorm, which in training takes the batch's own statistics."""
+    apply, params, model_state = functional_with_state(model)
+
+    def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
+        logits, model_state = apply(params, model_state, batch["image"], rng is not None)
+        return *judged(logits, batch), model_state
+
+    return params, model_state, loss_fn
+
+
+def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable:
+    if isinstance(recipe, ResNetRecipe):
+        return resnet.torch_names(_resnet_config(recipe, shape))
+    if isinstance(recipe, CNNRecipe):
+        return cnn.torch_names((shape[0], shape[1], shape[2]), recipe.width)
+    return mlp.torch_names(2)
 
 
 def _images(path: Path | None) -> tuple[Images, Images]:

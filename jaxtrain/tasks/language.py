@@ -1,8 +1,8 @@
-"""Causal language modelling over bytes: a GPT-2 that predicts every next byte."""
+"""Causal language modelling: a GPT-2 or a Llama that predicts every next token, bytes if nothing else is said."""
 
 import math
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,85 +10,115 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.data import Text, split_text, stdlib_files, text_files, unigram_entropy
+from jaxtrain.data import (
+    Example,
+    Mapped,
+    Packed,
+    Source,
+    Text,
+    Tokenizer,
+    Tokens,
+    is_table,
+    pack,
+    split_documents,
+    split_table,
+    thinned,
+    tokenizer,
+    unigram_entropy,
+)
 from jaxtrain.errors import UserError
+from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import GPT2, GPT2Config, functional
+from jaxtrain.models import GPT2, GPT2Config, functional, gpt2, llama
+from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.objective import Loss
-from jaxtrain.recipes import GPTRecipe
+from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
 from jaxtrain.tasks.task import Task, row_weights
 
-VOCABULARY = 256
-PROMPT = b"def "
-SAMPLE_BYTES = 300
+BYTES = 256
+PROMPT = "def "
+SAMPLE_TOKENS = 300
 
 
-def language_task(recipe: GPTRecipe) -> Task:
-    """The task of a `GPTRecipe`."""
-    train, validation = _corpus(recipe)
-    apply, init = gpt(recipe)
+def language_task(recipe: LanguageRecipe) -> Task:
+    """The task of a `LanguageRecipe`."""
+    texts = tokenizer(recipe.tokenizer)
+    train, validation, entropy = _sources(recipe, texts)
+    apply, init, names = decoder(recipe)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        weight = jnp.broadcast_to(row_weights(batch, len(targets))[:, None], targets.shape)
-        losses = cross_entropy(apply(params, inputs, rng), targets) * weight
-        return Loss(losses.sum(), weight.sum()), {}
+        if "segments" in batch:
+            inputs, targets = batch["tokens"], batch["targets"]
+            real = batch["segments"] > 0
+            logits = apply(params, inputs, rng, batch["positions"], batch["segments"])
+        else:
+            inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+            real = jnp.ones_like(targets, bool)
+            logits = apply(params, inputs, rng)
+        weight = jnp.where(real, row_weights(batch, len(targets))[:, None], 0)
+        return Loss((cross_entropy(logits, targets) * weight).sum(), weight.sum()), {}
 
     def sample(params: Any, seed: int) -> str:
-        return printable(PROMPT + bytes(generate(apply, params, recipe.seq_len, PROMPT, SAMPLE_BYTES, seed=seed)))
+        prompt = texts.encode(PROMPT).tolist()
+        written = generate(apply, params, recipe.seq_len, prompt, SAMPLE_TOKENS, seed=seed)
+        return printable(texts.decode([*prompt, *written]))
 
     return Task(
         params=init(),
         loss_fn=loss_fn,
-        train=Text(train, recipe.seq_len),
-        validation=Text(validation, recipe.seq_len),
-        eval_rows=recipe.eval_sequences,
-        classes=VOCABULARY,
+        train=train,
+        validation=validation,
+        eval_rows=min(recipe.eval_sequences, len(validation)),
+        classes=vocabulary(recipe),
         unit="tokens",
         units_per_row=recipe.seq_len,
+        bounds={"segments": recipe.seq_len + 1, "positions": recipe.seq_len},
         facts={
             "text": str(recipe.data) if recipe.data else "the source of Python's standard library",
-            "bytes": f"{len(train):,} to train on, {len(validation):,} to validate on",
+            "rows": f"{len(train):,} to train on, {len(validation):,} to validate on",
         },
-        references={"unigram entropy": unigram_entropy(validation)},
+        references={"unigram entropy": entropy},
         sample=sample,
+        names=names,
     )
 
 
-def gpt(recipe: GPTRecipe) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """(apply, init) of the recipe's model: `init()` makes its first parameters, `jax.eval_shape(init)` their shapes."""
-    if recipe.n_embd % recipe.n_head:
-        raise UserError(f"n_embd {recipe.n_embd} is not divisible by n_head {recipe.n_head}: change one of them")
-    if not 0 <= recipe.dropout < 1:
-        raise UserError(f"dropout {recipe.dropout} is no rate: choose 0 or more, below 1")
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=recipe.seq_len,
-        n_embd=recipe.n_embd,
-        n_layer=recipe.n_layer,
-        n_head=recipe.n_head,
-        dropout=recipe.dropout,
-        # GPT-2's 0.02 belongs to its width of 768; narrower models learn faster from the wider start.
-        initializer_range=0.02 * math.sqrt(768 / recipe.n_embd),
-    )
+def decoder(recipe: LanguageRecipe) -> tuple[Callable[..., Any], Callable[[], Any], NameTable]:
+    """(apply, init, names) of the recipe's model.
 
-    def model() -> GPT2:
-        return GPT2(config, rngs=nnx.Rngs(recipe.seed))
+    `init()` makes its first parameters, `jax.eval_shape(init)` their shapes.
+    """
+    if isinstance(recipe, GPTRecipe):
+        config = _gpt2_config(recipe)
+        return *_functional(lambda rngs: GPT2(config, rngs=rngs), recipe.seed), gpt2.torch_names()
+    if isinstance(recipe, LlamaRecipe):
+        sizes = _llama_config(recipe)
+        return *_functional(lambda rngs: Llama(sizes, rngs=rngs), recipe.seed), llama.torch_names(sizes)
+    raise TypeError(f"no model for {type(recipe).__name__}")
 
-    apply, _ = functional(nnx.eval_shape(model))
-    return apply, jax.jit(lambda: functional(model())[1])
+
+def vocabulary(recipe: LanguageRecipe) -> int:
+    """How many tokens the model knows."""
+    return BYTES if recipe.tokenizer is None else tokenizer(recipe.tokenizer).size
 
 
 def generate(
-    apply: Any, params: Any, seq_len: int, prompt: bytes, length: int, *, temperature: float = 0.8, seed: int = 0
+    apply: Any,
+    params: Any,
+    seq_len: int,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    temperature: float = 0.8,
+    seed: int = 0,
 ) -> Iterator[int]:
-    """`length` bytes that follow `prompt`, one by one, each drawn with the last `seq_len` bytes as context.
+    """`length` tokens that follow `prompt`, one by one, each drawn with the last `seq_len` tokens as context.
 
-    `temperature` 0 takes the likeliest byte.
+    `temperature` 0 takes the likeliest token.
     """
 
     @jax.jit
-    def next_byte(params: Any, window: Any, last: Any, key: Any) -> Any:
+    def next_token(params: Any, window: Any, last: Any, key: Any) -> Any:
         logits = apply(params, window)[0, last].astype(np.float32)
         drawn = jax.random.categorical(key, logits / max(temperature, 1e-6))
         return jnp.where(temperature > 0, drawn, logits.argmax())
@@ -98,17 +128,80 @@ def generate(
         context = text[-seq_len:]
         window = np.zeros((1, seq_len), np.int32)
         window[0, : len(context)] = context
-        text.append(int(next_byte(params, window, np.int32(len(context) - 1), jax.random.fold_in(keys, i))))
+        text.append(int(next_token(params, window, np.int32(len(context) - 1), jax.random.fold_in(keys, i))))
         yield text[-1]
 
 
-def printable(text: bytes) -> str:
-    """`text` for a terminal: bytes that are no UTF-8, and control characters, become "·"."""
-    decoded = text.decode("utf-8", "replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in decoded).replace("\ufffd", "·")
+def printable(text: str) -> str:
+    """`text` for a terminal: what was no UTF-8, and control characters, become "·"."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text).replace("\ufffd", "·")
 
 
-def _corpus(recipe: GPTRecipe) -> tuple[Any, Any]:
-    if recipe.data is not None:
-        return split_text(text_files(recipe.data), recipe.data)
-    return split_text(stdlib_files(), sysconfig.get_paths()["stdlib"])
+def _sources(recipe: LanguageRecipe, texts: Tokenizer) -> tuple[Source, Source, float]:
+    """(train, validation, the entropy of the validation's tokens): windows over all text, or rows of whole texts."""
+    if recipe.data is not None and is_table(recipe.data):
+        encode = partial(_encoded, recipe, texts)
+        train, validation = (Mapped(rows, encode) for rows in split_table(recipe.data, [recipe.text_column]))
+        return _packed(recipe, train, validation)
+    of_train, of_validation = split_documents(recipe.data, texts)
+    if recipe.packing:
+        return _packed(recipe, of_train, of_validation)
+    tokens = np.concatenate(of_validation)
+    windows = Text(np.concatenate(of_train), recipe.seq_len), Text(tokens, recipe.seq_len)
+    return *windows, unigram_entropy(tokens)
+
+
+def _packed(recipe: LanguageRecipe, train: Any, validation: Any) -> tuple[Packed, Source, float]:
+    rows = thinned(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
+    targets = [rows[i]["targets"][rows[i]["segments"] > 0] for i in range(len(rows))]
+    return pack(train, recipe.seq_len, pad=0), rows, unigram_entropy(np.concatenate(targets))
+
+
+def _encoded(recipe: LanguageRecipe, texts: Tokenizer, row: Example) -> Tokens:
+    return texts.encode(str(row[recipe.text_column]))
+
+
+def _functional(model: Callable[[nnx.Rngs], nnx.Module], seed: int) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    apply, _ = functional(nnx.eval_shape(lambda: model(nnx.Rngs(seed))))
+    return apply, jax.jit(lambda: functional(model(nnx.Rngs(seed)))[1])
+
+
+def _gpt2_config(recipe: GPTRecipe) -> GPT2Config:
+    if recipe.n_embd % recipe.n_head:
+        raise UserError(f"n_embd {recipe.n_embd} is not divisible by n_head {recipe.n_head}: change one of them")
+    if not 0 <= recipe.dropout < 1:
+        raise UserError(f"dropout {recipe.dropout} is no rate: choose 0 or more, below 1")
+    return GPT2Config(
+        vocab_size=vocabulary(recipe),
+        n_positions=recipe.seq_len,
+        n_embd=recipe.n_embd,
+        n_layer=recipe.n_layer,
+        n_head=recipe.n_head,
+        dropout=recipe.dropout,
+        initializer_range=_initial_std(recipe.n_embd),
+    )
+
+
+def _llama_config(recipe: LlamaRecipe) -> LlamaConfig:
+    width, heads, shared = recipe.hidden_size, recipe.num_attention_heads, recipe.num_key_value_heads
+    if width % (2 * heads):
+        raise UserError(f"hidden_size {width} is no multiple of 2 × num_attention_heads {heads}: change one of them")
+    if heads % shared:
+        raise UserError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}: change one")
+    return LlamaConfig(
+        vocab_size=vocabulary(recipe),
+        hidden_size=width,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        head_dim=width // heads,
+        max_position_embeddings=recipe.seq_len,
+        tie_word_embeddings=True,
+        initializer_range=_initial_std(width),
+    )
+
+
+def _initial_std(width: int) -> float:
+    # GPT-2's 0.02 belongs to its width of 768; narrower models learn faster from the wider start.
+    return 0.02 * math.sqrt(768 / width)

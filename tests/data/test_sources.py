@@ -72,7 +72,7 @@ def test_text_ends_where_its_length_says() -> None:
             text[outside]
 
 
-@pytest.mark.parametrize(("content", "seq_len", "says"), [(b"ab", 2, "2 bytes"), (b"ab", 0, "seq_len is 0")])
+@pytest.mark.parametrize(("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len is 0")])
 def test_text_without_a_window_is_refused(content: bytes, seq_len: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
         Text(as_bytes(content), seq_len)
@@ -350,5 +350,8 @@ def test_every_source_survives_pickling(tmp_path: Path) -> None:
 
 
 def test_importing_the_sources_imports_no_reader() -> None:
-    program = "import sys, jaxtrain.data; assert not {'grain', 'sklearn', 'PIL'} & set(sys.modules)"
+    program = (
+        "import sys, jaxtrain.data;"
+        "assert not {'grain', 'sklearn', 'PIL', 'pyarrow', 'datasets', 'tokenizers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,75 @@
+"""Dates as people write them, each with its ISO 8601 form: a small translation that every machine has."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.data.holdout import random_split
+from jaxtrain.data.source import Example
+
+# The century that POSIX's strptime gives two-digit years: 69 is 1969, 68 is 2068.
+FIRST, LAST = date(1969, 1, 1), date(2068, 12, 31)
+
+_WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
+)
+_ROMAN = ("I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
+
+WRITTEN: tuple[Callable[[date], str], ...] = (
+    lambda d: f"{_WEEKDAYS[d.weekday()]}, {d.day} {_month(d)} {d.year}",
+    lambda d: f"{_WEEKDAYS[d.weekday()][:3]} {_month(d)[:3]} {d.day} {d.year}",
+    lambda d: f"{_month(d)} {d.day}, {d.year}",
+    lambda d: f"the {_ordinal(d.day)} of {_month(d)} {d.year}",
+    lambda d: f"{_month(d).upper()} {d.year}, {_ordinal(d.day)}",
+    lambda d: f"{d.day}. {_ROMAN[d.month - 1]}. {d.year}",
+    lambda d: f"{d.day}.{d.month}.{d.year % 100:02}",
+    lambda d: f"{d.month}/{d.day}/{d.year % 100:02}",
+    lambda d: f"{_month(d)[:3].lower()} {d.day} '{d.year % 100:02}",
+    lambda d: f"{d.day:02}{_month(d)[:3].upper()}{d.year}",
+)
+"""The ways to write a date."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dates:
+    """Every day in every way: item `i` is `{"source": as written, "target": ISO 8601}`, both text.
+
+    >>> Dates(np.array([date(2026, 11, 21).toordinal()]))[0]
+    {'source': 'Saturday, 21 November 2026', 'target': '2026-11-21'}
+    """
+
+    days: NDArray[np.intp]  # [N], proleptic Gregorian ordinals
+
+    def __len__(self) -> int:
+        return len(self.days) * len(WRITTEN)
+
+    def __getitem__(self, index: int, /) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"date {index} of {len(self)}")
+        day = date.fromordinal(int(self.days[index // len(WRITTEN)]))
+        return {"source": WRITTEN[index % len(WRITTEN)](day), "target": day.isoformat()}
+
+
+def dates(validation_fraction: float = 0.1) -> tuple[Dates, Dates]:
+    """The days from 1969 to 2068 as (train, validation): a day held out is so in whatever way it is written.
+
+    >>> [len(part) for part in dates()]
+    [328730, 36520]
+    """
+    days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
+    train, validation = random_split(len(days), validation_fraction)
+    return Dates(days[train]), Dates(days[validation])
+
+
+def _month(day: date) -> str:
+    return _MONTHS[day.month - 1]
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 < number < 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

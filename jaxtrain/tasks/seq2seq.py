@@ -1,0 +1,164 @@
+"""From one text to another: a T5 that writes the target of each source."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.data import (
+    Example,
+    Mapped,
+    Source,
+    Tokenizer,
+    Tokens,
+    padded,
+    split_table,
+    thinned,
+    tokenizer,
+    unigram_entropy,
+)
+from jaxtrain.data.dates import dates
+from jaxtrain.errors import UserError
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import functional
+from jaxtrain.models.t5 import T5, T5Config, shift_right, torch_names
+from jaxtrain.objective import Loss
+from jaxtrain.recipes.seq2seq import T5Recipe
+from jaxtrain.tasks.task import Task, row_weights
+
+SHOWN = 5  # pairs of a sample
+
+
+def seq2seq_task(recipe: T5Recipe) -> Task:
+    """The task of a `T5Recipe`."""
+    texts = tokenizer(recipe.tokenizer)
+    train, pairs = _pairs(recipe)
+    encode = partial(encoded, recipe, texts)
+    validation = Mapped(pairs, encode)
+    config, apply, init = t5(recipe, texts)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+        source, target = batch["source"], batch["target"]
+        rows = row_weights(batch, len(target))
+        logits = apply(params, source, shift_right(target, config), source != config.pad_token_id, None, rng)
+        real = target != config.pad_token_id
+        weight = jnp.where(real, rows[:, None], 0)
+        right = (logits.argmax(-1) == target) | ~real
+        # All tokens right, each given the right ones before it: then, and only then, greedy decoding writes the target.
+        exact = Loss(jnp.where(right.all(-1), rows, 0).sum(), rows.sum())
+        return Loss((cross_entropy(logits, target) * weight).sum(), weight.sum()), {"exact_match": exact}
+
+    def sample(params: Any, seed: int) -> str:
+        chosen = np.random.default_rng(seed).permutation(len(pairs))[:SHOWN]
+        sources = [pairs[int(i)]["source"] for i in chosen]
+        written = translate(recipe, texts, partial(apply, params), sources)
+        return "\n".join(f"{source} → {target}" for source, target in zip(sources, written, strict=True))
+
+    targets = np.concatenate([validation[i]["target"] for i in range(len(validation))])
+    return Task(
+        params=init(),
+        loss_fn=loss_fn,
+        train=Mapped(train, encode),
+        validation=validation,
+        eval_rows=len(validation),
+        classes=texts.size,
+        unit="examples",
+        units_per_row=1,
+        facts={
+            "pairs": str(recipe.data) if recipe.data else "dates as people write them, and their ISO 8601 form",
+            "examples": f"{len(train):,} to train on, {len(validation):,} to validate on",
+        },
+        references={"unigram entropy": unigram_entropy(targets[targets != texts.special("pad")])},
+        sample=sample,
+        names=torch_names(config),
+    )
+
+
+def t5(recipe: T5Recipe, texts: Tokenizer) -> tuple[T5Config, Callable[..., Any], Callable[[], Any]]:
+    """(config, apply, init) of the recipe's model: `init()` makes its first parameters."""
+    if recipe.d_model % recipe.num_heads:
+        raise UserError(
+            f"d_model {recipe.d_model} is not divisible by num_heads {recipe.num_heads}: change one of them"
+        )
+    if not 0 <= recipe.dropout < 1:
+        raise UserError(f"dropout {recipe.dropout} is no rate: choose 0 or more, below 1")
+    config = T5Config(
+        vocab_size=texts.size,
+        d_model=recipe.d_model,
+        d_kv=recipe.d_model // recipe.num_heads,
+        d_ff=4 * recipe.d_model,
+        num_layers=recipe.num_layers,
+        num_decoder_layers=recipe.num_layers,
+        num_heads=recipe.num_heads,
+        dropout=recipe.dropout,
+        pad_token_id=texts.special("pad"),
+        eos_token_id=texts.special("end"),
+        decoder_start_token_id=texts.special("pad"),
+    )
+
+    def model() -> T5:
+        return T5(config, rngs=nnx.Rngs(recipe.seed))
+
+    apply, _ = functional(nnx.eval_shape(model))
+    return config, apply, jax.jit(lambda: functional(model())[1])
+
+
+def encoded(recipe: T5Recipe, texts: Tokenizer, pair: Example) -> Example:
+    """`{"source": int32 [source_len], "target": int32 [target_len]}` of a pair of texts, each ended, then padded.
+
+    Raises UserError for a text that does not fit: without its end, a target would teach not to stop.
+    """
+    return {
+        "source": _ended(texts, pair["source"], "source", recipe.source_len),
+        "target": _ended(texts, pair["target"], "target", recipe.target_len),
+    }
+
+
+def translate(recipe: T5Recipe, texts: Tokenizer, logits: Callable[..., Any], sources: list[str]) -> list[str]:
+    """What the model writes for each source, always the likeliest token; `logits` is its `apply`, given parameters."""
+    pad, end = texts.special("pad"), texts.special("end")
+    rows = np.stack([_ended(texts, source, "source", recipe.source_len) for source in sources])
+
+    @jax.jit
+    def step(written: jax.Array, place: jax.Array) -> jax.Array:
+        """With the token at `place`; before it are those already written, shifted right by the start."""
+        chosen = logits(rows, written[:, :-1], rows != pad).argmax(-1).astype(written.dtype)
+        return written.at[:, place + 1].set(chosen[:, place])
+
+    written = jnp.full((len(sources), recipe.target_len + 1), pad, np.int32)
+    for place in range(recipe.target_len):
+        written = step(written, np.int32(place))
+    return [texts.decode(_until(row, end)) for row in np.asarray(written)[:, 1:]]
+
+
+def _until(tokens: Tokens, end: int) -> Tokens:
+    ends = np.flatnonzero(tokens == end)
+    return tokens[: ends[0]] if len(ends) else tokens
+
+
+def _ended(texts: Tokenizer, text: str, what: str, length: int) -> Tokens:
+    tokens = np.append(texts.encode(text), texts.special("end"))
+    if len(tokens) > length:
+        raise UserError(
+            f"the {what} {text!r} has {len(tokens)} tokens with its end, more than {what}_len {length}: raise that, or "
+            "leave the pair out"
+        )
+    return padded(tokens, length, texts.special("pad"))[0]
+
+
+def _pairs(recipe: T5Recipe) -> tuple[Source, Source]:
+    """(train, validation) of `{"source": str, "target": str}`."""
+    if recipe.data is None:
+        train, validation = dates()
+        return train, thinned(validation, recipe.eval_pairs)
+    row = partial(_row, recipe)
+    rows, validation_rows = split_table(recipe.data, [recipe.source_column, recipe.target_column])
+    return Mapped(rows, row), Mapped(thinned(validation_rows, recipe.eval_pairs), row)
+
+
+def _row(recipe: T5Recipe, row: Example) -> Example:
+    return {"source": str(row[recipe.source_column]), "target": str(row[recipe.target_column])}

@@ -1,0 +1,121 @@
+"""The texts that every machine has: dates as they are written, and statements of Python's standard library."""
+
+import argparse
+import ast
+import typing
+from datetime import date, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.data import Mapped, Numbered, thinned
+from jaxtrain.data.dates import FIRST, LAST, WRITTEN, Dates, dates
+from jaxtrain.data.python_statements import KEYWORDS, python_statements, statements
+
+PROGRAM = '''class A(Base, metaclass=Meta):
+    """if it is text,
+    return nothing"""
+
+    async def f(self, é): return é  # a remark
+    @decorated
+    def g(self):
+        for x in y:
+            if x: raise ValueError(x)
+            elif y:
+                with open(x) as file: pass
+        text = f"""
+return {x}
+"""
+        try: from a import b
+        except (A, B): assert text, "said"
+        except:
+            returned = 1
+'''
+
+
+def test_a_date_is_written_so_that_it_can_be_read() -> None:
+    """By the standard library's own reader, wherever that has a directive for it."""
+    readers = {
+        0: "%A, %d %B %Y", 1: "%a %b %d %Y", 2: "%B %d, %Y", 6: "%d.%m.%y", 7: "%m/%d/%y", 8: "%b %d '%y", 9: "%d%b%Y"
+    }  # fmt: skip
+    every = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1))
+    for index in range(0, len(every), 997):
+        for way, reader in readers.items():
+            pair = every[index - index % len(WRITTEN) + way]
+            assert datetime.strptime(pair["source"], reader).date().isoformat() == pair["target"]
+
+
+@pytest.mark.parametrize(
+    ("day", "ordinal"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (11, "11th"), (22, "22nd"), (30, "30th")]
+)
+def test_the_ways_no_directive_reads(day: int, ordinal: str) -> None:
+    written = [way(date(2026, 11, day)) for way in WRITTEN]
+    assert written[3:6] == [f"the {ordinal} of November 2026", f"NOVEMBER 2026, {ordinal}", f"{day}. XI. 2026"]
+
+
+def test_no_way_of_writing_makes_two_days_one() -> None:
+    every = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1, 3))
+    written: dict[str, str] = {}
+    for i in range(len(every)):
+        assert written.setdefault(every[i]["source"], every[i]["target"]) == every[i]["target"]
+
+
+def test_a_day_held_out_is_never_trained_on() -> None:
+    train, validation = dates()
+    assert not set(train.days) & set(validation.days)
+    assert len(train.days) + len(validation.days) == (LAST - FIRST).days + 1
+    for outside in (-1, len(train)):
+        with pytest.raises(IndexError):
+            train[outside]
+
+
+def test_statements_are_those_of_the_parser() -> None:
+    assert list(statements(PROGRAM)) == [
+        ("class", "A(Base, metaclass=Meta):"),
+        ("return", "é  # a remark"),
+        ("def", "g(self):"),
+        ("for", "x in y:"),
+        ("if", "x: raise ValueError(x)"),
+        ("raise", "ValueError(x)"),
+        ("with", "open(x) as file: pass"),
+        ("from", "a import b"),
+        ("except", '(A, B): assert text, "said"'),
+        ("assert", 'text, "said"'),
+    ]
+
+
+def test_every_keyword_begins_statements_of_the_library() -> None:
+    train, validation = python_statements([Path(argparse.__file__), Path(typing.__file__)], [Path(ast.__file__)])
+    assert {train[i]["label"] for i in range(len(train))} == set(KEYWORDS)
+    assert {validation[i]["label"] for i in range(len(validation))} <= set(KEYWORDS)
+
+
+def test_a_rest_of_a_line_is_there_once(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / name).write_text(f"if in_every_file: pass\nif only_in_{name}: pass\nreturned = 1\nif short: x\n")
+    (tmp_path / "broken").write_text("def f(:\n")
+    (tmp_path / "latin").write_bytes(b"if caf\xe9_in_latin: pass\n")
+    files = [tmp_path / name for name in ("one", "two", "broken", "latin", "three")]
+    train, validation = python_statements(files[:4], files[4:])
+    assert [text for _, text in train.lines] == [
+        "in_every_file: pass",
+        "only_in_one: pass",
+        "short: x",
+        "only_in_two: pass",
+    ]
+    assert [text for _, text in validation.lines] == ["only_in_three: pass"]
+
+
+def test_sources_of_sources_end_where_they_do() -> None:
+    labels = [{"label": i} for i in range(20)]
+    few = thinned(labels, 5)
+    numbers = [few[i]["label"] for i in range(len(few))]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 5
+    assert thinned(labels, 20) is labels
+    assert Numbered(few)[2] == {"label": numbers[2], "index": 2}
+    for source in (few, Mapped(labels, dict)):
+        for outside in (-1, len(source)):
+            with pytest.raises(IndexError):
+                source[outside]

@@ -1,0 +1,128 @@
+"""What a masked language model is shown, and what it is to predict."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.data import ByteTokenizer
+from jaxtrain.data.loader import epoch_batches
+from jaxtrain.errors import UserError
+from jaxtrain.losses import cross_entropy
+from jaxtrain.recipes.masked_language import MaskedLanguageRecipe
+from jaxtrain.tasks.masked_language import bert, bert_config, enclosed, masked, masked_language_task
+from jaxtrain.tasks.task import Task
+
+PAD, START, END, MASK = (ByteTokenizer().special(role) for role in ("pad", "start", "end", "mask"))
+SMALL = MaskedLanguageRecipe(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, seq_len=16, eval_sequences=7)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 20)
+    return masked_language_task(MaskedLanguageRecipe(**{**vars(SMALL), "data": tmp_path}))
+
+
+def shown(count: int, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens = jnp.arange(count, dtype=np.int32) % 100
+    keys = jax.random.key(3)
+    seen, predicted = masked(keys, tokens, tokens != 50, mask=MASK, vocabulary=260, share=share)
+    return np.asarray(tokens), np.asarray(seen), np.asarray(predicted)
+
+
+def test_what_is_predicted_is_hidden_replaced_or_left_in_the_proportions_of_the_paper() -> None:
+    count = 200_000
+    tokens, seen, predicted = shown(count, 0.15)
+    assert (seen[~predicted] == tokens[~predicted]).all()
+    assert not predicted[tokens == 50].any()  # no padding
+    hidden, same = seen == MASK, seen == tokens
+    count_predicted = predicted.sum()
+    shares = [predicted.mean() / 0.99, *((kind & predicted).sum() / count_predicted for kind in (hidden, same))]
+    # A tenth is replaced by any of 260 tokens: by chance also by the mask, and by itself.
+    expected = [0.15, 0.8 + 0.1 / 260, 0.1 + 0.1 / 260]
+    for share, of, n in zip(shares, expected, [count, count_predicted, count_predicted], strict=True):
+        assert abs(share - of) < 5 * (of * (1 - of) / n) ** 0.5
+    replaced = seen[predicted & ~hidden & ~same]
+    assert np.unique(replaced).size > 250
+    assert replaced.max() < 260
+
+
+def test_evaluation_hides_the_same_whatever_the_batch(task: Task) -> None:
+    evaluate, totals = jax.jit(task.loss_fn), {}
+    for rows in (2, 3, 7):
+        losses = [evaluate(task.params, batch, None)[0] for batch in epoch_batches(task.validation, rows)]
+        totals[rows] = np.sum(jax.device_get(losses), axis=0)
+    assert totals[2] == pytest.approx(totals[7], rel=1e-5)
+    assert totals[3] == pytest.approx(totals[7], rel=1e-5)
+    assert 0.05 < totals[7][1] / (7 * 16) < 0.3  # what it weighs is what was hidden
+
+
+def test_training_hides_anew_with_every_key(task: Task) -> None:
+    batch = {name: np.stack([task.train[i][name] for i in range(4)]) for name in ("tokens", "index")}
+    losses = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].total) for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_loss_is_that_of_the_predicted_tokens(task: Task) -> None:
+    """Against the model called by hand, in evaluation, where the hidden are those of the example's number."""
+    example = task.validation[4]
+    batch = {name: np.asarray(value)[None] for name, value in example.items()}
+    loss, metrics = task.loss_fn(task.params, batch, None)
+    hide = partial(masked, mask=MASK, vocabulary=260, share=SMALL.masked)
+    seen, predicted = hide(jax.random.fold_in(jax.random.key(0), 4), jnp.asarray(example["tokens"]), jnp.ones(16, bool))
+    apply, _ = bert(bert_config(SMALL, ByteTokenizer(), 16, num_labels=None), 0)
+    logits = apply(task.params, seen[None], jnp.ones((1, 16), bool))[0]
+    losses = cross_entropy(logits, jnp.asarray(example["tokens"]))
+    assert int(loss.weight) == int(predicted.sum()) > 0
+    np.testing.assert_allclose(loss.total, losses[predicted].sum(), rtol=1e-5)
+    right = logits.argmax(-1) == example["tokens"]
+    assert int(metrics["accuracy"].total) == int(right[predicted].sum())
+
+
+def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
+    path = write_table({"body": [f"text {i}" for i in range(20)]})
+    settings = {**vars(SMALL), "data": path, "text_column": "body", "masked": 0.99}
+    task = masked_language_task(MaskedLanguageRecipe(**settings))
+    tokens = task.train[0]["tokens"]
+    assert tokens[0] == START
+    assert ByteTokenizer().decode(tokens).startswith("text ")
+    assert tokens[-1] == PAD
+    batch = {name: np.asarray(value)[None] for name, value in task.train[0].items()}
+    # Only the text's own bytes are ever to be predicted.
+    weights = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].weight) for seed in range(6)]
+    assert max(weights) == (tokens < 256).sum()
+    assert enclosed(ByteTokenizer(), "abcdef", 5).tolist() == [START, 97, 98, 99, END]
+
+
+def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
+    assert task.sample is not None
+    before, after = task.sample(task.params, 0).split("\n→\n")
+    assert "█" in before
+    assert len(before) == 16
+    assert after
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"hidden_size": 9}, "hidden_size 9 is not divisible by num_attention_heads 2"),
+        ({"dropout": 1.0}, "dropout 1.0 is no rate"),
+        ({"masked": 0.0}, "masked 0.0 is no share"),
+        ({"seq_len": 2}, "seq_len is 2"),
+        ({"data": Path("nowhere.txt")}, "nowhere.txt does not exist"),
+    ],
+)
+def test_settings_that_make_no_run_are_named(settings: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        masked_language_task(MaskedLanguageRecipe(**{**vars(SMALL), **settings}))
+
+
+def test_the_model_is_the_recipes() -> None:
+    config = bert_config(SMALL, ByteTokenizer(), 16, num_labels=3)
+    assert (config.vocab_size, config.hidden_size, config.max_position_embeddings) == (260, 8, 16)
+    _, init = bert(config, 0)
+    assert jax.eval_shape(init)["head"]["classifier"]["kernel"].shape == (8, 3)

@@ -1,0 +1,95 @@
+"""Texts and their classes, from tables and from Python's standard library."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.data import ByteTokenizer
+from jaxtrain.data.python_statements import KEYWORDS, Statements
+from jaxtrain.errors import UserError
+from jaxtrain.recipes.text_classification import TextClassificationRecipe
+from jaxtrain.tasks import text_classification
+from jaxtrain.tasks.text_classification import bag_of_words_accuracy, encoded, text_classification_task
+
+SMALL = TextClassificationRecipe(
+    num_hidden_layers=1, hidden_size=8, num_attention_heads=2, seq_len=14, eval_texts=6, text_column="body"
+)
+START, END, PAD = (ByteTokenizer().special(role) for role in ("start", "end", "pad"))
+
+
+def of(path: Path | None, **settings) -> TextClassificationRecipe:
+    return TextClassificationRecipe(**{**vars(SMALL), "data": path, **settings})
+
+
+@pytest.mark.parametrize("labels", [["neg", "pos"], [3, 7]])
+def test_a_table_is_read_by_its_columns_and_its_labels_numbered_in_order(write_table, labels: list) -> None:
+    path = write_table(
+        {"body": [f"text {i}" for i in range(40)], "label": [labels[i % 2] for i in range(40)], "id": [0] * 40}
+    )
+    task = text_classification_task(of(path))
+    assert (task.classes, len(task.train), len(task.validation), task.eval_rows) == (2, 36, 4, 4)
+    for i in range(len(task.train)):
+        example = task.train[i]
+        number = int(ByteTokenizer().decode(example["tokens"]).removeprefix("text "))
+        assert example["label"] == number % 2
+    loss, metrics = task.loss_fn(task.params, batch(task.train, 8), None)
+    assert float(loss.weight) == 8
+    assert abs(float(loss.total) / 8 - np.log(2)) < 0.3
+    assert float(metrics["accuracy"].weight) == 8
+    assert dict(task.bounds) == {"tokens": 260}
+
+
+def batch(source, count: int) -> dict:
+    return {name: np.stack([source[i][name] for i in range(count)]) for name in source[0]}
+
+
+def test_padding_changes_no_prediction(write_table) -> None:
+    path = write_table({"body": [f"text {i}" for i in range(40)], "label": [i % 2 for i in range(40)]})
+    losses = [
+        float(task.loss_fn(task.params, batch(task.train, 8), None)[0].total)
+        for task in (text_classification_task(of(path, seq_len=14)), text_classification_task(of(path, seq_len=8)))
+    ]
+    # The longer rows' position embeddings differ in number, so in values: give both the same parameters.
+    long, short = text_classification_task(of(path, seq_len=14)), text_classification_task(of(path, seq_len=8))
+    params = jax.tree.map(lambda x: x, long.params)
+    params["embeddings"]["position"] = params["embeddings"]["position"][:10]
+    with_long = long.loss_fn(long.params, batch(long.train, 8), None)[0].total
+    np.testing.assert_allclose(short.loss_fn(params, batch(short.train, 8), None)[0].total, with_long, rtol=1e-5)
+    assert np.isfinite(losses).all()
+
+
+def test_a_text_is_cut_to_its_length_between_start_and_end() -> None:
+    example = encoded(ByteTokenizer(), 5, ["a", "b"], {"text": "abcdef", "label": "b"})
+    assert (example["tokens"].tolist(), example["label"]) == ([START, 97, 98, 99, END], 1)
+    with pytest.raises(UserError, match="label 'c' is in the validation split alone"):
+        encoded(ByteTokenizer(), 5, ["a", "b"], {"text": "a", "label": "c"})
+
+
+def test_the_standard_library_is_read_where_no_data_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Statements((("if", "x is None: pass"), ("for", "line in lines:")) * 20)
+    monkeypatch.setattr(text_classification, "python_statements", lambda *files: (train, Statements(train.lines[:8])))
+    task = text_classification_task(of(None))
+    assert task.classes == len(KEYWORDS)
+    assert task.train[1]["label"] == KEYWORDS.index("for")
+    assert task.facts["accuracy to be beaten"] == "0.500 by the commonest class, 1.000 by naive Bayes over words"
+    assert task.references["class entropy"] == pytest.approx(np.log(2))
+
+
+def test_naive_bayes_is_laplaces() -> None:
+    """Two words say "a", the prior says "b": worked out by hand."""
+    train = [{"text": t, "label": c} for t, c in [("x x", "a"), ("y z", "b"), ("y", "b")]]
+    # p(a) (2 + 1)/(2 + 3) = 1/5 against p(b) 1/(3 + 3) = 1/9 for "x"; 1/15 against 2/9 for "z".
+    held_out = [{"text": t, "label": c} for t, c in [("x", "a"), ("z", "b"), ("z", "a")]]
+    assert bag_of_words_accuracy(train, held_out) == pytest.approx(2 / 3)
+
+
+def test_what_makes_no_classes_is_named(write_table) -> None:
+    path = write_table({"body": ["text"] * 9, "label": [1] * 9})
+    with pytest.raises(UserError, match="has one class in 'label'"):
+        text_classification_task(of(path))
+    with pytest.raises(UserError, match="has no column 'kind', only body, label"):
+        text_classification_task(of(path, label_column="kind"))
+    with pytest.raises(UserError, match="seq_len is 0"):
+        text_classification_task(of(path, seq_len=0))
