@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
         return 0
-    return _answer({"run": _run, "locate": _locate, "record": _record, "mutate": _mutate}[options.command], options)
+    commands = {"run": _run, "locate": _locate, "prove": _prove, "record": _record, "mutate": _mutate}
+    return _answer(commands[options.command], options)
 
 
 def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
@@ -80,6 +81,27 @@ def _record(options: argparse.Namespace, console: Console) -> int:
     console.print(
         f"{options.out} holds PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
     )
+    return 0
+
+
+def _prove(options: argparse.Namespace, console: Console) -> int:
+    from parity.weights import prove
+
+    case = case_of(options.case)
+    _print_proposal(case, console)
+    with console.status(f"{case.name}: moving each tensor on both sides"):
+        proof = prove(case)
+    console.print(
+        f"{case.name}: {proof.tensors} tensors and {proof.buffers} buffers of PyTorch's are {proof.leaves} leaves of "
+        f"JAX's, each used once"
+    )
+    if proof.moved:
+        name, apart = max(proof.moved.items(), key=lambda item: item[1])
+        console.print(f"{len(proof.moved)} move both losses alike, within {apart:.0e} ({name})", markup=False)
+    for alias, name in proof.tied.items():
+        console.print(f"tied: {alias} is {name}", markup=False)
+    for name in proof.unmoved:
+        console.print(f"not proven: {name} moves no loss", markup=False)
     return 0
 
 
@@ -211,6 +233,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--steps", type=_at_least(1), default=STEPS, metavar="N", help=f"optimizer steps; by default {STEPS}"
     )
+    proof = commands.add_parser("prove", help="that each tensor is used once, and is the leaf that the case says")
+    proof.add_argument("case", type=_case, metavar="CASE")
+    proof.add_argument("--debug", action="store_true", help="show tracebacks")
     run.add_argument("--bundle", type=Path, metavar="DIR", help="beside what parity record wrote, without PyTorch")
     kept = commands.add_parser("record", help="run a case's PyTorch side, to be checked against where there is none")
     kept.add_argument("case", type=_case, metavar="CASE")

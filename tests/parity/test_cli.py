@@ -234,3 +234,11 @@ def test_what_is_no_case_of_ones_own_is_one_line(
     assert capsys.readouterr().err == f"parity: {said}\n"
     assert main(["run", "no_such.py::case"]) == 2
     assert capsys.readouterr().err == "parity: there is no file 'no_such.py': name a case as path/to/file.py::case\n"
+
+
+def test_prove_says_what_is_proven_and_what_is_not(capsys):
+    assert main(["prove", "gpt2"]) == 0
+    said = capsys.readouterr().out
+    assert "gpt2: 29 tensors and 0 buffers of PyTorch's are 16 leaves of JAX's, each used once" in said
+    assert "tied: lm_head.weight is transformer.wte.weight" in said
+    assert "move both losses alike" in said
