@@ -118,6 +118,8 @@ def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args)
 
     body.__name__ = name
+    # Its code's name is the one that tracebacks have, and by them equations.
+    body.__code__ = body.__code__.replace(co_name=name, co_qualname=name)
     return jax.jit(body)
 
 

@@ -116,7 +116,7 @@ def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]
     ("argv", "said"),
     [
         (["run", "gtp2"], "no case 'gtp2': did you mean 'gpt2'?"),
-        (["run", "resnet"], "no case 'resnet': choose one of mlp, cnn, cnn-bn, gpt2"),
+        (["run", "xyz"], "no case 'xyz': choose one of mlp, cnn, cnn-bn, gpt2"),
         (["run", "--precision", "fp64,fp8"], "'fp8' is unknown: choose from fp64,fp32,bf16,fp16"),
         (["run", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["run", "--seed", "-1"], "'-1' is not a whole number of at least 0"),

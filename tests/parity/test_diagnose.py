@@ -399,6 +399,11 @@ def planted() -> dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., A
         kink(lambda x: torch.clamp(x, min=0)),
         kink(lambda x: jnp.clip(x, 0.0, None)),
     )
+    for of, ours in (("max", jnp.max), ("min", jnp.min)):
+        found[of, "ties share it"] = (
+            alone(lambda x, of=of: getattr(torch, of)(torch.cat([x, x.detach()], -1), -1)[0]),
+            alone(lambda x, ours=ours: ours(jnp.concatenate([x, lax.stop_gradient(x)], -1), -1)),
+        )
     found["relu", "slope at 0 is 1/2"] = kink(F.relu), kink(lambda x: jnp.maximum(x, 0.0))
     found["leaky_relu", "slope at 0 is 1"] = kink(F.leaky_relu), kink(jax.nn.leaky_relu)
     found["hardtanh", "slope at its bounds is 1"] = kink(F.hardtanh, 1.0), kink(jax.nn.hard_tanh, 1.0)
