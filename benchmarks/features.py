@@ -11,6 +11,7 @@ from benchmarks.job import Job
 from jaxtrain.loss_scale import dynamic_loss_scale
 from jaxtrain.objective import checked
 from jaxtrain.precision import policy
+from jaxtrain.unroll import unroll
 from parity.case import Case
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {
@@ -28,7 +29,13 @@ def train_step(case: Case, job: Job) -> Any:
         return BY_HAND[job.feature](case, job)
     options = {"clip_norm": case.clip_norm, **FEATURES[job.feature]}
     return jaxtrain.train_step(
-        case.loss_fn, case.optimizer.jax, precision=job.precision, accumulate=job.accumulate, remat=job.remat, **options
+        case.loss_fn,
+        case.optimizer.jax,
+        precision=job.precision,
+        accumulate=job.accumulate,
+        remat=job.remat,
+        unroll=True,
+        **options,
     )
 
 
@@ -46,7 +53,7 @@ class BareStep:
     def __init__(self, case: Case, job: Job) -> None:
         self.optimizer = case.optimizer.jax
         numerics = policy(job.precision)
-        compute = numerics.apply(checked(case.loss_fn))
+        compute = unroll(numerics.apply(checked(case.loss_fn)))
 
         def mean(params: Any, batch: Any, rng: Any) -> Any:
             loss, *_ = compute(params, batch, rng, None)

@@ -178,6 +178,18 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
+def unrolled(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+    """A scan evaluated step by step, its body as often as it runs."""
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    n_consts, n_carry = scan_sizes(eqn)
+    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    ys: list[list[Any]] = [[]] * length
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        outs = run(body.jaxpr, body.consts, [*consts, *carry, *(lax.index_in_dim(x, i, keepdims=False) for x in xs)])
+        carry, ys[i] = outs[:n_carry], outs[n_carry:]
+    return [*carry, *(jax.numpy.stack(y) for y in zip(*ys, strict=True))]
+
+
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's arguments are constants, and how many its carry."""
     if "ft_in" in eqn.params:  # since JAX 0.11: three flat trees

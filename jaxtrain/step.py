@@ -28,6 +28,7 @@ from jaxtrain.optim.learning_rate import used_learning_rate
 from jaxtrain.precision import Policy, policy
 from jaxtrain.remat import remat as rematerialise
 from jaxtrain.retrace import budgeted
+from jaxtrain.unroll import unroll as unroll_layers
 
 Step = Callable[..., tuple["TrainState", dict[str, jax.Array]]]
 
@@ -109,6 +110,7 @@ def train_step(
     frozen: Frozen = nothing,
     ema: float | None = None,
     remat: str = "none",
+    unroll: bool = False,
     loss_scale: optax.GradientTransformation | None = None,
     hooks: Mapping[str, Hook] | None = None,
     allow_recompile: int | None = None,
@@ -118,11 +120,12 @@ def train_step(
     `precision`: a policy of `jaxtrain.precision`. `accumulate`: micro-batches to a window, or a schedule of them by
     applied update, whose micro-batches are then streamed. `clip_norm`: bound on the global gradient norm, or
     `clip_value`: on its elements, as PyTorch clips them. `frozen`: which parameters, by path, are not trained. `ema`:
-    decay of a moving average of the parameters, which applied updates move.
-    `remat`: what blocks keep for the backward pass (`jaxtrain.remat`). `loss_scale`: by default dynamic for fp16 and
-    none otherwise. `hooks`: functions of the gradient at a parameter, by path, or at a value, by `checkpoint_name`
-    (`jaxtrain.hooks`). `allow_recompile`: how often other shapes or dtypes may make it compile again; None for ever
-    so often. Raises `UserError` for values it does not know.
+    decay of a moving average of the parameters, which applied updates move. `remat`: what blocks keep for the backward
+    pass (`jaxtrain.remat`). `unroll`: compile the layers that the model scans over one by one, which takes longer and
+    runs faster (`jaxtrain.unroll`). `loss_scale`: by default dynamic for fp16 and none otherwise. `hooks`: functions of
+    the gradient at a parameter, by path, or at a value, by `checkpoint_name` (`jaxtrain.hooks`). `allow_recompile`: how
+    often other shapes or dtypes may make it compile again; None for ever so often. Raises `UserError` for values it
+    does not know.
 
     >>> def loss_fn(params, batch, rng):
     ...     error = batch["x"] @ params - batch["y"]
@@ -143,7 +146,8 @@ def train_step(
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = in_float32_arithmetic(optimizer)
-    compute_loss = in_float32(rematerialise(numerics.apply(hooked(checked(loss_fn), hooks or {})), remat))
+    numeric = numerics.apply(hooked(checked(loss_fn), hooks or {}))
+    compute_loss = in_float32(rematerialise(unroll_layers(numeric) if unroll else numeric, remat))
 
     def scaled_loss(trained: Any, kept: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
         loss, metrics, model_state = compute_loss(merge(trained, kept), micro_batch, rng, model_state)

@@ -15,7 +15,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from torch.utils._pytree import tree_leaves
 
-from jaxtrain.jaxpr import Run, bind, calls, transform
+from jaxtrain.jaxpr import Run, bind, calls, transform, unrolled
 from jaxtrain.objective import checked
 from jaxtrain.precision import KERNEL, policy
 from jaxtrain.step import micro_batch_key
@@ -26,7 +26,7 @@ from parity.fingerprint import Trace, counterparts
 from parity.jax_trace import line_of
 from parity.locate import Divergence, Line
 from parity.oracle.in_jax import in_float64
-from parity.randomness import CALLS, unrolled
+from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.source import described
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.jaxpr import Run, bind, calls, inner_jaxprs, scan_sizes, transform
+from jaxtrain.jaxpr import Run, bind, calls, inner_jaxprs, transform, unrolled
 from jaxtrain.objective import LossFn, checked
 from jaxtrain.step import micro_batch_key
 from parity.case import Case
@@ -156,18 +154,6 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
         )
     body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
     return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
-
-
-def unrolled(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    """A scan evaluated step by step, so that what is in its body can be seen outside."""
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    n_consts, n_carry = scan_sizes(eqn)
-    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
-    ys: list[list[Any]] = [[]] * length
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        outs = run(body.jaxpr, body.consts, [*consts, *carry, *(lax.index_in_dim(x, i, keepdims=False) for x in xs)])
-        carry, ys[i] = outs[:n_carry], outs[n_carry:]
-    return [*carry, *(jnp.stack(y) for y in zip(*ys, strict=True))]
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:

@@ -19,7 +19,6 @@ from jaxtrain.models.encoder import (
     Key,
     SelfAttention,
     gelu,
-    layer_norm,
     linear,
     linear_names,
     norm_names,
@@ -28,6 +27,8 @@ from jaxtrain.models.encoder import (
     stacked,
 )
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+from jaxtrain.models.layer_norm import LayerNorm
+from jaxtrain.models.linear import product
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Embeddings(nnx.Module):
         self.word = table(config.vocab_size)
         self.position = table(config.max_position_embeddings)
         self.token_type = table(config.type_vocab_size)
-        self.norm = layer_norm(config.hidden_size, config.layer_norm_eps, rngs=rngs)
+        self.norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         if config.pad_token_id is not None:
             self.word[...] = self.word[...].at[config.pad_token_id].set(0.0)
 
@@ -121,10 +122,10 @@ class Block(nnx.Module):
         self.attention = SelfAttention(
             width, config.num_attention_heads, std, dropout=config.attention_probs_dropout_prob, rngs=rngs
         )
-        self.attention_norm = layer_norm(width, epsilon, rngs=rngs)
+        self.attention_norm = LayerNorm(width, epsilon)
         self.intermediate = linear(width, config.intermediate_size, std, rngs=rngs)
         self.output = linear(config.intermediate_size, width, std, rngs=rngs)
-        self.output_norm = layer_norm(width, epsilon, rngs=rngs)
+        self.output_norm = LayerNorm(width, epsilon)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
         rngs = split(rng, 3)
@@ -140,11 +141,11 @@ class MaskedLM(nnx.Module):
         width = config.hidden_size
         self.bias = nnx.Param(jnp.zeros(config.vocab_size))
         self.dense = linear(width, width, config.initializer_range, rngs=rngs)
-        self.norm = layer_norm(width, config.layer_norm_eps, rngs=rngs)
+        self.norm = LayerNorm(width, config.layer_norm_eps)
 
     def __call__(self, x: jax.Array, words: jax.Array, rng: Key) -> jax.Array:
         del rng
-        return self.norm(gelu(self.dense(x))) @ words.T + self.bias[...][None, None]
+        return product(self.norm(gelu(self.dense(x))), words.T) + self.bias[...][None, None]
 
 
 class Classifier(nnx.Module):

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.interop import LINEAR, TorchParam
 from jaxtrain.models.attention import attention
+from jaxtrain.models.linear import Linear
 from jaxtrain.precision import kernel
 from jaxtrain.remat import block
 
@@ -49,14 +50,9 @@ class SelfAttention(nnx.Module):
         return self.out(checkpoint_name(attended.reshape(b, t, width), "attention"))
 
 
-def linear(n: int, m: int, std: float, *, bias: bool = True, rngs: nnx.Rngs) -> nnx.Linear:
+def linear(n: int, m: int, std: float, *, bias: bool = True, rngs: nnx.Rngs) -> Linear:
     """A linear layer, weights normal of standard deviation `std`, bias 0."""
-    return nnx.Linear(n, m, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
-
-
-def layer_norm(width: int, epsilon: float, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Layer normalisation by the two-pass variance: E[x²] − E[x]² loses all digits where the mean is large."""
-    return nnx.LayerNorm(width, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+    return Linear(n, m, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
 def stacked(make: Callable[[nnx.Rngs], Any], layers: int, *, rngs: nnx.Rngs) -> Any:

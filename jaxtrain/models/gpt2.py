@@ -22,6 +22,8 @@ from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
+from jaxtrain.models.layer_norm import LayerNorm
+from jaxtrain.models.linear import Linear, product
 from jaxtrain.remat import block
 
 
@@ -52,7 +54,7 @@ class GPT2(nnx.Module):
         self.wte = nnx.Param(normal(rngs.params(), (config.vocab_size, config.n_embd)))
         self.wpe = nnx.Param(normal(rngs.params(), (config.n_positions, config.n_embd)))
         self.blocks = _stacked_blocks(config, rngs)
-        self.ln_f = _layer_norm(config, rngs)
+        self.ln_f = LayerNorm(config.n_embd, config.layer_norm_epsilon)
 
     def __call__(
         self,
@@ -74,7 +76,7 @@ class GPT2(nnx.Module):
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
         at, kept = (None, None) if cache is None else (cache.length, (cache.k, cache.v))
         x, kept = lax.scan(lambda x, layer: apply(layer[0], x, mask, *layer[1:], at), x, (layers, rngs, kept))
-        logits = self.ln_f(x) @ self.wte[...].T
+        logits = product(self.ln_f(x), self.wte[...].T)
         return logits if cache is None or kept is None else (logits, cache.holding(kept, t))
 
     def empty_cache(self, rows: int, slots: int) -> KVCache:
@@ -90,12 +92,12 @@ class Block(nnx.Module):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         width, std = config.n_embd, config.initializer_range
         self.config = config
-        self.ln_1 = _layer_norm(config, rngs)
+        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.qkv = _linear(width, 3 * width, std, rngs)
         # Projections into the residual stream start smaller with depth (section 2.3 of the paper).
         into_residual = std / math.sqrt(2 * config.n_layer)
         self.attn_proj = _linear(width, width, into_residual, rngs)
-        self.ln_2 = _layer_norm(config, rngs)
+        self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.fc = _linear(width, 4 * width, std, rngs)
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
@@ -133,13 +135,8 @@ def _check_length(config: GPT2Config, tokens: int) -> None:
         raise UserError(f"{tokens} tokens are more than n_positions {config.n_positions}: shorten them, or retrain")
 
 
-def _layer_norm(config: GPT2Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    # The two-pass variance: E[x²] − E[x]² loses all digits where the mean is large.
-    return nnx.LayerNorm(config.n_embd, epsilon=config.layer_norm_epsilon, use_fast_variance=False, rngs=rngs)
-
-
-def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(n, m, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
+    return Linear(n, m, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
 def torch_names(config: GPT2Config | None = None) -> NameTable:

@@ -21,6 +21,7 @@ from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models import rope
 from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
+from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.rope import DEFAULT, Rope, rotated, rotation
 from jaxtrain.precision import kernel
 from jaxtrain.remat import block
@@ -230,7 +231,7 @@ class Llama(nnx.Module):
 
         x, (told, kept) = lax.scan(step, x, (layers, rngs, kept))
         head = self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
-        return self.norm(x) @ head, told, None if cache is None else cache.holding(kept, t)
+        return product(self.norm(x), head), told, None if cache is None else cache.holding(kept, t)
 
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
@@ -251,9 +252,9 @@ def silu(x: jax.Array) -> jax.Array:
     return silued
 
 
-def _linear(config: LlamaConfig, n: int, m: int, *, bias: bool, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(config: LlamaConfig, n: int, m: int, *, bias: bool, rngs: nnx.Rngs) -> Linear:
     normal = nnx.initializers.normal(config.initializer_range)
-    return nnx.Linear(n, m, use_bias=bias, kernel_init=normal, rngs=rngs)
+    return Linear(n, m, use_bias=bias, kernel_init=normal, rngs=rngs)
 
 
 def torch_names(config: LlamaConfig) -> NameTable:

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models.dropout import dropout as _dropout
+from jaxtrain.models.linear import Linear, product
 from jaxtrain.remat import block
 
 IGNORED = -100
@@ -108,7 +109,7 @@ class T5(nnx.Module):
         x = self.decoder(self.shared[...][decoder_tokens], seen, encoded, encoded_seen, rng)
         if self.lm_head is not None:
             return self.lm_head(x)
-        return (x * self.config.d_model**-0.5) @ self.shared[...].T
+        return product(x * self.config.d_model**-0.5, self.shared[...].T)
 
 
 class Stack(nnx.Module):
@@ -287,8 +288,8 @@ def _gated(config: T5Config) -> bool:
     return config.feed_forward_proj.startswith("gated-")
 
 
-def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(n, m, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
+    return Linear(n, m, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
 def torch_names(config: T5Config) -> NameTable:

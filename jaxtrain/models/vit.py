@@ -18,7 +18,6 @@ from jaxtrain.models.encoder import (
     Key,
     SelfAttention,
     gelu,
-    layer_norm,
     linear,
     linear_names,
     norm_names,
@@ -27,6 +26,7 @@ from jaxtrain.models.encoder import (
     stacked,
 )
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
+from jaxtrain.models.layer_norm import LayerNorm
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ViT(nnx.Module):
             config.num_channels, width, patch, strides=patch, padding="VALID", kernel_init=normal, rngs=rngs
         )
         self.blocks = stacked(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
-        self.norm = layer_norm(width, config.layer_norm_eps, rngs=rngs)
+        self.norm = LayerNorm(width, config.layer_norm_eps)
         self.classifier = linear(width, config.num_labels, std, rngs=rngs)
 
     def __call__(self, images: jax.Array, rng: Key = None) -> jax.Array:
@@ -104,8 +104,8 @@ class Block(nnx.Module):
             qkv_bias=config.qkv_bias,
             rngs=rngs,
         )
-        self.norm_before = layer_norm(width, epsilon, rngs=rngs)
-        self.norm_after = layer_norm(width, epsilon, rngs=rngs)
+        self.norm_before = LayerNorm(width, epsilon)
+        self.norm_after = LayerNorm(width, epsilon)
         self.fc1 = linear(width, config.intermediate_size, std, rngs=rngs)
         self.fc2 = linear(config.intermediate_size, width, std, rngs=rngs)
 

@@ -23,6 +23,8 @@ class Recipe:
     """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
     remat: str = "none"
     """What blocks compute again: none; full; all but dots, dots_no_batch, names:A,B or offload:A,B."""
+    unroll: bool = False
+    """Compile the layers one by one: longer to compile, faster to run."""
     optimizer: str = "adamw"
     """One of jaxtrain.optim, alone or with its arguments, as in "sgd(momentum=0.9)"."""
     schedule: str = "warmup-cosine"

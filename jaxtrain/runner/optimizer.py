@@ -28,6 +28,7 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
         accumulate=recipe.accumulate,
         clip_norm=recipe.clip_norm,
         remat=recipe.remat,
+        unroll=recipe.unroll,
         loss_scale=loss_scale(recipe),
         allow_recompile=recipe.allow_recompile,
     )

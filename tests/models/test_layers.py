@@ -1,0 +1,54 @@
+"""Layers that models share, beside PyTorch's in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxtrain.models import functional
+from jaxtrain.models.layer_norm import LayerNorm
+from jaxtrain.models.linear import Linear, product
+
+
+@pytest.mark.parametrize(("shift", "scale"), [(0.0, 1.0), (3000.0, 1.0), (0.0, 1e-3)])
+def test_a_layer_norm_is_pytorchs_with_its_gradients(shift, scale):
+    rng = np.random.default_rng(0)
+    x, weights = rng.standard_normal((3, 5, 8)) * scale + shift, rng.standard_normal((3, 5, 8))
+    theirs = torch.nn.LayerNorm(8, eps=1e-5).double()
+    with torch.no_grad():
+        theirs.weight.copy_(torch.from_numpy(rng.uniform(0.5, 2, 8)))
+        theirs.bias.copy_(torch.from_numpy(rng.standard_normal(8)))
+    given = torch.tensor(x, requires_grad=True)
+    (theirs(given) * torch.from_numpy(weights)).sum().backward()
+    apply, _ = functional(LayerNorm(8, 1e-5))
+    with jax.enable_x64(True):
+        params = {"scale": jnp.asarray(theirs.weight.detach()), "bias": jnp.asarray(theirs.bias.detach())}
+        y, pull = jax.vjp(apply, params, jnp.asarray(x))
+        grads, dx = pull(jnp.asarray(weights))
+    for ours, expected in (
+        (y, theirs(given).detach()),
+        (dx, given.grad),
+        (grads["scale"], theirs.weight.grad),
+        (grads["bias"], theirs.bias.grad),
+    ):
+        np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-8, atol=1e-10 * np.abs(expected.numpy()).max())
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 5, 4), (2, 1, 3, 4)])
+def test_a_linear_layer_takes_any_axes_before_the_last(shape):
+    layer = Linear(4, 3, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    plain = x @ np.asarray(layer.kernel[...]) + np.asarray(layer.bias[...])
+    assert layer(x).shape == (*shape[:-1], 3)
+    np.testing.assert_allclose(layer(x), plain, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(product(x, layer.kernel[...]), x @ np.asarray(layer.kernel[...]), rtol=1e-5, atol=1e-6)
+
+
+def test_the_weights_gradient_is_one_product_of_rows():
+    x = jax.ShapeDtypeStruct((2, 5, 4), np.float32)
+    kernel = jax.ShapeDtypeStruct((4, 3), np.float32)
+    traced = jax.make_jaxpr(jax.grad(lambda kernel, x: product(x, kernel).sum()))(kernel, x)
+    contracted = [e.params["dimension_numbers"][0] for e in traced.eqns if e.primitive.name == "dot_general"]
+    assert contracted[-1] == ((0,), (0,))
