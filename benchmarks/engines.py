@@ -88,6 +88,7 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # What "fp32" says, in convolutions as in products, as JAX's side has it.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+    # The images are so already: [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
     model = torch_side.seeded_model(case, seed=0).to(device)
     model = model.to(memory_format=layout)  # type: ignore[call-overload]  # which PyTorch's stubs leave out
@@ -100,7 +101,8 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
     rows = case.rows // job.accumulate
     micro_batches = [
-        {name: _on(device, x[i : i + rows], layout) for name, x in batch.items()} for i in range(0, case.rows, rows)
+        {name: torch.from_numpy(x[i : i + rows]).to(device) for name, x in batch.items()}
+        for i in range(0, case.rows, rows)
     ]
 
     losses: list[float] = []
@@ -140,13 +142,6 @@ def _first(take: Callable[[], None]) -> float:
     begin = time.perf_counter()
     take()
     return time.perf_counter() - begin
-
-
-def _on(device: Any, x: Any, layout: Any) -> Any:
-    import torch
-
-    tensor = torch.from_numpy(x).to(device)
-    return tensor.contiguous(memory_format=layout) if tensor.ndim == 4 else tensor
 
 
 def _checkpointed(model: Any, job: Job) -> None:

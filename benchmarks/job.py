@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-ENGINES = ("jax", "torch_eager", "torch_compile")
-
 
 @dataclass(frozen=True)
 class Job:

@@ -12,8 +12,8 @@ from jinja2 import Environment, FileSystemLoader
 matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
-COLOURS = {"jax": "#2a78d6", "torch_eager": "#b8b8b8", "torch_compile": "#7d7d7d"}
-NAMES = {"jax": "JAX", "torch_eager": "PyTorch eager", "torch_compile": "PyTorch compiled"}
+COLOURS = {"jax": "#2a78d6", "optax": "#7fb0e6", "torch_eager": "#b8b8b8", "torch_compile": "#7d7d7d"}
+NAMES = {"jax": "JAX", "optax": "optax", "torch_eager": "PyTorch eager", "torch_compile": "PyTorch compiled"}
 
 
 def write_picture(path: Path, document: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import updates
 from benchmarks.job import Job
 from benchmarks.timing import Timing, timed
 from benchmarks.workloads import WORKLOADS
@@ -39,6 +40,7 @@ SUITES: Mapping[str, Suite] = {
             _beside("gpt2-tiny", "bf16", *BOTH),
             _beside("mlp-launch-bound", "fp32", *BOTH),
             _beside("mlp-launch-bound", "bf16", *BOTH),
+            _beside("resnet18", "fp32", "torch_eager"),
         ],
         rounds=20,
         ceilings=["fp32", "bf16"],
@@ -48,10 +50,16 @@ SUITES: Mapping[str, Suite] = {
             _beside("gpt2-124m", "bf16", *BOTH),
             _beside("gpt2-124m", "fp16", *BOTH),
             _beside("gpt2-124m", "bf16", "torch_eager", remat="full"),
+            _beside("resnet50", "bf16", *BOTH),
+            _beside("llama-160m", "bf16", "torch_eager"),
+            _beside("vit-s", "bf16", "torch_eager"),
             _beside("mlp-launch-bound", "fp32", *BOTH),
         ],
         rounds=6,
         ceilings=["bf16", "fp16", "fp32"],
+    ),
+    "optimizers": Suite(
+        [[Job(update, engine) for engine in updates.ENGINES] for update in updates.UPDATES], rounds=20, ceilings=[]
     ),
     "features": Suite(
         [
@@ -78,7 +86,7 @@ SUITES: Mapping[str, Suite] = {
 
 def measured(suite: Suite, told: Told) -> tuple[list[Timing], list[Timing]]:
     """(timings, ceilings) of a suite. Raises `RunFailed` where engines do other work than each other."""
-    _prove({job.workload for group in suite.groups for job in group}, told)
+    _prove({job.workload for group in suite.groups for job in group} & WORKLOADS.keys(), told)
     ceilings = [t for precision in suite.ceilings for t in timed(_ceilings(precision), 2, told)]
     timings = []
     for group in suite.groups:
@@ -101,7 +109,7 @@ def ratios(timings: Sequence[Timing]) -> list[dict[str, Any]]:
         if ours.job.engine != "jax":
             continue
         theirs = {t.job.engine: t.lower_decile_s for t in timings if t.job.by("jax") == ours.job and t is not ours}
-        theirs.pop("jax", None)
+        theirs = {engine: seconds for engine, seconds in theirs.items() if engine.startswith("torch")}
         if theirs:
             found.append(
                 {
@@ -149,7 +157,7 @@ def _size(job: Job) -> tuple[Any, ...]:
 
 
 def _row(timing: Timing, flops: int | None, ceiling: float | None) -> dict[str, Any]:
-    workload, wall = WORKLOADS[timing.job.workload], timing.wall
+    wall, (units, unit) = timing.wall, _counted(timing.job)
     return {
         **_settings(timing.job),
         "engine": timing.job.engine,
@@ -159,14 +167,22 @@ def _row(timing: Timing, flops: int | None, ceiling: float | None) -> dict[str, 
         "lower_decile_s": timing.lower_decile_s,
         "upper_decile_s": float(np.percentile(wall, 90)),
         "cpu_s": float(np.percentile(timing.cpu, 10)),
-        "per_s": workload.units(timing.job.sizes) / timing.lower_decile_s,
-        "unit": workload.unit,
+        "per_s": units / timing.lower_decile_s,
+        "unit": unit,
         "peak_bytes": timing.peak_bytes,
         "flops": flops,
         "mfu": None if ceiling is None or flops is None else flops / timing.lower_decile_s / ceiling,
         "compile_s": timing.compile_s,
         "warm_compile_s": timing.warm_compile_s,
     }
+
+
+def _counted(job: Job) -> tuple[int, str]:
+    """What a step's throughput counts."""
+    if job.workload in updates.UPDATES:
+        return updates.parameters(job.sizes), "parameters"
+    workload = WORKLOADS[job.workload]
+    return workload.units(job.sizes), workload.unit
 
 
 def _ceilings(precision: str) -> list[Job]:
@@ -197,7 +213,8 @@ def _check_same(timings: Sequence[Timing]) -> None:
     for other in timings[1:]:
         if other.job.sizes != first.job.sizes:
             first = other
-        apart = max(abs(a - b) / abs(b) for a, b in zip(other.losses, first.losses, strict=True))
+        losses = zip(other.losses, first.losses, strict=True)
+        apart = max((abs(a - b) / abs(b) for a, b in losses), default=0.0)  # an update has none
         bar = SAME * max(EPSILON[t.job.precision] for t in (first, other))
         if not apart <= bar:
             raise RunFailed(

@@ -23,13 +23,10 @@ def main(line: str) -> None:
 
 
 def _serve(job: Job) -> None:
-    from benchmarks import ceiling, engines
     from benchmarks.memory import PeakMemory
-    from benchmarks.workloads import WORKLOADS
 
     memory = PeakMemory()
-    at_most = job.workload in ceiling.CEILINGS
-    built = ceiling.engine(job) if at_most else engines.engine(job, WORKLOADS[job.workload])
+    built = _built(job)
     for _ in range(WARM_UP):
         built.step()
     _say(
@@ -43,6 +40,17 @@ def _serve(job: Job) -> None:
         _say(**_turn(built.step, int(command.split()[1])))
     peak = built.peak_bytes()
     _say(peak_bytes=memory.of_process() if peak is None else peak)
+
+
+def _built(job: Job) -> Any:
+    from benchmarks import ceiling, engines, updates
+    from benchmarks.workloads import WORKLOADS
+
+    if job.workload in ceiling.CEILINGS:
+        return ceiling.engine(job)
+    if job.workload in updates.UPDATES:
+        return updates.engine(job)
+    return engines.engine(job, WORKLOADS[job.workload])
 
 
 def _turn(step: Any, steps: int) -> dict[str, list[float]]:

@@ -42,11 +42,63 @@ def _mlp(rows: int) -> Case:
     return replace(mlp.case(), rows=rows)
 
 
+def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, keys: int, rows: int, length: int) -> Case:
+    from jaxtrain.models import LlamaConfig
+    from parity.cases import llama
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=width // heads,
+        max_position_embeddings=length,
+    )
+    return llama.sized("llama", config, packed=True, clip_norm=1.0, rows=rows, tokens=length)
+
+
+def _resnet(depth: int, side: int, rows: int) -> Case:
+    from jaxtrain.models import RESNET_18, RESNET_50
+    from parity.cases import resnet
+
+    return resnet.sized(f"resnet{depth}", {18: RESNET_18, 50: RESNET_50}[depth], side, clip_norm=1.0, rows=rows)
+
+
+def _vit(side: int, patch: int, width: int, depth: int, heads: int, rows: int) -> Case:
+    from jaxtrain.models import ViTConfig
+    from parity.cases import vit
+
+    config = ViTConfig(
+        image_size=(side, side),
+        patch_size=patch,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        num_labels=1000,
+    )
+    return vit.sized(config, rows)
+
+
 TINY = {"vocab_size": 256, "width": 128, "depth": 4, "heads": 4, "rows": 12, "length": 64}
 # The vocabulary of 50257 is padded to a multiple of 128, on both sides.
 SMALL = {"vocab_size": 50304, "width": 768, "depth": 12, "heads": 12, "rows": 16, "length": 1024}
 WORKLOADS = {
     "gpt2-tiny": Workload(_gpt2, TINY, "gpt2", "tokens"),
     "gpt2-124m": Workload(_gpt2, SMALL, "gpt2", "tokens"),
+    "llama-160m": Workload(
+        _llama,
+        {"vocab_size": 32000, "width": 768, "hidden": 3072, "depth": 12, "heads": 12, "keys": 4, "rows": 16}
+        | {"length": 1024},
+        "llama.packed",
+        "tokens",
+    ),
+    "resnet18": Workload(_resnet, {"depth": 18, "side": 64, "rows": 16}, "resnet", "images", images=True),
+    "resnet50": Workload(_resnet, {"depth": 50, "side": 224, "rows": 128}, "resnet.bottleneck", "images", images=True),
+    "vit-s": Workload(
+        _vit, {"side": 224, "patch": 16, "width": 384, "depth": 12, "heads": 6, "rows": 128}, "vit", "images"
+    ),
     "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "mlp", "examples"),
 }

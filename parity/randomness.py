@@ -55,7 +55,7 @@ def drawn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
     >>> def loss_fn(params, batch, rng):
     ...     first, second = jax.random.split(rng)
     ...     keep = jax.random.bernoulli(first, 0.5, (2, 3)) & jax.random.bernoulli(second, 0.9, (2, 1))
-    ...     return Loss(jnp.where(keep, params, 0.0).sum(), 1), {}
+    ...     return Loss(jax.numpy.where(keep, params, 0.0).sum(), 1), {}
     >>> [(mask.shape, mask.dtype.name) for mask in drawn(loss_fn)(1.0, None, jax.random.key(0), None)]
     [((2, 3), 'bool'), ((2, 1), 'bool')]
     """
@@ -81,8 +81,8 @@ class GivenMasks(TorchDispatchMode):
     """Inside it PyTorch's dropout keeps what `masks` keep, one after another.
 
     A mask fits an activation of its own shape or, of three axes and more, with its last axis moved to the second
-    (NHWC to NCHW); where it fits both ways, as it is. Raises `UserError` for one that does not fit, and on leaving
-    where PyTorch's model drew fewer or more.
+    (NHWC to NCHW); where it fits both ways, as it is. One of two axes fits where those before the last were merged.
+    Raises `UserError` for one that does not fit, and on leaving where PyTorch's model drew fewer or more.
 
     >>> with GivenMasks([np.array([True, False])]):
     ...     torch.nn.functional.dropout(torch.ones(2), 0.75).tolist()
@@ -162,6 +162,8 @@ def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:
     for layout in (mask, channels_second):
         if layout.shape == tuple(noise.shape):
             return noise.copy_(torch.tensor(layout))
+    if mask.ndim == 2 and mask.size == noise.numel() and mask.shape[-1:] == noise.shape[-1:]:
+        return noise.copy_(torch.tensor(mask.reshape(noise.shape)))
     raise UserError(
         f"the JAX model's dropout mask is {list(mask.shape)}, the PyTorch model's {list(noise.shape)}: "
         "make both drop the same activations in the same order"

@@ -35,27 +35,35 @@ TOKENS = 17
 
 def case(dropout: float | None = None) -> Case:
     """Grouped queries and Llama 3.1's rotary scaling, on padded rows."""
-    return _case("llama", LLAMA, dropout)
+    return sized("llama", LLAMA, dropout)
 
 
 def qwen3(dropout: float | None = None) -> Case:
     """Norms on queries and keys, wider heads, tied embeddings."""
-    return _case("llama.qwen3", QWEN3, dropout)
+    return sized("llama.qwen3", QWEN3, dropout)
 
 
 def mistral(dropout: float | None = None) -> Case:
     """A window shorter than the rows."""
-    return _case("llama.mistral", MISTRAL, dropout)
+    return sized("llama.mistral", MISTRAL, dropout)
 
 
 def packed(dropout: float | None = None) -> Case:
     """Three sequences a row, which do not see each other."""
-    return _case("llama.packed", LLAMA, dropout, packed=True, clip_norm=1.4)
+    return sized("llama.packed", LLAMA, dropout, packed=True, clip_norm=1.4)
 
 
-def _case(
-    name: str, config: LlamaConfig, dropout: float | None, *, packed: bool = False, clip_norm: float = 1.75
+def sized(
+    name: str,
+    config: LlamaConfig,
+    dropout: float | None = None,
+    *,
+    packed: bool = False,
+    clip_norm: float = 1.75,
+    rows: int = 8,
+    tokens: int = TOKENS,
 ) -> Case:
+    """`rows` of so many `tokens`."""
     if dropout is not None:
         config = replace(config, attention_dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
@@ -72,8 +80,8 @@ def _case(
         loss_fn=loss_fn,
         params_like=params_like,
         names=torch_names(config),
-        batch=lambda seed, rows: draw(seed, rows, TOKENS, config.vocab_size),
-        rows=8,
+        batch=lambda seed, rows: draw(seed, rows, tokens, config.vocab_size),
+        rows=rows,
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=clip_norm,
     )

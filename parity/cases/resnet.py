@@ -26,20 +26,21 @@ SMALL_STEM = replace(BASIC, stem_kernel=3, stem_stride=1, stem_pool=False)
 
 def case() -> Case:
     """Layers of ResNet-18's kind, one without and one with a projection; running statistics are compared too."""
-    return _case("resnet", BASIC, side=16, clip_norm=2.4)
+    return sized("resnet", BASIC, side=16, clip_norm=2.4)
 
 
 def bottleneck() -> Case:
     """The same of ResNet-50's kind."""
-    return _case("resnet.bottleneck", BOTTLENECK, side=16, clip_norm=5.0)
+    return sized("resnet.bottleneck", BOTTLENECK, side=16, clip_norm=5.0)
 
 
 def small_stem() -> Case:
     """A stem for 8×8 images: 3×3, without stride and pooling."""
-    return _case("resnet.small-stem", SMALL_STEM, side=8, clip_norm=1.25)
+    return sized("resnet.small-stem", SMALL_STEM, side=8, clip_norm=1.25)
 
 
-def _case(name: str, config: ResNetConfig, side: int, clip_norm: float) -> Case:
+def sized(name: str, config: ResNetConfig, side: int, clip_norm: float, rows: int = 8) -> Case:
+    """`rows` images of `side` by `side`."""
     apply, params_like, state_like = functional_with_state(nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jaxtrain.Loss, dict[str, Any], Any]:
@@ -54,8 +55,8 @@ def _case(name: str, config: ResNetConfig, side: int, clip_norm: float) -> Case:
         loss_fn=loss_fn,
         params_like=params_like,
         names=torch_names(config),
-        batch=classification.images(side, side, config.num_channels, classes=CLASSES),
-        rows=8,
+        batch=classification.images(side, side, config.num_channels, classes=config.num_labels),
+        rows=rows,
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=clip_norm,
         state_like=state_like,

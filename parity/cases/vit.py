@@ -27,7 +27,11 @@ CONFIG = ViTConfig(
 
 def case(dropout: float = 0.0) -> Case:
     """8×12 images in 4×4 patches; `dropout` the rate of both kinds."""
-    config = replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return sized(replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+
+
+def sized(config: ViTConfig, rows: int = 16) -> Case:
+    """`rows` images of the config's size."""
     apply, params_like = functional(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))))
     return Case(
         name="vit",
@@ -37,7 +41,7 @@ def case(dropout: float = 0.0) -> Case:
         params_like=params_like,
         names=torch_names(config),
         batch=classification.images(*config.image_shape, classes=config.num_labels),
-        rows=16,
+        rows=rows,
         # With the default eps, Adam makes steps of the rounding noise that is the gradient of the key bias.
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=1.0,

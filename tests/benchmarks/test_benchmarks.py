@@ -3,16 +3,17 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import cli, suites
+from benchmarks import cli, suites, updates
 from benchmarks.engines import engine
 from benchmarks.features import FEATURES
 from benchmarks.job import Job
 from benchmarks.suites import SUITES, Suite, exponents, ratios
 from benchmarks.timing import Timing, timed
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import SMALL, WORKLOADS
 from jaxtrain.errors import RunFailed, UserError
 
 SIZES = {"vocab_size": 17, "width": 8, "depth": 1, "heads": 2, "rows": 4, "length": 4}
@@ -124,3 +125,16 @@ def test_wrong_usage_is_one_line(tmp_path, capsys):
 def test_pytorch_refuses_what_it_has_not():
     with pytest.raises(UserError, match="no counterpart"):
         engine(short("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])
+
+
+@pytest.mark.parametrize("update", updates.UPDATES)
+def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
+    sizes = {"vocab_size": 16, "width": 8, "depth": 2, "length": 4}
+    with jax.numpy_dtype_promotion("standard"):  # as optax expects it
+        for engine_name in updates.ENGINES:
+            built = updates.engine(Job(update, engine_name, sizes=sizes))
+            built.step()
+            built.step()
+    # Embeddings, a norm, and 12 n² + 13 n a block.
+    assert updates.parameters(sizes) == 16 * 8 + 4 * 8 + 2 * 8 + 2 * (12 * 64 + 13 * 8)
+    assert updates.parameters(SMALL) == 124_475_904

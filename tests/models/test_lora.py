@@ -109,7 +109,7 @@ def test_the_adapters_alone_are_trained():
     before = {"base": PARAMS, "lora": lora.init(jax.random.key(0), PARAMS, config)}
     state = step.init(before)
     losses = []
-    for _ in range(12):
+    for _ in range(25):
         state, metrics = step(state, TOKENS)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.05
@@ -126,7 +126,7 @@ def test_dropout_is_on_what_the_adapters_are_given_with_a_mask_for_each():
         return jt.Loss(apply(params, batch, rng=rng).sum(), 1), {}
 
     masks = jax.jit(drawn(loss_fn))(params, TOKENS, jax.random.key(0), None)
-    assert [mask.shape for mask in masks] == [(3, 6, 8), (3, 6, 8), (3, 6, 32)] * 2
+    assert [mask.shape for mask in masks] == [(18, 8), (18, 8), (18, 32)] * 2
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 6
     whole = lora.adapted(APPLY, CONFIG)(params, TOKENS)
     assert np.abs(apply(params, TOKENS, rng=jax.random.key(0)) - whole).max() > 1e-3

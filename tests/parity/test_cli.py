@@ -89,7 +89,7 @@ def test_a_case_that_differs_exits_1_and_says_where(
     assert written["cases"][0]["stage"].startswith("loss: ")
     first = written["cases"][0]["first_divergence"]
     assert first["torch"] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
-    assert first["jax_source"].startswith("jaxtrain/models/gpt2.py:")
+    assert first["jax_source"].startswith("jaxtrain/models/layer_norm.py:")
 
 
 def test_locate_exits_1_and_shows_both_lines(
@@ -104,7 +104,7 @@ def test_locate_exits_1_and_shows_both_lines(
     assert headline.startswith("gpt2 differs in 2 steps")
     assert operation.split("  ")[-1] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
     assert theirs.endswith("hidden_states = self.ln_1(hidden_states)")
-    assert "jaxtrain/models/gpt2.py:" in ours
+    assert "jaxtrain/models/layer_norm.py:" in ours
 
 
 def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxtrain
@@ -207,7 +208,13 @@ def test_a_gradient_that_is_stopped_is_located_in_its_layer() -> None:
     assert found.parameters[0].startswith("transformer.h.1.attn.c_proj")
 
 
-def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it() -> None:
+def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_flax(features: int, epsilon: float) -> Any:
+        return nnx.LayerNorm(features, epsilon=epsilon, use_fast_variance=False, rngs=nnx.Rngs(0))
+
+    monkeypatch.setattr("jaxtrain.models.gpt2.LayerNorm", of_flax)
     found = located(gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)))
     assert found.torch == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
     assert found.torch_source.endswith("hidden_states = self.ln_1(hidden_states)")

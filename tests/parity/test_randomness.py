@@ -201,3 +201,15 @@ def test_both_sides_drop_at_the_same_places_or_are_refused() -> None:
         check(dataclasses.replace(case, torch_model=mlp.case().torch_model), steps=1)
     with pytest.raises(UserError, match="the JAX model drew 0 dropout masks, the PyTorch model 1"):
         check(dataclasses.replace(mlp.case(), torch_model=case.torch_model), steps=1)
+
+
+def test_a_mask_of_merged_rows_is_that_of_the_activation():
+    mask = np.arange(12).reshape(6, 2) % 3 == 0
+    with GivenMasks([mask]):
+        dropped = F.dropout(torch.ones(2, 3, 2), 0.5)
+    np.testing.assert_array_equal(dropped.numpy() != 0, mask.reshape(2, 3, 2))
+    with (
+        pytest.raises(UserError, match=r"mask is \[4, 3\], the PyTorch model's \[2, 3, 2\]"),
+        GivenMasks([np.ones((4, 3), bool)]),
+    ):
+        F.dropout(torch.ones(2, 3, 2), 0.5)
