@@ -43,7 +43,8 @@ def _run(name: str, json_path: Path | None, html_path: Path | None, png_path: Pa
     from benchmarks.suites import SUITES, exponents, measured, ratios, rows
     from parity.attestation import environment
 
-    console = Console(highlight=False)
+    # A pipe has no width.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     with console.status("starting") as status:
         timings, ceilings = measured(SUITES[name], status.update if console.is_terminal else console.print)
     document: dict[str, Any] = {
