@@ -47,8 +47,8 @@ def main(args: list[str]) -> int:
     if task.names is None:
         raise UserError(f"{run.path} holds a run of {name}, of which PyTorch's names are not known")
     step = training_step(recipe, task.loss_fn)
-    params = task.params
-    like = jax.eval_shape(lambda: step.init(params, seed=recipe.seed))
+    params, model_state = task.params, task.model_state
+    like = jax.eval_shape(lambda: step.init(params, model_state=model_state, seed=recipe.seed))
     with Checkpoints(run.checkpoints) as checkpoints:
         state, _ = checkpoints.restore(like)
     optimizer = expression(recipe)
@@ -61,11 +61,12 @@ def main(args: list[str]) -> int:
             optimizer,
             task.names,
             params,
+            buffer_names=task.buffers.torch_order(model_state) if task.buffers else [],
             count=int(applied(state)),
             lr=recipe.lr,
             scaler=scaler,
             decays=lambda path: not no_decay(path),
         )
-    write_torch(out, to_torch(state, outline, optimizer, task.names))
+    write_torch(out, to_torch(state, outline, optimizer, task.names, task.buffers))
     print(f"{run.path} is {out}, after {int(applied(state))} updates: model, optimizer, scheduler, scaler, step")
     return 0

@@ -45,15 +45,17 @@ def main(args: list[str]) -> int:
     run.check_free()
     preflight.check_settings(asked.recipe)
     task = build(asked.recipe)
-    params_like = jax.eval_shape(lambda: task.params)
+    params_like, state_like = jax.eval_shape(lambda: (task.params, task.model_state))
     # The weights to start from are not those of the run: they need not be there twice.
-    task = dataclasses.replace(task, params=None)
+    task = dataclasses.replace(task, params=None, model_state=None)
     if task.names is None:
         raise UserError(f"{name} has no table of PyTorch's names: choose one of {', '.join(RECIPES)}")
     theirs = torch_run(
         read_torch(path, task.names.torch_order(params_like)),
         task.names,
         params_like,
+        buffers=task.buffers,
+        state_like=state_like,
         kind=_kind(asked.recipe.optimizer) if "--optimizer" in given else None,
         schedule=schedule_call(asked.recipe) if "--schedule" in given else None,
         updates=asked.updates,

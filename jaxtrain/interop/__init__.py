@@ -3,6 +3,7 @@
 from jaxtrain.interop.names import (
     AS_IS,
     CONV,
+    COUNT,
     LINEAR,
     NameTable,
     TorchParam,
@@ -15,6 +16,7 @@ from jaxtrain.interop.names import (
 __all__ = [
     "AS_IS",
     "CONV",
+    "COUNT",
     "LINEAR",
     "NameTable",
     "TorchParam",

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ def new_outline(
     names: NameTable,
     params_like: Any,
     *,
+    buffer_names: Sequence[str] = (),
     count: int,
     lr: float,
     scaler: Mapping[str, Any],
@@ -89,7 +90,8 @@ def new_outline(
         scheduler = {**stepped.state_dict(), "lr_lambdas": [None] * len(members)}
     order = names.torch_order(params_like)
     aliases = [alias for alias, name in names.tied.items() if name in order]
-    return Outline(order + aliases, optimizer.state_dict()["param_groups"], group_names, scheduler, scaler, count)
+    tensors = [*order, *aliases, *buffer_names]
+    return Outline(tensors, optimizer.state_dict()["param_groups"], group_names, scheduler, scaler, count)
 
 
 def _members(

@@ -4,12 +4,15 @@ flax's differs in three ways: its momentum is the weight of the old statistics, 
 and it computes the variance as E[x²] − E[x]².
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
+from jaxtrain.interop import AS_IS, COUNT, NameTable, TorchParam
 from jaxtrain.precision import kernel
 
 
@@ -63,3 +66,19 @@ def _normalised(
     x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
 ) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale.reshape(mean.shape) + bias.reshape(mean.shape)
+
+
+def running_statistics(layers: Mapping[str, str]) -> NameTable:
+    """PyTorch's names of the running statistics of the `BatchNorm`s at these paths, its modules being the values."""
+    names = {
+        "mean": ("running_mean", AS_IS),
+        "var": ("running_var", AS_IS),
+        "count": ("num_batches_tracked", COUNT),
+    }
+    return NameTable(
+        {
+            f"{path}/{ours}": TorchParam(f"{module}.{theirs}", layout)
+            for path, module in layers.items()
+            for ours, (theirs, layout) in names.items()
+        }
+    )

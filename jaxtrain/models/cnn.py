@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.interop import AS_IS, CONV, NameTable, TorchParam, linear_after_flatten
-from jaxtrain.models.batch_norm import BatchNorm
+from jaxtrain.models.batch_norm import BatchNorm, running_statistics
 from jaxtrain.models.dropout import dropout
 
 
@@ -59,5 +59,4 @@ def torch_names(
 
 def torch_buffers() -> NameTable:
     """The names of the BatchNorm's running statistics in the same model."""
-    names = {"mean": "running_mean", "var": "running_var", "count": "num_batches_tracked"}
-    return NameTable({f"norm/{ours}": TorchParam(f"1.{theirs}") for ours, theirs in names.items()})
+    return running_statistics({"norm": "1"})

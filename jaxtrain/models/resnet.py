@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import CONV, LINEAR, NameTable, TorchParam
-from jaxtrain.models.batch_norm import BatchNorm
+from jaxtrain.models.batch_norm import BatchNorm, running_statistics
 from jaxtrain.models.convolution import conv, max_pool
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
 from jaxtrain.remat import block
@@ -166,14 +166,8 @@ def torch_names(config: ResNetConfig) -> NameTable:
 
 def torch_buffers(config: ResNetConfig) -> NameTable:
     """The names of the running statistics in the same model."""
-    names = {"mean": "running_mean", "var": "running_var", "count": "num_batches_tracked"}
-    return NameTable(
-        {
-            f"{path}/normalization/{ours}": TorchParam(f"{module}.normalization.{theirs}")
-            for path, module in _conv_norms(config)
-            for ours, theirs in names.items()
-        }
-    )
+    layers = {f"{ours}/normalization": f"{theirs}.normalization" for ours, theirs in _conv_norms(config)}
+    return running_statistics(layers)
 
 
 def _conv_norms(config: ResNetConfig) -> Iterator[tuple[str, str]]:

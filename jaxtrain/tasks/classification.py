@@ -11,7 +11,7 @@ from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folde
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp
+from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet
 from jaxtrain.models.resnet import ResNet, ResNetConfig
 from jaxtrain.objective import Loss, LossFn
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
@@ -59,6 +59,7 @@ def classification_task(recipe: ImageRecipe) -> Task:
         },
         references={"class entropy": float(present @ np.log(1 / present))},
         names=_names(recipe, shape),
+        buffers=resnet.torch_buffers(_resnet_config(recipe, shape)) if isinstance(recipe, ResNetRecipe) else None,
     )
 
 
@@ -114,9 +115,9 @@ def _with_state(model: nnx.Module, judged: Judged) -> tuple[Any, Any, LossFn]:
     return params, model_state, loss_fn
 
 
-def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable | None:
+def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable:
     if isinstance(recipe, ResNetRecipe):
-        return None  # a checkpoint without its running statistics would be half of it
+        return resnet.torch_names(_resnet_config(recipe, shape))
     if isinstance(recipe, CNNRecipe):
         return cnn.torch_names((shape[0], shape[1], shape[2]), recipe.width)
     return mlp.torch_names(2)

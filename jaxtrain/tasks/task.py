@@ -39,6 +39,8 @@ class Task:
     """`sample(params, seed)`: text from the model, where it makes any."""
     names: NameTable | None = None
     """PyTorch's names for the parameters, in the order of its model; without them no checkpoint comes in or out."""
+    buffers: NameTable | None = None
+    """PyTorch's names for `model_state`."""
 
 
 def row_weights(batch: Mapping[str, Any], rows: int) -> Any:

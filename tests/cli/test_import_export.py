@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
 from jaxtrain.cli import main
 from jaxtrain.data import digits
-from jaxtrain.data.loader import Loader
+from jaxtrain.data.loader import Loader, epoch_batches
 from jaxtrain.runner import RunFolder
 from jaxtrain.runner.optimizer import schedule
+from jaxtrain.tasks import build
 
 MLP = "--model digits-mlp --hidden 8 --batch-size 16 --clip-norm 0.5 --steps 6"
 LOGGING = "--log-every 1 --eval-every 6"
@@ -157,6 +158,71 @@ def test_weights_alone_begin_a_run(capsys):
     assert "after 0 updates: adamw" in capsys.readouterr().out
     assert run("export run --out out.pt") == 0
     assert_close(model, "out.pt", 0)
+
+
+RESNET = "--model digits-resnet --width 4 --batch-size 16 --clip-norm 0.5 --steps 6"
+
+
+class Pictures(torch.nn.Module):
+    """The recipe's ResNet, of transformers' parts, for pictures as the loader gives them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"}
+        self.model = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=10, **sizes))
+        self.model.resnet.embedder.pooler = torch.nn.Identity()
+        self.model.resnet.embedder.embedder.convolution = torch.nn.Conv2d(1, 4, 3, padding=1, bias=False)
+
+    def forward(self, images):
+        return self.model(images.permute(0, 3, 1, 2)).logits
+
+
+def test_running_statistics_go_along_in_both_directions():
+    pictures = Pictures()
+    # Without eps a bias before a BatchNorm, whose gradient is rounding alone, would take steps of lr.
+    optimizer = torch.optim.AdamW(pictures.parameters(), lr=1e-2, eps=1e-4)
+    scheduler = LambdaLR(optimizer, lambda t: 1 - t / 10)
+    loader = Loader(digits()[0], 16, 0)
+    batches = [next(loader) for _ in range(6)]
+    train(pictures, optimizer, scheduler, batches[:3])
+    save("three.pt", pictures.model, optimizer, scheduler)
+    decay = "wsd(lr=0.01, warmup_steps=0, stable_steps=0, decay_steps=10)"
+    assert main([*f"import-torch three.pt {RESNET} --out run --schedule".split(), decay]) == 0
+    assert run("export run --out same.pt") == 0
+    saved, same = (torch.load(path, weights_only=True)["model"] for path in ("three.pt", "same.pt"))
+    assert list(saved) == list(same)
+    for name, tensor in saved.items():
+        assert torch.equal(same[name], tensor)
+        assert same[name].dtype == tensor.dtype
+    assert run("train --resume --out run " + LOGGING) == 0
+    assert run("export run --out six.pt") == 0
+    train(pictures, optimizer, scheduler, batches[3:])
+    assert_close(pictures.model, "six.pt", 1e-3)
+    counts = [x for name, x in pictures.model.state_dict().items() if name.endswith("num_batches_tracked")]
+    assert counts
+    assert all(count == 6 for count in counts)
+
+
+def test_running_statistics_of_a_run_that_began_here_are_pytorchs():
+    assert run(f"train digits-resnet --width 4 --batch-size 16 --steps 3 --out run {LOGGING}") == 0
+    assert run("export run --out three.pt") == 0
+    saved = torch.load("three.pt", weights_only=True)["model"]
+    pictures = Pictures()
+    pictures.model.load_state_dict(saved)
+    recipe = RunFolder(Path("run")).read_recipe()[1]
+    task = build(recipe)
+    evaluated = 0.0
+    pictures.eval()
+    with torch.no_grad():
+        for batch in epoch_batches(task.validation, 16):
+            logits = pictures(torch.from_numpy(batch["image"]))
+            losses = torch.nn.functional.cross_entropy(
+                logits, torch.from_numpy(batch["label"]).long(), reduction="none"
+            )
+            evaluated += float(losses @ torch.from_numpy(batch["weight"]))
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["eval_loss"] == pytest.approx(evaluated / len(task.validation), rel=1e-5)
 
 
 BAD = {
