@@ -11,15 +11,20 @@ import time
 from typing import Any
 
 from benchmarks.job import Job
+from jaxtrain.host_memory import keep_host_memory
 
 WARM_UP = 3
 
 
 def main(line: str) -> None:
     """Build the engine of a job, and obey standard input."""
+    job = Job.from_json(line)
+    # As `jaxtrain train` does. PyTorch's float32 gains 2 to 14% by it too; its bfloat16 would be 40% slower.
+    if job.engine == "jax" or job.precision == "fp32":
+        keep_host_memory()
     with tempfile.TemporaryDirectory() as cache:
         _keep_compilations_in(cache)
-        _serve(Job.from_json(line))
+        _serve(job)
 
 
 def _serve(job: Job) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.nonfinite import all_finite
 
 
 class LossScaleState(NamedTuple):
@@ -249,8 +250,3 @@ def _times(scale: jax.Array, factor: float) -> jax.Array:
     """float32 by a double, rounded once, as PyTorch's kernel multiplies: 1.7 is no float32."""
     with jax.enable_x64(True):
         return (scale.astype(np.float64) * factor).astype(np.float32)
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """bool[]: whether no leaf holds an inf or a NaN."""
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))

@@ -1,10 +1,16 @@
-"""Where a window's gradient first stopped being finite: in which micro-batch, and there in which parameter."""
+"""Where a window's gradient first stopped being finite: in which micro-batch, and there in which parameter.
+
+Squares are summed to find out: these sums are the gradient norm's, so that the compiler makes them once. Only where one
+of them is not finite are the elements looked at, for it may have overflowed.
+"""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import lax
 
 from jaxtrain.frozen import path_name
 
@@ -28,9 +34,25 @@ def locate(grads: Any, micro_batch: jax.Array | int) -> Nonfinite:
     >>> int(found.micro_batch), int(found.leaf)
     (3, 1)
     """
-    finite = jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-    found = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
-    return _choose(jnp.all(finite), nowhere(), found)
+
+    def found() -> Nonfinite:
+        finite = finite_leaves(grads)
+        first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
+        return _choose(jnp.all(finite), nowhere(), first)
+
+    return lax.cond(jnp.isfinite(optax.tree.norm(grads)), nowhere, found)
+
+
+def all_finite(grads: Any) -> jax.Array:
+    """bool[]: whether no leaf holds an inf or a NaN."""
+    return lax.cond(
+        jnp.isfinite(optax.tree.norm(grads)), lambda: jnp.array(True), lambda: jnp.all(finite_leaves(grads))
+    )
+
+
+def finite_leaves(grads: Any) -> jax.Array:
+    """bool[number of leaves]: which hold neither inf nor NaN."""
+    return jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
 
 
 def earlier(first: Nonfinite, second: Nonfinite) -> Nonfinite:

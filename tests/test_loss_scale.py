@@ -15,7 +15,6 @@ from hypothesis.extra.numpy import arrays
 
 import jaxtrain as jt
 from jaxtrain.loss_scale import (
-    all_finite,
     consecutive,
     current_scale,
     dynamic_loss_scale,
@@ -26,6 +25,7 @@ from jaxtrain.loss_scale import (
     state_dict,
     static_loss_scale,
 )
+from jaxtrain.nonfinite import all_finite
 
 TRACES, UPDATES = 8, 24
 # The factors multiply at most UPDATES times, so that no scale leaves float32's normal range downwards: there XLA's CPU

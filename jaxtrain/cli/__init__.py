@@ -6,14 +6,19 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.errors import UserError
+from jaxtrain.host_memory import keep_host_memory
 
 COMMANDS = {
-    "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume] [--field value …]",
+    "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
     "doctor": "what is installed, which devices answer, what is wrong and what mends it",
     "sample": "write text from a trained language model: jaxtrain sample DIR",
     "import-torch": "take over a run of PyTorch's: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
+    "eval": "a trained run's mistakes, example by example: jaxtrain eval DIR [--worst N] [--out PAGE.html]",
     "export": "write a run as PyTorch reads it: jaxtrain export DIR --format torch --out CKPT.pt",
 }
+
+
+_LONGEST = 1000  # characters of an error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,11 +31,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             raise
-        print(f"jaxtrain: {error}", file=sys.stderr)
+        print(f"jaxtrain: {_one_line(str(error))}", file=sys.stderr)
         return error.exit_status
+    except Exception as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        said = _one_line(str(error).partition("\n")[0])
+        print(f"jaxtrain: out of memory ({said}): make batch_size or the model smaller", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("jaxtrain: interrupted", file=sys.stderr)
         return 130
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # XLA's status (absl::StatusCode::kResourceExhausted); jax need not be imported to ask.
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _one_line(message: str) -> str:
+    """The message with what is not to be printed written out, and cut: it may quote a file, which may hold anything."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in message)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
 
 
 def _dispatch(args: list[str]) -> int:
@@ -41,6 +63,7 @@ def _dispatch(args: list[str]) -> int:
         return 0 if args else 2
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
+    keep_host_memory()  # before anything heavier is imported
     return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
 
 

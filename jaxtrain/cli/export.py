@@ -13,7 +13,7 @@ from jaxtrain.interop.torch_file import write_torch
 from jaxtrain.interop.torch_run import to_torch
 from jaxtrain.loss_scale import LossScaleState, dynamic_loss_scale, state_dict
 from jaxtrain.optim import no_decay
-from jaxtrain.runner import RunFolder
+from jaxtrain.runner import RunFolder, preflight
 from jaxtrain.runner.checkpoint import Checkpoints
 from jaxtrain.runner.optimizer import expression, loss_scale, training_step
 from jaxtrain.step import applied
@@ -41,6 +41,7 @@ def main(args: list[str]) -> int:
     out = asked.out or folder.with_name(f"{folder.name}.pt")
     run = RunFolder(folder)
     name, recipe = run.read_recipe()
+    preflight.check_settings(recipe)
     if out.exists():
         raise UserError(f"{out} is there already: choose another --out")
     task = build(recipe)

@@ -77,12 +77,14 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     step = training_step(recipe, task.loss_fn)
     state = theirs.state(step, accumulate=recipe.accumulate, seed=recipe.seed)
     position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.outline.count}
-    run.create(name, recipe)
+    run.make()
     if theirs.expression is not None:
         write_outline(run.torch, theirs.outline)
     run.metrics.touch()
     with Checkpoints(run.checkpoints) as checkpoints:
         checkpoints.save(state, position)
+    # Last: a folder with settings is a run, and this one is none without its checkpoint.
+    run.write_config(name, recipe)
 
 
 def _recipe_of(theirs: TorchRun, recipe: Recipe, given: set[str]) -> Recipe:

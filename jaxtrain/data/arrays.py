@@ -1,15 +1,16 @@
 """Labelled arrays in memory: scikit-learn's digits and .npz files."""
 
+import math
 import os
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtrain.archive import check_members, is_zip
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
@@ -76,15 +77,17 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
     >>> train.images.shape, float(train.images.max()), len(validation)
     ((18, 4, 4, 1), 1.0, 2)
 
-    Raises UserError if the file is missing or no npz, and if an array is missing, empty, of objects, of
-    another length than its partner, or, for labels, not of integers [N].
+    Raises UserError if the file is missing, no npz, or unpacks to far more than it is or than its headers say, and if
+    an array is missing, empty, of objects, holds inf or NaN, is of another length than its partner, or, for labels,
+    not of integers [N].
     """
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file} is not a file: give one written by numpy.savez")
-    if not zipfile.is_zipfile(file):
+    if not is_zip(file):
         raise UserError(f"{file} is not an npz file: write one with numpy.savez(path, x=images, y=labels)")
-    with np.load(file, allow_pickle=False) as archive:
+    check_members(file)
+    with zipfile.ZipFile(file) as archive:
         train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
         validation_keys = _present_pair(archive, _VALIDATION_KEYS)
         if validation_keys is None:
@@ -109,12 +112,17 @@ def check_labels(source_labels: NDArray[np.integer[Any]], classes: int) -> None:
         )
 
 
-def _present_pair(archive: np.lib.npyio.NpzFile, pairs: tuple[Keys, ...]) -> Keys | None:
+def _present_pair(archive: zipfile.ZipFile, pairs: tuple[Keys, ...]) -> Keys | None:
     """The first pair of names of which the archive has at least one."""
-    return next((pair for pair in pairs if not set(archive.files).isdisjoint(pair)), None)
+    return next((pair for pair in pairs if not set(_arrays(archive)).isdisjoint(pair)), None)
 
 
-def _read_pair(archive: np.lib.npyio.NpzFile, file: Path, keys: Keys) -> Arrays:
+def _arrays(archive: zipfile.ZipFile) -> list[str]:
+    """Their names, as numpy.load has them."""
+    return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+
+
+def _read_pair(archive: zipfile.ZipFile, file: Path, keys: Keys) -> Arrays:
     images, labels = (_read_array(archive, file, key) for key in keys)
     where = f"{file}: {keys[1]!r}"
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
@@ -123,24 +131,51 @@ def _read_pair(archive: np.lib.npyio.NpzFile, file: Path, keys: Keys) -> Arrays:
         raise UserError(f"{file}: {keys[0]!r} is {images.dtype} {list(images.shape)}: save numbers [N, ...]")
     if len(images) != len(labels):
         raise UserError(f"{where} has {len(labels)} labels for {len(images)} images: save as many")
+    if max(abs(int(labels.min())), int(labels.max())) > np.iinfo(np.int32).max:
+        raise UserError(f"{where} runs from {labels.min()} to {labels.max()}, beyond int32: number the classes from 0")
     scale = np.float32(255 if images.dtype == np.uint8 else 1)
-    pixels = images.astype(np.float32) / scale
+    with np.errstate(over="ignore"):
+        pixels = images.astype(np.float32) / scale
+    if not np.isfinite(pixels).all():
+        raise UserError(f"{file}: {keys[0]!r} holds inf or NaN, in float32: mend the data")
     return Arrays(pixels[..., None] if pixels.ndim == 3 else pixels, labels.astype(np.int32))
 
 
-def _read_array(archive: np.lib.npyio.NpzFile, file: Path, key: str) -> NDArray[Any]:
-    if key not in archive.files:
-        present = ", ".join(archive.files) or "nothing"
+def _read_array(archive: zipfile.ZipFile, file: Path, key: str) -> NDArray[Any]:
+    if key not in _arrays(archive):
+        present = ", ".join(_arrays(archive)) or "nothing"
         raise UserError(f"{file} has no array {key!r}, only {present}: save images as x and labels as y")
+    where, member = f"{file}: {key!r}", archive.getinfo(f"{key}.npy")
     try:
-        array = np.asarray(archive[key])
-    except ValueError:  # numpy's refusal to unpickle
-        raise UserError(f"{file}: {key!r} is an array of objects: save it as an array of numbers") from None
-    except (OSError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{file}: {key!r} cannot be read ({error}): write the file again") from None
-    if not array.size:
-        raise UserError(f"{file}: {key!r} is empty, of shape {list(array.shape)}: save at least one example")
+        with archive.open(member) as stream:
+            shape, dtype = _read_header(stream)
+            held = member.file_size - stream.tell()
+        if dtype.hasobject:
+            raise UserError(f"{where} is an array of objects: save it as an array of numbers")
+        # Before numpy makes room for what the header says.
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != held:
+            raise UserError(f"{where} is said to be {dtype} {list(shape)} but has {held} bytes: write the file again")
+        if not held:
+            raise UserError(f"{where} is empty, of shape {list(shape)}: save at least one example")
+        with archive.open(member) as stream:
+            array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
+    except UserError:
+        raise
+    except Exception as error:  # zipfile, zlib and the parsers of headers, Python's own, have many
+        raise UserError(f"{where} cannot be read ({error}): write the file again") from None
     return array
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """(shape, dtype) of the `.npy` that begins here. Version 3.0 is for names of fields, which ours have none of."""
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise ValueError(f"a .npy of version {version}")
+    return shape, dtype
 
 
 def _split_arrays(arrays: Arrays, validation_fraction: float) -> tuple[Arrays, Arrays]:

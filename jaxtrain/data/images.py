@@ -1,9 +1,13 @@
 """Folders of images, one sub-folder a class, decoded when asked for."""
 
+import contextlib
+import mmap
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +18,9 @@ from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
 
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp"}
+# By no other of Pillow's readers, whatever a file says it is: that of EPS runs Ghostscript.
+_FORMATS = ("PNG", "JPEG", "BMP")
+_MOST_PIXELS = 2**24  # in float32 and three channels, 192 MiB
 _GREY_MODES = {"1", "L"}
 _EIGHT_BIT_MODES = _GREY_MODES | {"LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 
@@ -34,13 +41,8 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, index: int, /) -> Example:
-        from PIL import Image
-
-        try:
-            with Image.open(self.files[index]) as image:
-                pixels = np.asarray(image.convert(self.mode), np.float32) / np.float32(255)
-        except (OSError, SyntaxError) as error:  # Pillow calls a broken PNG a SyntaxError
-            raise UserError(f"{self.files[index]} cannot be decoded ({error}): mend or remove it") from None
+        with _opened(self.files[index]) as image:
+            pixels = np.asarray(image.convert(self.mode), np.float32) / np.float32(255)
         return {"image": pixels.reshape(*pixels.shape[:2], -1), "label": self.labels[index]}
 
 
@@ -62,7 +64,8 @@ def image_folder(path: str | os.PathLike[str]) -> tuple[ImageFolder, ImageFolder
     (('cat', 'dog'), 18, 2, (2, 4, 3))
 
     Raises UserError if Pillow is missing, if there are no classes or a class has no image, and for the first
-    image that is unreadable, deeper than 8 bits a channel, or of another size than those before.
+    image that is unreadable, of more than 16 million pixels, deeper than 8 bits a channel, or of another size than
+    those before.
     """
     root = Path(path)
     if not root.is_dir():
@@ -87,18 +90,13 @@ def image_folder(path: str | os.PathLike[str]) -> tuple[ImageFolder, ImageFolder
 
 def _common_mode(files: Sequence[Path]) -> str:
     """The mode to decode all files in, having read every header and seen one size."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError("image folders need Pillow: pip install pillow") from None
     modes = set()
     first_size: tuple[int, int] | None = None
     for file in files:
-        try:
-            with Image.open(file) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # Pillow's doubt about a size
+            with _opened(file) as image:
                 size, mode = image.size, image.mode
-        except (OSError, SyntaxError):
-            raise UserError(f"{file} is not an image that can be read: mend or remove it") from None
         if mode not in _EIGHT_BIT_MODES:  # Pillow would clip it to 255 without a word
             raise UserError(f"{file} has pixels of mode {mode}: convert it to 8 bits a channel")
         first_size = first_size or size
@@ -109,3 +107,29 @@ def _common_mode(files: Sequence[Path]) -> str:
             )
         modes.add(mode)
     return "L" if modes <= _GREY_MODES else "RGB"
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """The image in the file, its header read. Raises UserError for what goes wrong then, or in its use."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise UserError("image folders need Pillow: pip install pillow") from None
+    try:
+        # Mapped: of a file Pillow would make room for as much as a chunk is said to be.
+        with (
+            file.open("rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            Image.open(content, formats=_FORMATS) as image,  # type: ignore[arg-type]
+        ):
+            if image.width * image.height > _MOST_PIXELS:
+                raise UserError(f"{file} is {image.width}x{image.height}, more than can be held: make it smaller")
+            yield image
+    except UserError:
+        raise
+    except UnidentifiedImageError:
+        raise UserError(f"{file} is not an image that can be read, png, jpg or bmp: mend or remove it") from None
+    except Exception as error:  # a SyntaxError for a broken PNG, a DecompressionBombError, and more
+        said = str(error) or type(error).__name__
+        raise UserError(f"{file} cannot be decoded ({said}): mend or remove it") from None

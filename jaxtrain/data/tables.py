@@ -1,10 +1,16 @@
-"""Rows of tables on disk: parquet and Arrow files, and what Hugging Face's `datasets` saved or loaded."""
+"""Rows of tables on disk: parquet and Arrow files, and what Hugging Face's `datasets` saved or loaded.
 
+What a file says is not believed: every value is validated before it is made an object, because Arrow follows the
+offsets of a damaged file out of its memory.
+"""
+
+import contextlib
+import json
 import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtrain.archive import check_expansion
 from jaxtrain.data.files import files_under
 from jaxtrain.data.rows import split_source
 from jaxtrain.data.source import Example, Source
@@ -19,7 +26,10 @@ from jaxtrain.errors import UserError
 
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
 _CACHED = 256 * 2**20  # bytes of decoded row groups
+_PIECE = 1024  # rows decoded at a time
 _SAVED = ("dataset_dict.json", "state.json")  # what datasets.save_to_disk leaves in a folder
+_LONGEST_JSON = 2**24  # bytes, of those
+_ROWS_A_BYTE = 1000  # more than that of any file are not data
 _VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 
 
@@ -30,7 +40,8 @@ class ParquetRows:
     is bounded; but where a file decodes to more than that, a shuffled pass decodes a group for almost every row: write
     such a file with small row groups, or as an Arrow file.
 
-    Raises UserError for a file that is no parquet and for a column that is not there.
+    Raises UserError for a file that is no parquet and for a column that is not there; on access, for a group that is
+    damaged or decodes to far more than the file holds.
     """
 
     def __init__(self, files: Sequence[Path], columns: Sequence[str] | None = None, cache_bytes: int = _CACHED) -> None:
@@ -39,13 +50,14 @@ class ParquetRows:
         self._groups: list[tuple[Path, int]] = []
         counts: list[int] = []
         for file in self.files:
-            try:
+            with _reading(file, "a parquet file"):
                 metadata = parquet.read_metadata(file)
-            except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-                raise UserError(f"{file} is not a parquet file that can be read ({_line(error)}): mend it") from None
-            columns = _present(metadata.schema.to_arrow_schema().names, columns, file)
-            self._groups += [(file, g) for g in range(metadata.num_row_groups)]
-            counts += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+                names = metadata.schema.to_arrow_schema().names
+                of_groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+            columns = _present(names, columns, file)
+            _check_count(min(of_groups, default=0), sum(of_groups), file)
+            self._groups += [(file, g) for g in range(len(of_groups))]
+            counts += of_groups
         self.columns = tuple(columns or ())
         self._ends = list(accumulate(counts))
         self._cache: OrderedDict[int, Any] = OrderedDict()
@@ -71,8 +83,8 @@ class ParquetRows:
             self._cache.move_to_end(group)
             return self._cache[group]
         file, number = self._groups[group]
-        with _pyarrow("parquet").ParquetFile(file) as opened:
-            self._cache[group] = opened.read_row_group(number, columns=list(self.columns))
+        count = self._ends[group] - (self._ends[group - 1] if group else 0)
+        self._cache[group] = _row_group(file, number, list(self.columns), count)
         while len(self._cache) > 1 and sum(table.nbytes for table in self._cache.values()) > self.cache_bytes:
             self._cache.popitem(last=False)
         return self._cache[group]
@@ -92,6 +104,7 @@ class ArrowRows:
         for file in self.files:
             table = _mapped(file)
             columns = _present(table.schema.names, columns, file)
+            _check_count(table.num_rows, table.num_rows, file)
             tables.append(table.select(columns))
         self.columns = tuple(columns or ())
         try:
@@ -138,13 +151,13 @@ def table(path: str | os.PathLike[str], columns: Sequence[str] | None = None) ->
 
         table("reviews.parquet", ["text", "stars"])[0]  # {"text": "…", "stars": np.int32(4)}
 
-    Raises UserError if there is no table, if pyarrow (or datasets) is missing, and as the sources it returns.
+    Raises UserError if there is no table, if pyarrow is missing, and as the sources it returns.
     """
     root = Path(path)
     if (root / _SAVED[0]).exists():
         raise UserError(f"{root} holds several splits: give one of its sub-folders")
     if (root / _SAVED[1]).exists():
-        return DatasetRows(_datasets().load_from_disk(str(root)), columns)
+        return ArrowRows(_files_of_saved(root), columns)
     files = [root] if root.is_file() else files_under(root)
     of_kind = {
         kind: [f for f in files if f.suffix.lower() in suffixes]
@@ -169,11 +182,11 @@ def split_table(
     root = Path(path)
     if not (root / _SAVED[0]).exists():
         return split_source(table(root, columns), validation_fraction)
-    splits = _datasets().load_from_disk(str(root))
+    splits = _said(root / _SAVED[0], "splits", root)
     held_out = next((name for name in _VALIDATION_SPLITS if name in splits), None)
     if "train" not in splits or held_out is None:
         raise UserError(f"{root} has the splits {', '.join(splits)}: name them train and {_VALIDATION_SPLITS[0]}")
-    return DatasetRows(splits["train"], columns), DatasetRows(splits[held_out], columns)
+    return table(root / "train", columns), table(root / held_out, columns)
 
 
 def is_table(path: Path) -> bool:
@@ -215,22 +228,78 @@ def row_value(value: Any, where: str) -> str | bytes | NDArray[Any] | np.generic
 
 
 def _row(table: Any, row: int, where: str) -> Example:
-    names = table.schema.names
-    return {n: row_value(table.column(n)[row].as_py(), f"{n!r} in {where}") for n in names}
+    with _reading(where, "a row"):
+        values = {}
+        for name in table.schema.names:
+            value = table.column(name).slice(row, 1)
+            value.validate(full=True)
+            values[name] = value[0].as_py()
+    return {name: row_value(value, f"{name!r} in {where}") for name, value in values.items()}
+
+
+def _row_group(file: Path, number: int, columns: list[str], count: int) -> Any:
+    """The table of a row group of `count` rows, decoded in pieces: a little of a file can decode to anything."""
+    arrow, size, pieces = _pyarrow(), 0, []
+    with _reading(file, "a parquet file"), _pyarrow("parquet").ParquetFile(file) as opened:
+        for piece in opened.iter_batches(_PIECE, row_groups=[number], columns=columns):
+            size += piece.nbytes
+            check_expansion(f"row group {number} of {file}", size, file.stat().st_size)
+            pieces.append(piece)
+    if (held := sum(piece.num_rows for piece in pieces)) != count:
+        raise UserError(f"row group {number} of {file} has {held} rows where {count} are said to be: write it again")
+    return arrow.Table.from_batches(pieces)
 
 
 def _mapped(file: Path) -> Any:
     """The table of an IPC file or stream, on mapped memory."""
     arrow = _pyarrow()
-    try:
+    with _reading(file, "an Arrow file"):
         mapped = arrow.memory_map(str(file))
         try:
-            return arrow.ipc.open_file(mapped).read_all()
+            opened = arrow.ipc.open_file(mapped)
         except arrow.ArrowInvalid:
             mapped.seek(0)
-            return arrow.ipc.open_stream(mapped).read_all()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not an Arrow file that can be read ({_line(error)}): mend it") from None
+            opened = arrow.ipc.open_stream(mapped)
+        table = opened.read_all()
+        table.validate()
+        table.schema.names  # noqa: B018, each is decoded, if it can be
+        return table
+
+
+def _files_of_saved(root: Path) -> list[Path]:
+    """The files of a dataset saved in a folder, which are in it."""
+    entries = _said(root / _SAVED[1], "_data_files", root, key="filename")
+    return [root / name for name in entries]
+
+
+def _said(file: Path, field: str, root: Path, key: str | None = None) -> list[str]:
+    """The names that a JSON file lists under `field`, each under `key`. Raises UserError where one is no neighbour."""
+    try:
+        if file.stat().st_size > _LONGEST_JSON:
+            raise ValueError(f"{file.stat().st_size:,} bytes")
+        entries = json.loads(file.read_text("utf-8"))[field]
+        names = [entry if key is None else entry[key] for entry in entries]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is none that datasets wrote ({_line(error)}): save the dataset again") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (root / name).exists():
+            raise UserError(f"{file} names {name!r}, which is not beside it: save the dataset again")
+    return names
+
+
+def _check_count(least: int, count: int, file: Path) -> None:
+    if least < 0 or count > _ROWS_A_BYTE * file.stat().st_size:
+        raise UserError(f"{file} is said to have {count:,} rows, more than it can: write it again")
+
+
+@contextlib.contextmanager
+def _reading(where: Any, what: str) -> Iterator[None]:
+    """Raises UserError for what Arrow finds wrong within it."""
+    arrow = _pyarrow()
+    try:
+        yield
+    except (arrow.ArrowException, OSError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{where} is not {what} that can be read ({_line(error)}): mend it") from None
 
 
 def _present(names: Sequence[str], asked: Sequence[str] | None, where: Any) -> Sequence[str]:
@@ -248,14 +317,6 @@ def _pyarrow(module: str | None = None) -> Any:
     except ImportError:
         raise UserError("tables need pyarrow: pip install 'jaxtrain[data]'") from None
     return getattr(pyarrow, module) if module else pyarrow
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError("a saved dataset needs datasets: pip install 'jaxtrain[data]'") from None
-    return datasets
 
 
 def _line(error: Exception) -> str:

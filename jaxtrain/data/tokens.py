@@ -98,7 +98,10 @@ class FileTokenizer:
 
     def encode(self, text: str) -> Tokens:
         """The tokens of `text`, without those a template would put around it."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise UserError(f"{self.file} cannot take {text[:20]!r}… to tokens ({error}): mend it") from None
 
     def encode_file(self, content: bytes) -> Tokens:
         """The tokens of its text; what is no UTF-8 becomes U+FFFD."""
@@ -130,7 +133,14 @@ def _read(file: Path) -> Any:
     if not file.is_file():
         raise UserError(f"{file} is not a file: give a tokenizer.json")
     try:
-        return Read.from_file(str(file))
-    except Exception as error:  # tokenizers raises Exception itself
-        first = str(error).splitlines()[0]
+        found = Read.from_file(str(file))
+        last = max(found.get_vocab(with_added_tokens=True).values(), default=-1)
+    except BaseException as error:  # tokenizers raises Exception itself, and where its Rust panics a BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        first = str(error).partition("\n")[0]
         raise UserError(f"{file} is not a tokenizer.json that can be read ({first}): give one") from None
+    # A model has as many rows of its embedding, and JAX takes the last one for any beyond.
+    if last >= found.get_vocab_size(with_added_tokens=True):
+        raise UserError(f"{file} numbers {found.get_vocab_size()} tokens up to {last}: number them without gaps")
+    return found

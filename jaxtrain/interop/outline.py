@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import mistyped
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import installed_torch, load, save
 from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, Expression, built
@@ -45,9 +46,12 @@ def write_outline(path: Path, outline: Outline) -> None:
 def read_outline(path: Path) -> Outline:
     """What `write_outline` wrote. Raises `UserError` where that is not what the file holds."""
     try:
-        return Outline(**load(path))
+        outline = Outline(**load(path))
     except TypeError as error:
         raise UserError(f"{path} is not what was kept of a PyTorch checkpoint ({error}): restore it") from error
+    if wrong := mistyped(outline):
+        raise UserError(f"{path} is not what was kept of a PyTorch checkpoint ({wrong[0]}): restore it")
+    return outline
 
 
 def new_outline(

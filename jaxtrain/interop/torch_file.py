@@ -5,6 +5,7 @@ and containers and nothing else, and `.safetensors` holds no code. Tensors are m
 """
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxtrain.archive import check_members, is_zip
 from jaxtrain.errors import UserError
 
 _MODEL = ("model", "state_dict", "model_state_dict")
@@ -20,6 +22,9 @@ _OPTIMIZER = ("optimizer", "optimizer_state_dict")
 _SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 _SCALER = ("scaler", "scaler_state_dict")
 _STEP = ("step", "global_step")
+_LISTED = 20
+_MOST_NUMBERS = 10**6
+_MOST_UPDATES = 2**31  # they are counted in int32
 
 
 class StoredTensor:
@@ -72,18 +77,21 @@ def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
     if not isinstance(saved, Mapping):
         raise UserError(f"{path} holds a {type(saved).__name__}: save a dictionary of state_dict()s")
     model, rest = _part(saved, _MODEL, path), saved
+    for part in (saved, model or {}):
+        if not all(isinstance(name, str) for name in part):
+            raise UserError(f"{path} holds {_listed(part)} where names are to be: save state_dict()s")
     if model is None:
         if not saved or not all(_is_tensor(value) for value in saved.values()):
             raise UserError(
-                f"{path} holds {', '.join(map(str, saved)) or 'nothing'}, and no model: save its state_dict() under "
+                f"{path} holds {_listed(saved)}, and no model: save its state_dict() under "
                 f"{' or '.join(map(repr, _MODEL))}"
             )
         model, rest = saved, {}
     return TorchCheckpoint(
         _unprefixed(_tensors(model), known),
         _stored_optimizer(_part(rest, _OPTIMIZER, path)),
-        _part(rest, _SCHEDULER, path),
-        _part(rest, _SCALER, path),
+        _numbers(_part(rest, _SCHEDULER, path), "the scheduler's part"),
+        _numbers(_part(rest, _SCALER, path), "the scaler's part"),
         _count(rest, _STEP, path),
         _count(rest, ("epoch",), path),
     )
@@ -146,11 +154,14 @@ def load(path: Path) -> Any:
     import pickle
 
     torch = installed_torch(f"{path} is read by it; a .safetensors file is read without")
+    if is_zip(path):
+        # Its tensors are mapped, so that compressed ones would be read as they lie; its pickle would be unpacked.
+        check_members(path, stored=True)
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path} holds more than tensors, numbers and dictionaries: save state_dict()s only") from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever an unpickler may stumble over
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is no checkpoint as torch.save writes it now ({said}): save it anew") from error
 
@@ -204,9 +215,11 @@ def _count(saved: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int 
     for name in names:
         value = saved.get(name)
         if value is not None:
-            number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-            if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
-                raise UserError(f"{name} in {path} is {number!r}, no count: save a number of 0 or more")
+            number = np.asarray(_stored(name, value)).item() if _is_tensor(value) and value.ndim == 0 else value
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < _MOST_UPDATES:
+                raise UserError(f"{name} in {path} is {reprlib.repr(number)}, no count: save a number of 0 or more")
+            if number != int(number):
+                raise UserError(f"{name} in {path} is {number}, no count: save a whole number")
             return int(number)
     return None
 
@@ -239,7 +252,7 @@ def _tensors(model: Mapping[str, Any]) -> dict[str, StoredTensor]:
     others = [f"{name} ({type(value).__name__})" for name, value in model.items() if not _is_tensor(value)]
     if others:
         raise UserError(f"the model holds what is no tensor: {', '.join(others)}: save its state_dict()")
-    return {str(name): _stored(str(name), tensor) for name, tensor in model.items()}
+    return {name: _stored(name, tensor) for name, tensor in model.items()}
 
 
 def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -247,6 +260,9 @@ def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | N
         return None
     if not (isinstance(optimizer.get("state"), Mapping) and isinstance(optimizer.get("param_groups"), list)):
         raise UserError("the optimizer's part has no state and param_groups: save optimizer.state_dict()")
+    for entry in (*optimizer["state"].values(), *optimizer["param_groups"]):
+        if not (isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry)):
+            raise UserError("the optimizer's part has entries without names: save optimizer.state_dict()")
     state = {
         number: {
             key: _stored(f"{key} of parameter {number}", value) if _is_tensor(value) else value
@@ -254,7 +270,33 @@ def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | N
         }
         for number, entries in optimizer["state"].items()
     }
-    return {"state": state, "param_groups": optimizer["param_groups"]}
+    return {"state": state, "param_groups": _numbers(optimizer["param_groups"], "a group of the optimizer")}
+
+
+def _numbers(part: Any, where: str) -> Any:
+    """`part`, containers of numbers, text and tensors of one number. Raises `UserError` for others, and for too many:
+    containers that hold one another in turn are small in a file and endless to walk.
+    """
+    waiting, seen = [part], 0
+    while waiting:
+        value, seen = waiting.pop(), seen + 1
+        if isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        elif _is_tensor(value) and value.numel() == 1:
+            _stored(f"a number in {where}", value)
+        elif not isinstance(value, bool | int | float | str | None):
+            raise UserError(f"{where} holds a {type(value).__name__} where a number is to be: save its state_dict()")
+        if seen > _MOST_NUMBERS:
+            raise UserError(f"{where} holds more than {_MOST_NUMBERS:,} numbers: save its state_dict()")
+    return part
+
+
+def _listed(names: Iterable[Any]) -> str:
+    """Names, of which a file may have any number and, in a pickle, of any kind: to show one could take for ever."""
+    said = [name if isinstance(name, str) else f"a {type(name).__name__}" for name in names]
+    return (", ".join(said[:_LISTED]) or "nothing") + (f" and {len(said) - _LISTED} more" if said[_LISTED:] else "")
 
 
 def _is_tensor(value: Any) -> bool:

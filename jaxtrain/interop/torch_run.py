@@ -10,7 +10,8 @@ Schedules count applied updates: a PyTorch loop is continued as it would have go
 every update that GradScaler did not skip. Data order and random numbers are each framework's own.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,11 +49,13 @@ class TorchRun:
         """The gradient transformation. Raises `UserError` for a checkpoint of weights alone."""
         if self.expression is None:
             raise UserError("the checkpoint has no optimizer: choose one, its weights start a new run")
-        return built(self.expression, OPTIMIZERS, {})
+        with _as_torch_writes_it():
+            return built(self.expression, OPTIMIZERS, {})
 
     def loss_scale(self) -> optax.GradientTransformation | None:
         """The loss scale of the GradScaler; None without one, or where it was disabled."""
-        return load_state_dict(self.checkpoint.scaler) if self.checkpoint.scaler else None
+        with _as_torch_writes_it():
+            return load_state_dict(self.checkpoint.scaler) if self.checkpoint.scaler else None
 
     def state(self, step: TrainStep, *, accumulate: int = 1, seed: int = 0) -> TrainState:
         """The state of `step` from which the run goes on.
@@ -60,7 +63,10 @@ class TorchRun:
         Every leaf is read, made an array of JAX's and forgotten before the next is. Raises `UserError` where
         something does not fit, and where a number would be rounded.
         """
+        with _as_torch_writes_it():
+            return self._state(step, accumulate, seed)
 
+    def _state(self, step: TrainStep, accumulate: int, seed: int) -> TrainState:
         def zeros() -> tuple[Any, Any]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (self.params_like, self.state_like))
 
@@ -141,9 +147,22 @@ def torch_run(
     names.check(params, params_like)
     if state_like is not None:
         buffers.check(state, state_like)
-    understood = _Understood(checkpoint, names, params_like, kind, schedule, updates)
-    expression, outline = understood.expression(), understood.outline()
+    with _as_torch_writes_it():
+        understood = _Understood(checkpoint, names, params_like, kind, schedule, updates)
+        expression, outline = understood.expression(), understood.outline()
     return TorchRun(checkpoint, names, params_like, expression, outline, buffers, state_like)
+
+
+@contextlib.contextmanager
+def _as_torch_writes_it() -> Iterator[None]:
+    """Raises `UserError` where an entry of a `state_dict()`, in use, is missing or of another kind than PyTorch's."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(
+            f"the optimizer, scheduler or scaler of the checkpoint is not as torch writes it ({why}): save it anew"
+        ) from error
 
 
 class _Understood:

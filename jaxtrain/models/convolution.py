@@ -1,6 +1,10 @@
 """Convolution and pooling padded as in PyTorch, alike on both sides: XLA's "SAME" pads unevenly under stride 2."""
 
+import itertools
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
@@ -29,12 +33,18 @@ def conv(channels: int, features: int, *, kernel: int, stride: int = 1, rngs: nn
 def max_pool(x: jax.Array, *, kernel: int, stride: int) -> jax.Array:
     """`torch.nn.MaxPool2d(kernel, stride, padding=kernel // 2)` of [B, H, W, C], padded with −∞.
 
-    Of equal maxima the first of a window, row by row, has the gradient.
+    Of equal maxima the first of a window, row by row, has the gradient; a NaN is above all. Element by element, since
+    the gradient of XLA's own pooling is, on a CPU, a search for the place of each maximum.
 
     >>> import jax.numpy as jnp
     >>> max_pool(-jnp.arange(16.0).reshape(1, 4, 4, 1), kernel=3, stride=2)[0, :, :, 0].tolist()
     [[-0.0, -1.0], [-4.0, -5.0]]
     """
-    around = (kernel // 2, kernel // 2)
-    pooled: jax.Array = nnx.max_pool(x, (kernel, kernel), (stride, stride), (around, around))
-    return pooled
+    around = kernel // 2
+    x = jnp.pad(x, ((0, 0), (around, around), (around, around), (0, 0)), constant_values=-np.inf)
+    rows, columns = (n - kernel + 1 for n in x.shape[1:3])
+    highest = x[:, :rows:stride, :columns:stride]
+    for i, j in itertools.product(range(kernel), repeat=2):
+        seen = x[:, i : i + rows : stride, j : j + columns : stride]
+        highest = jnp.where((seen > highest) | jnp.isnan(seen), seen, highest)
+    return highest

@@ -81,15 +81,16 @@ def visible(
     """
     if cache is not None:
         assert segments is not None
-        mask = _behind(tokens, cache.segments.shape[1], cache.length, window)
+        mask = behind(tokens, cache.segments.shape[1], cache.length, window)
         return mask & segment_mask(segments, cache.segments)
     if segments is None and (window is None or window >= tokens):
         return None
-    mask = _behind(tokens, tokens, np.int32(0), window)
+    mask = behind(tokens, tokens, np.int32(0), window)
     return mask if segments is None else mask & segment_mask(segments, segments)
 
 
-def _behind(t: int, s: int, start: Any, window: int | None) -> Any:
+def behind(t: int, s: int, start: Any, window: int | None) -> Any:
+    """[1, 1, T, S]: whether key s is no later than query `start` + t, and with a `window` one of the last so many."""
     distance = start + np.arange(t, dtype=np.int32)[:, None] - np.arange(s, dtype=np.int32)[None, :]
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return mask[None, None]

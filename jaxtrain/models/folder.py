@@ -4,6 +4,7 @@ What a folder says is not believed: it names no file outside itself, and holds n
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxtrain.interop.torch_file import StoredTensor, read_torch
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
+_LONGEST_JSON = 100 * 10**6  # bytes, as safetensors bounds its headers
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
 
@@ -49,8 +51,10 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} has no {name}: give a folder in Hugging Face layout")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        if path.stat().st_size > _LONGEST_JSON:
+            raise ValueError(f"of {path.stat().st_size:,} bytes")
+        said = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse, parse_float=_finite)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}): take it from its source again") from error
     if not isinstance(said, dict):
         raise UserError(f"{path} holds a {type(said).__name__}, not an object: take it from its source again")
@@ -122,6 +126,15 @@ def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
 
 
+def _refuse(written: str) -> float:
+    raise ValueError(f"{written} is no number of JSON's")
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    return number if math.isfinite(number) else _refuse(written)
+
+
 def _shards(folder: Path, index: str) -> list[str]:
     places = read_json(folder, index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -136,10 +149,14 @@ def _shards(folder: Path, index: str) -> list[str]:
 def _inside(folder: Path, name: str) -> Path:
     """The file of that name. Raises `UserError` for a link out of the folder."""
     path, root = folder / name, folder.resolve()
-    # The Hub's cache keeps the files beside the snapshots, which link to them.
-    root = root.parent.parent if root.parent.name == "snapshots" else root
-    if not path.resolve().is_relative_to(root):
-        raise UserError(f"{path} is a link out of its folder, to {path.resolve()}: put the file itself there")
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # a link to itself
+        raise UserError(f"{path} is a link to nowhere ({error}): put the file itself there") from error
+    # The Hub's cache keeps the files in blobs/ beside the snapshots, which link to them.
+    blobs = root.parent.parent / "blobs"
+    if not (target.is_relative_to(root) or (root.parent.name == "snapshots" and target.parent == blobs)):
+        raise UserError(f"{path} is a link out of its folder, to {target}: put the file itself there")
     return path
 
 

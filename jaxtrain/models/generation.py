@@ -1,12 +1,14 @@
-"""Texts from a decoder: the prompts are read once, then every token is computed from the last and the cache.
+"""Texts from a decoder: what it is given is read once, then every token is computed from the last and the cache.
 
-For any model called as `jaxtrain.models.llama.Llama`, with an `empty_cache`. Everything runs in one compiled program,
-whose shapes are those of the prompts and of the longest text; what is chosen is what `transformers.generate` chooses.
+For any model called as `jaxtrain.models.llama.Llama`, with an `empty_cache`, which goes on from prompts; and for
+`jaxtrain.models.t5.T5`, which answers to sources. Everything runs in one compiled program, whose shapes are those of
+the prompts and of the longest text; what is chosen is what `transformers.generate` chooses.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,10 @@ from flax import nnx
 from jax import lax
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.decoder import KVCache
+from jaxtrain.models.t5 import T5
+
+GoOn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(the last token [B, 1], how many there are, what is remembered) → (its logits [B, 1, vocabulary], what is then)."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +81,34 @@ def generate(
     mask: Any = None,
     sampling: Sampling = GREEDY,
     stop: int | None = None,
+    min_new_tokens: int = 0,
     pad: int = 0,
     seed: int = 0,
 ) -> jax.Array:
     """What follows the prompts int [B, T]: tokens int32 [B, new_tokens]; behind a first `stop`, `pad`.
 
     `params` are `model`'s, as `jaxtrain.models.functional` returns them; of `model` only the structure is used, so
-    that `nnx.eval_shape` is enough of one. Prompts shorter than others are padded on the left, where `mask` bool
-    [B, T] is False. Raises `UserError` for a mask that is not of that kind, and for prompts too long for the model.
+    that `nnx.eval_shape` is enough of one. Prompts shorter than others are padded where `mask` bool [B, T] is False:
+    on the left, but for a T5, whose prompts are its encoder's; there the text is the decoder's, behind its start.
+    Before `min_new_tokens` are written, `stop` is not chosen. Raises `UserError` for a mask that is not of that kind,
+    and for prompts too long for the model.
     """
     tokens = np.asarray(prompts, np.int32)
     real = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
     _check(tokens, real, new_tokens)
+    if not isinstance(model, T5):
+        _check_padding(real)
     graphdef, _ = nnx.split(model)
-    return _generated(graphdef, params, tokens, real, jax.random.key(seed), new_tokens, sampling, stop, pad)
+    key, ending = jax.random.key(seed), Ending(stop, min_new_tokens, pad)
+    return _generated(graphdef, params, tokens, real, key, new_tokens, sampling, ending)
+
+
+class Ending(NamedTuple):
+    """The token that ends a text, how many come before it at least, and what stands behind it."""
+
+    stop: int | None
+    min_new_tokens: int
+    pad: int
 
 
 def _check(tokens: np.ndarray, real: np.ndarray, new_tokens: int) -> None:
@@ -99,14 +118,17 @@ def _check(tokens: np.ndarray, real: np.ndarray, new_tokens: int) -> None:
         raise UserError(
             f"the mask {list(real.shape)} is not of the shape of the prompts, {list(tokens.shape)}: make it"
         )
-    if (real[:, :-1] & ~real[:, 1:]).any() or not real[:, -1].all():
-        row = int(((real[:, :-1] & ~real[:, 1:]).any(axis=1) | ~real[:, -1]).argmax())
-        raise UserError(f"prompt {row} is not padded on the left only: move its tokens to the end of the row")
     if new_tokens < 1:
         raise UserError(f"{new_tokens} new tokens are none: ask for 1 or more")
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6, 7, 8))
+def _check_padding(real: np.ndarray) -> None:
+    if (real[:, :-1] & ~real[:, 1:]).any() or not real[:, -1].all():
+        row = int(((real[:, :-1] & ~real[:, 1:]).any(axis=1) | ~real[:, -1]).argmax())
+        raise UserError(f"prompt {row} is not padded on the left only: move its tokens to the end of the row")
+
+
+@partial(jax.jit, static_argnums=(0, 5, 6, 7))
 def _generated(
     graphdef: Any,
     params: Any,
@@ -115,32 +137,53 @@ def _generated(
     rng: jax.Array,
     new_tokens: int,
     sampling: Sampling,
-    stop: int | None,
-    pad: int,
+    ending: Ending,
 ) -> jax.Array:
     model: Any = nnx.merge(graphdef, params)
-    rows, length = prompts.shape
-    lengths = real.sum(axis=1, dtype=np.int32)
-    positions = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0)
-    cache = model.empty_cache(rows, length + new_tokens - 1)
-    logits, cache = model(prompts, None, positions, real.astype(np.int32), cache)
+    begin = _answering if isinstance(model, T5) else _continuing
+    logits, memory, go_on = begin(model, prompts, real, new_tokens)
+    stop, min_new_tokens, pad = ending
 
     def chosen(i: jax.Array, logits: jax.Array, running: jax.Array) -> tuple[jax.Array, jax.Array]:
-        token = jnp.where(running, sampling.choose(logits[:, -1], jax.random.fold_in(rng, i)), pad)
+        logits = logits[:, -1]
+        if stop is not None and min_new_tokens:
+            logits = jnp.where(i < min_new_tokens, logits.at[:, stop].set(-jnp.inf), logits)
+        token = jnp.where(running, sampling.choose(logits, jax.random.fold_in(rng, i)), pad)
         return token, running if stop is None else running & (token != stop)
 
     def going_on(state: tuple[Any, ...]) -> jax.Array:
         i, _, running, _ = state
         return (i < new_tokens) & running.any()
 
-    def step(state: tuple[jax.Array, jax.Array, jax.Array, KVCache]) -> tuple[Any, ...]:
-        i, text, running, cache = state
-        last = lax.dynamic_slice_in_dim(text, i - 1, 1, axis=1)
-        logits, cache = model(last, None, (lengths + i - 1)[:, None], None, cache)
+    def step(state: tuple[jax.Array, jax.Array, jax.Array, Any]) -> tuple[Any, ...]:
+        i, text, running, memory = state
+        logits, memory = go_on(lax.dynamic_slice_in_dim(text, i - 1, 1, axis=1), i, memory)
         token, running = chosen(i, logits, running)
-        return i + 1, lax.dynamic_update_slice_in_dim(text, token[:, None], i, axis=1), running, cache
+        return i + 1, lax.dynamic_update_slice_in_dim(text, token[:, None], i, axis=1), running, memory
 
-    token, running = chosen(jnp.zeros([], np.int32), logits, jnp.ones(rows, bool))
-    text = jnp.full((rows, new_tokens), pad, np.int32).at[:, 0].set(token)
-    _, text, _, _ = lax.while_loop(going_on, step, (jnp.ones([], np.int32), text, running, cache))
+    token, running = chosen(jnp.zeros([], np.int32), logits, jnp.ones(len(prompts), bool))
+    text = jnp.full((len(prompts), new_tokens), pad, np.int32).at[:, 0].set(token)
+    _, text, _, _ = lax.while_loop(going_on, step, (jnp.ones([], np.int32), text, running, memory))
     return text
+
+
+def _continuing(model: Any, prompts: jax.Array, real: jax.Array, new_tokens: int) -> tuple[jax.Array, Any, GoOn]:
+    """The logits behind the prompts, the cache that holds them, and how it goes on."""
+    rows, length = prompts.shape
+    lengths = real.sum(axis=1, dtype=np.int32)
+    positions = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0)
+    cache = model.empty_cache(rows, length + new_tokens - 1)
+    logits, cache = model(prompts, None, positions, real.astype(np.int32), cache)
+
+    def go_on(last: jax.Array, written: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        return model(last, None, (lengths + written - 1)[:, None], None, cache)
+
+    return logits, cache, go_on
+
+
+def _answering(model: T5, sources: jax.Array, real: jax.Array, new_tokens: int) -> tuple[jax.Array, Any, GoOn]:
+    """The logits behind the decoder's start, what it remembers of the sources, and how it goes on."""
+    memory = model.remember(model.encode(sources, real), real, new_tokens)
+    start = jnp.full((len(sources), 1), model.config.decoder_start_token_id, np.int32)
+    logits, memory = model.go_on(start, memory)
+    return logits, memory, lambda last, written, memory: model.go_on(last, memory)

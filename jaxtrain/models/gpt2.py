@@ -172,6 +172,7 @@ def from_hf(config: Mapping[str, Any]) -> GPT2Config:
         config,
         model_type="gpt2",
         activation_function="gelu_new",
+        is_causal=True,
         scale_attn_weights=True,
         scale_attn_by_inverse_layer_idx=False,
         add_cross_attention=False,

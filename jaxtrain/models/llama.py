@@ -1,4 +1,4 @@
-"""The Llama family, as `transformers` computes it: Llama 2 and 3 (SmolLM is one), Mistral, Qwen2 and Qwen3.
+"""The Llama family, as `transformers` computes it: Llama 2 and 3 (SmolLM is one), Mistral, Qwen2, Qwen3 and SmolLM3.
 
 RMSNorm before each half of a block, rotary positions, grouped queries, SwiGLU. Blocks are stacked, scanned and marked
 as those of GPT-2 (`jaxtrain.models.gpt2`), with the same names for rematerialisation.
@@ -7,7 +7,7 @@ as those of GPT-2 (`jaxtrain.models.gpt2`), with the same names for rematerialis
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models import rope
 from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
+from jaxtrain.models.decoder import Kept, KVCache, behind, expecting, places, remembered, visible
+from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.rope import DEFAULT, Rope, rotated, rotation
 from jaxtrain.precision import kernel
@@ -31,18 +32,39 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }
 """What `transformers` calls each member of the family, and its class there; mixtral is `jaxtrain.models.mixtral`'s."""
 
+LAYER_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
+
+_BY_LAYER = ("qwen2", "qwen3", "smollm3")
+"""Those whose layers may differ, in whether they have the window."""
+
+MOST_LAYERS = 10_000
+"""That a config.json may say: what differs by layer is listed before anything is known to be true."""
+
+_ALIKE = {"layer_types": None, "no_rope_layers": None}
 _ABSENT: dict[str, dict[str, Any]] = {
-    "llama": {"sliding_window": None},
-    "mistral": {"attention_bias": False, "mlp_bias": False},
-    "qwen2": {"attention_bias": False, "mlp_bias": False},
-    "qwen3": {"mlp_bias": False},
-    "mixtral": {"attention_bias": False, "mlp_bias": False},
+    "llama": {"sliding_window": None, **_ALIKE},
+    "mistral": {"attention_bias": False, "mlp_bias": False, **_ALIKE},
+    "qwen2": {"attention_bias": False, "mlp_bias": False, "no_rope_layers": None},
+    "qwen3": {"mlp_bias": False, "no_rope_layers": None},
+    "smollm3": {},
+    "mixtral": {"attention_bias": False, "mlp_bias": False, **_ALIKE},
 }
 """The switches that each has not."""
+
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32},
+    "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True, "pad_token_id": 128004, "rope_theta": 2e6},
+    "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6},
+}
+"""What `transformers` takes where a config.json does not say, and would not of a llama."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,9 @@ class LlamaConfig:
 
     `model_type` is one of `MODEL_TYPES`: "qwen2" has biases on queries, keys and values, "qwen3" norms on queries and
     keys. `attention_bias` puts biases on all four projections. With a `sliding_window` a token sees itself and as many
-    before it as make that number. The embedding of `pad_token_id` is not trained.
+    before it as make that number: in every layer, or in those that are "sliding_attention" in `layer_types`, the others
+    being "full_attention". Of `no_rope_layers` it is the zeros that have no rotary positions. The embedding of
+    `pad_token_id` is not trained.
     """
 
     model_type: str = "llama"
@@ -70,6 +94,8 @@ class LlamaConfig:
     mlp_bias: bool = False
     attention_dropout: float = 0.0
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
     initializer_range: float = 0.02
     pad_token_id: int | None = None
 
@@ -77,6 +103,14 @@ class LlamaConfig:
         for name, value in _ABSENT.get(self.model_type, {}).items():
             if getattr(self, name) != value:
                 raise UserError(f"{name} {getattr(self, name)!r} is not what a {self.model_type} has: leave it out")
+        layers = self.num_hidden_layers
+        for name, given in (("no_rope_layers", self.no_rope_layers), ("layer_types", self.layer_types)):
+            if given is not None and len(given) != layers:
+                raise UserError(f"{name} are {len(given)}, num_hidden_layers {layers}: give one for each layer")
+        if unknown := {*(self.layer_types or ())} - {*LAYER_TYPES}:
+            raise UserError(f"layer_types {min(unknown)!r} is not supported: choose of {', '.join(LAYER_TYPES)}")
+        if self.layer_types is not None and SLIDING in self.layer_types and self.sliding_window is None:
+            raise UserError(f"layer_types {SLIDING!r} needs a sliding_window: give one")
 
     @property
     def qkv_bias(self) -> bool:
@@ -203,35 +237,33 @@ class Llama(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        logits, _, cache = self.forward(tokens, rng, positions, segments, cache)
-        return logits if cache is None else (logits, cache)
-
-    def forward(
-        self,
-        tokens: jax.Array,
-        rng: jax.Array | None,
-        positions: jax.Array | None,
-        segments: jax.Array | None,
-        cache: KVCache | None,
-    ) -> tuple[jax.Array, Any, KVCache | None]:
-        """(logits, what each layer's MLP tells besides, stacked, the cache)."""
         config, t = self.config, tokens.shape[1]
         cache, segments = expecting(cache, segments, tokens)
-        mask = visible(t, segments, config.sliding_window, cache)
+        masks = _masks(config, t, segments, cache)
         x = self._embedded(tokens)
         turn = rotation(config.rope_parameters, places(positions, t, cache), config.head_dim, x.dtype)
         graphdef, layers = nnx.split(self.layers)
-        apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
+
+        @block
+        def apply(layer: Any, kind: Kind, x: jax.Array, turn: Any, masks: Any, *context: Any) -> Any:
+            return nnx.merge(graphdef, layer)(x, _turn(turn, kind), _mask(masks, kind), *context)
+
         rngs = None if rng is None else jax.random.split(rng, config.num_hidden_layers)
         at, kept = (None, None) if cache is None else (cache.length, (cache.k, cache.v))
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            x, told, kept = apply(layer[0], x, turn, mask, *layer[1:], at)
+            x, told, kept = apply(*layer[:2], x, turn, masks, *layer[2:], at)
             return x, (told, kept)
 
-        x, (told, kept) = lax.scan(step, x, (layers, rngs, kept))
+        x, (told, kept) = lax.scan(step, x, (layers, _kinds(config), rngs, kept))
         head = self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
-        return product(self.norm(x), head), told, None if cache is None else cache.holding(kept, t)
+        logits = product(self.norm(x), head)
+        return self.output(logits, told) if cache is None else (logits, cache.holding(kept, t))
+
+    def output(self, logits: jax.Array, told: Any) -> Any:
+        """What a call without a cache returns, given what each layer's MLP tells besides, stacked."""
+        del told
+        return logits
 
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
@@ -244,6 +276,40 @@ class Llama(nnx.Module):
             return x
         # `torch.nn.Embedding(padding_idx=…)`.
         return jnp.where((tokens == self.config.pad_token_id)[..., None], lax.stop_gradient(x), x)
+
+
+class Kind(NamedTuple):
+    """Of every layer, bool [L], or of one: whether it has the window, and rotary positions; None if all are alike."""
+
+    slides: Any
+    turns: Any
+
+
+def _kinds(config: LlamaConfig) -> Kind:
+    slides, turns = config.layer_types, config.no_rope_layers
+    return Kind(
+        None if slides is None else np.array([kind == SLIDING for kind in slides]),
+        None if turns is None else np.array(turns, bool),
+    )
+
+
+def _masks(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Any, Any]:
+    """(that of all layers, None); or that of those without the window, and of those with it."""
+    narrow = visible(t, segments, config.sliding_window, cache)
+    if config.layer_types is None or narrow is None:
+        return narrow, None
+    wide = visible(t, segments, None, cache)
+    return behind(t, t, 0, None) if wide is None else wide, narrow
+
+
+def _mask(masks: tuple[Any, Any], kind: Kind) -> Any:
+    wide, narrow = masks
+    return wide if narrow is None else jnp.where(kind.slides, narrow, wide)
+
+
+def _turn(turn: tuple[jax.Array, jax.Array], kind: Kind) -> tuple[jax.Array, jax.Array]:
+    cos, sin = turn
+    return turn if kind.turns is None else (jnp.where(kind.turns, cos, 1), jnp.where(kind.turns, sin, 0))
 
 
 def silu(x: jax.Array) -> jax.Array:
@@ -305,42 +371,45 @@ def from_hf(config: Mapping[str, Any]) -> LlamaConfig:
 
 def fields_from_hf(config: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """The fields of `kind`, a `LlamaConfig`, that a config.json sets; what it leaves out as `transformers` has it."""
-    refuse_unsupported(config)
-    heads, model_type = config["num_attention_heads"], config["model_type"]
-    absent = {"head_dim": 128} if model_type == "qwen3" else {}
-    given = {**absent, **{key: value for key, value in config.items() if value is not None}}
+    require(config, hidden_act="silu", quantization_config=None, router_jitter_noise=0.0, is_causal=True)
+    if config["num_hidden_layers"] > MOST_LAYERS:
+        raise UserError(f"num_hidden_layers {config['num_hidden_layers']} is more than {MOST_LAYERS}: correct it")
+    config = {**_LEFT_OUT[config["model_type"]], **config}
+    given = {key: value for key, value in config.items() if value is not None}
     found = {field.name: given[field.name] for field in fields(kind) if field.name in given}
-    found["rope_parameters"] = rope.from_hf(config, 1e6 if model_type == "mixtral" else 1e4)
-    found.setdefault("num_key_value_heads", heads)
-    found.setdefault("head_dim", config["hidden_size"] // heads)
-    found["sliding_window"] = _window(config)
-    return found
+    found["rope_parameters"] = rope.from_hf(config)
+    found.setdefault("num_key_value_heads", config["num_attention_heads"])
+    found.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    rotary, layers = _rotary_layers(config), config["num_hidden_layers"]
+    return found | _windows(config, rotary) | {"no_rope_layers": None if rotary == (1,) * layers else rotary}
 
 
-def refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Raises `UserError` for the first value in a config.json that would change the numbers and is not supported."""
-    for key, supported in {"hidden_act": "silu", "quantization_config": None, "router_jitter_noise": 0.0}.items():
-        if config.get(key, supported) != supported:
-            raise UserError(f"{key} {config[key]!r} is not supported: only {supported!r} is")
+def _rotary_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """1 for each layer with rotary positions, 0 for each without; by default every fourth of a smollm3 has none."""
+    layers, given = config["num_hidden_layers"], config.get("no_rope_layers")
+    if given is None and config["model_type"] == "smollm3":
+        every = config.get("no_rope_layer_interval", 4)
+        given = [(i + 1) % every for i in range(layers)]
+    return None if given is None else tuple(int(bool(turns)) for turns in given[:layers])
 
 
-def _window(config: Mapping[str, Any]) -> int | None:
-    """One window for all layers, or none."""
-    model_type = config["model_type"]
-    if model_type == "llama":
-        return None
-    window: int | None = config.get("sliding_window", 4096 if model_type == "mistral" else None)
-    if model_type in ("mistral", "mixtral"):
-        return window
+def _windows(config: Mapping[str, Any], rotary: tuple[int, ...] | None) -> dict[str, Any]:
+    """`sliding_window`; and `layer_types`, where layers differ."""
+    model_type, window, said = config["model_type"], config.get("sliding_window"), config.get("layer_types")
     layers = config["num_hidden_layers"]
-    if not config.get("use_sliding_window") or window is None:
-        return None
-    sliding = config.get("layer_types") or [
-        "sliding_attention" if i >= config.get("max_window_layers", 28) else "full_attention" for i in range(layers)
-    ]
-    if len(set(sliding)) > 1:
-        raise UserError(f"layer_types {sorted(set(sliding))} are not supported in one model: make them all alike")
-    return window if sliding[0] == "sliding_attention" else None
+    slides = [True] * layers
+    if model_type in _BY_LAYER:
+        window = window if config.get("use_sliding_window") else None
+        first = config.get("max_window_layers", 28)
+        slides = [i >= first for i in range(layers)] if rotary is None else [not turns for turns in rotary]
+    usual = tuple(SLIDING if window is not None and own else FULL for own in slides)
+    kinds = usual if said is None else tuple(said)
+    if model_type not in _BY_LAYER and kinds != usual:
+        raise UserError(f"layer_types {sorted({*kinds})} are not what a {model_type} has: leave them out")
+    if kinds == (FULL,) * layers:
+        return {"sliding_window": None, "layer_types": None}
+    alike = window is not None and kinds == (SLIDING,) * layers
+    return {"sliding_window": window, "layer_types": None if alike else kinds}
 
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
@@ -352,10 +421,11 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     values |= {"rope_parameters": rope.to_hf(config.rope_parameters), "hidden_act": "silu"}
     values["architectures"] = [MODEL_TYPES[config.model_type]]
+    if config.model_type in _BY_LAYER:
+        kind = FULL if config.sliding_window is None else SLIDING
+        values["use_sliding_window"] = config.sliding_window is not None
+        values["layer_types"] = list(config.layer_types or [kind] * config.num_hidden_layers)
+        values["no_rope_layers"] = list(config.no_rope_layers or [1] * config.num_hidden_layers)
     for name in _ABSENT[config.model_type]:
         del values[name]
-    if config.model_type in ("qwen2", "qwen3"):
-        kind = "full_attention" if config.sliding_window is None else "sliding_attention"
-        values["use_sliding_window"] = config.sliding_window is not None
-        values["layer_types"] = [kind] * config.num_hidden_layers
     return values

@@ -19,7 +19,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.interop.names import Layout
 from jaxtrain.models import llama
-from jaxtrain.models.decoder import KVCache
 from jaxtrain.models.llama import Llama, LlamaConfig, silu
 from jaxtrain.models.rope import DEFAULT, Rope
 
@@ -87,19 +86,10 @@ class Mixtral(Llama):
 
     feed_forward: ClassVar[Callable[..., Any]] = Experts
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        rng: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        segments: jax.Array | None = None,
-        cache: KVCache | None = None,
-    ) -> Any:
-        logits, router_logits, cache = self.forward(tokens, rng, positions, segments, cache)
-        if cache is not None:
-            return logits, cache
+    def output(self, logits: jax.Array, told: Any) -> Any:
+        """With the router's logits, if they are asked for."""
         assert isinstance(self.config, MixtralConfig)
-        return (logits, router_logits) if self.config.output_router_logits else logits
+        return (logits, told) if self.config.output_router_logits else logits
 
 
 def load_balancing_loss(router_logits: jax.Array, chosen: int, mask: jax.Array | None = None) -> jax.Array:

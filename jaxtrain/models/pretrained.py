@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
+from jaxtrain.fields import mistyped
 from jaxtrain.interop.names import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, folder_of, read_json, read_tensors, write_json, write_tensors
@@ -51,6 +52,7 @@ FAMILIES = {
     "mistral": _decoder("MistralForCausalLM"),
     "qwen2": _decoder("Qwen2ForCausalLM"),
     "qwen3": _decoder("Qwen3ForCausalLM"),
+    "smollm3": _decoder("SmolLM3ForCausalLM"),
     "mixtral": replace(
         _decoder("MixtralForCausalLM", "mixtral", "Mixtral"), read=experts.together, write=experts.alone
     ),
@@ -166,6 +168,8 @@ def _shapes(module: ModuleType, head: str, said: Mapping[str, Any], folder: Path
     from_hf, kind = module.from_hf, getattr(module, head)
     try:
         config = from_hf(said)
+        if wrong := mistyped(config):
+            raise TypeError(wrong[0])
         return config, nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -101,7 +101,7 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def from_hf(config: Mapping[str, Any], default_theta: float = 10000.0) -> Rope:
+def from_hf(config: Mapping[str, Any]) -> Rope:
     """The `Rope` of a Hugging Face config: of `rope_parameters`, or of `rope_theta` and `rope_scaling` in older ones.
 
     Raises `UserError` for a part of the head rotated, and for scalings and parameters that are not supported.
@@ -109,7 +109,7 @@ def from_hf(config: Mapping[str, Any], default_theta: float = 10000.0) -> Rope:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     given = {key: value for key, value in given.items() if value is not None}
     given.setdefault("rope_type", given.pop("type", "default"))
-    given.setdefault("rope_theta", config.get("rope_theta") or default_theta)
+    given.setdefault("rope_theta", config.get("rope_theta") or DEFAULT.rope_theta)
     if given["rope_type"] in ("llama3", "yarn"):
         given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -9,7 +9,7 @@ rematerialisation, in which "attention" and "hidden" (what enters the projection
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
+from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
 from jaxtrain.models.dropout import dropout as _dropout
+from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.remat import block
 
@@ -60,6 +62,17 @@ class T5Config:
             raise UserError(f"feed_forward_proj {self.feed_forward_proj!r}: T5 here has {' and '.join(FEED_FORWARD)}")
 
 
+class Memory(NamedTuple):
+    """What the decoder goes on from: the tokens it has read, and the source, which every token attends to.
+
+    `source` are the keys and values of all layers, [L, B, S, N, H] each; `mask` bool [B, S], True at tokens.
+    """
+
+    cache: KVCache
+    source: Kept
+    mask: jax.Array | None
+
+
 class T5(nnx.Module):
     """Tokens int [B, S] and the decoder's int [B, T] (`shift_right` of the labels) → logits [B, T, vocab_size].
 
@@ -90,8 +103,8 @@ class T5(nnx.Module):
 
     def encode(self, tokens: jax.Array, mask: jax.Array | None = None, rng: jax.Array | None = None) -> jax.Array:
         """Tokens int [B, S] → [B, S, d_model], what the decoder attends to."""
-        seen = None if mask is None else mask[:, None, None, :]
-        return self.encoder(self.shared[...][tokens], seen, None, None, rng)
+        x, _ = self.encoder(self.shared[...][tokens], _keys(mask), None, None, rng)
+        return x
 
     def decode(
         self,
@@ -105,15 +118,46 @@ class T5(nnx.Module):
         t = decoder_tokens.shape[1]
         causal = jnp.tril(jnp.ones((t, t), bool))[None, None]
         seen = causal if decoder_mask is None else causal & decoder_mask[:, None, None, :]
-        encoded_seen = None if mask is None else mask[:, None, None, :]
-        x = self.decoder(self.shared[...][decoder_tokens], seen, encoded, encoded_seen, rng)
+        x, _ = self.decoder(self.shared[...][decoder_tokens], seen, encoded, _keys(mask), rng)
+        return self._logits(x)
+
+    def remember(self, encoded: jax.Array, mask: jax.Array | None, slots: int) -> Memory:
+        """Of what was encoded, [B, S, d_model], and no token yet: room for so many, in the dtype of the parameters."""
+        config, dtype = self.config, self.shared[...].dtype
+        graphdef, layers = nnx.split(self.decoder.blocks)
+
+        def keys_values(layer: Any) -> Kept:
+            attention = nnx.merge(graphdef, layer).cross_attention
+            assert attention is not None
+            return attention.keys_values(encoded)
+
+        source = lax.map(keys_values, layers)
+        cache = KVCache.empty(config.num_decoder_layers, len(encoded), slots, config.num_heads, config.d_kv, dtype)
+        return Memory(cache, source, mask)
+
+    def go_on(self, decoder_tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+        """The next tokens of the decoder, int [B, T] → (logits [B, T, vocab_size], the memory with these tokens)."""
+        cache, segments = expecting(memory.cache, None, decoder_tokens)
+        assert cache is not None
+        t = decoder_tokens.shape[1]
+        seen = visible(t, segments, None, cache)
+        memory = memory._replace(cache=cache)
+        x, kept = self.decoder(self.shared[...][decoder_tokens], seen, None, _keys(memory.mask), None, memory)
+        return self._logits(x), memory._replace(cache=cache.holding(kept, t))
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         if self.lm_head is not None:
             return self.lm_head(x)
         return product(x * self.config.d_model**-0.5, self.shared[...].T)
 
 
+def _keys(mask: jax.Array | None) -> jax.Array | None:
+    """A mask of keys [B, S] as one of scores [B, heads, T, S]."""
+    return None if mask is None else mask[:, None, None, :]
+
+
 class Stack(nnx.Module):
-    """The blocks of the encoder or of the decoder, and the last norm: [B, T, d_model] → the same."""
+    """The blocks of the encoder or of the decoder, and the last norm: [B, T, d_model] → the same, and what is kept."""
 
     def __init__(self, config: T5Config, layers: int, *, decoder: bool, rngs: nnx.Rngs) -> None:
         self.config, self.layers, self.decoder = config, layers, decoder
@@ -127,39 +171,52 @@ class Stack(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        seen: jax.Array | None,
+        seen: jax.Array | np.ndarray | None,
         encoded: jax.Array | None,
         encoded_seen: jax.Array | None,
         rng: jax.Array | None,
-    ) -> jax.Array:
-        """`seen` and `encoded_seen`, bool and broadcast to [B, heads, T, S], say which keys a query sees."""
+        memory: Memory | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """`seen` and `encoded_seen`, bool and broadcast to [B, heads, T, S], say which keys a query sees.
+
+        With a memory, which already expects the tokens, the source in it is attended to, and the keys and values of
+        all layers are kept.
+        """
         first, blocks_rng, last = [None] * 3 if rng is None else jax.random.split(rng, 3)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, *args: nnx.merge(graphdef, layer)(*args))
-        bias = self.position_bias(x.shape[1])
+        cache, source = (None, None) if memory is None else (memory.cache, memory.source)
+        at, kept, slots = (None, None, x.shape[1]) if cache is None else (cache.length, cache[:2], cache.k.shape[2])
+        bias = self.position_bias(places(None, x.shape[1], cache)[0], slots)
 
-        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            params, layer_rng = layer
-            return apply(params, x, bias, seen, encoded, encoded_seen, layer_rng), None
+        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+            params, *own = layer
+            return apply(params, x, bias, seen, encoded, encoded_seen, at, *own)
 
         layer_rngs = None if blocks_rng is None else jax.random.split(blocks_rng, self.layers)
-        x, _ = lax.scan(step, _dropout(x, self.config.dropout, first), (layers, layer_rngs))
-        return _dropout(self.final_layer_norm(x), self.config.dropout, last)
+        x, kept = lax.scan(step, _dropout(x, self.config.dropout, first), (layers, layer_rngs, source, kept))
+        return _dropout(self.final_layer_norm(x), self.config.dropout, last), kept
 
-    def position_bias(self, t: int) -> jax.Array:
-        """[1, heads, t, t], of queries by keys."""
-        places = np.arange(t)
+    def position_bias(self, queries: jax.Array | np.ndarray, keys: int) -> jax.Array:
+        """[1, heads, T, S], of queries at the places int [T] by keys at 0 … S − 1."""
+        # Of every distance there can be: places are known only as the program runs where there is a cache.
+        distances = np.arange(1 - keys, keys)
         buckets = relative_position_bucket(
-            places[None, :] - places[:, None],
+            distances,
             bidirectional=not self.decoder,
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        return self.relative_attention_bias[...][buckets].transpose(2, 0, 1)[None]
+        distance = np.arange(keys, dtype=np.int32)[None, :] - queries[:, None]
+        return self.relative_attention_bias[...][jnp.asarray(buckets)[distance + keys - 1]].transpose(2, 0, 1)[None]
 
 
 class Block(nnx.Module):
-    """Self-attention, in the decoder attention to what was encoded, and an MLP, each added to x: [B, T, d_model]."""
+    """Self-attention, in the decoder attention to the source, and an MLP, each added to x: [B, T, d_model] → the same,
+    and the keys and values kept.
+
+    Of the source there is either `encoded`, [B, S, d_model], or this layer's keys and values.
+    """
 
     def __init__(self, config: T5Config, *, decoder: bool, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -177,20 +234,27 @@ class Block(nnx.Module):
         seen: jax.Array | None,
         encoded: jax.Array | None,
         encoded_seen: jax.Array | None,
+        at: jax.Array | None,
         rng: jax.Array | None,
-    ) -> jax.Array:
+        source: Kept | None,
+        kept: Kept | None,
+    ) -> tuple[jax.Array, Kept | None]:
         rate = self.config.dropout
         rngs = [None] * 6 if rng is None else jax.random.split(rng, 6)
         y = self.self_norm(x)
-        x = x + _dropout(self.self_attention(y, y, bias, seen, rngs[0]), rate, rngs[1])
-        if self.cross_norm is not None and self.cross_attention is not None and encoded is not None:
-            y = self.cross_norm(x)
-            x = x + _dropout(self.cross_attention(y, encoded, None, encoded_seen, rngs[2]), rate, rngs[3])
-        return x + _dropout(self.mlp(self.mlp_norm(x), rngs[4]), rate, rngs[5])
+        k, v, kept = remembered(*self.self_attention.keys_values(y), kept, at)
+        x = x + _dropout(self.self_attention(y, k, v, bias, seen, rngs[0]), rate, rngs[1])
+        if self.cross_norm is not None and self.cross_attention is not None:
+            source = source if encoded is None else self.cross_attention.keys_values(encoded)
+            assert source is not None
+            attended = self.cross_attention(self.cross_norm(x), *source, None, encoded_seen, rngs[2])
+            x = x + _dropout(attended, rate, rngs[3])
+        return x + _dropout(self.mlp(self.mlp_norm(x), rngs[4]), rate, rngs[5]), kept
 
 
 class Attention(nnx.Module):
-    """Multi-head attention without scale or biases of its layers: queries [B, T, d_model], keys [B, S, d_model]."""
+    """Multi-head attention without scale or biases of its layers: [B, T, d_model] → the same, given keys and values
+    [B, S, N, H]."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -201,19 +265,31 @@ class Attention(nnx.Module):
         self.v = _linear(width, inner, factor * width**-0.5, rngs)
         self.o = _linear(inner, width, factor * inner**-0.5, rngs)
 
+    def keys_values(self, y: jax.Array) -> Kept:
+        """Of [B, S, d_model]: [B, S, N, H] each."""
+        return self._heads(self.k(y)), self._heads(self.v(y))
+
     def __call__(
-        self, x: jax.Array, y: jax.Array, bias: jax.Array | None, seen: jax.Array | None, rng: jax.Array | None
+        self,
+        x: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        bias: jax.Array | None,
+        seen: jax.Array | None,
+        rng: jax.Array | None,
     ) -> jax.Array:
-        heads, size = self.config.num_heads, self.config.d_kv
-        q, k, v = (z.reshape(*z.shape[:2], heads, size) for z in (self.q(x), self.k(y), self.v(y)))
+        q = self._heads(self.q(x))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
         if bias is not None:
             scores = scores + bias
         if seen is not None:
             scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
         weights = _dropout(jax.nn.softmax(scores, axis=-1), self.config.dropout, rng)
-        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], heads * size)
+        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], -1)
         return self.o(checkpoint_name(attended, "attention"))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], self.config.num_heads, self.config.d_kv)
 
 
 class MLP(nnx.Module):
@@ -223,7 +299,7 @@ class MLP(nnx.Module):
         self.config = config
         width, hidden, factor = config.d_model, config.d_ff, config.initializer_factor
         self.wi = _linear(width, hidden, factor * width**-0.5, rngs)
-        self.linear = _linear(width, hidden, factor * width**-0.5, rngs) if _gated(config) else None
+        self.linear = _linear(width, hidden, factor * width**-0.5, rngs) if _gated(config.feed_forward_proj) else None
         self.wo = _linear(hidden, width, factor * hidden**-0.5, rngs)
 
     def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
@@ -284,8 +360,8 @@ def relative_position_bucket(
     return offset + np.where(distance < exact, distance, wide)
 
 
-def _gated(config: T5Config) -> bool:
-    return config.feed_forward_proj.startswith("gated-")
+def _gated(feed_forward_proj: str) -> bool:
+    return feed_forward_proj.startswith("gated-")
 
 
 def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
@@ -308,7 +384,11 @@ def torch_names(config: T5Config) -> NameTable:
                 table[f"{stack}/blocks/{ours}_attention/{name}/kernel"] = kernel
         i = len(attentions)
         table[f"{stack}/blocks/mlp_norm/scale"] = TorchParam(f"{layer}.{i}.layer_norm.weight")
-        mlp = {"wi": "wi_0", "linear": "wi_1", "wo": "wo"} if _gated(config) else {"wi": "wi", "wo": "wo"}
+        mlp = (
+            {"wi": "wi_0", "linear": "wi_1", "wo": "wo"}
+            if _gated(config.feed_forward_proj)
+            else {"wi": "wi", "wo": "wo"}
+        )
         for ours, theirs in mlp.items():
             kernel = TorchParam(f"{layer}.{i}.DenseReluDense.{theirs}.weight", LINEAR)
             table[f"{stack}/blocks/mlp/{ours}/kernel"] = kernel
@@ -323,13 +403,17 @@ def torch_names(config: T5Config) -> NameTable:
 def from_hf(config: Mapping[str, Any]) -> T5Config:
     """The configuration that a Hugging Face `config.json` says.
 
-    Raises `UserError` for an activation that is not here.
+    Raises `UserError` for what would change the numbers and is not supported.
     """
     same = {
         "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
         "relative_attention_max_distance", "layer_norm_epsilon", "initializer_factor", "feed_forward_proj",
     }  # fmt: skip
     given = {name: config[name] for name in same & config.keys()}
+    gated = _gated(config.get("feed_forward_proj", "relu"))
+    # In transformers these two have the last word.
+    activation = "gelu_new" if gated else "relu"
+    require(config, dense_act_fn=activation, is_gated_act=gated, quantization_config=None, is_causal=True)
     depth = config.get("num_decoder_layers")
     tokens = {name: config.get(name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
     # transformers 5 writes true for the second whatever is so, and says by the first what it was.

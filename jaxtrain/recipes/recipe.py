@@ -47,6 +47,12 @@ class Recipe:
     """Updates between two evaluations."""
     save_every: int = 100
     """Updates between two checkpoints."""
+    keep_last: int = 3
+    """Checkpoints to keep: this many of the newest."""
+    keep_best: int = 1
+    """And this many of the lowest eval_loss, of those saved at an evaluation."""
+    keep_every: int | None = None
+    """And those of every so many updates."""
     allow_recompile: int = 0
     """How often a batch of another shape may make the step compile again."""
     max_skips: int = 100

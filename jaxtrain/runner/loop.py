@@ -1,31 +1,34 @@
-"""The training loop: build, check, compile; then step, log, evaluate, save, until done or told to stop."""
+"""The training loop: build, check, begin or resume; then step, log, evaluate, save, until done or told to stop."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from jaxtrain.data.loader import Loader, epoch_batches
-from jaxtrain.errors import RunFailed
+from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
 from jaxtrain.nonfinite import leaf_name
 from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
 from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import preflight
-from jaxtrain.runner.checkpoint import Checkpoints
+from jaxtrain.runner.checkpoint import Checkpoints, Keep, steps
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.runner.run_folder import RunFolder
+from jaxtrain.runner.run_folder import RunFolder, RunLock
 from jaxtrain.runner.signals import StopSignals
-from jaxtrain.step import TrainState, eval_step
+from jaxtrain.step import TrainState, TrainStep, eval_step
 from jaxtrain.tasks import Task, build
 
 # A sound fp16 run finds its scale in the thousands or above; below this, small gradients round to 0.
 LOW_SCALE = 1024
+# Of a step's metrics, what a line of metrics.jsonl is made of.
+_LOGGED = ("loss", "weight", "grad_norm", "loss_scale", "skipped", "nonfinite_micro_batch", "nonfinite_leaf")
 
+Resume = bool | Literal["auto"]
 Evaluation = Callable[[TrainState], dict[str, float]]
 
 
@@ -39,91 +42,168 @@ class Outcome:
     sample: str | None
 
 
-def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: bool, console: Console) -> Outcome:
+@dataclass(frozen=True)
+class Training:
+    """What a recipe is made into, besides the state: none of it is saved but the loader's position."""
+
+    recipe: Recipe
+    task: Task
+    loader: Loader
+    step: TrainStep
+    evaluate: Evaluation
+
+
+def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: Resume, console: Console) -> Outcome:
     """Train `recipe` in the folder `run`, from its start or from its newest checkpoint.
 
-    Nothing is written before data, model and settings have passed their checks; raises `UserError` for what does not.
-    Raises `RunFailed`, with everything saved, where the updates are skipped for good.
+    `resume`: False for a new run, True for one that has a checkpoint, "auto" for whichever it is. Nothing is written
+    before data, model and settings have passed their checks; raises `UserError` for what does not. Raises `RunFailed`,
+    what was saved before left whole, where the updates are skipped for good or nothing can be written any more.
     """
     preflight.check_settings(recipe)
-    if not resume:
-        run.check_free()
-    with console.phase("reading the data, initialising the model"):
-        task = build(recipe)
-        loader = Loader(task.train, recipe.batch_size, recipe.seed)
+    keep = Keep(recipe.keep_last, recipe.keep_best, recipe.keep_every)
+    with RunLock(run.path) as lock:
+        resuming = _resuming(run, lock, resume)
+        with console.phase("reading the data, initialising the model"):
+            training, state = _build(recipe)
+        task, loader = training.task, training.loader
         batch = _peek(loader)
-        step = training_step(recipe, task.loss_fn)
-        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
-        evaluate = _evaluation(task, recipe)
-    preflight.check_labels_in_batch(task, batch)
-    console.facts(preflight.describe(task, state.params, batch, recipe))
-    if not resume:
-        with console.phase("compiling the evaluation, taking the first loss"):
-            first = evaluate(state)
-        console.facts(preflight.judge_first_loss(first["loss"], task))
-        run.create(name, recipe)
-
-    with Checkpoints(run.checkpoints) as checkpoints, MetricsLog(run.metrics, run.tensorboard) as log:
-        if resume:
-            state, position = checkpoints.restore(state)
-            loader.restore(position)
-            log.drop_after(int(state.step))
+        preflight.check_labels_in_batch(task, batch)
+        console.facts(preflight.describe(task, state.params, batch, recipe))
+        if not resuming:
+            first = _first_evaluation(training, state, console)
+            _create(run, lock)
             run.write_config(name, recipe)
-            console.message(f"resuming {run.path} at step {int(state.step)}")
-        else:
-            log.write({"step": 0, **_prefixed(first)})
-            checkpoints.save(state, loader.state())
-        if int(state.step) >= recipe.steps:
-            console.message(f"step {int(state.step)} of {recipe.steps} is done: --resume --steps N trains on")
-            return Outcome(int(state.step), 0, task.references, _sample(task, state, recipe))
+        with Checkpoints(run.checkpoints, keep) as checkpoints:
+            interval = Interval(recipe, task)
+            if resuming:
+                state, saved = checkpoints.restore(state, set_aside=console.message)
+                loader.restore(saved)
+                interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+                run.write_config(name, recipe)
+                console.message(f"resuming {run.path} at step {int(state.step)}")
+            if int(state.step) >= recipe.steps:
+                console.message(f"step {int(state.step)} of {recipe.steps} is done: --resume --steps N trains on")
+                return Outcome(int(state.step), 0, task.references, _sample(task, state, recipe))
+            with MetricsLog(run.metrics, run.tensorboard, from_step=int(state.step) + 1 if resuming else 0) as log:
+                if not resuming:
+                    log.write({"step": 0, **_prefixed(first)})
+                    checkpoints.save(state, loader.state(), first["loss"])
+                with console.phase("compiling the training step"):
+                    training.step.jitted.lower(state, batch).compile()
+                state, exit_status = _train(training, state, interval, checkpoints, log, console)
+    sample = None if exit_status else _sample(task, state, recipe)
+    return Outcome(int(state.step), exit_status, task.references, sample)
 
-        with console.phase("compiling the training step"):
-            step.jitted.lower(state, batch).compile()
-        with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
-            interval = Interval(recipe, task, skips=int(consecutive(state.loss_scale)))
-            to_warn = isinstance(state.loss_scale, LossScaleState)
-            for i in range(int(state.step) + 1, recipe.steps + 1):
-                state, metrics = step(state, next(loader))
-                interval.add(metrics)
-                line: dict[str, Any] = {}
-                stopping = stop.received is not None or i == recipe.steps or interval.stuck
-                if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or stopping:
-                    line = {"step": i, **interval.close(), **_rates(state)}
-                if i % recipe.eval_every == 0 or i == recipe.steps:
-                    line |= _prefixed(evaluate(state))
-                    interval.restart_clock()
-                if line:
-                    log.write(line)
-                progress.advance(i, line)
-                if line and to_warn and interval.highest_scale < LOW_SCALE:
-                    console.message(_low_scale(i, interval.highest_scale))
-                    to_warn = False
-                if i % recipe.save_every == 0 or stopping or interval.stuck:
-                    checkpoints.save(state, loader.state())
-                    interval.restart_clock()
-                if interval.stuck:
-                    raise RunFailed(_stuck(i, state, recipe, interval.nonfinite))
-                if stopping:
-                    break
-    sample = None if stop.exit_status else _sample(task, state, recipe)
-    return Outcome(int(state.step), stop.exit_status, task.references, sample)
+
+def _resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
+    """Whether to go on from a checkpoint; the folder is locked where it holds a run."""
+    if not resume or (resume == "auto" and not run.config.exists()):
+        run.check_free()
+        return False
+    lock.take()
+    begun = bool(steps(run.checkpoints)) or (run.checkpoints / "damaged").exists()
+    if resume == "auto" and not begun and run.torch.exists():
+        raise UserError(f"{run.path} was not imported to its end: delete it and import it again")
+    # Killed before its first checkpoint, a run has nothing to lose: it is begun again.
+    return begun or resume is True
+
+
+def _build(recipe: Recipe) -> tuple[Training, TrainState]:
+    task = build(recipe)
+    step = training_step(recipe, task.loss_fn)
+    state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
+    loader = Loader(task.train, recipe.batch_size, recipe.seed)
+    return Training(recipe, task, loader, step, _evaluation(task, recipe)), state
+
+
+def _first_evaluation(training: Training, state: TrainState, console: Console) -> dict[str, float]:
+    with console.phase("compiling the evaluation, taking the first loss"):
+        first = training.evaluate(state)
+    console.facts(preflight.judge_first_loss(first["loss"], training.task))
+    return first
+
+
+def _create(run: RunFolder, lock: RunLock) -> None:
+    """Make the folder of a new run, and lock it: that of one begun again is locked already."""
+    if not lock.held:
+        run.make()
+        lock.take()
+        run.check_free()  # another process may have come first
+
+
+def _train(
+    training: Training,
+    state: TrainState,
+    interval: "Interval",
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    console: Console,
+) -> tuple[TrainState, int]:
+    """Take the steps that are left: the last state, its checkpoint committed, and the exit status."""
+    recipe, task, loader = training.recipe, training.task, training.loader
+    to_warn = isinstance(state.loss_scale, LossScaleState)
+    with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
+        interval.restart_clock()
+        for i in range(int(state.step) + 1, recipe.steps + 1):
+            state, metrics = training.step(state, next(loader))
+            interval.add(metrics)
+            line: dict[str, Any] = {}
+            last = i == recipe.steps or interval.stuck
+            if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or last:
+                line = {"step": i, **interval.close(), **_rates(state)}
+            if i % recipe.eval_every == 0 or i == recipe.steps:
+                line |= _prefixed(training.evaluate(state))
+                interval.restart_clock()
+            if line:
+                log.write(line)
+            progress.advance(i, line)
+            if line and to_warn and interval.highest_scale < LOW_SCALE:
+                console.message(_low_scale(i, interval.highest_scale))
+                to_warn = False
+            stopping = last or interval.stuck or stop.received is not None
+            if i % recipe.save_every == 0 or stopping:
+                # A stop leaves no line of its own: the resumed run logs what an uninterrupted one would have.
+                saved = {**loader.state(), "interval": interval.state()}
+                checkpoints.save(state, saved, line.get("eval_loss"))
+                interval.restart_clock()
+            if interval.stuck:
+                raise RunFailed(_stuck(i, state, recipe, interval.nonfinite))
+            if stopping:
+                break
+        checkpoints.wait()
+    return state, stop.exit_status
 
 
 class Interval:
     """The steps since the last logged line: their mean loss, skips and throughput.
 
     `highest_scale`: the loss scale's highest in the interval last closed. `stuck`: whether `recipe.max_skips` steps
-    in a row were skipped, `skips` of them before the first one here. `nonfinite`: micro-batch and leaf where the
-    interval's last gradient that was not finite first was not.
+    in a row were skipped. `nonfinite`: micro-batch and leaf where the interval's last gradient that was not finite
+    first was not.
     """
 
-    def __init__(self, recipe: Recipe, task: Task, *, skips: int = 0) -> None:
+    def __init__(self, recipe: Recipe, task: Task) -> None:
         self.highest_scale, self.stuck, self.nonfinite = float("inf"), False, (-1, -1)
-        self._skips, self._max_skips = skips, recipe.max_skips
+        self._skips, self._max_skips = 0, recipe.max_skips
         self._per_step = recipe.batch_size * task.units_per_row
         self._unit = task.unit
+        self._restored: list[dict[str, float]] = []
         self._metrics: list[dict[str, jax.Array]] = []
         self._seconds, self._since = 0.0, time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """The steps since the last line, so that the next one is the same after a restart: waits for the last step."""
+        steps = self._on_host()
+        if steps:
+            self._seconds += time.perf_counter() - self._since
+        self._since = time.perf_counter()
+        return {"steps": steps, "seconds": self._seconds}
+
+    def restore(self, state: dict[str, Any] | None, *, skips: int) -> None:
+        """Go on from `state()`, None before the first step, with the last `skips` steps skipped in a row."""
+        self._restored, self._seconds = (state["steps"], state["seconds"]) if state else ([], 0.0)
+        self._skips = skips
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
         """Take note of a dispatched step, having waited for the one before it: the device is never left idle."""
@@ -138,31 +218,37 @@ class Interval:
         self._skips = self._skips + 1 if done["skipped"] else 0
         self.stuck |= self._skips >= self._max_skips
 
+    def _on_host(self) -> list[dict[str, float]]:
+        """Every step's numbers; a float32 is exact as a Python float, so that a restart changes no mean."""
+        ran = [{name: m[name].item() for name in _LOGGED} for m in jax.device_get(self._metrics)]
+        return [*self._restored, *ran]
+
     def restart_clock(self) -> None:
         """Leave out of the throughput what was done besides steps."""
         self._since = time.perf_counter()
 
     def close(self) -> dict[str, Any]:
         """The interval as a line of metrics.jsonl; a new one begins."""
-        steps = jax.device_get(self._metrics)
+        steps = self._on_host()
         self._seconds += time.perf_counter() - self._since
         last, n = steps[-1], len(steps)
         self._count(last)
-        self.highest_scale = float(max(m["loss_scale"] for m in steps))
+        self.highest_scale = max(m["loss_scale"] for m in steps)
         for m in steps:
             if m["nonfinite_leaf"] >= 0:
                 self.nonfinite = int(m["nonfinite_micro_batch"]), int(m["nonfinite_leaf"])
         weights = np.array([m["weight"] for m in steps])
         line = {
             "loss": float(np.average([m["loss"] for m in steps], weights=weights if weights.any() else None)),
-            "grad_norm": float(last["grad_norm"]),
-            "loss_scale": float(last["loss_scale"]),
+            "grad_norm": last["grad_norm"],
+            "loss_scale": last["loss_scale"],
             "skipped": int(sum(m["skipped"] for m in steps)),
             f"{self._unit}_per_s": n * self._per_step / self._seconds,
             "step_time_s": self._seconds / n,
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        self._metrics, self._seconds, self._since = [], 0.0, time.perf_counter()
+        self._restored, self._metrics = [], []
+        self._seconds, self._since = 0.0, time.perf_counter()
         return line
 
 

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM as a wish to stop: the step at hand is finished and saved first."""
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,7 +21,8 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     @property
     def exit_status(self) -> int:
@@ -30,9 +32,11 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.received = signal.Signals(number)
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        # The system's own action ends the process even while it waits for the device. To Python's, for Ctrl-C an
+        # exception, every wait on the way out would be an obstacle.
+        for other in self._previous:
+            signal.signal(other, signal.SIG_DFL)
+        if os.isatty(1):
+            # The cursor, hidden by the progress bar: nobody would show it then. Past Python's buffer, which this
+            # may have interrupted.
+            os.write(1, b"\x1b[?25h")

@@ -1,6 +1,7 @@
 """Image classification."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ from flax import nnx
 from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folder, npz
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
-from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet
 from jaxtrain.models.resnet import ResNet, ResNetConfig
 from jaxtrain.objective import Loss, LossFn
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
-from jaxtrain.tasks.task import Task, row_weights
+from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
 
 Images = Arrays | ImageFolder
-Judged = Callable[[Any, Any], tuple[Loss, dict[str, Any]]]  # (logits, batch) -> loss and metrics
+Predict = Callable[[Any, Any, Any], Predicted]  # (params, batch, model_state)
 
 
 def classification_task(recipe: ImageRecipe) -> Task:
@@ -28,24 +28,20 @@ def classification_task(recipe: ImageRecipe) -> Task:
         check_labels(source.labels, recipe.classes)
     shape = train[0]["image"].shape
 
-    def judged(logits: Any, batch: Any) -> tuple[Loss, dict[str, Any]]:
-        labels = batch["label"]
-        weight = row_weights(batch, len(labels))
-        correct = (logits.argmax(-1) == labels).astype(np.float32)
-        count = weight.sum()
-        loss = Loss((cross_entropy(logits, labels) * weight).sum(), count)
-        return loss, {"accuracy": Loss((correct * weight).sum(), count)}
-
     if isinstance(recipe, ResNetRecipe):
-        params, model_state, loss_fn = _with_state(_resnet(recipe, shape), judged)
+        params, model_state, loss_fn, predict = _with_state(partial(_resnet, recipe, shape))
     else:
-        params, model_state, loss_fn = _stateless(_model(recipe, shape), judged)
+        params, model_state, loss_fn, predict = _stateless(partial(_model, recipe, shape))
     frequencies = np.bincount(validation.labels, minlength=recipe.classes) / len(validation)
     present = frequencies[frequencies > 0]
     return Task(
         params=params,
         model_state=model_state,
         loss_fn=loss_fn,
+        predict=predict,
+        class_names=validation.classes
+        if isinstance(validation, ImageFolder)
+        else [str(label) for label in range(recipe.classes)],
         train=train,
         validation=validation,
         eval_rows=len(validation),
@@ -94,25 +90,40 @@ def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig
     )
 
 
-def _stateless(model: nnx.Module, judged: Judged) -> tuple[Any, None, LossFn]:
-    apply, params = functional(model)
+def _stateless(model: Callable[[], nnx.Module]) -> tuple[Any, None, LossFn, Predict]:
+    apply, _ = functional(nnx.eval_shape(model))
+    params = initialised(lambda: functional(model())[1])
+
+    def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
+        del model_state
+        return _predicted(apply(params, batch["image"]), batch)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
         del rng
-        return judged(apply(params, batch["image"]), batch)
+        predicted = predict(params, batch, None)
+        return predicted.loss(), {"accuracy": predicted.accuracy()}
 
-    return params, None, loss_fn
+    return params, None, loss_fn, predict
 
 
-def _with_state(model: nnx.Module, judged: Judged) -> tuple[Any, Any, LossFn]:
+def _with_state(model: Callable[[], nnx.Module]) -> tuple[Any, Any, LossFn, Predict]:
     """Of a model with BatchNorm, which in training takes the batch's own statistics."""
-    apply, params, model_state = functional_with_state(model)
+    apply, *_ = functional_with_state(nnx.eval_shape(model))
+    params, model_state = initialised(lambda: functional_with_state(model())[1:])
+
+    def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
+        return _predicted(apply(params, model_state, batch["image"], False)[0], batch)
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
         logits, model_state = apply(params, model_state, batch["image"], rng is not None)
-        return *judged(logits, batch), model_state
+        predicted = _predicted(logits, batch)
+        return predicted.loss(), {"accuracy": predicted.accuracy()}, model_state
 
-    return params, model_state, loss_fn
+    return params, model_state, loss_fn, predict
+
+
+def _predicted(logits: Any, batch: Any) -> Predicted:
+    return Predicted(logits, batch["label"], row_weights(batch, len(batch["label"])))
 
 
 def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable:

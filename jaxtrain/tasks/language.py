@@ -28,12 +28,11 @@ from jaxtrain.data import (
 )
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
-from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional, gpt2, llama
 from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.objective import Loss
 from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
-from jaxtrain.tasks.task import Task, row_weights
+from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
 
 BYTES = 256
 PROMPT = "def "
@@ -46,7 +45,7 @@ def language_task(recipe: LanguageRecipe) -> Task:
     train, validation, entropy = _sources(recipe, texts)
     apply, init, names = decoder(recipe)
 
-    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
         if "segments" in batch:
             inputs, targets = batch["tokens"], batch["targets"]
             real = batch["segments"] > 0
@@ -56,7 +55,10 @@ def language_task(recipe: LanguageRecipe) -> Task:
             real = jnp.ones_like(targets, bool)
             logits = apply(params, inputs, rng)
         weight = jnp.where(real, row_weights(batch, len(targets))[:, None], 0)
-        return Loss((cross_entropy(logits, targets) * weight).sum(), weight.sum()), {}
+        return Predicted(logits, targets, weight)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+        return predict(params, batch, rng).loss(), {}
 
     def sample(params: Any, seed: int) -> str:
         prompt = texts.encode(PROMPT).tolist()
@@ -64,8 +66,10 @@ def language_task(recipe: LanguageRecipe) -> Task:
         return printable(texts.decode([*prompt, *written]))
 
     return Task(
-        params=init(),
+        params=initialised(init),
         loss_fn=loss_fn,
+        predict=lambda params, batch, _: predict(params, batch, None),
+        texts=texts,
         train=train,
         validation=validation,
         eval_rows=min(recipe.eval_sequences, len(validation)),

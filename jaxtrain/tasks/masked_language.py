@@ -27,12 +27,11 @@ from jaxtrain.data import (
     unigram_entropy,
 )
 from jaxtrain.errors import UserError
-from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
 from jaxtrain.models.bert import Bert, BertConfig, torch_names
 from jaxtrain.objective import Loss
 from jaxtrain.recipes.masked_language import EncoderRecipe, MaskedLanguageRecipe
-from jaxtrain.tasks.task import Task, row_weights
+from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
 
 HIDDEN, RANDOM = 0.8, 0.1
 """Of the tokens to predict, the shares that the model sees hidden and replaced; the others it sees as they are."""
@@ -58,15 +57,16 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
         of_text = jnp.isin(batch["tokens"], around, invert=True)
         return jax.vmap(hidden)(keys, batch["tokens"], of_text)
 
-    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
         mask_rng, rng = (None, None) if rng is None else jax.random.split(rng)
         tokens = batch["tokens"]
         seen, predicted = hide(batch, mask_rng)
         weight = jnp.where(predicted, row_weights(batch, len(tokens))[:, None], 0)
-        logits = apply(params, seen, tokens != pad, None, rng)
-        right = jnp.where(logits.argmax(-1) == tokens, weight, 0)
-        loss = Loss((cross_entropy(logits, tokens) * weight).sum(), weight.sum())
-        return loss, {"accuracy": Loss(right.sum(), weight.sum())}
+        return Predicted(apply(params, seen, tokens != pad, None, rng), tokens, weight)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+        predicted = predict(params, batch, rng)
+        return predicted.loss(), {"accuracy": predicted.accuracy()}
 
     def sample(params: Any, seed: int) -> str:
         example = validation[int(np.random.default_rng(seed).integers(len(validation)))]
@@ -77,8 +77,10 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
 
     targets = np.concatenate([validation[i]["tokens"] for i in range(len(validation))])
     return Task(
-        params=init(),
+        params=initialised(init),
         loss_fn=loss_fn,
+        predict=lambda params, batch, _: predict(params, batch, None),
+        texts=texts,
         train=train,
         validation=validation,
         eval_rows=len(validation),

@@ -23,12 +23,11 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.dates import dates
 from jaxtrain.errors import UserError
-from jaxtrain.losses import cross_entropy
-from jaxtrain.models import functional
+from jaxtrain.models import functional, generate
 from jaxtrain.models.t5 import T5, T5Config, shift_right, torch_names
 from jaxtrain.objective import Loss
 from jaxtrain.recipes.seq2seq import T5Recipe
-from jaxtrain.tasks.task import Task, row_weights
+from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
 
 SHOWN = 5  # pairs of a sample
 
@@ -39,29 +38,36 @@ def seq2seq_task(recipe: T5Recipe) -> Task:
     train, pairs = _pairs(recipe)
     encode = partial(encoded, recipe, texts)
     validation = Mapped(pairs, encode)
-    config, apply, init = t5(recipe, texts)
+    model, init = t5(recipe, texts)
+    config, (apply, _) = model.config, functional(model)
+
+    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+        source, target = batch["source"], batch["target"]
+        logits = apply(params, source, shift_right(target, config), source != config.pad_token_id, None, rng)
+        weight = jnp.where(target != config.pad_token_id, row_weights(batch, len(target))[:, None], 0)
+        return Predicted(logits, target, weight)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        source, target = batch["source"], batch["target"]
+        predicted, target = predict(params, batch, rng), batch["target"]
         rows = row_weights(batch, len(target))
-        logits = apply(params, source, shift_right(target, config), source != config.pad_token_id, None, rng)
-        real = target != config.pad_token_id
-        weight = jnp.where(real, rows[:, None], 0)
-        right = (logits.argmax(-1) == target) | ~real
+        right = (predicted.logits.argmax(-1) == target) | (target == config.pad_token_id)
         # All tokens right, each given the right ones before it: then, and only then, greedy decoding writes the target.
         exact = Loss(jnp.where(right.all(-1), rows, 0).sum(), rows.sum())
-        return Loss((cross_entropy(logits, target) * weight).sum(), weight.sum()), {"exact_match": exact}
+        return predicted.loss(), {"exact_match": exact}
 
     def sample(params: Any, seed: int) -> str:
         chosen = np.random.default_rng(seed).permutation(len(pairs))[:SHOWN]
         sources = [pairs[int(i)]["source"] for i in chosen]
-        written = translate(recipe, texts, partial(apply, params), sources)
+        written = translate(recipe, texts, model, params, sources)
         return "\n".join(f"{source} → {target}" for source, target in zip(sources, written, strict=True))
 
     targets = np.concatenate([validation[i]["target"] for i in range(len(validation))])
     return Task(
-        params=init(),
+        params=initialised(init),
         loss_fn=loss_fn,
+        predict=lambda params, batch, _: predict(params, batch, None),
+        texts=texts,
+        given=lambda example: texts.decode(example["source"]),
         train=Mapped(train, encode),
         validation=validation,
         eval_rows=len(validation),
@@ -78,8 +84,8 @@ def seq2seq_task(recipe: T5Recipe) -> Task:
     )
 
 
-def t5(recipe: T5Recipe, texts: Tokenizer) -> tuple[T5Config, Callable[..., Any], Callable[[], Any]]:
-    """(config, apply, init) of the recipe's model: `init()` makes its first parameters."""
+def t5(recipe: T5Recipe, texts: Tokenizer) -> tuple[T5, Callable[[], Any]]:
+    """The recipe's model, without arrays, and what makes its first parameters."""
     if recipe.d_model % recipe.num_heads:
         raise UserError(
             f"d_model {recipe.d_model} is not divisible by num_heads {recipe.num_heads}: change one of them"
@@ -103,8 +109,7 @@ def t5(recipe: T5Recipe, texts: Tokenizer) -> tuple[T5Config, Callable[..., Any]
     def model() -> T5:
         return T5(config, rngs=nnx.Rngs(recipe.seed))
 
-    apply, _ = functional(nnx.eval_shape(model))
-    return config, apply, jax.jit(lambda: functional(model())[1])
+    return nnx.eval_shape(model), jax.jit(lambda: functional(model())[1])
 
 
 def encoded(recipe: T5Recipe, texts: Tokenizer, pair: Example) -> Example:
@@ -118,21 +123,12 @@ def encoded(recipe: T5Recipe, texts: Tokenizer, pair: Example) -> Example:
     }
 
 
-def translate(recipe: T5Recipe, texts: Tokenizer, logits: Callable[..., Any], sources: list[str]) -> list[str]:
-    """What the model writes for each source, always the likeliest token; `logits` is its `apply`, given parameters."""
+def translate(recipe: T5Recipe, texts: Tokenizer, model: T5, params: Any, sources: list[str]) -> list[str]:
+    """What the model writes for each source, always the likeliest token."""
     pad, end = texts.special("pad"), texts.special("end")
     rows = np.stack([_ended(texts, source, "source", recipe.source_len) for source in sources])
-
-    @jax.jit
-    def step(written: jax.Array, place: jax.Array) -> jax.Array:
-        """With the token at `place`; before it are those already written, shifted right by the start."""
-        chosen = logits(rows, written[:, :-1], rows != pad).argmax(-1).astype(written.dtype)
-        return written.at[:, place + 1].set(chosen[:, place])
-
-    written = jnp.full((len(sources), recipe.target_len + 1), pad, np.int32)
-    for place in range(recipe.target_len):
-        written = step(written, np.int32(place))
-    return [texts.decode(_until(row, end)) for row in np.asarray(written)[:, 1:]]
+    written = generate(model, params, rows, recipe.target_len, mask=rows != pad, stop=end, pad=pad)
+    return [texts.decode(_until(row, end)) for row in np.asarray(written)]
 
 
 def _until(tokens: Tokens, end: int) -> Tokens:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data import (
@@ -21,12 +20,11 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
 from jaxtrain.errors import UserError
-from jaxtrain.losses import cross_entropy
 from jaxtrain.models.bert import torch_names
 from jaxtrain.objective import Loss
 from jaxtrain.recipes.text_classification import TextClassificationRecipe
 from jaxtrain.tasks.masked_language import bert, bert_config, enclosed
-from jaxtrain.tasks.task import Task, row_weights
+from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
 
 _BASELINE_TEXTS = 100_000  # more make a bag of words no better, and take memory
 
@@ -42,19 +40,23 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
     config = bert_config(recipe, texts, length, num_labels=len(classes))
     apply, init = bert(config, recipe.seed)
 
-    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
         tokens, labels = batch["tokens"], batch["label"]
         logits = apply(params, tokens, tokens != pad, None, rng)
-        weight = row_weights(batch, len(labels))
-        right = jnp.where(logits.argmax(-1) == labels, weight, 0)
-        loss = Loss((cross_entropy(logits, labels) * weight).sum(), weight.sum())
-        return loss, {"accuracy": Loss(right.sum(), weight.sum())}
+        return Predicted(logits, labels, row_weights(batch, len(labels)))
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
+        predicted = predict(params, batch, rng)
+        return predicted.loss(), {"accuracy": predicted.accuracy()}
 
     labels = [validation[i]["label"] for i in range(len(validation))]
     frequencies = np.array([labels.count(c) for c in classes if c in labels]) / len(labels)
     return Task(
-        params=init(),
+        params=initialised(init),
         loss_fn=loss_fn,
+        predict=lambda params, batch, _: predict(params, batch, None),
+        class_names=[str(name) for name in classes],
+        given=lambda example: texts.decode(example["tokens"]),
         train=Mapped(train, encode),
         validation=Mapped(validation, encode),
         eval_rows=len(validation),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +16,18 @@ from PIL import Image
 from jaxtrain.cli import main
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import RunFolder, loop
-from jaxtrain.runner.checkpoint import restore_params
+from jaxtrain.runner.checkpoint import restore_params, steps
 from jaxtrain.runner.optimizer import schedule
+from jaxtrain.runner.run_folder import RunLock
 from jaxtrain.tasks import build
 
 from .conftest import TINY_GPT
 
 SMALL = "--batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
 
 
 def run(command: str) -> int:
@@ -107,11 +113,11 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
     def die(self, line, step=6, write=loop.MetricsLog.write):
         write(self, line)
         if line["step"] == step:
-            raise MemoryError
+            raise Killed
 
     with monkeypatch.context() as patched:
         patched.setattr(loop.MetricsLog, "write", die)
-        with pytest.raises(MemoryError):
+        with pytest.raises(Killed):
             run(command)
     assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6]
     assert run("train digits-mlp --resume") == 0
@@ -161,6 +167,150 @@ def test_own_arrays_and_image_folders_train(tmp_path, capsys):
             Image.fromarray(rng.integers(0, 255, (6, 7, 3), np.uint8)).save(f"pets/{name}/{i}.png")
     assert run(f"train digits-cnn --data pets --classes 2 --steps 2 --width 2 {SMALL} --out b") == 0
     assert "float32 [16, 6, 7, 3]" in capsys.readouterr().out
+
+
+def shown(folder: str) -> list[dict]:
+    """The lines without what no two runs have in common."""
+    timed = ("step_time_s", "examples_per_s", "peak_memory_bytes")
+    return [{k: v for k, v in m.items() if k not in timed} for m in lines(folder)]
+
+
+def same_bits(one: str, other: str) -> bool:
+    pairs = zip(jax.tree.leaves(final_params(one)), jax.tree.leaves(final_params(other)), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+TINY = f"train digits-mlp --steps 6 --hidden 8 {SMALL}"
+
+
+def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
+    """Begun, killed before it had a checkpoint, begun again, stopped, resumed, done."""
+    command = f"{TINY} --log-every 3 --resume auto --out looped"
+    assert run(f"{TINY} --log-every 3 --out whole") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Checkpoints, "save", lambda *args: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            run(command)
+    assert [m["step"] for m in lines("looped")] == [0]
+    assert run("train --resume --out looped") == 2
+    assert (
+        "looped has no checkpoint: jaxtrain train --resume auto --out looped begins it again" in capsys.readouterr().err
+    )
+    with monkeypatch.context() as patched:
+        stop_after(5, patched)  # in the middle of an interval
+        assert run(command) == 130
+    assert [m["step"] for m in lines("looped")] == [0, 3, 4]
+    assert run(command) == 0
+    assert same_bits("whole", "looped")
+    assert shown("whole") == shown("looped")
+    capsys.readouterr()
+    assert run(command) == 0
+    assert "step 6 of 6 is done" in capsys.readouterr().out
+    assert shown("whole") == shown("looped")
+
+
+def test_a_cut_short_import_is_not_begun_again_from_random_weights(capsys):
+    assert run(f"{TINY} --out imported") == 0
+    shutil.rmtree("imported/checkpoints")
+    Path("imported/torch.pt").touch()
+    capsys.readouterr()
+    assert run(f"{TINY} --resume auto --out imported") == 2
+    assert "imported was not imported to its end" in capsys.readouterr().err
+
+
+def test_config_json_repeats_a_run_to_the_same_bits(capsys):
+    settings = "--lr 2e-3 --seed 3 --accumulate 2 --optimizer sgd(momentum=0.9) --schedule linear"
+    assert run(f"{TINY} {settings} --out first") == 0
+    capsys.readouterr()
+    assert run("train --from first/config.json --out second") == 0
+    assert "the bits may differ" not in capsys.readouterr().out
+    assert same_bits("first", "second")
+    assert shown("first") == shown("second")
+    config = json.loads(Path("first/config.json").read_text())
+    assert json.loads(Path("second/config.json").read_text())["settings"] == config["settings"]
+    # What is asked for besides is changed, what is different here is told.
+    config["versions"]["jax"] = "0.1"
+    Path("first/config.json").write_text(json.dumps(config))
+    assert run("train digits-mlp --from=first/config.json --out third --hidden 9 --seed 4 --steps 2") == 0
+    told = capsys.readouterr().out
+    assert f"first/config.json was made with jax 0.1, here {jax.__version__}: the bits may differ" in told
+    third = RunFolder(Path("third")).read_recipe()[1]
+    assert (third.hidden, third.seed, third.optimizer) == (9, 4, "sgd(momentum=0.9)")
+    for command, error in {
+        "train --from first/config.json --out first": "first already holds a run",
+        "train gpt-stdlib --from first/config.json": "first/config.json holds a run of digits-mlp, not of gpt-stdlib",
+        "train --from nowhere.json": "nowhere.json cannot be read",
+        "train --from": "expected one argument",
+        "train --resume sometimes": "invalid choice: 'sometimes'",
+    }.items():
+        assert run(command) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert error in err
+
+
+def test_what_is_kept_is_a_setting_and_may_change_on_the_way(capsys):
+    kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
+    command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"
+    assert run(f"{command} --steps 6") == 0
+    assert sorted(steps(Path("kept/checkpoints"))) == [4, 6]
+    assert run("train --resume --out kept --steps 9 --keep-best 1 --keep-last 2") == 0
+    best = min((m for m in lines("kept") if "eval_loss" in m and m["step"] >= 4), key=lambda m: m["eval_loss"])
+    assert set(steps(Path("kept/checkpoints"))) == {4, 8, 9, best["step"]}
+    capsys.readouterr()
+    assert run("train --resume --out kept --keep-last 0") == 2
+    assert "keep_last 0" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
+    assert run(f"{TINY} --out whole") == 0
+    assert run(f"{TINY} --out hurt") == 0
+    (data,) = Path("hurt/checkpoints/6/state/d").iterdir()
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    capsys.readouterr()
+    for command in ("train --resume --out whole", "train --resume auto --out hurt"):
+        assert run(f"{command} --steps 6") == 0
+    told = capsys.readouterr().out
+    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): set aside as" in told
+    assert "resuming hurt at step 4" in told
+    assert same_bits("whole", "hurt")
+    assert shown("whole") == shown("hurt")
+    for step in steps(Path("hurt/checkpoints")):
+        Path(f"hurt/checkpoints/{step}/run.json").unlink()
+    for command in ("train --resume --out hurt", "train --resume auto --out hurt"):
+        assert run(command) == 2
+        assert "hurt has no whole checkpoint left" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused_by_name_and_untouched(capsys):
+    assert run(f"{TINY} --out used") == 0
+    with RunLock(Path("used")) as lock:
+        lock.take()
+        before = {p: p.read_bytes() for p in Path("used").rglob("*") if p.is_file()}
+        for how in ("--resume", "--resume auto"):
+            assert run(f"train {how} --out used --steps 8") == 2
+            assert f"used is in use by pid {os.getpid()} on {os.uname().nodename}" in capsys.readouterr().err
+        assert {p: p.read_bytes() for p in Path("used").rglob("*") if p.is_file()} == before
+    assert run("train --resume --out used --steps 8") == 0
+
+
+def test_a_report_that_cannot_be_written_costs_nothing_but_the_report(capsys):
+    Path("full/report.html").mkdir(parents=True)
+    assert run(f"{TINY} --out full") == 1
+    assert capsys.readouterr().err == (
+        "jaxtrain: full/report.html cannot be written (Is a directory): the run is saved at step 6\n"
+    )
+    Path("full/report.html").rmdir()
+    assert run(f"{TINY} --resume auto --out full") == 0
+    assert Path("full/report.html").is_file()
+
+
+def test_checkpoints_without_their_config_are_not_written_over(capsys):
+    assert run(f"{TINY} --out lost") == 0
+    Path("lost/config.json").unlink()
+    for how in ("", "--resume auto"):
+        assert run(f"{TINY} {how} --out lost") == 2
+        assert "lost has checkpoints but no config.json" in capsys.readouterr().err
 
 
 BAD = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attention, segment_mask
 from jaxtrain.precision import autocast
+from tests.models.programs import equations
 
 B, T, S, N, H = 2, 5, 7, 4, 8
 RNG = np.random.default_rng(0)
@@ -124,13 +124,6 @@ def test_heads_that_make_no_groups_are_refused():
     q, k, v, _ = inputs(heads=3)
     with pytest.raises(UserError, match="4 query heads do not divide into groups for 3 key heads"):
         attention(q, k, v)
-
-
-def equations(traced):
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -11,10 +11,10 @@ import torch
 import transformers
 from flax import nnx
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
 from jaxtrain.models.bert import Bert, BertConfig, from_hf, to_hf, torch_names
+from tests.models.programs import assert_float64_throughout, enlarged
 
 CONFIG = BertConfig(
     vocab_size=11,
@@ -31,16 +31,7 @@ ONES = np.ones_like(TOKENS)
 
 
 def model(**changes):
-    apply, params = functional(Bert(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
-    # As large as in training, so that no layer is near the identity.
-    return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
-
-
-def every_dtype(traced):
-    for eqn in traced.eqns:
-        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from every_dtype(inner)
+    return enlarged(Bert(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
 def test_tokens_give_logits_of_either_head_and_blocks_are_stacked():
@@ -106,14 +97,11 @@ def test_only_a_key_makes_it_drop():
 
 def test_float64_stays_float64_throughout():
     apply, params = model()
-    # flax's LayerNorm relies on promotion.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        loss = lambda params, rng: (apply(params, TOKENS, ONES, ONES, rng) ** 2).sum()  # noqa: E731
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
-    found = set(every_dtype(traced.jaxpr))
-    assert "float64" in found
-    assert "float32" not in found
+
+    def loss(params, rng):
+        return (apply(params, TOKENS, ONES, ONES, rng) ** 2).sum()
+
+    assert_float64_throughout(jax.value_and_grad(loss), params, jax.random.key(0))
 
 
 @pytest.mark.parametrize("num_labels", [None, 3])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from flax import nnx
 
-from jaxtrain import jaxpr
 from jaxtrain.models import CNN, functional
 from jaxtrain.models.cnn import torch_names
+from tests.models.programs import assert_float64_throughout
 
 SHAPE, WIDTH = (6, 5, 3), 4
 IMAGES = np.random.default_rng(0).normal(size=(2, *SHAPE))
@@ -17,13 +17,6 @@ IMAGES = np.random.default_rng(0).normal(size=(2, *SHAPE))
 
 def model():
     return functional(CNN(SHAPE, WIDTH, classes=7, rngs=nnx.Rngs(0)))
-
-
-def every_dtype(traced):
-    for eqn in traced.eqns:
-        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from every_dtype(inner)
 
 
 def test_images_give_logits():
@@ -47,11 +40,7 @@ def test_it_equals_torchs_sequential_in_float64():
 
 def test_float64_stays_float64_throughout():
     apply, params = model()
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        traced = jax.make_jaxpr(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()))(params)
-    assert "float64" in set(every_dtype(traced.jaxpr))
-    assert "float32" not in set(every_dtype(traced.jaxpr))
+    assert_float64_throughout(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()), params)
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])

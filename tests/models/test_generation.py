@@ -1,23 +1,31 @@
-"""Generated texts are transformers', token for token; the cache changes no logits; sampling is transformers' too."""
+"""Generated texts are transformers', token for token; the cache changes no logits, and a token costs what the last did;
+sampling is transformers' too."""
 
+import contextlib
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from jaxtrain.errors import UserError
-from jaxtrain.models import GPT2, GPT2Config, functional, generation, gpt2, llama, mixtral
+from jaxtrain.flops import flops
+from jaxtrain.models import GPT2, T5, GPT2Config, T5Config, functional, generation, gpt2, llama, mixtral, t5
 from jaxtrain.models.generation import Sampling, generate
 from jaxtrain.models.llama import Llama
 from jaxtrain.models.mixtral import Mixtral
 from parity.cases import gpt2 as gpt2_case
 from parity.cases import llama as llama_case
 from parity.cases import mixtral as mixtral_case
+from parity.cases import t5 as t5_case
 from parity.cases import text
+from parity.oracle.in_torch import InFloat64
+from tests.models.programs import equations, widened
 
 GPT2_CONFIG = GPT2Config(vocab_size=61, n_positions=96, n_embd=32, n_layer=2, n_head=4)
 # transformers itself cannot generate with the router's logits.
@@ -28,24 +36,35 @@ MASK = np.arange(9)[None] >= np.array([[0], [3], [6]])
 NEW = 64
 
 
-def decoder(config):
+KINDS = {
+    GPT2Config: (GPT2, gpt2),
+    llama.LlamaConfig: (Llama, llama),
+    mixtral.MixtralConfig: (Mixtral, mixtral),
+    T5Config: (T5, t5),
+}
+
+
+def made(config):
     """(model, PyTorch's, its parameters as the model's)."""
-    kinds = {GPT2Config: (GPT2, gpt2), llama.LlamaConfig: (Llama, llama), mixtral.MixtralConfig: (Mixtral, mixtral)}
-    kind, module = kinds[type(config)]
+    kind, module = KINDS[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        is_gpt2 = module is gpt2
-        # Of transformers' experts the eager ones take float64.
-        written = None if is_gpt2 else {**module.to_hf(config), "experts_implementation": "eager"}
-        theirs = gpt2_case._torch_model(config) if is_gpt2 else text.torch_model(written)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            # As large as in training, so that texts are not one token over and over.
-            p.mul_(3 if p.ndim > 1 else 1)
+        if module in (gpt2, t5):
+            theirs = (gpt2_case if module is gpt2 else t5_case)._torch_model(config)
+        else:
+            # Of transformers' experts the eager ones take float64.
+            theirs = text.torch_model({**module.to_hf(config), "experts_implementation": "eager"})
+        with torch.no_grad():
+            for p in theirs.parameters():
+                # As large as in training, so that texts are not one token over and over.
+                p.mul_(3 if p.ndim > 1 else 1)
+            if module is t5:
+                # A tied output layer likes the token that it was given: less, where the norm before it is not of ones.
+                theirs.shared.weight.div_(3)
+                theirs.decoder.final_layer_norm.weight.normal_()
     model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
     _, like = functional(model)
-    names = module.torch_names() if is_gpt2 else module.torch_names(config)
-    params = names.to_jax({k: v.numpy() for k, v in theirs.state_dict().items()}, like=like)
+    params = module.torch_names(config).to_jax({k: v.numpy() for k, v in theirs.state_dict().items()}, like=like)
     return model, theirs.eval(), params
 
 
@@ -54,31 +73,119 @@ DECODERS = {
     "llama": dataclasses.replace(llama_case.LLAMA, **LONGER),
     "qwen3": dataclasses.replace(llama_case.QWEN3, **LONGER),
     "mistral": dataclasses.replace(llama_case.MISTRAL, **LONGER),
+    "qwen2": dataclasses.replace(llama_case.LLAMA, **LONGER, model_type="qwen2"),
+    "qwen3-by-layer": dataclasses.replace(
+        llama_case.QWEN3, **LONGER, sliding_window=7, layer_types=("full_attention", "sliding_attention")
+    ),
+    "smollm3": dataclasses.replace(
+        llama_case.LLAMA, **LONGER, model_type="smollm3", sliding_window=7,
+        layer_types=("full_attention", "sliding_attention"), no_rope_layers=(1, 0),
+    ),
     "mixtral": MIXTRAL,
-}
+}  # fmt: skip
 
 
-def torchs_text(theirs, **options):
+def torchs_text(theirs, mask=MASK, **options):
     options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None, **options}
-    tokens, mask = torch.from_numpy(PROMPTS), torch.from_numpy(MASK).long()
-    return theirs.generate(tokens, attention_mask=mask, **options)[:, PROMPTS.shape[1] :].numpy()
+    tokens, mask = torch.from_numpy(PROMPTS), torch.from_numpy(mask).long()
+    with InFloat64() if theirs.dtype == torch.float64 else contextlib.nullcontext():
+        text = theirs.generate(tokens, attention_mask=mask, **options).numpy()
+    # Before a decoder's own text stands the prompt; before a T5's, its start.
+    return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_texts_of_uneven_prompts_are_transformers_in_float32_and_float64(name):
-    model, theirs, params = decoder(DECODERS[name])
+    model, theirs, params = made(DECODERS[name])
     ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK))
     np.testing.assert_array_equal(ours, torchs_text(theirs))
     assert max(len(set(row)) for row in ours.tolist()) > 8, "a text that repeats itself shows little"
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        double = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        ours = np.asarray(generate(model, double, PROMPTS, NEW, mask=MASK))
+        ours = np.asarray(generate(model, widened(params), PROMPTS, NEW, mask=MASK))
     np.testing.assert_array_equal(ours, torchs_text(theirs.double()))
+
+
+T5S = {
+    # As deep a decoder at most as the encoder: transformers counts the layers of its cache by the latter.
+    "t5": dataclasses.replace(t5_case.CONFIG, vocab_size=61, num_layers=3, num_decoder_layers=2),
+    "gated": dataclasses.replace(
+        t5_case.CONFIG, vocab_size=61, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+        # Distances of a text of 64 tokens fall into all buckets, and beyond.
+        relative_attention_num_buckets=32, relative_attention_max_distance=50, decoder_start_token_id=7,
+    ),
+}  # fmt: skip
+SCATTERED = np.random.default_rng(3).random(PROMPTS.shape) > 0.3
+
+
+@pytest.mark.parametrize("mask", [MASK, MASK[:, ::-1].copy(), SCATTERED], ids=["left", "right", "scattered"])
+@pytest.mark.parametrize("name", T5S)
+def test_greedy_answers_to_uneven_sources_are_transformers_in_float32_and_float64(name, mask):
+    model, theirs, params = made(T5S[name])
+    lengths = {"stop": 1, "min_new_tokens": NEW}
+    expected = {"eos_token_id": 1, "min_new_tokens": NEW, "mask": mask}
+    ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=mask, **lengths))
+    np.testing.assert_array_equal(ours, torchs_text(theirs, **expected))
+    assert max(len(set(row)) for row in ours.tolist()) > 5, "a text that repeats itself shows little"
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        ours = np.asarray(generate(model, widened(params), PROMPTS, NEW, mask=mask, **lengths))
+    np.testing.assert_array_equal(ours, torchs_text(theirs.double(), **expected))
+
+
+@pytest.mark.parametrize("name", T5S)
+def test_answers_written_piece_by_piece_have_the_logits_of_all_at_once(name):
+    model, _, params = made(T5S[name])
+    apply, _ = functional(model)
+    answer = np.random.default_rng(1).integers(61, size=(3, 12))
+
+    @jax.jit
+    def piece_by_piece(params):
+        model_ = nnx.merge(nnx.split(model)[0], params)
+        memory = model_.remember(model_.encode(PROMPTS, MASK), MASK, 14)
+        pieces = []
+        for part in (slice(0, 4), slice(4, 5), slice(5, 12)):
+            logits, memory = model_.go_on(answer[:, part], memory)
+            pieces.append(logits)
+        return jnp.concatenate(pieces, axis=1), memory.cache.length
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        whole = jax.jit(apply)(widened(params), PROMPTS, answer, MASK)
+        logits, length = piece_by_piece(widened(params))
+    np.testing.assert_allclose(logits, whole, rtol=0, atol=1e-12 * np.abs(whole).max())
+    assert int(length) == 12
+
+
+def flops_of_a_token(name, prompt, new_tokens):
+    """Of one round of the loop, the program's only one."""
+    config = {**DECODERS, **T5S}[name]
+    model, _, params = made(config)
+    tokens = np.zeros((1, prompt), np.int32)
+    traced = jax.make_jaxpr(lambda params: generate(model, params, tokens, new_tokens))(params)
+    (loop,) = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "while"]
+    body = loop.params["body_jaxpr"]
+    return flops(jaxpr_as_fun(body), *body.in_avals)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "weights", "slots"),
+    [
+        ("gpt2", 32, 12 * 32**2, 3 + 4 - 1),
+        ("llama", 32, 2 * 32**2 + 2 * 32 * 16 + 3 * 32 * 48, 3 + 4 - 1),
+        # The source's own keys and values are there: their two weights are not used again.
+        ("t5", 16, 6 * 16**2 + 2 * 16 * 24, 3 + 4),
+    ],
+)
+def test_a_token_costs_itself_and_a_look_at_each_slot_whatever_came_before(name, width, weights, slots):
+    layers, vocabulary = 2, 61
+    short, longer, later = (flops_of_a_token(name, *lengths) for lengths in ((3, 4), (3, 24), (23, 4)))
+    # Queries by keys, and weights by values; a multiplication and an addition each.
+    look = 2 * 2 * width
+    assert short == layers * (2 * weights + slots * look) + 2 * vocabulary * width
+    assert longer == later == short + layers * 20 * look
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
 def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
-    model, _, params = decoder(DECODERS[name])
+    model, _, params = made(DECODERS[name])
     apply, _ = functional(model)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
@@ -93,15 +200,18 @@ def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
     assert np.asarray(cache.segments).sum() == 27
 
 
-def test_a_text_stops_at_its_stop_and_is_padded_behind_it():
-    model, theirs, params = decoder(DECODERS["llama"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_text_stops_at_its_stop_and_is_padded_behind_it(name):
+    model, theirs, params = made({**DECODERS, **T5S}[name])
     stop = int(generate(model, params, PROMPTS, 8, mask=MASK)[1, 4])
-    ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK, stop=stop, pad=7))
-    expected = torchs_text(theirs, eos_token_id=stop, pad_token_id=7)
-    # There the text is cut where the longest ends.
-    np.testing.assert_array_equal(ours[:, : expected.shape[1]], expected)
-    assert (ours[:, expected.shape[1] :] == 7).all()
-    assert (ours[1, 5:] == 7).all()
+    for options in ({}, {"min_new_tokens": 20}):
+        ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK, stop=stop, pad=7, **options))
+        expected = torchs_text(theirs, eos_token_id=stop, pad_token_id=7, **options)
+        # There the text is cut where the longest ends.
+        np.testing.assert_array_equal(ours[:, : expected.shape[1]], expected)
+        assert (ours[:, expected.shape[1] :] == 7).all()
+        assert (ours[1, 5:] == 7).all() == (not options)
+        assert stop not in ours[:, : options.get("min_new_tokens", 0)]
 
 
 SAMPLINGS = [
@@ -139,7 +249,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
-    model, _, params = decoder(DECODERS["gpt2"])
+    model, _, params = made(DECODERS["gpt2"])
     sampling = Sampling(temperature=1.0)
     one, again, other = (np.asarray(generate(model, params, PROMPTS, 8, sampling=sampling, seed=s)) for s in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
@@ -164,7 +274,7 @@ def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
     ],
 )
 def test_what_cannot_be_generated_is_refused(options, message):
-    model, _, params = decoder(GPT2_CONFIG)
+    model, _, params = made(GPT2_CONFIG)
     with pytest.raises(UserError, match=message):
         generate(model, params, **{"prompts": PROMPTS, "new_tokens": 2, **options})
 

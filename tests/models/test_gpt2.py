@@ -8,27 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.gpt2 import _dropout, torch_names
+from tests.models.programs import assert_float64_throughout, enlarged, widened
 
 CONFIG = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, dropout=0.25)
 TOKENS = np.random.default_rng(0).integers(0, 11, size=(3, 6)).astype(np.int32)
 
 
 def model(**changes):
-    apply, params = functional(GPT2(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
-    # As large as in training, so that no layer is near the identity.
-    return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
-
-
-def every_dtype(traced):
-    for eqn in traced.eqns:
-        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from every_dtype(inner)
+    return enlarged(GPT2(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
 def test_tokens_give_logits_and_blocks_are_stacked():
@@ -90,23 +81,15 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
     assert abs((dropped == 0).mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / n)
 
 
-def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(monkeypatch):
-    keys, shapes = set(), []
-    bernoulli = jax.random.bernoulli
-
-    def recorded(key, p, shape):
-        keys.add(np.asarray(jax.random.key_data(key)).tobytes())
-        shapes.append(shape)
-        return bernoulli(key, p, shape)
-
-    monkeypatch.setattr(jax.random, "bernoulli", recorded)
+def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(drawn_masks):
     apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():
         apply(params, TOKENS, jax.random.key(0))
     # The embedding; in each of the two layers the attention weights, the attention's output and the MLP's.
     hidden, weights = (3, 6, 8), (3, 2, 6, 6)
-    assert shapes == [hidden, *[weights, hidden, hidden] * 2]
-    assert len(keys) == 7
+    keys, shapes = zip(*drawn_masks, strict=True)
+    assert shapes == (hidden, *[weights, hidden, hidden] * 2)
+    assert len(set(keys)) == 7
 
 
 def test_float64_stays_float64_throughout():
@@ -115,20 +98,14 @@ def test_float64_stays_float64_throughout():
     def loss(params, rng):
         return cross_entropy(apply(params, TOKENS[:, :-1], rng), TOKENS[:, 1:]).sum()
 
-    # flax's LayerNorm relies on promotion.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
-    found = set(every_dtype(traced.jaxpr))
-    assert "float64" in found
-    assert "float32" not in found
+    assert_float64_throughout(jax.value_and_grad(loss), params, jax.random.key(0))
 
 
 def test_packed_sequences_are_the_sequences_apart():
     apply, params = model()
     segments, positions = np.array([[1, 1, 1, 1, 2, 2]] * 3), np.array([[0, 1, 2, 3, 0, 1]] * 3)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        params = widened(params)
         packed = apply(params, TOKENS, None, positions, segments)
         alone = [apply(params, TOKENS[:, part]) for part in (slice(0, 4), slice(4, 6))]
     np.testing.assert_allclose(packed, np.concatenate(alone, axis=1), rtol=0, atol=1e-13)

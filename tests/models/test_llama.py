@@ -12,7 +12,6 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
@@ -23,6 +22,7 @@ from jaxtrain.remat import remat
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
+from tests.models.programs import equations, widened
 
 TOKENS = np.random.default_rng(0).integers(0, 31, size=(3, 9)).astype(np.int32)
 SIZES = {
@@ -42,7 +42,15 @@ CONFIGS = {
     "qwen3": LlamaConfig(
         **{**SIZES, "head_dim": 8}, model_type="qwen3", sliding_window=4, pad_token_id=int(TOKENS[1, 4])
     ),
-}
+    "qwen3-by-layer": LlamaConfig(
+        **SIZES, model_type="qwen3", sliding_window=3, layer_types=("sliding_attention", "full_attention")
+    ),
+    "smollm3": LlamaConfig(
+        **{**SIZES, "num_hidden_layers": 3}, model_type="smollm3", tie_word_embeddings=True, attention_bias=True,
+        sliding_window=3, layer_types=("full_attention", "sliding_attention", "full_attention"),
+        no_rope_layers=(1, 0, 1),
+    ),
+}  # fmt: skip
 
 
 def model(**changes):
@@ -113,6 +121,41 @@ def test_an_older_config_is_read_as_transformers_reads_it():
     assert from_hf({**older, "model_type": "qwen2", "sliding_window": 8}).sliding_window is None
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen2", {"sliding_window": 8}),
+        ("qwen2", {"use_sliding_window": True, "num_hidden_layers": 30}),
+        ("qwen2", {**WINDOW, "max_window_layers": 3}),
+        ("qwen3", {**WINDOW, "max_window_layers": 0}),
+        ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 3}),
+        ("smollm3", {}),
+        ("smollm3", {**WINDOW, "no_rope_layer_interval": 3}),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 0, 1, 1, 0]}),
+        ("smollm3", {"no_rope_layers": [1] * 6, "layer_types": ["full_attention"] * 6}),
+    ],
+)
+def test_layers_are_of_the_kinds_that_transformers_takes_them_for(model_type, changes):
+    said = {
+        "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4, "pad_token_id": None,
+        **changes,
+    }  # fmt: skip
+    layers = said["num_hidden_layers"]
+    theirs, ours = AutoConfig.for_model(model_type, **said), from_hf({"model_type": model_type, **said})
+    kind = "full_attention" if ours.sliding_window is None else "sliding_attention"
+    assert list(ours.layer_types or [kind] * layers) == theirs.layer_types
+    if kind == "sliding_attention":
+        assert ours.sliding_window == theirs.sliding_window
+    rotary = theirs.no_rope_layers[:layers] if model_type == "smollm3" else [1] * layers
+    assert list(ours.no_rope_layers or [1] * layers) == rotary
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope_parameters.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -125,9 +168,28 @@ def test_an_older_config_is_read_as_transformers_reads_it():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-            "layer_types .* are not supported in one model",
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["chunked"] * 2},
+            "layer_types 'chunked' is not supported",
         ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic' is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention .* is not supported"),
+        ({"is_causal": False}, "is_causal False is not supported: only True is"),
+        ({"sliding_window": 4}, "sliding_window 4 is not what a llama has"),
+        ({"layer_types": ["sliding_attention"] * 2}, r"layer_types \['sliding_attention'\] are not what a llama has"),
+        (
+            {"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 2},
+            r"layer_types \['full_attention'\] are not what a mistral has",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2},
+            "layer_types 'sliding_attention' needs a sliding_window",
+        ),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types are 4"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types are 1, num_hidden_layers 2"),
+        ({"model_type": "smollm3", "no_rope_layers": [0]}, "no_rope_layers are 1, num_hidden_layers 2"),
+        ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers are 0, num_hidden_layers 2"),
+        ({"no_rope_layers": [0, 1]}, r"no_rope_layers \(0, 1\) is not what a llama has"),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers 10000000000 is more than 10000"),
         ({"model_type": "qwen2", "attention_bias": True}, "attention_bias True is not what a qwen2 has"),
     ],
 )
@@ -170,7 +232,7 @@ def test_packed_sequences_are_the_sequences_apart():
     segments = np.repeat([1, 2, 3], lengths)[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        params = widened(params)
         packed = apply(params, TOKENS[:1], None, positions, segments)
         start = 0
         for n in lengths:
@@ -188,13 +250,6 @@ def test_a_token_is_seen_by_itself_and_later_ones_and_with_a_window_by_the_next_
         assert moved.tolist() == [2 <= i < last for i in range(9)]
 
 
-def equations(traced):
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner)
-
-
 def test_float64_stays_float64_and_autocasts_products_are_low():
     apply, params = model(model_type="qwen3", attention_dropout=0.1)
 
@@ -202,8 +257,7 @@ def test_float64_stays_float64_and_autocasts_products_are_low():
         return cross_entropy(apply(params, TOKENS[:, :-1], rng), TOKENS[:, 1:]).sum()
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        double = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        found = list(equations(jax.make_jaxpr(jax.value_and_grad(loss))(double, jax.random.key(0)).jaxpr))
+        found = list(equations(jax.make_jaxpr(jax.value_and_grad(loss))(widened(params), jax.random.key(0)).jaxpr))
     # Positions and frequencies come as they are, in float32 at most.
     low = [eqn for eqn in found if "float32" in {v.aval.dtype.name for v in eqn.outvars if hasattr(v.aval, "dtype")}]
     assert not low, low

@@ -11,7 +11,6 @@ from flax import nnx
 from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
 from jaxtrain.models.mixtral import (
@@ -28,6 +27,7 @@ from jaxtrain.precision import autocast
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
+from tests.models.programs import equations
 
 CONFIG = MixtralConfig(
     vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
@@ -134,13 +134,6 @@ def test_torch_names_are_the_models():
     tensors = torch_names(CONFIG).to_torch(jax.tree.map(lambda x: np.zeros(x.shape), like))
     theirs = text.torch_model(to_hf(CONFIG)).state_dict()
     assert {k: v.shape for k, v in tensors.items()} == {k: tuple(v.shape) for k, v in theirs.items()}
-
-
-def equations(traced):
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner)
 
 
 def test_under_autocast_the_experts_products_are_low_and_the_router_chooses_in_float32():

@@ -8,23 +8,12 @@ import numpy as np
 import torch
 from flax import nnx
 
-from jaxtrain import jaxpr
 from jaxtrain.models import MLP, functional
 from jaxtrain.models.mlp import torch_names
+from tests.models.programs import assert_float64_throughout
 
 SIZES = (12, 6, 5, 3)
 IMAGES = np.random.default_rng(0).normal(size=(4, 2, 2, 3))
-
-
-def double(params):
-    return jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-
-
-def every_dtype(traced):
-    for eqn in traced.eqns:
-        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from every_dtype(inner)
 
 
 def test_images_of_any_shape_give_logits():
@@ -47,28 +36,17 @@ def test_it_equals_torchs_sequential_in_float64():
 
 def test_float64_stays_float64_throughout():
     apply, params = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
-    with jax.enable_x64(True):
-        traced = jax.make_jaxpr(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()))(double(params))
-    assert "float64" in set(every_dtype(traced.jaxpr))
-    assert "float32" not in set(every_dtype(traced.jaxpr))
+    assert_float64_throughout(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()), params)
 
 
-def test_only_a_key_makes_it_drop_behind_every_relu(monkeypatch):
-    keys, shapes = set(), []
-    bernoulli = jax.random.bernoulli
-
-    def recorded(key, p, shape):
-        keys.add(np.asarray(jax.random.key_data(key)).tobytes())
-        shapes.append(shape)
-        return bernoulli(key, p, shape)
-
-    monkeypatch.setattr(jax.random, "bernoulli", recorded)
+def test_only_a_key_makes_it_drop_behind_every_relu(drawn_masks):
     apply, params = functional(MLP(SIZES, dropout=0.5, rngs=nnx.Rngs(0)))
     plain, _ = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
     x = jnp.asarray(IMAGES, np.float32)
     np.testing.assert_array_equal(apply(params, x), plain(params, x))
     np.testing.assert_array_equal(plain(params, x, jax.random.key(0)), plain(params, x))
-    assert shapes == []
+    assert drawn_masks == []
     assert not np.array_equal(apply(params, x, jax.random.key(0)), plain(params, x))
-    assert shapes == [(4, 6), (4, 5)]
-    assert len(keys) == 2
+    keys, shapes = zip(*drawn_masks, strict=True)
+    assert shapes == ((4, 6), (4, 5))
+    assert len(set(keys)) == 2

@@ -11,7 +11,6 @@ import torch
 import transformers
 from flax import nnx
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.interop import CONV
 from jaxtrain.models import functional, functional_with_state
@@ -28,6 +27,7 @@ from jaxtrain.models.resnet import (
     torch_names,
 )
 from jaxtrain.remat import remat
+from tests.models.programs import assert_float64_throughout
 
 CONFIG = ResNetConfig(embedding_size=4, hidden_sizes=(4, 8), depths=(2, 1), layer_type="basic", num_labels=5)
 BOTTLENECK = dataclasses.replace(CONFIG, layer_type="bottleneck", hidden_sizes=(8, 16), depths=(1, 2))
@@ -37,13 +37,6 @@ IMAGES = np.random.default_rng(0).standard_normal((3, 16, 16, 3)).astype(np.floa
 def model(config=CONFIG):
     apply, params, state = functional_with_state(ResNet(config, rngs=nnx.Rngs(0)))
     return jax.jit(apply, static_argnums=3), params, state
-
-
-def every_dtype(traced):
-    for eqn in traced.eqns:
-        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from every_dtype(inner)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +84,12 @@ def test_its_layers_are_units_of_rematerialisation():
 
 def test_float64_stays_float64_throughout():
     apply, params, state = model()
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        wide = lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype)  # noqa: E731
-        params, state = jax.tree.map(wide, (params, state))
-        images = IMAGES.astype(np.float64)
-        traced = jax.make_jaxpr(jax.grad(lambda p: apply(p, state, images, True)[0].sum()))(params)
-    found = set(every_dtype(traced.jaxpr))
-    assert "float64" in found
-    assert "float32" not in found
+
+    def gradient(params_and_state):
+        params, state = params_and_state
+        return jax.grad(lambda params: apply(params, state, IMAGES.astype(np.float64), True)[0].sum())(params)
+
+    assert_float64_throughout(gradient, (params, state))
 
 
 @pytest.mark.parametrize(

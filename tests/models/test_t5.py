@@ -12,11 +12,11 @@ from flax import nnx
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import jaxtrain as jt
-from jaxtrain.jaxpr import inner_jaxprs
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import T5, T5Config, functional
 from jaxtrain.models.t5 import from_hf, relative_position_bucket, shift_right, to_hf, torch_names
 from parity.oracle.in_torch import InFloat64
+from tests.models.programs import assert_float64_throughout
 
 CONFIG = T5Config(
     vocab_size=31, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_decoder_layers=2, num_heads=2, dropout=0.25
@@ -91,27 +91,13 @@ def test_with_a_key_dropout_is_that_keys():
     assert not np.array_equal(one, other)
 
 
-def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(monkeypatch):
-    keys = []
-    bernoulli = jax.random.bernoulli
-
-    def recorded(key, p, shape):
-        keys.append(np.asarray(jax.random.key_data(key)).tobytes())
-        return bernoulli(key, p, shape)
-
-    monkeypatch.setattr(jax.random, "bernoulli", recorded)
+def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(drawn_masks):
     apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():
         apply(params, TOKENS, DECODER_TOKENS, None, None, jax.random.key(0))
     # Before and behind each stack; four in the encoder's layer, six in each of the decoder's two.
+    keys = [key for key, _ in drawn_masks]
     assert len(keys) == len(set(keys)) == 2 * 2 + 4 + 2 * 6
-
-
-def every_dtype(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield from (str(v.aval.dtype) for v in eqn.outvars if hasattr(v.aval, "dtype"))
-        for inner in inner_jaxprs(eqn):
-            yield from every_dtype(inner)
 
 
 def test_float64_stays_float64_throughout():
@@ -121,12 +107,7 @@ def test_float64_stays_float64_throughout():
         logits = apply(params, TOKENS, DECODER_TOKENS, TOKENS > 5, DECODER_TOKENS > 5, rng)
         return cross_entropy(logits, DECODER_TOKENS).sum()
 
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
-    found = set(every_dtype(traced.jaxpr))
-    assert "float64" in found
-    assert "float32" not in found
+    assert_float64_throughout(jax.value_and_grad(loss), params, jax.random.key(0))
 
 
 @pytest.mark.parametrize("config", [CONFIG, GATED])
@@ -142,6 +123,16 @@ def test_what_a_configuration_leaves_out_is_transformers_default():
     assert from_hf({"num_layers": 3}).num_decoder_layers == 3
 
 
-def test_another_activation_is_refused():
-    with pytest.raises(jt.UserError, match="gated-silu"):
-        from_hf({"feed_forward_proj": "gated-silu"})
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj 'gated-silu'"),
+        ({"dense_act_fn": "gelu_new"}, "dense_act_fn 'gelu_new' is not supported: only 'relu' is"),
+        ({"feed_forward_proj": "gated-gelu", "is_gated_act": False}, "is_gated_act False is not supported"),
+        ({"is_causal": False}, "is_causal False is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(changes, said):
+    with pytest.raises(jt.UserError, match=said):
+        from_hf(changes)

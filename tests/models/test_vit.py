@@ -12,10 +12,10 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
 from jaxtrain.models.vit import ViT, ViTConfig, file_names, from_hf, to_hf, torch_names
+from tests.models.programs import assert_float64_throughout, enlarged
 
 CONFIG = ViTConfig(
     image_size=(8, 12),
@@ -32,16 +32,7 @@ IMAGES = np.random.default_rng(0).standard_normal((3, 8, 12, 3)).astype(np.float
 
 
 def model(**changes):
-    apply, params = functional(ViT(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
-    # As large as in training, so that no layer is near the identity.
-    return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
-
-
-def every_dtype(traced):
-    for eqn in traced.eqns:
-        yield from (v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from every_dtype(inner)
+    return enlarged(ViT(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0)))
 
 
 def test_images_give_logits_and_blocks_are_stacked():
@@ -76,14 +67,11 @@ def test_only_a_key_makes_it_drop():
 
 def test_float64_stays_float64_throughout():
     apply, params = model()
-    # flax's LayerNorm relies on promotion.
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        loss = lambda params, rng: (apply(params, IMAGES.astype(np.float64), rng) ** 2).sum()  # noqa: E731
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(params, jax.random.key(0))
-    found = set(every_dtype(traced.jaxpr))
-    assert "float64" in found
-    assert "float32" not in found
+
+    def loss(params, rng):
+        return (apply(params, IMAGES.astype(np.float64), rng) ** 2).sum()
+
+    assert_float64_throughout(jax.value_and_grad(loss), params, jax.random.key(0))
 
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False, "image_size": 8, "patch_size": (4, 2)}])

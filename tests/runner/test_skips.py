@@ -98,10 +98,11 @@ def test_a_sound_run_hears_nothing(precision, tmp_path):
     assert not [m for m in messages if "warning" in m]
 
 
-def interval(max_skips, **how):
-    return Interval(
-        dataclasses.replace(RUINED, max_skips=max_skips), SimpleNamespace(units_per_row=1, unit="examples"), **how
-    )
+def interval(max_skips, skips=0):
+    task = SimpleNamespace(units_per_row=1, unit="examples")
+    steps = Interval(dataclasses.replace(RUINED, max_skips=max_skips), task)
+    steps.restore(None, skips=skips)
+    return steps
 
 
 def metrics(skipped):

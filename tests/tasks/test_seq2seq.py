@@ -1,7 +1,5 @@
 """Pairs of texts: what T5 is given, and that its measure is that of decoding."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
@@ -45,10 +43,10 @@ def test_exact_match_is_what_greedy_decoding_matches() -> None:
         state, metrics = step(state, learned)
     assert metrics["exact_match"] == 1
     texts = ByteTokenizer()
-    _, apply, _ = t5(recipe, texts)
+    model, _ = t5(recipe, texts)
     rows = [task.train[i] for i in (*range(8), *unseen)]
     sources = [texts.decode(row["source"]) for row in rows]
-    written = translate(recipe, texts, partial(apply, state.params), sources)
+    written = translate(recipe, texts, model, state.params, sources)
     alone = jax.jit(lambda params, row: task.loss_fn(params, row, None)[1]["exact_match"].total)
     for row, text in zip(rows, written, strict=True):
         matched = alone(state.params, {name: value[None] for name, value in row.items()})

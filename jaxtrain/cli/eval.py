@@ -1,0 +1,88 @@
+"""`jaxtrain eval DIR`: what a trained model gets wrong, example by example."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from jaxtrain.cli.arguments import parse
+from jaxtrain.data import thinned
+from jaxtrain.errors import UserError
+from jaxtrain.observe.mistakes import Evaluated, summary, write_page
+from jaxtrain.observe.verdicts import judged
+from jaxtrain.recipes import Recipe
+from jaxtrain.runner import RunFolder, preflight
+from jaxtrain.runner.checkpoint import Checkpoints
+from jaxtrain.runner.optimizer import training_step
+from jaxtrain.step import TrainState
+from jaxtrain.tasks import Task, build
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluate a run's newest checkpoint, as the run itself does, and list the examples it does worst on."""
+
+    split: Literal["validation", "train"] = "validation"
+    """validation: the examples of the run's own evaluations; train: as many of those it learned from."""
+    worst: int = 10
+    """Examples to show."""
+    json: Path | None = None
+    """A file for the figures."""
+    out: Path | None = None
+    """The page; DIR/eval/step-N-SPLIT.html by default."""
+
+
+def main(args: list[str]) -> int:
+    """Parse, restore, evaluate, write, tell."""
+    if any(a in ("-h", "--help") for a in args):
+        args = ["DIR", *args]
+    if not args or args[0].startswith("-"):
+        raise UserError("which run? jaxtrain eval DIR [--worst N] [--out PAGE.html]")
+    run = RunFolder(Path(args[0]))
+    asked = parse(Eval(), args[1:], f"jaxtrain eval {run.path}")
+    if asked.worst < 1:
+        raise UserError(f"worst {asked.worst} shows nothing: make it 1 or more")
+    name, recipe = run.read_recipe()
+    preflight.check_settings(recipe)
+    task = build(recipe)
+    evaluated = _evaluated(run, name, recipe, task, asked.split)
+    stem = f"step-{evaluated.step}-{asked.split}"
+    folder = run.path / "eval"
+    page, lines = asked.out or folder / f"{stem}.html", folder / f"{stem}.jsonl"
+    try:
+        folder.mkdir(exist_ok=True)
+        lines.write_text("".join(json.dumps(line) + "\n" for line in evaluated.lines()))
+        if asked.json is not None:
+            asked.json.write_text(json.dumps(summary(evaluated, asked.worst), indent=2) + "\n")
+        write_page(page, evaluated, asked.worst)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written ({error.strerror}): choose another place") from error
+    print(f"{run.path} · {name} · step {evaluated.step} · {asked.split}, {len(evaluated.verdicts):,} examples")
+    print(" · ".join(f"{figure} {value:.4f}" for figure, value in evaluated.figures().items()))
+    print(f"\nthe {len(evaluated.verdicts.worst(asked.worst))} worst")
+    for i in evaluated.verdicts.worst(asked.worst):
+        print(f"  {i:>6}  loss {evaluated.means[i]:7.3f}  {evaluated.said(int(i))}")
+    print(f"\npage      {page}\nexamples  {lines}")
+    return 0
+
+
+def _evaluated(run: RunFolder, name: str, recipe: Recipe, task: Task, split: str) -> Evaluated:
+    state = _restored(run, recipe, task)
+    source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
+    # As the run's own: it takes whole batches.
+    rows = min(recipe.batch_size // recipe.accumulate, task.eval_rows)
+    means, verdicts = judged(
+        task, state, source, rows=rows, limit=math.ceil(task.eval_rows / rows), precision=recipe.precision
+    )
+    return Evaluated(name, int(state.step), split, task, source, means, verdicts)
+
+
+def _restored(run: RunFolder, recipe: Recipe, task: Task) -> TrainState:
+    step = training_step(recipe, task.loss_fn)
+    like: Any = jax.eval_shape(lambda: step.init(task.params, model_state=task.model_state, seed=recipe.seed))
+    with Checkpoints(run.checkpoints) as checkpoints:
+        state, _ = checkpoints.restore(like)
+    return state

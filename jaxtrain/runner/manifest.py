@@ -1,0 +1,62 @@
+"""The manifest of a checkpoint: every file's size and SHA-256, so that what was damaged is found before it is read."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+NAME = "manifest.json"
+
+
+class Damaged(Exception):  # noqa: N818
+    """What differs from the manifest, in a few words."""
+
+
+def write_manifest(folder: Path) -> None:
+    """Record every file under `folder`, each of them on disk, not in a cache, when this returns."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        sync(path)
+    (folder / NAME).write_text(json.dumps({"files": files}, indent=1) + "\n")
+    sync(folder / NAME)
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync(path)
+
+
+def verify(folder: Path) -> None:
+    """Read every file that the manifest names. Raises `Damaged` where one is not what was written."""
+    for name, written in _files(folder).items():
+        path = folder / name
+        try:
+            if path.stat().st_size != written["bytes"]:
+                raise Damaged(f"{name} has {path.stat().st_size} bytes of {written['bytes']}")
+            if _sha256(path) != written["sha256"]:
+                raise Damaged(f"{name} does not match its checksum")
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{name} cannot be read: {error}") from None
+
+
+def sync(path: Path) -> None:
+    """Return when the system has written this file, or this folder's list of names, to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _files(folder: Path) -> dict[str, dict[str, int | str]]:
+    try:
+        return dict(json.loads((folder / NAME).read_bytes())["files"])
+    except FileNotFoundError:
+        raise Damaged(f"{NAME} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{NAME} cannot be read: {error!r}") from None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,94 @@
+"""Convolutions over few positions, as matrix products: on a CPU, XLA has no fast way of its own for these.
+
+Measured on two cores, 16 images of 2×2 pixels, 512 to 512 channels, 3×3 taps: 90 ms, and 94 ms for the gradient of the
+images; as products 1.1 and 0.9 ms, PyTorch 1.4 and 1.8. Where there are more positions, XLA's own are as fast.
+
+The product is that of all windows, one row each, with the kernel: Chellapilla et al. (2006), known as im2col.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxtrain import jaxpr
+
+FEW = 16
+"""Positions to which a product is the faster, whatever the kernel; and it is wherever taps outnumber positions."""
+
+
+def small_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as it is best compiled for the default backend: for a CPU, convolutions over few positions are products of
+    their windows with their kernel. To be differentiated afterwards, so that the gradients are products too.
+
+    >>> def same(x, w):
+    ...     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    >>> traced = jax.make_jaxpr(small_convolutions(same))(jnp.ones((1, 2, 2, 3)), jnp.ones((3, 3, 3, 5)))
+    >>> ("dot_general" in str(traced)) == (jax.default_backend() == "cpu")
+    True
+    """
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        del run
+        return [_product(eqn, *args)] if _is_small(eqn) else None
+
+    rewritten = jaxpr.transform(fn, rule)
+
+    @functools.wraps(fn)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        # Asked when traced: to ask when built would start a backend before `jax.distributed` could be.
+        return (rewritten if jax.default_backend() == "cpu" else fn)(*args, **kwargs)
+
+    return chosen
+
+
+def _is_small(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    plain = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
+    if not plain or any(dilation != 1 for dilation in eqn.params["lhs_dilation"]):
+        return False
+    dims = eqn.params["dimension_numbers"]
+    kernel: Any = eqn.invars[1].aval
+    out: Any = eqn.outvars[0].aval
+    taps = math.prod(kernel.shape[d] for d in dims.rhs_spec[2:])
+    positions = math.prod(out.shape[d] for d in dims.out_spec[2:])
+    return positions <= FEW or positions < taps
+
+
+def _product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    dims = eqn.params["dimension_numbers"]
+    x = lax.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))  # [B, *space, in]
+    kernel = lax.transpose(kernel, (*dims.rhs_spec[2:], dims.rhs_spec[1], dims.rhs_spec[0]))  # [*taps, in, out]
+    windows = _windows(x, kernel.shape[:-2], eqn.params)
+    y = lax.dot_general(
+        windows.reshape(-1, windows.shape[-1]),
+        kernel.reshape(-1, kernel.shape[-1]),
+        (((1,), (0,)), ((), ())),
+        precision=eqn.params["precision"],
+        preferred_element_type=eqn.params["preferred_element_type"],
+    )
+    y = y.reshape(*windows.shape[:-1], -1)
+    places = (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1])
+    return lax.transpose(y, tuple(places.index(d) for d in range(y.ndim)))
+
+
+def _windows(x: jax.Array, taps: Sequence[int], params: Any) -> jax.Array:
+    """[B, *positions, taps·in]: what the kernel sees at each position, tap by tap."""
+    around = [(0, 0), *params["padding"], (0, 0)]
+    x = lax.pad(x, jnp.zeros([], x.dtype), [(low, high, 0) for low, high in around])
+    strides = (1, *params["window_strides"], 1)
+    spans = [(size - 1) * by for size, by in zip(taps, params["rhs_dilation"], strict=True)]
+    ends = [n - span for n, span in zip(x.shape[1:-1], spans, strict=True)]
+    seen = []
+    for tap in itertools.product(*map(range, taps)):
+        begin = [i * by for i, by in zip(tap, params["rhs_dilation"], strict=True)]
+        limit = [end + b for end, b in zip(ends, begin, strict=True)]
+        seen.append(lax.slice(x, (0, *begin, 0), (x.shape[0], *limit, x.shape[-1]), strides))
+    return jnp.concatenate(seen, -1)

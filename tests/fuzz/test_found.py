@@ -1,0 +1,306 @@
+"""Files that were not refused as they should be, each once, when they were tried first."""
+
+import json
+import struct
+import time
+import tracemalloc
+import warnings
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from jaxtrain import archive
+from jaxtrain.data import FileTokenizer, image_folder, npz, table
+from jaxtrain.errors import UserError
+from jaxtrain.interop.outline import read_outline
+from jaxtrain.interop.torch_file import read_torch
+from jaxtrain.interop.torch_run import torch_run
+from jaxtrain.models.folder import read_json, read_tensors
+from tests.fuzz.importers import LIKE, TABLE, checkpoint
+
+
+def refused(message, read, *args):
+    start = time.process_time()
+    with pytest.raises(UserError, match=message) as error:
+        read(*args)
+    assert time.process_time() - start < 5
+    assert "\n" not in str(error.value)
+
+
+# --- zip archives -------------------------------------------------------------------------------------------
+
+
+def two_members(path, **second):
+    with zipfile.ZipFile(path, "w") as out:
+        out.writestr("x.npy", b"x" * 1000)
+        out.writestr("y.npy", b"y" * 1000)
+        for name, value in second.items():
+            setattr(out.filelist[1], name, value)
+
+
+@pytest.mark.parametrize("reader", [npz, read_torch])
+def test_members_that_share_bytes(reader, tmp_path):
+    two_members(tmp_path / "a.pt", header_offset=0)
+    refused("and what follows share bytes", reader, tmp_path / "a.pt")
+
+
+def test_an_archive_over_several_disks(tmp_path):
+    two_members(tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    locator = b"PK\x06\x07" + struct.pack("<LQL", 7, 0, 9)
+    end = whole.rindex(b"PK\x05\x06")
+    (tmp_path / "a.pt").write_bytes(whole[:end] + locator + whole[end:])
+    refused("is no zip archive that can be read", read_torch, tmp_path / "a.pt")
+
+
+def test_what_unpacks_to_far_more_than_it_is(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 50, 50, 50), np.uint8), y=np.arange(10) % 2)
+    assert len(npz(tmp_path / "a.npz")[0]) > 0
+    monkeypatch.setattr(archive, "HARMLESS", 10**6)
+    refused("'x.npy' unpacks to 1,250,128 bytes from", npz, tmp_path / "a.npz")
+
+
+def test_a_checkpoint_that_is_compressed(tmp_path):
+    """Mapped tensors would be the compressed bytes."""
+    torch.save({"w": torch.arange(9999.0)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as whole, zipfile.ZipFile(tmp_path / "b.pt", "w", 8) as out:
+        for name in whole.namelist():
+            out.writestr(name, whole.read(name))
+    refused("is compressed, which torch.save never does", read_torch, tmp_path / "b.pt")
+
+
+# --- arrays -------------------------------------------------------------------------------------------------
+
+
+def write_npz(path, header, data=bytes(640)):
+    text = header.ljust(117).encode() + b"\n"
+    with zipfile.ZipFile(path, "w") as out:
+        out.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data)
+        out.writestr("y.npy", b"")
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("(1000000000000000,)", r"float32 \[1000000000000000\] but has 640 bytes"),
+        ("(-1, -160)", r"\[-1, -160\] but has 640 bytes"),
+        ("(159,)", r"\[159\] but has 640"),
+        ("(", r"'x' cannot be read"),
+    ],
+)
+def test_a_header_that_says_another_shape_than_there_is(shape, said, tmp_path):
+    write_npz(tmp_path / "a.npz", f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}")
+    refused(said, npz, tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "said"),
+    [
+        (np.full((4, 2), np.nan), [0, 1, 0, 1], "holds inf or NaN"),
+        (np.full((4, 2), 1e300), [0, 1, 0, 1], "holds inf or NaN, in float32"),
+        (np.zeros((4, 2)), [0, 1, 0, 2**32], "beyond int32"),
+        (np.zeros((4, 2)), [0, 1, 0, -(2**63)], "beyond int32"),
+    ],
+)
+def test_numbers_that_would_become_others(x, y, said, tmp_path):
+    np.savez(tmp_path / "a.npz", x=x, y=np.array(y, np.int64))
+    refused(said, npz, tmp_path / "a.npz")
+
+
+# --- tables -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A table of texts as an Arrow file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = pyarrow.table({"text": ["ab", "cd", "ef", "gh"]})
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", rows.schema) as out:
+        out.write_table(rows)
+    return tmp_path / "a.arrow"
+
+
+def test_offsets_out_of_a_files_memory(texts):
+    """Arrow itself follows them: the process ended."""
+    offsets, wrong = struct.pack("<5i", 0, 2, 4, 6, 8), struct.pack("<5i", 0, 2, 2**31 - 1, 6, 8)
+    content = texts.read_bytes()
+    assert content.count(offsets) == 1
+    texts.write_bytes(content.replace(offsets, wrong))
+    rows = table(texts)
+    assert rows[0] == {"text": "ab"}
+    refused("row 1 of .* is not a row that can be read", rows.__getitem__, 1)
+
+
+def test_a_column_whose_name_is_no_text(texts):
+    texts.write_bytes(texts.read_bytes().replace(b"text", b"te\x80t"))
+    refused("is not an Arrow file that can be read", table, texts)
+
+
+def test_a_parquet_page_that_is_damaged(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(99)]}), tmp_path / "a.parquet")
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[60:80] = bytes(20)
+    (tmp_path / "a.parquet").write_bytes(content)
+    refused("is not a parquet file that can be read", table(tmp_path / "a.parquet").__getitem__, 0)
+
+
+def test_a_row_group_that_decodes_to_far_more_than_the_file(tmp_path, monkeypatch):
+    """A dictionary of one long text, and two thousand rows of it."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 2000}), tmp_path / "a.parquet")
+    rows = table(tmp_path / "a.parquet")
+    monkeypatch.setattr(archive, "HARMLESS", 10**6)
+    refused("row group 0 of .* unpacks to 10,", rows.__getitem__, 0)
+    monkeypatch.undo()
+    assert rows[1999] == {"text": "x" * 10_000}
+
+
+@pytest.mark.parametrize("said", [{}, [], {"_data_files": None}, {"_data_files": [{"filename": "../a.arrow"}]}, None])
+def test_a_saved_dataset_that_names_no_neighbour(said, texts, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "state.json").write_text(json.dumps(said))
+    refused("save the dataset again", table, tmp_path / "set")
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------
+
+
+def write_tokenizer(path, vocabulary, **options):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, **options)).save(str(path))
+    return path
+
+
+def test_tokens_beyond_the_number_of_tokens(tmp_path):
+    """An embedding has as many rows as tokens, and JAX takes its last row for any beyond."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 10**6}, unk_token="a")
+    refused("numbers 2 tokens up to 1000000", FileTokenizer, path)
+
+
+def test_a_tokenizer_that_cannot_take_a_text(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 1})
+    refused("cannot take 'x' to tokens|cannot take 'x'… to tokens", FileTokenizer(path).encode, "x")
+
+
+# --- images -------------------------------------------------------------------------------------------------
+
+
+def write_png(path, width, height):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    path.parent.mkdir(exist_ok=True)
+    data = chunk(b"IDAT", zlib.compress(bytes(100)))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize("size", [(5000, 5000), (10000, 10000), (50000, 50000), (2**31 - 1, 2**31 - 1)])
+def test_pictures_of_more_pixels_than_can_be_held(size, tmp_path):
+    write_png(tmp_path / "a" / "1.png", *size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as a user's Python would go on
+        refused("1.png (is .*, more than can be held|cannot be decoded)", image_folder, tmp_path)
+
+
+def test_a_chunk_that_is_said_to_be_longer_than_the_file(tmp_path):
+    write_png(tmp_path / "a" / "1.png", 8, 8)
+    content = (tmp_path / "a" / "1.png").read_bytes()
+    start = content.index(b"IDAT") - 4
+    pixels = zlib.compress(bytes(8 * 9))
+    long = content[:start] + struct.pack(">I", 10**9) + b"IDAT" + pixels
+    for name in ("1.png", "2.png"):
+        (tmp_path / "a" / name).write_bytes(long)
+    train, _ = image_folder(tmp_path)
+    tracemalloc.start()
+    assert train[0]["image"].shape == (8, 8, 1)
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
+
+
+def test_a_picture_that_only_calls_itself_png(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "a" / "1.png", "eps")
+    refused("1.png is not an image that can be read, png, jpg or bmp", image_folder, tmp_path)
+
+
+# --- PyTorch's checkpoints ----------------------------------------------------------------------------------
+
+
+def endless():
+    """A tuple that takes 2¹⁰⁰ words to show, in a hundred objects."""
+    value = ("x",)
+    for _ in range(100):
+        value = (value, value)
+    return value
+
+
+def changed(part, **entries):
+    run = checkpoint("AdamW")
+    return {**run, part: {**run[part], **entries}}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda: {(1, 2): torch.ones(1)}, "holds a tuple where names are to be"),
+        (lambda: {"model": {3: torch.ones(1)}}, "holds a int where names are to be"),
+        (lambda: {**checkpoint("AdamW"), "step": endless()}, "no count"),
+        (lambda: {**checkpoint("AdamW"), "step": float("inf")}, "step in .* is inf, no count"),
+        (lambda: {**checkpoint("AdamW"), "step": 2**40}, "no count"),
+        (lambda: {**checkpoint("AdamW"), "scheduler": {"last_epoch": endless()}}, "holds more than 1,000,000 numbers"),
+        (lambda: changed("scheduler", _schedule_phases=[None]), "not as torch writes it"),
+        (lambda: changed("scheduler", last_epoch=torch.ones(3)), "the scheduler's part holds a Tensor"),
+        (lambda: changed("scaler", scale=b"x"), "the scaler's part holds a bytes"),
+        (lambda: changed("scaler", growth_interval="x"), "growth_interval|not as torch writes it"),
+        (lambda: changed("optimizer", param_groups=[None]), "has entries without names"),
+        (lambda: changed("optimizer", state={0: None}), "has entries without names"),
+        (lambda: changed("optimizer", param_groups=[]), "not as torch writes it"),
+    ],
+)  # fmt: skip
+def test_a_run_whose_parts_are_not_torchs(content, said, tmp_path):
+    torch.save(content(), tmp_path / "a.pt")
+
+    def read():
+        run = torch_run(read_torch(tmp_path / "a.pt"), TABLE, LIKE)
+        run.optimizer(), run.loss_scale()
+
+    refused(said, read)
+
+
+def test_an_outline_of_other_kinds(tmp_path):
+    torch.save({"model_names": 3, "param_groups": [], "group_names": [], "scheduler": None, "scaler": None, "count": 1},
+               tmp_path / "a.pt")  # fmt: skip
+    refused("model_names 3 is no list", read_outline, tmp_path / "a.pt")
+
+
+# --- folders of models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not(number, tmp_path):
+    (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {number}}}')
+    refused("is no JSON", read_json, tmp_path, "config.json")
+
+
+def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
+    """The Hub's cache is such links, but to blobs/ alone."""
+    snapshot = tmp_path / "cache" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "cache" / "secret").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../secret")
+    refused("is a link out of its folder", read_json, snapshot, "config.json")
+    (tmp_path / "cache" / "blobs").mkdir()
+    (tmp_path / "cache" / "blobs" / "1").write_text("{}")
+    (snapshot / "other.json").symlink_to("../../blobs/1")
+    assert read_json(snapshot, "other.json") == {}
+
+
+def test_a_link_to_itself(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    refused("is a link to nowhere", read_tensors, tmp_path)

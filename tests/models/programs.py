@@ -1,0 +1,35 @@
+"""Models as programs: as large as trained ones, in double, and what they are once traced."""
+
+import jax
+import numpy as np
+
+from jaxtrain.jaxpr import inner_jaxprs
+from jaxtrain.models import functional
+
+
+def enlarged(model):
+    """(apply, params), jitted, with parameters as large as in training, so that no layer is near the identity."""
+    apply, params = functional(model)
+    return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
+
+
+def widened(tree):
+    """Floating arrays in double, the others as they are."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64 if np.issubdtype(x.dtype, np.floating) else x.dtype), tree)
+
+
+def equations(jaxpr):
+    """All of them, however deep."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+def assert_float64_throughout(fn, tree, *args):
+    """`fn(tree, *args)` computes nothing in float32 where the arrays of `tree` are in double."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        traced = jax.make_jaxpr(fn)(widened(tree), *args)
+    found = [v.aval.dtype.name for eqn in equations(traced.jaxpr) for v in (*eqn.invars, *eqn.outvars)]
+    assert "float64" in found
+    assert "float32" not in found

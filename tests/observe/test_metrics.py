@@ -1,0 +1,96 @@
+"""metrics.jsonl and TensorBoard hold every step once, whatever cut the run short."""
+
+import json
+import resource
+
+import pytest
+
+from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.observe.metrics import MetricsLog, read_metrics
+
+
+def line(step: int) -> dict:
+    return {"step": step, "loss": 1 / (step + 1), "eval_loss": float("nan") if step == 2 else step}
+
+
+def log(folder, first: int, last: int) -> None:
+    with MetricsLog(folder / "metrics.jsonl", folder / "tensorboard", from_step=first) as metrics:
+        for step in range(first, last + 1):
+            metrics.write(line(step))
+
+
+def scalars(folder, tag: str) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [e.step for e in events.Scalars(tag)]
+
+
+def test_a_line_is_there_when_write_returns_and_nan_is_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, tmp_path / "tensorboard", from_step=0) as metrics:
+        for step in range(4):
+            metrics.write(line(step))
+            assert json.loads(path.read_text().splitlines()[-1])["step"] == step
+            assert scalars(tmp_path, "loss") == list(range(step + 1))
+    assert [m["eval_loss"] for m in read_metrics(path)] == [0, 1, None, 3]
+
+
+# A kill may leave any first part of the last line; only the whole of it counts, with its end or without.
+@pytest.mark.parametrize("cut", range(0, len(json.dumps(line(5))) + 2, 5))
+def test_half_a_line_is_dropped_wherever_it_was_cut(cut, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log(tmp_path, 0, 4)
+    with path.open("a") as file:
+        file.write((json.dumps(line(5)) + "\n")[:cut])
+    assert [m["step"] for m in read_metrics(path)] == list(range(5))
+    log(tmp_path, 4, 6)
+    assert [m["step"] for m in read_metrics(path)] == list(range(7))
+    assert scalars(tmp_path, "eval/loss") == list(range(7))
+
+
+def test_an_event_cut_short_costs_tensorboard_nothing_else(tmp_path):
+    log(tmp_path, 0, 4)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.write_bytes(events.read_bytes()[:-7])
+    log(tmp_path, 3, 6)
+    assert scalars(tmp_path, "loss") == list(range(7))
+
+
+def test_a_run_begun_again_has_its_own_lines_only(tmp_path):
+    log(tmp_path, 0, 4)
+    log(tmp_path, 0, 1)
+    assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert scalars(tmp_path, "loss") == [0, 1]
+
+
+def test_lines_that_are_none_of_ours_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n[]\n5\n{}\n\xff\xfe\n{"step": "x"}\n{"step": 1}\n')
+    log(tmp_path, 2, 2)
+    assert [m["step"] for m in read_metrics(path)] == [0, 1, 2]
+
+
+def test_a_log_that_may_not_grow_fails_in_one_line_and_goes_on_when_it_may(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log(tmp_path, 0, 4)
+    whole = path.stat().st_size
+    with MetricsLog(path, tmp_path / "tensorboard", from_step=5) as metrics:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, hard))
+            with pytest.raises(RunFailed, match=r"step 5 could not be logged in .*\(File too large\)") as failed:
+                metrics.write(line(5))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(failed.value)
+    assert path.stat().st_size == whole + 20
+    log(tmp_path, 5, 6)
+    assert [m["step"] for m in read_metrics(path)] == list(range(7))
+
+
+def test_a_log_that_cannot_be_opened_is_refused_in_one_line(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(UserError, match=r"cannot be written \(File exists\)"):
+        log(tmp_path, 0, 1)

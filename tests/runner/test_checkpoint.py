@@ -1,0 +1,299 @@
+"""What was saved is what is restored, whatever befell the files and whatever devices there are."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.runner import checkpoint
+from jaxtrain.runner.checkpoint import Checkpoints, Keep, restore_params, steps
+from jaxtrain.runner.manifest import Damaged, verify
+from jaxtrain.step import TrainState
+
+
+def state(step: int, sharding=None) -> TrainState:
+    """A state of every kind of leaf: keys, scalars, low precision, nothing at all."""
+    params = {"w": jnp.arange(48, dtype=jnp.float32).reshape(8, 6) / 7 + step, "b": jnp.full(6, step, jnp.bfloat16)}
+    if sharding is not None:
+        params = {"w": jax.device_put(params["w"], sharding), "b": params["b"]}
+    count = jnp.asarray(step, jnp.int32)
+    adam = {"mu": jax.tree.map(lambda x: x * 2, params), "count": count + 1}
+    window = {"sums": jax.tree.map(lambda x: x * 3, params), "weight": jnp.asarray(step / 3, jnp.float32)}
+    ema = jax.tree.map(lambda x: x / 2, params)
+    return TrainState(count, count * 2, params, None, adam, (), jax.random.key(step), window, ema)
+
+
+def same(one: TrainState, other: TrainState) -> bool:
+    def bits(x):
+        return np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+    return all(
+        a.dtype == b.dtype and bits(a).tobytes() == bits(b).tobytes()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+def save(folder: Path, *saved: int, keep: Keep | None = None) -> None:
+    with Checkpoints(folder / "checkpoints", keep) as checkpoints:
+        for step in saved:
+            checkpoints.save(state(step), {"next_batch": step})
+
+
+def restore(folder: Path, **how) -> tuple[TrainState, dict]:
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        return checkpoints.restore(state(0), **how)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    save(folder, 1, 2)
+    return folder
+
+
+def test_the_newest_comes_back_to_the_bit_with_what_came_along(two):
+    restored, data = restore(two)
+    assert same(restored, state(2))
+    assert not same(restored, state(1))
+    assert data == {"next_batch": 2}
+    assert same(restore_params(two / "checkpoints", state(0).params), state(2).params)
+
+
+def test_what_is_saved_may_be_donated_at_once(tmp_path):
+    def large():
+        return state(3)._replace(params={"w": jnp.arange(2**22, dtype=jnp.float32)})
+
+    spoil = jax.jit(lambda x: x * 0, donate_argnums=0)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        mine = large()
+        checkpoints.save(mine, {})
+        assert not spoil(mine.params["w"]).any()
+        assert spoil(unsaved := large().params["w"]) is not None
+        assert unsaved.is_deleted()
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert same(checkpoints.restore(large())[0], large())
+
+
+# Two of every three are of the files that hold numbers.
+KINDS = ("flip a bit", "flip a bit", "flip a byte", "cut short", "empty", "delete", "append", "swap")
+
+
+def damage(folder: Path, rng: random.Random) -> Path | None:
+    """Damage a file of the checkpoint; None where its bytes are what they were."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    path, kind = rng.choice(files), rng.choice(KINDS)
+    before = bytearray(path.read_bytes())
+    after = bytearray(before)
+    if kind == "delete":
+        path.unlink()
+        return path
+    if kind == "flip a bit" and after:
+        after[rng.randrange(len(after))] ^= 1 << rng.randrange(8)
+    elif kind == "flip a byte" and after:
+        after[rng.randrange(len(after))] = rng.randrange(256)
+    elif kind == "cut short":
+        del after[rng.randrange(len(after) + 1) :]
+    elif kind == "empty":
+        after.clear()
+    elif kind == "append":
+        after += bytes([rng.randrange(256)])
+    elif kind == "swap":
+        after = bytearray(rng.choice(files).read_bytes())
+    path.write_bytes(after)
+    return None if after == before else path
+
+
+def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
+    found, harmless = 0, 0
+    for seed in range(200):
+        folder = shutil.copytree(two, tmp_path / "run")
+        path = damage(folder / "checkpoints/2", random.Random(seed))
+        told: list[str] = []
+        restored, data = restore(folder, set_aside=told.append)
+        if told:
+            found += 1
+            assert same(restored, state(1)), path
+            assert data == {"next_batch": 1}
+            assert len(told) == 1
+            assert "step 2 is damaged" in told[0]
+            assert "\n" not in told[0]
+            assert steps(folder / "checkpoints") == [1]
+            assert (folder / "checkpoints/damaged/2").is_dir()
+        else:
+            harmless += 1
+            # JSON says the same with another space between its words.
+            assert path is None or path.name == "manifest.json", path
+            assert same(restored, state(2)), path
+            assert data == {"next_batch": 2}
+        shutil.rmtree(folder)
+    assert found > 150
+    assert harmless
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "run.json", "state/_METADATA", "state/manifest.ocdbt"])
+def test_a_damaged_file_is_named(two, tmp_path, name):
+    folder = shutil.copytree(two, tmp_path / "run") / "checkpoints/2"
+    (folder / name).unlink()
+    with pytest.raises(Damaged, match=f"{name} is missing"):
+        verify(folder)
+
+
+def test_who_only_reads_moves_nothing(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "run")
+    (folder / "checkpoints/2/run.json").write_text("{}")
+    for read in (lambda: restore(folder), lambda: restore_params(folder / "checkpoints", state(0).params)):
+        with pytest.raises(UserError, match=r"step 2 in .*run is damaged \(run.json has 2 bytes of .*--resume"):
+            read()
+    assert sorted(steps(folder / "checkpoints")) == [1, 2]
+
+
+def test_where_none_is_left_it_says_where_they_are(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "run")
+    for step in (1, 2):
+        (folder / f"checkpoints/{step}/manifest.json").unlink()
+    told: list[str] = []
+    with pytest.raises(UserError, match=r"no whole checkpoint left, see .*damaged"):
+        restore(folder, set_aside=told.append)
+    assert [t.split(" is")[0] for t in told] == ["the checkpoint of step 2", "the checkpoint of step 1"]
+    # And again, by a restart; and a second one of the same step.
+    with pytest.raises(UserError, match="no whole checkpoint left"):
+        restore(folder, set_aside=told.append)
+    save(folder, 2)
+    (folder / "checkpoints/2/manifest.json").write_text("[]")
+    with pytest.raises(UserError, match="no whole checkpoint left"):
+        restore(folder, set_aside=told.append)
+    assert sorted(p.name for p in (folder / "checkpoints/damaged").iterdir()) == ["1", "2", "2-1"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(two):
+    zeros = {"w": jnp.zeros((8, 6)), "b": jnp.zeros(6, jnp.bfloat16)}
+    for other, told in (
+        ({"params": {"w": zeros["w"]}}, "has bfloat16[6] at params/b where this recipe's state has nothing:"),
+        ({"params": {**zeros, "c": zeros["b"]}}, "has nothing at params/c where this recipe's state has bfloat16[6]:"),
+        (
+            {"params": {**zeros, "w": jnp.zeros((4, 6))}},
+            "has float32[8, 6] at params/w where this recipe's state has float32[4, 6]:",
+        ),
+        (
+            {"params": {**zeros, "b": jnp.zeros(6)}},
+            "has bfloat16[6] at params/b where this recipe's state has float32[6]:",
+        ),
+        ({"ema": None}, "has bfloat16[6] at ema/b where this recipe's state has nothing:"),
+        ({"rng": jax.random.key(0, impl="rbg")}, "has uint32[2] at rng where this recipe's state has uint32[4]:"),
+    ):
+        with Checkpoints(two / "checkpoints") as checkpoints, pytest.raises(UserError) as refused:
+            checkpoints.restore(state(0)._replace(**other))
+        assert told in str(refused.value)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(UserError, match="has nothing at params/c"):
+        restore_params(two / "checkpoints", {**zeros, "c": zeros["b"]})
+
+
+def test_what_remains_of_a_killed_save_is_no_checkpoint_and_goes(two, tmp_path):
+    folder = shutil.copytree(two, tmp_path / "run") / "checkpoints"
+    shutil.copytree(folder / "2", folder / "3.partial")
+    assert restore(tmp_path / "run")[1] == {"next_batch": 2}
+    save(tmp_path / "run", 4)
+    assert sorted(p.name for p in folder.iterdir()) == ["1", "2", "4"]
+
+
+LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 14: 0.85}
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (Keep(last=1, best=0), {14}),
+        (Keep(last=3, best=0), {10, 12, 14}),
+        (Keep(last=1, best=2), {4, 10, 14}),
+        (Keep(last=1, best=1, every=6), {4, 6, 12, 14}),
+        (Keep(last=9, best=0), set(LOSSES)),
+    ],
+)
+def test_what_is_kept(keep, kept, tmp_path):
+    # In two lives: the eval_losses of the first are read again.
+    for part in (list(LOSSES)[:5], list(LOSSES)[5:]):
+        with Checkpoints(tmp_path / "checkpoints", keep) as checkpoints:
+            for step in part:
+                checkpoints.save(state(step), {}, LOSSES[step])
+    assert set(steps(tmp_path / "checkpoints")) == kept
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [({"last": 0}, "keep_last 0"), ({"best": -1}, "keep_best -1"), ({"every": 0}, "keep_every 0")]
+)
+def test_keeping_nothing_is_refused(wrong, told):
+    with pytest.raises(UserError, match=told):
+        Keep(**wrong)
+
+
+def test_nothing_is_evicted_before_the_next_one_is_whole(tmp_path, monkeypatch):
+    save(tmp_path, 1, keep=Keep(last=1))
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_manifest", full)
+        with Checkpoints(tmp_path / "checkpoints", Keep(last=1)) as checkpoints:
+            checkpoints.save(state(2), {})
+            with pytest.raises(
+                RunFailed, match=r"step 2 .*\(No space left on device\): the checkpoint of step 1 is whole"
+            ):
+                checkpoints.save(state(3), {})
+    assert steps(tmp_path / "checkpoints") == [1]
+    assert same(restore(tmp_path)[0], state(1))
+
+
+def mesh(n: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((n,), ("d",), devices=jax.devices()[:n])
+
+
+ELSEWHERE = """
+import sys
+from pathlib import Path
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.runner.test_checkpoint import mesh, restore, same, state
+from jaxtrain.runner.checkpoint import Checkpoints
+assert jax.device_count() == 8
+with Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoints:
+    for spec in (PartitionSpec("d"), PartitionSpec()):
+        restored, _ = checkpoints.restore(state(0, NamedSharding(mesh(8), spec)))
+        assert restored.params["w"].sharding == NamedSharding(mesh(8), spec)
+        assert same(restored, state(5))
+"""
+
+
+def test_the_target_s_shardings_decide_on_any_number_of_devices(tmp_path):
+    rows, columns = PartitionSpec("d"), PartitionSpec(None, "d")
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state(5, NamedSharding(mesh(4), rows)), {})
+        checkpoints.wait()
+        for sharding in (
+            NamedSharding(mesh(4), rows),
+            NamedSharding(mesh(2), columns),
+            NamedSharding(mesh(3), columns),
+            jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+        ):
+            restored, _ = checkpoints.restore(state(0, sharding))
+            assert restored.params["w"].sharding == sharding
+            assert same(restored, state(5))
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=environment)
+
+
+def test_run_json_is_json_whatever_the_loss(tmp_path):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state(1), {"next_batch": 1}, float("inf"))
+    assert json.loads((tmp_path / "checkpoints/1/run.json").read_text())["eval_loss"] is None

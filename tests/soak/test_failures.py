@@ -1,0 +1,215 @@
+"""What the system refuses ends a run in one line, and leaves what was saved: in processes of their own, for real."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+from jaxtrain.runner.checkpoint import steps
+from jaxtrain.runner.manifest import verify
+
+from .test_kills import untimed
+from .zygote import Zygote, zygote
+
+TRAIN = "train digits-mlp --hidden 16 --batch-size 8 --log-every 1 --eval-every 50"
+
+# After the fourth step, files may no longer grow beyond these bytes.
+LIMIT = """
+import resource
+from jaxtrain.runner import loop
+add, seen = loop.Interval.add, []
+def limited(self, metrics):
+    seen.append(metrics)
+    if len(seen) == 5:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    add(self, metrics)
+loop.Interval.add = limited
+"""
+
+# A mount of this process and its children alone: it goes with them.
+SMALL_DISK = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+os.mkdir("small")
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
+refused = libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+refused = refused or libc.mount(b"tmpfs", b"small", b"tmpfs", 0, b"size=600k")
+if refused:
+    open("refused", "w").close()
+"""
+
+# Permissions bind root as well, once it has laid down CAP_DAC_OVERRIDE (1): capset(2), version 3.
+NO_PRIVILEGE = """
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+header, data = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
+assert libc.capget(header, data) == 0
+words = [w & ~(1 << 1) if i < 3 else w for i, w in enumerate(struct.unpack("6I", data.raw))]
+assert libc.capset(header, ctypes.create_string_buffer(struct.pack("6I", *words))) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory) -> Zygote:
+    with zygote(tmp_path_factory.mktemp("lives"), SMALL_DISK) as started:
+        yield started
+
+
+def told(text: str) -> str:
+    """The one line of an error."""
+    assert "Traceback" not in text, text
+    assert "Error:" not in text, text
+    (line,) = [line for line in text.splitlines() if line.startswith("jaxtrain:")]
+    return line
+
+
+def whole_steps(folder: Path) -> list[int]:
+    found = sorted(steps(folder / "checkpoints"))
+    for step in found:
+        verify(folder / "checkpoints" / str(step))
+    return found
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_in_one_line(lives):
+    command = f"{TRAIN} --steps 9 --save-every 2 --resume auto --out limited"
+    status, text = lives.run(command, LIMIT)
+    assert status == 1
+    # The limit may meet the save of step 4 still on its way.
+    last = whole_steps(lives.folder / "limited")[-1]
+    assert last in (2, 4)
+    assert f"step {last + 2} could not be saved in limited (File too large): the checkpoint of step {last}" in told(
+        text
+    )
+    # With room again, a restart goes on.
+    status, text = lives.run(command)
+    assert status == 0
+    assert f"at step {last}" in text
+    assert [line["step"] for line in untimed(lives.folder / "limited")] == list(range(10))
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(lives):
+    if (lives.folder / "refused").exists():
+        pytest.skip("no file system may be mounted here")
+    command = f"{TRAIN} --steps 40 --save-every 2 --resume auto"
+    status, text = lives.run(f"{command} --out small/run --keep-last 100")
+    assert status == 1
+    assert "could not be saved in small/run (No space left on device): the checkpoint of step" in told(text)
+    run = Path(f"/proc/{lives.pid}/root{lives.folder}/small/run")
+    saved = whole_steps(run)
+    assert saved == list(range(0, saved[-1] + 1, 2))
+    assert 2 <= saved[-1] < 40
+    for step in saved[:-2]:
+        shutil.rmtree(run / "checkpoints" / str(step))
+    status, text = lives.run(f"{command} --out small/run --keep-last 2")
+    assert status == 0, text
+    assert f"at step {saved[-1]}" in text
+    assert lives.run(f"{command} --out large")[0] == 0
+    assert untimed(run) == untimed(lives.folder / "large")
+
+
+def test_a_folder_that_may_not_be_written_is_one_line_and_exit_2(lives):
+    run = lives.folder / "read-only"
+    assert lives.run(f"{TRAIN} --steps 4 --out read-only")[0] == 0
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    folders = [run, *(p for p in run.rglob("*") if p.is_dir())]
+    for path in [*folders, *before]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    for command in ("--resume --steps 8", "--resume auto --steps 8"):
+        status, text = lives.run(f"{TRAIN} {command} --out read-only", NO_PRIVILEGE)
+        assert status == 2
+        assert "read-only cannot be written (Permission denied): choose another --out" in told(text)
+    status, text = lives.run(f"{TRAIN} --out read-only/inside", NO_PRIVILEGE)
+    assert status == 2
+    assert "read-only cannot be written" in told(text)
+    for path in folders:
+        path.chmod(0o755)
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_two_processes_never_share_a_run(lives, monkeypatch, capsys):
+    command = f"{TRAIN} --steps 100000 --save-every 5 --resume auto --out shared"
+    one = lives.start(command)
+    one.until(lambda: "step 7/" in one.text)
+    with monkeypatch.context() as patched:
+        patched.chdir(lives.folder)
+        for other in (command, command.replace("--resume auto", "--resume")):
+            assert main(other.split()) == 2
+            refused = f"shared is in use by pid {one.pid} on {os.uname().nodename}: wait for it"
+            assert refused in told(capsys.readouterr().err)
+    one.send(signal.SIGKILL)
+    assert one.wait() == -signal.SIGKILL
+    # The kernel let go of the lock.
+    life = lives.start(command)
+    life.until(lambda: re.search(r"resuming shared at step \d+\n(.*\n)*step \d+/", life.text) is not None)
+    life.send(signal.SIGTERM)
+    assert life.wait() == 128 + signal.SIGTERM, life.text
+    logged = [line["step"] for line in untimed(lives.folder / "shared")]
+    assert logged == list(range(len(logged)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_at_hand(lives, number):
+    name = f"stopped-{number}"
+    life = lives.start(f"{TRAIN} --steps 100000 --save-every 100000 --out {name}")
+    life.until(lambda: "step 7/" in life.text)
+    life.send(number)
+    assert life.wait() == 128 + number
+    saved = whole_steps(lives.folder / name)
+    assert f"stopped and saved at step {saved[-1]}" in life.text
+    assert saved[-1] >= 7
+    assert (lives.folder / name / "lock").read_text().startswith(f"pid {life.pid} on ")
+
+
+SLOW_SAVE = """
+import time
+from jaxtrain.runner import checkpoint
+write = checkpoint.write_manifest
+def slow(folder):
+    if not folder.name.startswith("0."):
+        open("saving", "w").close()
+        time.sleep(30)
+    write(folder)
+checkpoint.write_manifest = slow
+"""
+
+
+def test_a_second_signal_ends_a_run_at_once_even_in_its_save(lives):
+    command = f"{TRAIN} --steps 100000 --save-every 100000 --out twice"
+    life = lives.start(command, SLOW_SAVE)
+    life.until(lambda: "step 7/" in life.text)
+    life.send(signal.SIGINT)
+    life.until((lives.folder / "saving").exists)
+    begin = time.perf_counter()
+    life.send(signal.SIGINT)
+    assert life.wait() == -signal.SIGINT
+    assert time.perf_counter() - begin < 15
+    assert whole_steps(lives.folder / "twice") == [0]
+    status, text = lives.run("train --resume auto --steps 100000 --out twice", SIGTERM_AT_STEP_9)
+    assert status == 128 + signal.SIGTERM
+    assert "at step 0" in text
+    assert untimed(lives.folder / "twice") == untimed_prefix(lives, 9)
+
+
+SIGTERM_AT_STEP_9 = """
+import os, signal
+from jaxtrain.runner import loop
+add, seen = loop.Interval.add, []
+def stopping(self, metrics):
+    seen.append(metrics)
+    if len(seen) == 9:
+        os.kill(os.getpid(), signal.SIGTERM)
+    add(self, metrics)
+loop.Interval.add = stopping
+"""
+
+
+def untimed_prefix(lives: Zygote, step: int) -> list[dict]:
+    """The first lines of a run that was never disturbed."""
+    status, _ = lives.run(f"{TRAIN} --steps 100000 --save-every 100000 --out undisturbed", SIGTERM_AT_STEP_9)
+    assert status == 128 + signal.SIGTERM
+    return untimed(lives.folder / "undisturbed")[: step + 1]

@@ -1,0 +1,84 @@
+"""Convolutions over few positions as products: the values and gradients of XLA's own, whatever the shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxtrain.small_convolutions import small_convolutions
+
+LAYOUTS = {
+    1: [("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")],
+    2: [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NHWC", "OIHW", "NCHW")],
+}
+
+
+@st.composite
+def convolutions(draw):
+    rank = draw(st.integers(1, 2))
+    per_axis = lambda values: draw(st.tuples(*[values] * rank))  # noqa: E731
+    taps, strides, dilation = (per_axis(st.integers(1, 3)) for _ in range(3))
+    padding = per_axis(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+    spans = [(k - 1) * d + 1 for k, d in zip(taps, dilation, strict=True)]
+    sides = [max(draw(st.integers(1, 5)), n - sum(p)) for n, p in zip(spans, padding, strict=True)]
+    rows, into, out = (draw(st.integers(1, 3)) for _ in range(3))
+    layout = draw(st.sampled_from(LAYOUTS[rank]))
+    dims = lax.conv_dimension_numbers((1,) * (rank + 2), (1,) * (rank + 2), layout)
+    x, kernel = np.empty(rank + 2, int), np.empty(rank + 2, int)
+    x[list(dims.lhs_spec)] = [rows, into, *sides]
+    kernel[list(dims.rhs_spec)] = [out, into, *taps]
+    options = {"window_strides": strides, "padding": padding, "rhs_dilation": dilation, "dimension_numbers": layout}
+    return tuple(x), tuple(kernel), options
+
+
+def gradients(fn, *args):
+    y, pull = jax.vjp(fn, *args)
+    return [y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(convolutions())
+def test_they_are_the_same_to_rounding(convolution):
+    x, kernel, options = convolution
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        args = jnp.array(rng.normal(size=x)), jnp.array(rng.normal(size=kernel))
+
+        def own(x, kernel):
+            return lax.conv_general_dilated(x, kernel, **options)
+
+        rewritten = small_convolutions(own)
+        assert "conv_general_dilated" not in str(jax.make_jaxpr(rewritten)(*args)) or out_size(own, args) > 16
+        for ours, xlas in zip(gradients(rewritten, *args), gradients(own, *args), strict=True):
+            np.testing.assert_allclose(ours, xlas, rtol=1e-12, atol=1e-12)
+
+
+def out_size(fn, args):
+    return jax.eval_shape(fn, *args).size
+
+
+def products(x, kernel, **options):
+    options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **options}
+    fn = small_convolutions(lambda x, kernel: lax.conv_general_dilated(x, kernel, **options))
+    traced = str(jax.make_jaxpr(fn)(jnp.zeros(x, jnp.bfloat16), jnp.zeros(kernel, jnp.bfloat16)))
+    return "conv_general_dilated" not in traced
+
+
+def test_which_are_products():
+    assert products((2, 4, 4, 8), (3, 3, 8, 8))
+    assert products((2, 4, 5, 8), (5, 5, 8, 8))  # positions 20, taps 25
+    assert not products((2, 5, 5, 8), (3, 3, 8, 8))
+    # Left to XLA: groups, and transposed convolutions.
+    assert not products((2, 4, 4, 8), (3, 3, 1, 8), feature_group_count=8)
+    assert not products((2, 2, 2, 8), (3, 3, 8, 8), lhs_dilation=(2, 2), padding=((1, 1), (1, 1)))
+
+
+def test_a_low_precision_keeps_its_dtype():
+    fn = small_convolutions(
+        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    )
+    assert jax.eval_shape(fn, jnp.zeros((1, 2, 2, 3), jnp.bfloat16), jnp.zeros((3, 3, 3, 4), jnp.bfloat16)).dtype == (
+        jnp.bfloat16
+    )
