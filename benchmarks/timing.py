@@ -16,7 +16,8 @@ from benchmarks.job import Job
 from jaxtrain.errors import RunFailed
 
 TURN = 5
-"""Steps to a turn."""
+"""Steps to a turn, at least; and as many as take `TURN_S`: the first finds the caches cold and the threads asleep."""
+TURN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ class Process:
         last = (self.errors.read().strip() or f"exit status {self.child.returncode}").splitlines()[-1]
         raise RunFailed(f"{self.job.workload} by {self.job.engine} in {self.job.precision}: {last}")
 
-    def turn(self, steps: int) -> dict[str, Any]:
-        """The seconds of some steps."""
+    def turn(self, steps: int, seconds: float) -> dict[str, Any]:
+        """The seconds of each of some steps, which take so many together."""
         assert self.child.stdin is not None
-        self.child.stdin.write(f"turn {steps}\n")
+        self.child.stdin.write(f"turn {steps} {seconds}\n")
         self.child.stdin.flush()
         return self.heard()
 
@@ -105,7 +106,7 @@ def timed(jobs: Sequence[Job], rounds: int, told: Callable[[str], None]) -> list
         for i in range(rounds):
             told(f"{jobs[0].workload}: round {i + 1} of {rounds}")
             for process, turns in zip(processes, seconds, strict=True):
-                turns.append(process.turn(TURN))
+                turns.append(process.turn(TURN, TURN_S))
         peaks = [process.ended() for process in processes]
     return [
         Timing(job, _joined(turns, "wall"), _joined(turns, "cpu"), **said, **peak)

@@ -1,7 +1,7 @@
 """One engine in a process of its own: built and warmed up, then timed a turn at a time, whenever it is asked.
 
-`python -m benchmarks.worker JOB`, which speaks JSON a line: what it built; for "turn N" the seconds of N steps; at the
-end of its input the most memory it held.
+`python -m benchmarks.worker JOB`, which speaks JSON a line: what it built; for "turn N S" the seconds of each of N
+steps or more, until S seconds are over; at the end of its input the most memory it held.
 """
 
 import json
@@ -43,25 +43,30 @@ def _serve(job: Job) -> None:
         flops=built.flops,
     )
     for command in sys.stdin:
-        _say(**_turn(built.step, int(command.split()[1])))
+        _, steps, seconds = command.split()
+        _say(**_turn(built.step, int(steps), float(seconds)))
     peak = built.peak_bytes()
     _say(peak_bytes=memory.of_process() if peak is None else peak)
 
 
 def _built(job: Job) -> Any:
-    from benchmarks import ceiling, engines, updates
+    from benchmarks import ceiling, engines, host, updates
     from benchmarks.workloads import WORKLOADS
 
     if job.workload in ceiling.CEILINGS:
         return ceiling.engine(job)
     if job.workload in updates.UPDATES:
         return updates.engine(job)
+    if job.workload in host.INPUTS:
+        return host.engine(job)
     return engines.engine(job, WORKLOADS[job.workload])
 
 
-def _turn(step: Any, steps: int) -> dict[str, list[float]]:
-    wall, cpu = [], []
-    for _ in range(steps):
+def _turn(step: Any, steps: int, seconds: float) -> dict[str, list[float]]:
+    """At least so many steps, in at least so many seconds."""
+    wall: list[float] = []
+    cpu: list[float] = []
+    while len(wall) < steps or sum(wall) < seconds:
         begin, begin_cpu = time.perf_counter(), time.process_time()
         step()
         wall.append(time.perf_counter() - begin)

@@ -36,10 +36,10 @@ def _gpt2(vocab_size: int, width: int, depth: int, heads: int, rows: int, length
     return gpt2.case(config, reference=config, rows=rows, tokens=length + 1)
 
 
-def _mlp(rows: int) -> Case:
+def _mlp(rows: int, side: int = 28, hidden: int = 512) -> Case:
     from parity.cases import mlp
 
-    return replace(mlp.case(), rows=rows)
+    return replace(mlp.case(side=side, hidden=hidden), rows=rows)
 
 
 def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, keys: int, rows: int, length: int) -> Case:
@@ -101,4 +101,5 @@ WORKLOADS = {
         _vit, {"side": 224, "patch": 16, "width": 384, "depth": 12, "heads": 6, "rows": 128}, "vit", "images"
     ),
     "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "mlp", "examples"),
+    "mlp-host": Workload(_mlp, {"rows": 1, "side": 2, "hidden": 4}, "mlp", "examples"),
 }

@@ -9,23 +9,24 @@ from parity.case import AdamW, Case
 from parity.cases.classification import images, loss_fn, torch_loss
 
 
-def case(dropout: float = 0.0) -> Case:
-    """784-512-10 on 28×28 images, with `dropout` behind the ReLU."""
-    apply, params_like = functional(nnx.eval_shape(lambda: MLP((784, 512, 10), dropout, rngs=nnx.Rngs(0))))
+def case(dropout: float = 0.0, side: int = 28, hidden: int = 512) -> Case:
+    """784-512-10 on 28×28 images, or as small as asked for, with `dropout` behind the ReLU."""
+    pixels = side * side
+    apply, params_like = functional(nnx.eval_shape(lambda: MLP((pixels, hidden, 10), dropout, rngs=nnx.Rngs(0))))
     return Case(
         name="mlp",
-        torch_model=lambda: _torch_model(dropout),
+        torch_model=lambda: _torch_model(dropout, pixels, hidden),
         torch_loss=torch_loss,
         loss_fn=loss_fn(apply),
         params_like=params_like,
         names=torch_names(2),
-        batch=images(28, 28),
+        batch=images(side, side),
         rows=64,
         optimizer=AdamW(lr=1e-2, weight_decay=0.1),
         clip_norm=2.5,
     )
 
 
-def _torch_model(dropout: float) -> Module:
+def _torch_model(dropout: float, pixels: int, hidden: int) -> Module:
     # One module with the ReLU, so that the names do not depend on the dropout.
-    return Sequential(Flatten(), Linear(784, 512), Sequential(ReLU(), Dropout(dropout)), Linear(512, 10))
+    return Sequential(Flatten(), Linear(pixels, hidden), Sequential(ReLU(), Dropout(dropout)), Linear(hidden, 10))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cli, suites, updates
+from benchmarks import cli, host, suites, updates
 from benchmarks.engines import engine
 from benchmarks.features import FEATURES
 from benchmarks.job import Job
@@ -138,3 +138,26 @@ def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
     # Embeddings, a norm, and 12 n² + 13 n a block.
     assert updates.parameters(sizes) == 16 * 8 + 4 * 8 + 2 * 8 + 2 * (12 * 64 + 13 * 8)
     assert updates.parameters(SMALL) == 124_475_904
+
+
+@pytest.mark.parametrize("engine_name", host.ENGINES)
+def test_inputs_are_read_by_both(engine_name):
+    for timed_one in timed([Job("input-images", engine_name)], rounds=1, told=lambda text: None):
+        row = suites.rows([timed_one], [])[0]
+        assert row["per_s"] == host.examples("input-images") / row["lower_decile_s"]
+        assert row["unit"] == "examples"
+
+
+def test_a_feature_may_change_the_steps_after_the_first():
+    bare, clipped = (
+        timing(Job("gpt2-tiny", "jax", feature=f), [1.0], losses)
+        for f, losses in (
+            ("bare", (3.0, 2.9)),
+            ("", (3.0, 2.8)),
+        )
+    )
+    suites._check_same([bare, clipped])
+    with pytest.raises(RunFailed):
+        suites._check_same([bare, timing(Job("gpt2-tiny", "jax"), [1.0], (2.9, 2.8))])
+    with pytest.raises(RunFailed):
+        suites._check_same([clipped, timing(Job("gpt2-tiny", "torch_eager"), [1.0], (3.0, 2.9))])

@@ -37,6 +37,9 @@ FAMILIES = {
     "mistral": ("MistralForCausalLM", {**DECODER, "sliding_window": 3}),
     "qwen2": ("Qwen2ForCausalLM", {**DECODER, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {**DECODER, "head_dim": 8}),
+    "smollm3": ("SmolLM3ForCausalLM", {
+        **DECODER, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 3, "attention_bias": True,
+    }),
     "mixtral": ("MixtralForCausalLM", {**DECODER, "num_local_experts": 3, "experts_implementation": "eager"}),
     "t5": ("T5ForConditionalGeneration", {
         "vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2,
