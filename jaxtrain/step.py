@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxtrain import accumulate as window
 from jaxtrain.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.cpu_products import cpu_products
 from jaxtrain.ema import moved
 from jaxtrain.errors import UserError
 from jaxtrain.frozen import Frozen, merge, nothing, partition
@@ -28,7 +29,6 @@ from jaxtrain.optim.learning_rate import used_learning_rate
 from jaxtrain.precision import Policy, policy
 from jaxtrain.remat import remat as rematerialise
 from jaxtrain.retrace import budgeted
-from jaxtrain.small_convolutions import small_convolutions
 from jaxtrain.unroll import unroll as unroll_layers
 
 Step = Callable[..., tuple["TrainState", dict[str, jax.Array]]]
@@ -148,8 +148,7 @@ def train_step(
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = in_float32_arithmetic(optimizer)
     numeric = numerics.apply(hooked(checked(loss_fn), hooks or {}))
-    compiled_well = small_convolutions(unroll_layers(numeric) if unroll else numeric)
-    compute_loss = in_float32(rematerialise(compiled_well, remat))
+    compute_loss = in_float32(rematerialise(cpu_products(unroll_layers(numeric) if unroll else numeric), remat))
 
     def scaled_loss(trained: Any, kept: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
         loss, metrics, model_state = compute_loss(merge(trained, kept), micro_batch, rng, model_state)
@@ -278,7 +277,7 @@ def applied(state: TrainState) -> jax.Array:
 
 def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
     """The jitted evaluation of one batch: `loss` and the loss_fn's metrics as `Loss`es, to be summed over batches."""
-    compute_loss = in_float32(small_convolutions(policy(precision).apply(checked(loss_fn))))
+    compute_loss = in_float32(cpu_products(policy(precision).apply(checked(loss_fn))))
 
     def evaluate(state: TrainState, batch: Any) -> dict[str, Loss]:
         loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)

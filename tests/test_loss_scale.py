@@ -25,7 +25,7 @@ from jaxtrain.loss_scale import (
     state_dict,
     static_loss_scale,
 )
-from jaxtrain.nonfinite import all_finite
+from jaxtrain.nonfinite import all_finite, locate
 
 TRACES, UPDATES = 8, 24
 # The factors multiply at most UPDATES times, so that no scale leaves float32's normal range downwards: there XLA's CPU
@@ -399,3 +399,15 @@ def test_unscaling_equals_grad_scalers_at_every_normal_scale(exponent, mantissa)
         np.testing.assert_array_max_ulp(np.asarray(unscaled), parameter.grad.numpy(), maxulp=1)
     truth = (scaled.astype(np.float64) / scale).astype(np.float32)
     np.testing.assert_array_max_ulp(np.asarray(unscaled), truth, maxulp=2)
+
+
+@pytest.mark.parametrize("big", [1e30, 3e38])
+def test_a_finite_gradient_whose_norm_overflows_is_finite(big):
+    grads = {"a": jnp.full(4, big, jnp.float32), "b": jnp.ones(3)}
+    assert not np.isfinite(optax.tree.norm(grads))
+    assert all_finite(grads)
+    assert [int(x) for x in locate(grads, 2)] == [-1, -1]
+    for bad in (np.inf, -np.inf, np.nan):
+        worse = {**grads, "b": grads["b"].at[1].set(bad)}
+        assert not all_finite(worse)
+        assert [int(x) for x in locate(worse, 2)] == [2, 1]

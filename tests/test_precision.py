@@ -15,6 +15,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.precision import POLICIES, autocast, kernel, policy
 from jaxtrain.remat import remat as rematerialise
+from tests.models.programs import equations
 
 F32 = jnp.ones((4, 4))
 IMAGE, KERNEL = jnp.ones((1, 6, 6, 2)), jnp.ones((3, 3, 2, 4))
@@ -23,13 +24,6 @@ MASK = np.tri(4, dtype=bool)
 
 def convolve(x, kernel):
     return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def equations(traced):
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner)
 
 
 def dtypes_of(traced, name):

@@ -16,17 +16,11 @@ from jaxtrain import jaxpr
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.remat import POLICIES, block, remat
+from tests.models.programs import equations
 
 TOKENS = np.random.default_rng(0).integers(0, 13, size=(4, 7)).astype(np.int32)
 ALL = ["none", *POLICIES]
 BY_NAME = [*ALL, "names:hidden"]
-
-
-def equations(traced):
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from equations(inner)
 
 
 def count(fn, *args, of):

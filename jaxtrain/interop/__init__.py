@@ -3,7 +3,6 @@
 from jaxtrain.interop.names import (
     AS_IS,
     CONV,
-    COUNT,
     LINEAR,
     NameTable,
     TorchParam,
@@ -16,7 +15,6 @@ from jaxtrain.interop.names import (
 __all__ = [
     "AS_IS",
     "CONV",
-    "COUNT",
     "LINEAR",
     "NameTable",
     "TorchParam",

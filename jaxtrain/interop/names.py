@@ -1,7 +1,7 @@
 """A model's parameters under PyTorch's names and layouts, and back.
 
-A `NameTable` declares, for each JAX parameter path, the PyTorch tensor it is. Layouts of floats only permute, so the
-table carries gradients and optimizer moments over just as well as weights, exactly.
+A `NameTable` declares, for each JAX parameter path, the PyTorch tensor it is. Layouts only permute, so the table
+carries gradients and optimizer moments over just as well as weights, exactly.
 """
 
 import functools
@@ -38,8 +38,6 @@ LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR")
 """`torch.nn.Linear` keeps [out, in]; JAX's layers keep [in, out]."""
 CONV = Layout(lambda x: np.moveaxis(x, (0, 1), (-1, -2)), lambda x: np.moveaxis(x, (-1, -2), (0, 1)), "CONV")
 """`torch.nn.Conv1d`, `Conv2d` and `Conv3d` keep [out, in, …]; JAX's layers keep […, in, out]."""
-COUNT = Layout(lambda x: x.astype(np.int32), lambda x: x.astype(np.int64), "COUNT")
-"""Integers, which PyTorch keeps in 64 bits."""
 
 
 @functools.cache
@@ -155,12 +153,16 @@ class NameTable:
         return stack
 
     def to_torch(self, params: Any) -> dict[str, Array]:
-        """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases."""
+        """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases.
+
+        Integers have 64 bits, as PyTorch's have.
+        """
         found = dict(leaves(params))
         self._check_paths(found)
         tensors: dict[str, Array] = {}
         for path, leaf in found.items():
             param, value = self.params[path], np.asarray(leaf)
+            value = value.astype(np.int64) if np.issubdtype(value.dtype, np.integer) else value
             layers = list(value) if LAYER in param.name else [value]
             tensors.update(
                 (name, param.layout.to_torch(layer)) for name, layer in zip(_names(param, value), layers, strict=True)

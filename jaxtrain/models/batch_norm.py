@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import AS_IS, COUNT, NameTable, TorchParam
+from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.precision import kernel
 
 
@@ -70,15 +70,11 @@ def _normalised(
 
 def running_statistics(layers: Mapping[str, str]) -> NameTable:
     """PyTorch's names of the running statistics of the `BatchNorm`s at these paths, its modules being the values."""
-    names = {
-        "mean": ("running_mean", AS_IS),
-        "var": ("running_var", AS_IS),
-        "count": ("num_batches_tracked", COUNT),
-    }
+    names = {"mean": "running_mean", "var": "running_var", "count": "num_batches_tracked"}
     return NameTable(
         {
-            f"{path}/{ours}": TorchParam(f"{module}.{theirs}", layout)
+            f"{path}/{ours}": TorchParam(f"{module}.{theirs}")
             for path, module in layers.items()
-            for ours, (theirs, layout) in names.items()
+            for ours, theirs in names.items()
         }
     )

@@ -1,13 +1,14 @@
-"""Convolutions over few positions as products: the values and gradients of XLA's own, whatever the shapes."""
+"""Products as a CPU is fast at them: the values and gradients of XLA's own, whatever the shapes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxtrain.small_convolutions import small_convolutions
+from jaxtrain.cpu_products import cpu_products
 
 LAYOUTS = {
     1: [("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")],
@@ -49,7 +50,7 @@ def test_they_are_the_same_to_rounding(convolution):
         def own(x, kernel):
             return lax.conv_general_dilated(x, kernel, **options)
 
-        rewritten = small_convolutions(own)
+        rewritten = cpu_products(own)
         assert "conv_general_dilated" not in str(jax.make_jaxpr(rewritten)(*args)) or out_size(own, args) > 16
         for ours, xlas in zip(gradients(rewritten, *args), gradients(own, *args), strict=True):
             np.testing.assert_allclose(ours, xlas, rtol=1e-12, atol=1e-12)
@@ -61,7 +62,7 @@ def out_size(fn, args):
 
 def products(x, kernel, **options):
     options = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), **options}
-    fn = small_convolutions(lambda x, kernel: lax.conv_general_dilated(x, kernel, **options))
+    fn = cpu_products(lambda x, kernel: lax.conv_general_dilated(x, kernel, **options))
     traced = str(jax.make_jaxpr(fn)(jnp.zeros(x, jnp.bfloat16), jnp.zeros(kernel, jnp.bfloat16)))
     return "conv_general_dilated" not in traced
 
@@ -76,9 +77,32 @@ def test_which_are_products():
 
 
 def test_a_low_precision_keeps_its_dtype():
-    fn = small_convolutions(
+    fn = cpu_products(
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     )
     assert jax.eval_shape(fn, jnp.zeros((1, 2, 2, 3), jnp.bfloat16), jnp.zeros((3, 3, 3, 4), jnp.bfloat16)).dtype == (
         jnp.bfloat16
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_low_precision_products_are_rounded_as_xlas_own(dtype):
+    # Integers, whose products and sums are exact in float32, and not all of them in the low dtype.
+    rng = np.random.default_rng(0)
+    x, w = (jnp.array(rng.integers(-20, 20, shape), dtype) for shape in ((7, 5), (5, 3)))
+    rewritten = cpu_products(jnp.dot)
+    assert "preferred_element_type=float32" in str(jax.make_jaxpr(rewritten)(x, w))
+    for ours, xlas in zip(gradients(rewritten, x, w), gradients(jnp.dot, x, w), strict=True):
+        assert ours.dtype == xlas.dtype == dtype
+        np.testing.assert_array_equal(ours, xlas)
+    overflowing = jnp.full((1, 2), 300.0, np.float16)
+    assert np.isinf(rewritten(overflowing, overflowing.T)).all()
+
+
+def test_what_is_no_low_precision_matrix_is_left():
+    for args in (
+        (jnp.ones((2, 3)), jnp.ones((3, 2))),
+        (jnp.ones((2, 2, 3), jnp.bfloat16), jnp.ones((2, 3, 2), jnp.bfloat16)),
+    ):
+        traced = [str(jax.make_jaxpr(fn)(*args)) for fn in (jnp.matmul, cpu_products(jnp.matmul))]
+        assert traced[0] == traced[1]
