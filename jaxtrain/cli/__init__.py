@@ -14,6 +14,7 @@ COMMANDS = {
     "sample": "write text from a trained language model: jaxtrain sample DIR",
     "import-torch": "take over a run of PyTorch's: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
     "eval": "a trained run's mistakes, example by example: jaxtrain eval DIR [--worst N] [--out PAGE.html]",
+    "replay": "a step of a run again: where its first inf or NaN arises: jaxtrain replay DIR STEP",
     "export": "write a run as PyTorch reads it: jaxtrain export DIR --format torch --out CKPT.pt",
 }
 

@@ -24,7 +24,7 @@ from jaxtrain.runner.run_folder import environment, read_recipe
 # Of a resumed run these may change; any other change would make it another run.
 _MAY_CHANGE = {
     *("steps", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "keep_every"),
-    *("max_skips", "allow_recompile"),
+    *("max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
 }
 
 

@@ -121,7 +121,7 @@ def calibration(verdicts: Verdicts) -> tuple[list[Bin], float]:
     place = np.clip((sure * BINS).astype(int), 0, BINS - 1)
     counts, sums, hits = (np.bincount(place, weights, BINS) for weights in (None, sure, right))
     bins = [
-        Bin(int(n), total / n, hit / n) if n else Bin(0, 0.0, 0.0)
+        Bin(int(n), float(total / n), float(hit / n)) if n else Bin(0, 0.0, 0.0)
         for n, total, hit in zip(counts, sums, hits, strict=True)
     ]
     error = sum(b.predictions * abs(b.confidence - b.accuracy) for b in bins) / max(len(sure), 1)

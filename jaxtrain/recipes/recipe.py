@@ -57,3 +57,9 @@ class Recipe:
     """How often a batch of another shape may make the step compile again."""
     max_skips: int = 100
     """Updates skipped in a row, their fp16 gradients inf or NaN, that end the run."""
+    spike_factor: float | None = None
+    """A loss of more than so many times the median of the last 64 is a spike; None: none is."""
+    on_spike: Literal["stop", "rollback"] = "stop"
+    """End the run, or go back to the last checkpoint and past the batches since."""
+    stall_seconds: float = 600.0
+    """After how long a wait for a batch to say so; 0: never."""

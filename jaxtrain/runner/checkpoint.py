@@ -131,14 +131,16 @@ class Checkpoints:
             raise self._failed(step, error) from error
 
     def restore(
-        self, like: TrainState, set_aside: Callable[[str], None] | None = None
+        self, like: TrainState, set_aside: Callable[[str], None] | None = None, *, before: int | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """(state, data) of the newest checkpoint, with the shapes, dtypes and shardings of `like`.
+
+        Of those before step `before`, where it is given.
 
         A damaged one is an error; with `set_aside` it is moved to `damaged/`, `set_aside` is told, and the one before
         it taken. Raises `UserError` where none is left, and where it is not of such a state.
         """
-        folder = self._verified(set_aside)
+        folder = self._verified(set_aside, before)
         return self._read(folder, like), json.loads((folder / _RUN).read_text())["data"]
 
     def restore_params(self, like: Any) -> Any:
@@ -193,16 +195,16 @@ class Checkpoints:
             f"step {step} could not be saved in {self._run} ({_reason(error)}): {left}; mend that, then --resume auto"
         )
 
-    def _verified(self, set_aside: Callable[[str], None] | None) -> Path:
+    def _verified(self, set_aside: Callable[[str], None] | None, before: int | None = None) -> Path:
         """The newest step's folder that matches its manifest."""
         damaged = self._path / "damaged"
-        for step in sorted(steps(self._path), reverse=True):
+        for step in sorted((s for s in steps(self._path) if before is None or s < before), reverse=True):
             folder = self._path / str(step)
             try:
                 verify(folder)
             except Damaged as error:
                 if not folder.exists():  # evicted by the run while it was read
-                    return self._verified(set_aside)
+                    return self._verified(set_aside, before)
                 if set_aside is None:
                     raise UserError(
                         f"the checkpoint of step {step} in {self._run} is damaged ({error}): "

@@ -16,8 +16,11 @@ from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
 from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import preflight
+from jaxtrain.runner.batches import Batches
 from jaxtrain.runner.checkpoint import Checkpoints, Keep, steps
+from jaxtrain.runner.guards import Guard, Spike, Spoiled, Taken, write_batch
 from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.out_of_memory import told_out_of_memory
 from jaxtrain.runner.run_folder import RunFolder, RunLock
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.step import TrainState, TrainStep, eval_step
@@ -58,40 +61,41 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: Resume, console: C
 
     `resume`: False for a new run, True for one that has a checkpoint, "auto" for whichever it is. Nothing is written
     before data, model and settings have passed their checks; raises `UserError` for what does not. Raises `RunFailed`,
-    what was saved before left whole, where the updates are skipped for good or nothing can be written any more.
+    what was saved before left whole, where the updates are skipped for good, an inf or NaN was applied, the memory does
+    not suffice or nothing can be written any more.
     """
     preflight.check_settings(recipe)
     keep = Keep(recipe.keep_last, recipe.keep_best, recipe.keep_every)
-    with RunLock(run.path) as lock:
+    with RunLock(run.path) as lock, told_out_of_memory(name, recipe, run):
         resuming = _resuming(run, lock, resume)
         with console.phase("reading the data, initialising the model"):
-            training, state = _build(recipe)
-        task, loader = training.task, training.loader
-        batch = _peek(loader)
+            training, state = build_training(recipe)
+        task = training.task
+        batch = _peek(training.loader)
         preflight.check_labels_in_batch(task, batch)
         console.facts(preflight.describe(task, state.params, batch, recipe))
+        position = Position(
+            Batches(training.loader, str(recipe.data or name), recipe.stall_seconds, console.message),
+            Interval(recipe, task),
+            Guard(recipe, state.params),
+        )
+        first = None
         if not resuming:
             first = _first_evaluation(training, state, console)
             _create(run, lock)
             run.write_config(name, recipe)
-        with Checkpoints(run.checkpoints, keep) as checkpoints:
-            interval = Interval(recipe, task)
+        with Checkpoints(run.checkpoints, keep) as checkpoints, position.batches:
             if resuming:
                 state, saved = checkpoints.restore(state, set_aside=console.message)
-                loader.restore(saved)
-                interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+                position.restore(saved, state)
                 run.write_config(name, recipe)
                 console.message(f"resuming {run.path} at step {int(state.step)}")
             if int(state.step) >= recipe.steps:
                 console.message(f"step {int(state.step)} of {recipe.steps} is done: --resume --steps N trains on")
                 return Outcome(int(state.step), 0, task.references, _sample(task, state, recipe))
-            with MetricsLog(run.metrics, run.tensorboard, from_step=int(state.step) + 1 if resuming else 0) as log:
-                if not resuming:
-                    log.write({"step": 0, **_prefixed(first)})
-                    checkpoints.save(state, loader.state(), first["loss"])
-                with console.phase("compiling the training step"):
-                    training.step.jitted.lower(state, batch).compile()
-                state, exit_status = _train(training, state, interval, checkpoints, log, console)
+            with console.phase("compiling the training step"):
+                training.step.jitted.lower(state, batch).compile()
+            state, exit_status = _train_through(training, state, position, checkpoints, run, first, console)
     sample = None if exit_status else _sample(task, state, recipe)
     return Outcome(int(state.step), exit_status, task.references, sample)
 
@@ -109,7 +113,8 @@ def _resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
     return begun or resume is True
 
 
-def _build(recipe: Recipe) -> tuple[Training, TrainState]:
+def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
+    """The parts of a run of `recipe`, and its first state."""
     task = build(recipe)
     step = training_step(recipe, task.loss_fn)
     state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
@@ -132,26 +137,88 @@ def _create(run: RunFolder, lock: RunLock) -> None:
         run.check_free()  # another process may have come first
 
 
+def _train_through(
+    training: Training,
+    state: TrainState,
+    position: "Position",
+    checkpoints: Checkpoints,
+    run: RunFolder,
+    first: dict[str, float] | None,
+    console: Console,
+) -> tuple[TrainState, int]:
+    """Train to the end, with `first` as its first evaluation; past spikes, where the recipe has it so.
+
+    Raises `RunFailed` for a step after which the run cannot go on.
+    """
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    while True:
+        with MetricsLog(run.metrics, run.tensorboard, from_step=0 if first else int(state.step) + 1) as log:
+            if first:
+                log.write({"step": 0, **_prefixed(first)})
+                checkpoints.save(state, position.state(), first["loss"])
+            try:
+                return _train(training, state, position, checkpoints, log, console)
+            except Spoiled as error:
+                spoiled = error.with_traceback(None)  # whose frames hold on to a state
+        checkpoints.wait()
+        if not (isinstance(spoiled, Spike) and training.recipe.on_spike == "rollback"):
+            raise _spoiled(spoiled, run, position.guard)
+        # A stop saves out of turn: an undisturbed run would not have that checkpoint to go back to.
+        saved_at = steps(run.checkpoints)
+        in_turn = [step for step in saved_at if step % training.recipe.save_every == 0] or saved_at
+        state, saved = checkpoints.restore(like, console.message, before=max(in_turn) + 1)
+        if not position.roll_back(saved, state, spoiled):
+            raise _spoiled(spoiled, run, position.guard)
+        console.message(
+            f"step {spoiled.taken.step}: {spoiled.what}: back to step {int(state.step)}, past "
+            f"{spoiled.taken.next_batch - saved['next_batch']} batches"
+        )
+        first = None
+
+
+def _spoiled(spoiled: Spoiled, run: RunFolder, guard: Guard) -> RunFailed:
+    step, newest = spoiled.taken.step, max(steps(run.checkpoints))
+    try:
+        write_batch(run.replay, spoiled.taken, guard.event)
+    except OSError as error:
+        lost = f" (its batch could not be saved: {error.strerror})"
+    else:
+        lost = ""
+    return RunFailed(
+        f"step {step}: {spoiled.what}: stopped{lost}, the checkpoint of step {newest} is sound; jaxtrain replay "
+        f"{run.path} {step} says where it arose; then start again, with a lower --lr or another --precision, say"
+    )
+
+
 def _train(
     training: Training,
     state: TrainState,
-    interval: "Interval",
+    position: "Position",
     checkpoints: Checkpoints,
     log: MetricsLog,
     console: Console,
 ) -> tuple[TrainState, int]:
-    """Take the steps that are left: the last state, its checkpoint committed, and the exit status."""
-    recipe, task, loader = training.recipe, training.task, training.loader
+    """Take the steps that are left: the last state, its checkpoint committed, and the exit status.
+
+    Raises `Spoiled` for a step after which it cannot go on.
+    """
+    recipe, task = training.recipe, training.task
+    batches, interval, guard = position.batches, position.interval, position.guard
     to_warn = isinstance(state.loss_scale, LossScaleState)
     with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
         interval.restart_clock()
         for i in range(int(state.step) + 1, recipe.steps + 1):
-            state, metrics = training.step(state, next(loader))
+            batch = next(batches)
+            state, metrics = training.step(state, batch)
             interval.add(metrics)
+            interval.waited += batches.waited
+            guard.add(Taken(i, batch, batches.next_batch, metrics))
             line: dict[str, Any] = {}
             last = i == recipe.steps or interval.stuck
-            if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or last:
-                line = {"step": i, **interval.close(), **_rates(state)}
+            # The first step after a rollback has a line, so that what was skipped is told at once.
+            if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or last or guard.event:
+                guard.settle()
+                line = {"step": i, **interval.close(), **_rates(state), **guard.take_event()}
             if i % recipe.eval_every == 0 or i == recipe.steps:
                 line |= _prefixed(training.evaluate(state))
                 interval.restart_clock()
@@ -163,9 +230,9 @@ def _train(
                 to_warn = False
             stopping = last or interval.stuck or stop.received is not None
             if i % recipe.save_every == 0 or stopping:
+                guard.check(state)
                 # A stop leaves no line of its own: the resumed run logs what an uninterrupted one would have.
-                saved = {**loader.state(), "interval": interval.state()}
-                checkpoints.save(state, saved, line.get("eval_loss"))
+                checkpoints.save(state, position.state(), line.get("eval_loss"))
                 interval.restart_clock()
             if interval.stuck:
                 raise RunFailed(_stuck(i, state, recipe, interval.nonfinite))
@@ -175,15 +242,41 @@ def _train(
     return state, stop.exit_status
 
 
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands besides its state: in the data, in the next line, and in what losses are judged against."""
+
+    batches: Batches
+    interval: "Interval"
+    guard: Guard
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as JSON: waits for the last step."""
+        return {**self.batches.state(), "interval": self.interval.state(), "guard": self.guard.state()}
+
+    def restore(self, saved: dict[str, Any], state: TrainState) -> None:
+        """Go on from `state()`, at the checkpoint that holds `state`."""
+        self.batches.restore(saved)
+        self.interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+        self.guard.restore(saved.get("guard"))
+
+    def roll_back(self, saved: dict[str, Any], state: TrainState, spike: Spike) -> bool:
+        """Go back to a checkpoint, but in the data past the spike. False where that was done too often."""
+        self.batches.restore({**saved, "next_batch": spike.taken.next_batch})
+        self.interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+        return self.guard.roll_back(int(state.step), spike, saved)
+
+
 class Interval:
     """The steps since the last logged line: their mean loss, skips and throughput.
 
     `highest_scale`: the loss scale's highest in the interval last closed. `stuck`: whether `recipe.max_skips` steps
     in a row were skipped. `nonfinite`: micro-batch and leaf where the interval's last gradient that was not finite
-    first was not.
+    first was not. `waited`: seconds that its batches were waited for.
     """
 
     def __init__(self, recipe: Recipe, task: Task) -> None:
+        self.waited = 0.0
         self.highest_scale, self.stuck, self.nonfinite = float("inf"), False, (-1, -1)
         self._skips, self._max_skips = 0, recipe.max_skips
         self._per_step = recipe.batch_size * task.units_per_row
@@ -198,11 +291,12 @@ class Interval:
         if steps:
             self._seconds += time.perf_counter() - self._since
         self._since = time.perf_counter()
-        return {"steps": steps, "seconds": self._seconds}
+        return {"steps": steps, "seconds": self._seconds, "waited": self.waited}
 
     def restore(self, state: dict[str, Any] | None, *, skips: int) -> None:
         """Go on from `state()`, None before the first step, with the last `skips` steps skipped in a row."""
         self._restored, self._seconds = (state["steps"], state["seconds"]) if state else ([], 0.0)
+        self._metrics, self.waited = [], state.get("waited", 0.0) if state else 0.0
         self._skips = skips
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
@@ -245,10 +339,11 @@ class Interval:
             "skipped": int(sum(m["skipped"] for m in steps)),
             f"{self._unit}_per_s": n * self._per_step / self._seconds,
             "step_time_s": self._seconds / n,
+            "input_wait_s": self.waited / n,
             "peak_memory_bytes": peak_memory_bytes(),
         }
         self._restored, self._metrics = [], []
-        self._seconds, self._since = 0.0, time.perf_counter()
+        self._seconds, self._since, self.waited = 0.0, time.perf_counter(), 0.0
         return line
 
 

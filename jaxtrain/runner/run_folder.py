@@ -1,4 +1,4 @@
-"""A run's folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, report.html, and the lock on it."""
+"""A run's folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, report.html, replay/, and the lock on it."""
 
 import dataclasses
 import errno
@@ -59,6 +59,11 @@ class RunFolder:
     def torch(self) -> Path:
         """Of a run that began in PyTorch: what its checkpoint held besides tensors."""
         return self.path / "torch.pt"
+
+    @property
+    def replay(self) -> Path:
+        """Batches of the steps that ended the run, for `jaxtrain replay`."""
+        return self.path / "replay"
 
     @property
     def report(self) -> Path:
@@ -159,7 +164,7 @@ def read_recipe(config: Path) -> tuple[str, Recipe]:
         written = json.loads(config.read_text())
         name, settings = written["recipe"], written["settings"]
         return name, dataclasses.replace(RECIPES[name], **_typed(type(RECIPES[name]), settings))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{config} cannot be read ({error!r}): restore it, or start a new run") from error
 
 

@@ -171,7 +171,7 @@ def test_own_arrays_and_image_folders_train(tmp_path, capsys):
 
 def shown(folder: str) -> list[dict]:
     """The lines without what no two runs have in common."""
-    timed = ("step_time_s", "examples_per_s", "peak_memory_bytes")
+    timed = ("step_time_s", "examples_per_s", "input_wait_s", "peak_memory_bytes")
     return [{k: v for k, v in m.items() if k not in timed} for m in lines(folder)]
 
 

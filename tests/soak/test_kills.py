@@ -130,7 +130,7 @@ def state(folder: Path):
 def untimed(folder: Path) -> list[dict]:
     """The lines of metrics.jsonl without what no two runs have in common."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_time_s", "examples_per_s", "peak_memory_bytes")
+    timed = ("step_time_s", "examples_per_s", "input_wait_s", "peak_memory_bytes")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 

@@ -1,0 +1,71 @@
+"""A run's batches, how long each was waited for, and word of one that does not come."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from jaxtrain.data.loader import Batch, Loader
+from jaxtrain.errors import UserError
+
+
+class Batches:
+    """The loader's batches, within a `with`; after `stall_seconds` of waiting for one `say` is told, once a batch.
+
+    `next_batch`: the position after the last one handed out. `waited`: seconds it was waited for. With 0
+    `stall_seconds` nothing is said. Raises `UserError` for a negative one.
+    """
+
+    def __init__(self, loader: Loader, source: str, stall_seconds: float, say: Callable[[str], None]) -> None:
+        if not stall_seconds >= 0:
+            raise UserError(f"stall_seconds {stall_seconds} is no time: make it 0, for never, or more")
+        self.next_batch = loader.state()["next_batch"]
+        self.waited = 0.0
+        self._loader, self._source, self._limit, self._say = loader, source, stall_seconds, say
+        self._since: float | None = None
+        self._ended = threading.Event()
+        # One thread for all of a run: a timer a batch would cost more than most batches do.
+        self._thread = threading.Thread(target=self._watch, name="stalled input", daemon=True)
+
+    def __enter__(self) -> "Batches":
+        if self._limit:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._limit:
+            self._thread.join()
+
+    def __next__(self) -> Batch:
+        begin = self._since = time.perf_counter()
+        try:
+            batch = next(self._loader)
+        finally:
+            self._since = None
+        self.waited = time.perf_counter() - begin
+        self.next_batch += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """The loader's position."""
+        return self._loader.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises `UserError` where it is of other data."""
+        self._loader.restore(state)
+        self.next_batch = state["next_batch"]
+
+    def _watch(self) -> None:
+        told = None
+        while not self._ended.wait(self._limit / 10):
+            since = self._since
+            if since is not None and since != told and time.perf_counter() - since >= self._limit:
+                told = since
+                self._say(
+                    f"batch {self.next_batch} of {self._source} has not come for {self._limit:g} s: still waiting; "
+                    "is its disk or network down?"
+                )

@@ -1,0 +1,51 @@
+"""What a run that does not fit is told: what was refused, and the settings to try."""
+
+import contextlib
+from collections.abc import Iterator
+
+from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.recipes import Recipe
+from jaxtrain.runner.run_folder import RunFolder
+
+
+@contextlib.contextmanager
+def told_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[None]:
+    """Raises `RunFailed`, one line, where the host or a device has no memory left."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0] or type(error).__name__
+        flags = smaller(recipe)
+        if flags is None:
+            line = "the micro-batch is one example already: make the model smaller"
+        elif run.config.exists():
+            out = f"{run.path}-smaller"
+            line = f"what is saved is whole; try jaxtrain train {name} --from {run.config} --out {out} {flags}"
+        else:
+            line = f"nothing is written; try the same with {flags}"
+        raise RunFailed(f"out of memory ({said}): {line}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is Python's, or XLA's status (absl::StatusCode::kResourceExhausted)."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def smaller(recipe: Recipe) -> str | None:
+    """Flags under which the same update takes less memory; None where there are none left.
+
+    At most half the examples to a micro-batch, the same number to an update; where it is one already, blocks computed
+    again instead of kept.
+
+    >>> from jaxtrain.recipes import RECIPES
+    >>> smaller(RECIPES["gpt-stdlib"])
+    '--accumulate 2'
+    """
+    finer = [k for k in range(2 * recipe.accumulate, recipe.batch_size + 1) if recipe.batch_size % k == 0]
+    if finer:
+        return f"--accumulate {finer[0]}"
+    return "--remat full" if recipe.remat == "none" else None

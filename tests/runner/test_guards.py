@@ -1,0 +1,392 @@
+"""What ends a run before it spoils what is saved: inf and NaN, leaping losses, no memory; and input that stalls."""
+
+import dataclasses
+import json
+import math
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.data.loader import Loader
+from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.observe import Console
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner import RunFolder, fit, loop
+from jaxtrain.runner.batches import Batches
+from jaxtrain.runner.checkpoint import restore_params, steps
+from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, Spike, Spoiled, Taken, read_batch
+from jaxtrain.runner.out_of_memory import smaller
+from jaxtrain.tasks import build
+
+RECIPE = dataclasses.replace(
+    RECIPES["digits-mlp"], hidden=8, batch_size=8, lr=1e-3, log_every=7, eval_every=40, save_every=5, steps=30
+)
+
+
+class Heard(Console):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+class Changed:
+    """A source some of whose examples are multiplied by a factor."""
+
+    def __init__(self, source, factors):
+        self.source, self.factors = source, factors
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, index):
+        example = self.source[index]
+        return {**example, "image": example["image"] * np.float32(self.factors.get(index, 1))}
+
+
+class Numbers:
+    """A source of its own indices."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return {"index": np.int32(index)}
+
+
+def plant(monkeypatch, factors, recipe=RECIPE):
+    """Change the first example of the batches of these steps of the first epoch."""
+    task = build(recipe)
+    order = Loader(Numbers(len(task.train)), recipe.batch_size, recipe.seed)
+    first = {step: int(next(order)["index"][0]) for step in range(1, 1 + max(factors))}
+    changed = Changed(task.train, {first[step]: factor for step, factor in factors.items()})
+    monkeypatch.setattr(loop, "build", lambda recipe: dataclasses.replace(build(recipe), train=changed))
+    return changed
+
+
+def train(folder, recipe=RECIPE, *, resume=False):
+    console = Heard()
+    try:
+        fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
+    except RunFailed as error:
+        return console.messages, str(error)
+    return console.messages, None
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(line):
+    timed = ("step_time_s", "examples_per_s", "peak_memory_bytes", "input_wait_s")
+    return {name: x for name, x in line.items() if name not in timed}
+
+
+def finite(folder):
+    params = restore_params(folder / "checkpoints", build(RECIPE).params)
+    return all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    ("precision", "save_every", "log_every"),
+    [("fp32", 5, 7), ("fp32", 12, 7), ("bf16", 5, 12)],
+    ids=["told by the next step", "by its save", "by its line"],
+)
+def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, log_every, tmp_path, monkeypatch):
+    changed = plant(monkeypatch, {12: math.nan})
+    recipe = dataclasses.replace(RECIPE, precision=precision, save_every=save_every, log_every=log_every, keep_last=1)
+    _, told = train(tmp_path / "run", recipe)
+    for part in (
+        "step 12: the loss is nan and its gradient has its first inf or NaN in layers/0/",
+        "micro-batch 0",
+        f"the checkpoint of step {12 - 1 - 11 % save_every} is sound",
+        f"jaxtrain replay {tmp_path / 'run'} 12 ",
+    ):
+        assert part in told
+    assert steps(tmp_path / "run" / "checkpoints")[-1:] == [10 if save_every == 5 else 0]
+    assert finite(tmp_path / "run")
+    assert max(line["step"] for line in lines(tmp_path / "run")) < 12
+    batch, metrics, event = read_batch(tmp_path / "run" / "replay", 12)
+    data = Loader(changed, recipe.batch_size, recipe.seed)
+    expected = [next(data) for _ in range(12)][-1]
+    jax.tree.map(np.testing.assert_array_equal, batch, expected)
+    assert np.isnan(metrics["loss"])
+    assert event == {}
+
+
+def test_in_fp16_it_is_skipped_and_no_more(tmp_path, monkeypatch):
+    plant(monkeypatch, {12: math.nan})
+    recipe = dataclasses.replace(RECIPE, precision="fp16", steps=15)
+    assert train(tmp_path / "run", recipe)[1] is None
+    assert sum(line.get("skipped", 0) for line in lines(tmp_path / "run")) == 1
+    assert finite(tmp_path / "run")
+
+
+def taken(step, loss=1.0, leaf=-1, skipped=False):
+    scalars = {"loss": np.float32(loss), "nonfinite_leaf": np.int32(leaf), "nonfinite_micro_batch": np.int32(leaf)}
+    metrics = {name: jnp.asarray(x) for name, x in {**scalars, "skipped": np.bool_(skipped)}.items()}
+    return Taken(step, {"x": np.zeros(1)}, step, metrics)
+
+
+PARAMS = {"a": jnp.ones(2), "b": jnp.ones(3)}
+
+
+def guard(**settings):
+    return Guard(dataclasses.replace(RECIPE, **settings), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (taken(1, math.inf), "the loss is inf and its gradient is finite"),
+        (taken(1, 2.0, leaf=1), "the loss is 2 and its gradient has its first inf or NaN in b, micro-batch 1"),
+        (taken(1, math.nan, leaf=0), "the loss is nan and its gradient has its first inf or NaN in a, micro-batch 0"),
+        (taken(1, math.nan, leaf=0, skipped=True), None),
+        (taken(1), None),
+    ],
+)
+def test_what_is_said_of_a_step(step, said):
+    judged = guard()
+    judged.add(step)
+    if said is None:
+        judged.settle()
+        return
+    with pytest.raises(Spoiled, match=said):
+        judged.settle()
+    judged.settle()  # once
+
+
+class Pending:
+    """A value of a step that is not done: it may be sent for, not waited for."""
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, *args, **kwargs):
+        pytest.fail("waited for the newest step")
+
+
+def test_judging_never_waits_for_the_newest_step():
+    judged = guard()
+    judged.add(taken(1))
+    judged.add(dataclasses.replace(taken(2), metrics=dict.fromkeys(taken(2).metrics, Pending())))
+
+
+@pytest.mark.parametrize("part", ["params", "opt_state", "model_state", "ema"])
+def test_a_state_that_is_not_finite_is_not_to_be_saved(part):
+    step = loop.training_step(dataclasses.replace(RECIPE, schedule="constant"), lambda *_: None)
+    state = step.init(PARAMS, model_state={"mean": jnp.zeros(2)})._replace(ema=PARAMS)
+    judged = guard()
+    judged.add(taken(7))
+    judged.check(state)
+    named, at = jax.tree.flatten(getattr(state, part))
+    last = max(i for i, x in enumerate(named) if x.ndim)
+    named[last] = named[last].at[0].set(jnp.inf)
+    judged.add(taken(8))
+    with pytest.raises(Spoiled, match=f"^{part}/.* holds inf or NaN, though loss and gradient were finite") as error:
+        judged.check(state._replace(**{part: jax.tree.unflatten(at, named)}))
+    assert error.value.taken.step == 8
+
+
+def spikes(losses, factor=3.0, judged=None):
+    judged = judged or guard(spike_factor=factor)
+    found = []
+    for i, loss in enumerate(losses):
+        try:
+            judged.add(taken(i, loss))
+        except Spike as spike:
+            found.append(spike.taken.step)
+    return found
+
+
+def test_a_spike_is_a_loss_above_the_running_median():
+    calm = [2.0, 1.0] * (FEWEST // 2)  # their median is 1.5
+    assert spikes([*calm, 4.4, 1.0]) == []
+    assert spikes([*calm, 4.6, 1.0]) == [FEWEST]
+    assert spikes([*calm[1:], 4.6, 1.0]) == []  # of too few
+    assert spikes([*calm, *[1.0] * 63, 3.1, 1.0]) == [FEWEST + 63]  # the median follows
+    assert spikes([*calm, 100.0, 1.0], factor=None) == []
+
+
+def test_what_is_saved_of_a_guard_judges_alike():
+    losses = [1.0] * FEWEST
+    before = guard(spike_factor=3.0)
+    assert spikes(losses, judged=before) == []
+    before.settle()
+    after = guard(spike_factor=3.0)
+    after.restore(json.loads(json.dumps(before.state())))
+    assert spikes([3.1, 1.0], judged=after) == [0]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.0, math.nan, math.inf])
+def test_a_factor_that_makes_no_sense(factor):
+    with pytest.raises(UserError, match=f"spike_factor {factor}"):
+        guard(spike_factor=factor)
+
+
+ROLLBACK = dataclasses.replace(RECIPE, spike_factor=30.0, on_spike="rollback", log_every=2)
+
+
+def test_a_spike_stops_the_run_where_nothing_else_is_asked(tmp_path, monkeypatch):
+    plant(monkeypatch, {23: 3e3})
+    _, told = train(tmp_path / "run", dataclasses.replace(ROLLBACK, on_spike="stop"))
+    assert told.startswith("step 23: the loss is ")
+    assert "more than 30 times " in told
+    assert "the checkpoint of step 20 is sound" in told
+
+
+def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypatch):
+    plant(monkeypatch, {23: 3e3})
+    messages, told = train(tmp_path / "whole", ROLLBACK)
+    assert told is None
+    assert [m for m in messages if "back to step 20, past 3 batches" in m and m.startswith("step 23: the loss is")]
+    whole = lines(tmp_path / "whole")
+    assert [line["step"] for line in whole] == [0, *range(2, 21, 2), 21, *range(22, 31, 2)]
+    events = [line for line in whole if "batches_skipped" in line]
+    assert [(e["step"], e["rolled_back_from"], e["rolled_back_to"], e["batches_skipped"]) for e in events] == [
+        (21, 23, 20, 3)
+    ]
+    assert events[0]["spike_loss"] > 30 * whole[-1]["loss"]
+    saved = json.loads((tmp_path / "whole/checkpoints/30/run.json").read_text())["data"]
+    assert saved["next_batch"] == 33
+
+    # Stopped by a signal a step before the spike: that stop's checkpoint is none to go back to.
+    add, seen = loop.Interval.add, []
+
+    def stopping(self, metrics):
+        seen.append(metrics)
+        if len(seen) == 22:
+            signal.raise_signal(signal.SIGINT)
+        add(self, metrics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Interval, "add", stopping)
+        train(tmp_path / "stopped", ROLLBACK)
+    assert max(steps(tmp_path / "stopped/checkpoints")) == 22
+    assert train(tmp_path / "stopped", ROLLBACK, resume=True)[1] is None
+    assert [*map(untimed, lines(tmp_path / "stopped"))] == [*map(untimed, whole)]
+    like = build(ROLLBACK).params
+    both = [restore_params(tmp_path / name / "checkpoints", like) for name in ("whole", "stopped")]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def test_after_so_many_rollbacks_it_stops(tmp_path, monkeypatch):
+    plant(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
+    messages, told = train(tmp_path / "run", ROLLBACK)
+    back = [m for m in messages if "back to step 20" in m]
+    assert len(back) == MOST_ROLLBACKS
+    assert [m.split("past ")[1] for m in back] == ["1 batches", "2 batches", "3 batches"]
+    assert told.startswith("step 21: the loss is ")
+    _, _, event = read_batch(tmp_path / "run" / "replay", 21)
+    assert event["batches_skipped"] == MOST_ROLLBACKS
+
+
+class Slow:
+    """A loader whose second batch comes when it is let go."""
+
+    def __init__(self):
+        self.let_go, self.n = threading.Event(), 0
+
+    def state(self):
+        return {"next_batch": self.n}
+
+    def __next__(self):
+        self.n += 1
+        if self.n == 2:
+            assert self.let_go.wait(60)
+        return {}
+
+
+def test_a_batch_that_does_not_come_is_told_of_once_and_waited_for():
+    loader, told = Slow(), []
+
+    def say(text):
+        told.append(text)
+        # Time for a second word to be said, were there one.
+        threading.Timer(0.2, loader.let_go.set).start()
+
+    with Batches(loader, "texts/", 0.05, say) as batches:
+        next(batches)
+        next(batches)
+        assert batches.waited >= 0.2
+        next(batches)
+        assert batches.waited < 0.05
+    assert len(told) == 1
+    assert "batch 1 of texts/ has not come for 0.05 s: still waiting" in told[0]
+
+
+def test_nothing_is_said_without_a_limit():
+    loader, told, alive = Slow(), [], threading.active_count()
+    threading.Timer(0.1, loader.let_go.set).start()
+    with Batches(loader, "texts/", 0, told.append) as batches:
+        next(batches)
+        begin = time.perf_counter()
+        next(batches)
+        assert batches.waited <= time.perf_counter() - begin
+    assert told == []
+    assert threading.active_count() <= alive + 1
+    with pytest.raises(UserError, match=r"stall_seconds -1"):
+        Batches(loader, "texts/", -1, told.append)
+
+
+def test_waits_are_logged(tmp_path, monkeypatch):
+    slow = Loader.__next__
+
+    def sleeping(self):
+        time.sleep(0.02)
+        return slow(self)
+
+    monkeypatch.setattr(Loader, "__next__", sleeping)
+    train(tmp_path / "run", dataclasses.replace(RECIPE, steps=8, log_every=4))
+    waits = [line["input_wait_s"] for line in lines(tmp_path / "run") if line["step"]]
+    assert len(waits) == 2
+    assert all(0.02 <= wait < 1 for wait in waits)
+
+
+@pytest.mark.parametrize("of", ["device", "host"])
+def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_path, monkeypatch):
+    add, seen = loop.Interval.add, []
+
+    def allocating(self, metrics):
+        seen.append(metrics)
+        if len(seen) == 7:
+            jnp.zeros(2**48).block_until_ready() if of == "device" else np.ones(2**50)
+        add(self, metrics)
+
+    monkeypatch.setattr(loop.Interval, "add", allocating)
+    run = tmp_path / "run"
+    _, told = train(run)
+    assert told.startswith("out of memory (")
+    assert "llocat" in told
+    assert f"try jaxtrain train digits-mlp --from {run}/config.json --out {run}-smaller --accumulate 2" in told
+    assert "\n" not in told
+    monkeypatch.setattr(loop.Interval, "add", add)
+    assert sorted(steps(run / "checkpoints")) == [0, 5]
+    assert train(run, resume=True)[1] is None
+
+
+def test_what_takes_less_memory():
+    def flags(batch_size, accumulate, remat="none"):
+        return smaller(dataclasses.replace(RECIPE, batch_size=batch_size, accumulate=accumulate, remat=remat))
+
+    assert flags(64, 4) == "--accumulate 8"
+    assert flags(15, 1) == "--accumulate 3"
+    assert flags(8, 8) == "--remat full"
+    assert flags(8, 8, remat="full") is None
+
+
+def test_memory_that_runs_out_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_first_evaluation", lambda *_: jnp.zeros(2**48).block_until_ready())
+    _, told = train(tmp_path / "run")
+    assert told.endswith("nothing is written; try the same with --accumulate 2")
+    assert not (tmp_path / "run").exists()
