@@ -39,7 +39,7 @@ def gradients(fn, *args):
     return [y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(convolutions())
 def test_they_are_the_same_to_rounding(convolution):
     x, kernel, options = convolution

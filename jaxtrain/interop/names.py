@@ -153,16 +153,12 @@ class NameTable:
         return stack
 
     def to_torch(self, params: Any) -> dict[str, Array]:
-        """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases.
-
-        Integers have 64 bits, as PyTorch's have.
-        """
+        """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases."""
         found = dict(leaves(params))
         self._check_paths(found)
         tensors: dict[str, Array] = {}
         for path, leaf in found.items():
             param, value = self.params[path], np.asarray(leaf)
-            value = value.astype(np.int64) if np.issubdtype(value.dtype, np.integer) else value
             layers = list(value) if LAYER in param.name else [value]
             tensors.update(
                 (name, param.layout.to_torch(layer)) for name, layer in zip(_names(param, value), layers, strict=True)

@@ -289,7 +289,9 @@ def to_torch(
     tensors = names.to_torch(state.params)
     tensors |= {alias: tensors[name] for alias, name in names.tied.items() if name in tensors}
     if buffers is not None and state.model_state is not None:
-        tensors |= buffers.to_torch(state.model_state)
+        held = buffers.to_torch(state.model_state)
+        # PyTorch's integers have 64 bits.
+        tensors |= {name: x.astype(np.int64) if x.dtype == np.int32 else x for name, x in held.items()}
     if set(tensors) - set(names.tied) != set(outline.model_names) - set(names.tied):
         raise UserError("the outline is of another model: take that of this run")
     kept = optimizer_state.to_torch(state.opt_state, expression, count, names, np.dtype(outline.scalar_dtype))

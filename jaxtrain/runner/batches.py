@@ -7,19 +7,16 @@ from types import TracebackType
 from typing import Any
 
 from jaxtrain.data.loader import Batch, Loader
-from jaxtrain.errors import UserError
 
 
 class Batches:
     """The loader's batches, within a `with`; after `stall_seconds` of waiting for one `say` is told, once a batch.
 
     `next_batch`: the position after the last one handed out. `waited`: seconds it was waited for. With 0
-    `stall_seconds` nothing is said. Raises `UserError` for a negative one.
+    `stall_seconds` nothing is said.
     """
 
     def __init__(self, loader: Loader, source: str, stall_seconds: float, say: Callable[[str], None]) -> None:
-        if not stall_seconds >= 0:
-            raise UserError(f"stall_seconds {stall_seconds} is no time: make it 0, for never, or more")
         self.next_batch = loader.state()["next_batch"]
         self.waited = 0.0
         self._loader, self._source, self._limit, self._say = loader, source, stall_seconds, say

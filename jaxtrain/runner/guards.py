@@ -55,14 +55,11 @@ class Spike(Spoiled):
 class Guard:
     """Judges the steps of a run of `recipe` whose parameters are like `params`: `add` each, `settle` before it counts.
 
-    `event`: the numbers of a rollback, until `take_event`. Raises `UserError` for settings that guard nothing.
+    `event`: the numbers of a rollback, until `take_event`.
     """
 
     def __init__(self, recipe: Recipe, params: Any) -> None:
-        factor = recipe.spike_factor
-        if factor is not None and not 1 < factor < math.inf:
-            raise UserError(f"spike_factor {factor} makes spikes of sound losses: make it more than 1, 10 say")
-        self._factor = factor
+        self._factor = recipe.spike_factor
         self._params = jax.eval_shape(lambda: params)
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._taken: Taken | None = None

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
@@ -58,6 +59,10 @@ def check_settings(recipe: Recipe) -> None:
             raise UserError(f"{name} {value} makes no training: make it positive, in float32")
     if recipe.weight_decay < 0 or recipe.weight_decay > _LARGEST:
         raise UserError(f"weight_decay {recipe.weight_decay} is out of range: make it 0 or more, in float32")
+    if recipe.spike_factor is not None and not 1 < recipe.spike_factor <= _LARGEST:
+        raise UserError(f"spike_factor {recipe.spike_factor} makes spikes of sound losses: make it more than 1, 10 say")
+    if not 0 <= recipe.stall_seconds <= threading.TIMEOUT_MAX:
+        raise UserError(f"stall_seconds {recipe.stall_seconds} is no time: make it 0, for never, or more")
     remat(lambda: None, recipe.remat)
     _check_expressions(recipe)
 

@@ -51,6 +51,7 @@ def test_a_sound_step_has_the_loss_that_was_logged(precision, capsys):
     assert "from step 10: 1 steps before this one" in out
 
 
+@pytest.mark.slow
 def test_dropout_draws_what_it_drew(text_folder, capsys):
     command = f"train gpt-stdlib {TINY_GPT} --data {text_folder} --dropout 0.5 --accumulate 2 --steps 2 --log-every 1"
     assert run(f"{command} --out run") == 0

@@ -178,6 +178,10 @@ def sensible(recipe: Any, field: str) -> st.SearchStrategy[Any]:
         return st.booleans()
     if field in ("beta2", "dropout"):
         return st.floats(0, 1, exclude_max=True)
+    if field == "spike_factor":
+        return st.none() | st.floats(1, 1e30, exclude_min=True)
+    if field == "stall_seconds":
+        return st.floats(0, 1e6)
     if float in (hint, *get_args(hint)):
         return st.floats(0.015625, 1e4, width=32) | st.sampled_from([1, 1e-30, 1e30])
     if field in ("n_layer", "num_hidden_layers", "num_layers", "depth"):

@@ -21,6 +21,7 @@ from jaxtrain.runner.batches import Batches
 from jaxtrain.runner.checkpoint import restore_params, steps
 from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, Spike, Spoiled, Taken, read_batch
 from jaxtrain.runner.out_of_memory import smaller
+from jaxtrain.runner.preflight import check_settings
 from jaxtrain.tasks import build
 
 RECIPE = dataclasses.replace(
@@ -231,7 +232,7 @@ def test_what_is_saved_of_a_guard_judges_alike():
 @pytest.mark.parametrize("factor", [1.0, 0.0, -2.0, math.nan, math.inf])
 def test_a_factor_that_makes_no_sense(factor):
     with pytest.raises(UserError, match=f"spike_factor {factor}"):
-        guard(spike_factor=factor)
+        check_settings(dataclasses.replace(RECIPES["digits-mlp"], spike_factor=factor))
 
 
 ROLLBACK = dataclasses.replace(RECIPE, spike_factor=30.0, on_spike="rollback", log_every=2)
@@ -336,7 +337,7 @@ def test_nothing_is_said_without_a_limit():
     assert told == []
     assert threading.active_count() <= alive + 1
     with pytest.raises(UserError, match=r"stall_seconds -1"):
-        Batches(loader, "texts/", -1, told.append)
+        check_settings(dataclasses.replace(RECIPES["digits-mlp"], stall_seconds=-1.0))
 
 
 def test_waits_are_logged(tmp_path, monkeypatch):
