@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, is_out_of_memory
 from jaxtrain.host_memory import keep_host_memory
 
 COMMANDS = {
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxtrain: {_one_line(str(error))}", file=sys.stderr)
         return error.exit_status
     except Exception as error:
-        if debug or not _is_out_of_memory(error):
+        if debug or not is_out_of_memory(error):
             raise
         said = _one_line(str(error).partition("\n")[0])
         print(f"jaxtrain: out of memory ({said}): make batch_size or the model smaller", file=sys.stderr)
@@ -43,11 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxtrain: interrupted", file=sys.stderr)
         return 130
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # XLA's status (absl::StatusCode::kResourceExhausted); jax need not be imported to ask.
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _one_line(message: str) -> str:

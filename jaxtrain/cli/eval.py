@@ -1,23 +1,19 @@
 """`jaxtrain eval DIR`: what a trained model gets wrong, example by example."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import jax
+from typing import Literal
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data import thinned
 from jaxtrain.errors import UserError
+from jaxtrain.evaluation import evaluation_batches
 from jaxtrain.observe.mistakes import Evaluated, summary, write_page
 from jaxtrain.observe.verdicts import judged
 from jaxtrain.recipes import Recipe
-from jaxtrain.runner import RunFolder, preflight
-from jaxtrain.runner.checkpoint import Checkpoints
-from jaxtrain.runner.optimizer import training_step
-from jaxtrain.step import TrainState
+from jaxtrain.runner import RunFolder
+from jaxtrain.runner.checkpoint import restore_state
 from jaxtrain.tasks import Task, build
 
 
@@ -46,7 +42,6 @@ def main(args: list[str]) -> int:
     if asked.worst < 1:
         raise UserError(f"worst {asked.worst} shows nothing: make it 1 or more")
     name, recipe = run.read_recipe()
-    preflight.check_settings(recipe)
     task = build(recipe)
     evaluated = _evaluated(run, name, recipe, task, asked.split)
     stem = f"step-{evaluated.step}-{asked.split}"
@@ -70,19 +65,7 @@ def main(args: list[str]) -> int:
 
 
 def _evaluated(run: RunFolder, name: str, recipe: Recipe, task: Task, split: str) -> Evaluated:
-    state = _restored(run, recipe, task)
+    state = restore_state(run.checkpoints, recipe, task)
     source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
-    # As the run's own: it takes whole batches.
-    rows = min(recipe.batch_size // recipe.accumulate, task.eval_rows)
-    means, verdicts = judged(
-        task, state, source, rows=rows, limit=math.ceil(task.eval_rows / rows), precision=recipe.precision
-    )
+    means, verdicts = judged(task, state, evaluation_batches(source, task, recipe), precision=recipe.precision)
     return Evaluated(name, int(state.step), split, task, source, means, verdicts)
-
-
-def _restored(run: RunFolder, recipe: Recipe, task: Task) -> TrainState:
-    step = training_step(recipe, task.loss_fn)
-    like: Any = jax.eval_shape(lambda: step.init(task.params, model_state=task.model_state, seed=recipe.seed))
-    with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(like)
-    return state

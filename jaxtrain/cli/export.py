@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jax
-
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
 from jaxtrain.interop.outline import new_outline, read_outline
@@ -13,9 +11,9 @@ from jaxtrain.interop.torch_file import write_torch
 from jaxtrain.interop.torch_run import to_torch
 from jaxtrain.loss_scale import LossScaleState, dynamic_loss_scale, state_dict
 from jaxtrain.optim import no_decay
-from jaxtrain.runner import RunFolder, preflight
-from jaxtrain.runner.checkpoint import Checkpoints
-from jaxtrain.runner.optimizer import expression, loss_scale, training_step
+from jaxtrain.runner import RunFolder
+from jaxtrain.runner.checkpoint import restore_state
+from jaxtrain.runner.optimizer import expression, loss_scale
 from jaxtrain.step import applied
 from jaxtrain.tasks import build
 
@@ -41,17 +39,12 @@ def main(args: list[str]) -> int:
     out = asked.out or folder.with_name(f"{folder.name}.pt")
     run = RunFolder(folder)
     name, recipe = run.read_recipe()
-    preflight.check_settings(recipe)
     if out.exists():
         raise UserError(f"{out} is there already: choose another --out")
     task = build(recipe)
     if task.names is None:
         raise UserError(f"{run.path} holds a run of {name}, of which PyTorch's names are not known")
-    step = training_step(recipe, task.loss_fn)
-    params, model_state = task.params, task.model_state
-    like = jax.eval_shape(lambda: step.init(params, model_state=model_state, seed=recipe.seed))
-    with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(like)
+    state = restore_state(run.checkpoints, recipe, task)
     optimizer = expression(recipe)
     if run.torch.exists():
         outline = read_outline(run.torch)
@@ -61,8 +54,8 @@ def main(args: list[str]) -> int:
         outline = new_outline(
             optimizer,
             task.names,
-            params,
-            buffer_names=task.buffers.torch_order(model_state) if task.buffers else [],
+            task.params,
+            buffer_names=task.buffers.torch_order(task.model_state) if task.buffers else [],
             count=int(applied(state)),
             lr=recipe.lr,
             scaler=scaler,

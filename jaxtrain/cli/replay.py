@@ -17,7 +17,7 @@ from jaxtrain.frozen import path_name
 from jaxtrain.nonfinite import leaf_name
 from jaxtrain.observe.metrics import read_metrics
 from jaxtrain.recipes import Recipe
-from jaxtrain.runner import RunFolder, preflight
+from jaxtrain.runner import RunFolder
 from jaxtrain.runner.checkpoint import Checkpoints, steps
 from jaxtrain.runner.guards import nonfinite_in, read_batch
 from jaxtrain.runner.loop import Training, build_training
@@ -54,7 +54,6 @@ def main(args: list[str]) -> int:
     parse(Replay(), args[2:], "jaxtrain replay DIR STEP")
     run, step = RunFolder(Path(args[0])), int(args[1])
     name, recipe = run.read_recipe()
-    preflight.check_settings(recipe)
     training, first = build_training(recipe)
     state, batch, then = _before(run, training, first, step)
     print(f"{run.path} · {name} · step {step}")

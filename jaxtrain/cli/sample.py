@@ -9,7 +9,7 @@ import jax
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import LanguageRecipe
-from jaxtrain.runner import RunFolder, preflight
+from jaxtrain.runner import RunFolder
 from jaxtrain.runner.checkpoint import restore_params
 
 
@@ -39,7 +39,6 @@ def main(args: list[str]) -> int:
     _check(asked)
     run = RunFolder(Path(folder))
     name, recipe = run.read_recipe()
-    preflight.check_settings(recipe)
     if not isinstance(recipe, LanguageRecipe):
         raise UserError(f"{run.path} holds a run of {name}, which writes no text: give one of a language model")
     from jaxtrain.data import tokenizer

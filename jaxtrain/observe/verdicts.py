@@ -1,6 +1,6 @@
 """What a model makes of each example of a split: its losses, what it holds likeliest, and how sure it is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data import Source
-from jaxtrain.data.loader import epoch_batches
+from jaxtrain.data.loader import Batch
+from jaxtrain.evaluation import means
 from jaxtrain.losses import cross_entropy
 from jaxtrain.precision import policy
 from jaxtrain.step import TrainState, eval_step
@@ -62,25 +62,24 @@ class Bin(NamedTuple):
 
 
 def judged(
-    task: Task, state: TrainState, source: Source, *, rows: int, limit: int, precision: str
+    task: Task, state: TrainState, batches: Iterable[Batch], *, precision: str
 ) -> tuple[dict[str, float], Verdicts]:
-    """The means of the loss and of the task's metrics over `limit` batches of `rows`, and the verdicts they are of.
+    """The means of the loss and of the task's metrics over `batches`, and the verdicts they are of.
 
     The means are those of the run's own evaluation, by the same programs on the same batches.
     """
     evaluate = eval_step(task.loss_fn, precision=precision)
     judge = jax.jit(policy(precision).apply(lambda params, batch, model: _judged(task, params, batch, model)))
     sums, parts = [], []
-    for batch in epoch_batches(source, rows, limit):
+    for batch in batches:
         sums.append(jax.device_get(evaluate(state, batch)))
         real = int(batch["weight"].sum())
         parts.append(
             {name: x[:real] for name, x in jax.device_get(judge(state.params, batch, state.model_state)).items()}
         )
-    totals = {name: np.sum([np.array(s[name], np.float64) for s in sums], axis=0) for name in sums[0]}
-    means = {name: float(total / weight) for name, (total, weight) in totals.items()}
-    means = {"loss": means.pop("loss"), **means}
-    return means, Verdicts(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    of_metrics = means(sums)
+    of_loss = {"loss": of_metrics.pop("loss")}  # which comes first
+    return of_loss | of_metrics, Verdicts(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 def _judged(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, jax.Array]:

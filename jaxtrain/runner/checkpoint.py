@@ -23,8 +23,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.recipes import Recipe
 from jaxtrain.runner.manifest import Damaged, sync, verify, write_manifest
+from jaxtrain.runner.optimizer import training_step
 from jaxtrain.step import TrainState
+from jaxtrain.tasks import Task
 
 _PARTIAL = ".partial"
 _STATE, _RUN = "state", "run.json"
@@ -232,6 +235,15 @@ def restore_params(path: Path, like: Any) -> Any:
     """The parameters alone of the newest checkpoint under `path`. Raises `UserError` where there is none."""
     with Checkpoints(path) as checkpoints:
         return checkpoints.restore_params(like)
+
+
+def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
+    """The state in the newest checkpoint under `path`, of a run of `recipe`. Raises `UserError` where there is none."""
+    step = training_step(recipe, task.loss_fn)
+    like: Any = jax.eval_shape(lambda: step.init(task.params, model_state=task.model_state, seed=recipe.seed))
+    with Checkpoints(path) as checkpoints:
+        state, _ = checkpoints.restore(like)
+    return state
 
 
 def _abstract(tree: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxtrain.data.loader import Loader, epoch_batches
+from jaxtrain.data.loader import Loader
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.evaluation import evaluation_batches, means
 from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
 from jaxtrain.nonfinite import leaf_name
 from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
@@ -384,13 +385,10 @@ def _peek(loader: Loader) -> dict[str, np.ndarray]:
 def _evaluation(task: Task, recipe: Recipe) -> Evaluation:
     """A function from a state to the means of loss and metrics over the task's validation rows."""
     evaluate = eval_step(task.loss_fn, precision=recipe.precision)
-    rows = min(recipe.batch_size // recipe.accumulate, task.eval_rows)
-    n_batches = -(-task.eval_rows // rows)
 
     def evaluation(state: TrainState) -> dict[str, float]:
-        sums = [jax.device_get(evaluate(state, b)) for b in epoch_batches(task.validation, rows, limit=n_batches)]
-        totals = {name: np.sum([np.array(s[name], np.float64) for s in sums], axis=0) for name in sums[0]}
-        return {name: float(total / weight) for name, (total, weight) in totals.items()}
+        batches = evaluation_batches(task.validation, task, recipe)
+        return means([jax.device_get(evaluate(state, batch)) for batch in batches])
 
     return evaluation
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.errors import RunFailed, UserError, is_out_of_memory
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner.run_folder import RunFolder
 
@@ -28,11 +28,6 @@ def told_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[No
         else:
             line = f"nothing is written; try the same with {flags}"
         raise RunFailed(f"out of memory ({said}): {line}") from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is Python's, or XLA's status (absl::StatusCode::kResourceExhausted)."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def smaller(recipe: Recipe) -> str | None:

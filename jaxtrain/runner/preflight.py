@@ -54,6 +54,8 @@ def check_settings(recipe: Recipe) -> None:
     for name, what in {"beta2": "share", "dropout": "rate"}.items():
         if not 0 <= (value := getattr(recipe, name, 0)) < 1:
             raise UserError(f"{name} {value} is no {what}: choose 0 or more, below 1")
+    if not 0 < (masked := getattr(recipe, "masked", 0.5)) < 1:
+        raise UserError(f"masked {masked} is no share: choose a number between 0 and 1")
     for name in ("lr", "clip_norm"):
         if (value := getattr(recipe, name)) is not None and not _is_positive(value):
             raise UserError(f"{name} {value} makes no training: make it positive, in float32")

@@ -23,6 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.runner.checkpoint import steps
 from jaxtrain.runner.manifest import sync
+from jaxtrain.runner.preflight import check_settings
 
 _REPORTED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 # Settings of JAX's from outside that change bits.
@@ -106,10 +107,12 @@ class RunFolder:
             raise UserError(f"{self.config} cannot be written ({error.strerror}): mend that first") from error
 
     def read_recipe(self) -> tuple[str, Recipe]:
-        """(name, recipe) of the run. Raises `UserError` where there is none to read."""
+        """(name, recipe) of the run. Raises `UserError` where there is none to read, or one that no run can have."""
         if not self.config.exists():
             raise UserError(f"{self.path} holds no run: start one with jaxtrain train --out {self.path}")
-        return read_recipe(self.config)
+        name, recipe = read_recipe(self.config)
+        check_settings(recipe)
+        return name, recipe
 
 
 class RunLock:

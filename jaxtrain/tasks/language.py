@@ -173,8 +173,6 @@ def _functional(model: Callable[[nnx.Rngs], nnx.Module], seed: int) -> tuple[Cal
 def _gpt2_config(recipe: GPTRecipe) -> GPT2Config:
     if recipe.n_embd % recipe.n_head:
         raise UserError(f"n_embd {recipe.n_embd} is not divisible by n_head {recipe.n_head}: change one of them")
-    if not 0 <= recipe.dropout < 1:
-        raise UserError(f"dropout {recipe.dropout} is no rate: choose 0 or more, below 1")
     return GPT2Config(
         vocab_size=vocabulary(recipe),
         n_positions=recipe.seq_len,

@@ -39,8 +39,6 @@ HIDDEN, RANDOM = 0.8, 0.1
 
 def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
     """The task of a `MaskedLanguageRecipe`."""
-    if not 0 < recipe.masked < 1:
-        raise UserError(f"masked {recipe.masked} is no share: choose a number between 0 and 1")
     texts = tokenizer(recipe.tokenizer)
     pad, mask = texts.special("pad"), texts.special("mask")
     around = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
@@ -121,8 +119,6 @@ def bert_config(recipe: EncoderRecipe, texts: Tokenizer, seq_len: int, num_label
             f"hidden_size {recipe.hidden_size} is not divisible by num_attention_heads {recipe.num_attention_heads}: "
             "change one of them"
         )
-    if not 0 <= recipe.dropout < 1:
-        raise UserError(f"dropout {recipe.dropout} is no rate: choose 0 or more, below 1")
     return BertConfig(
         vocab_size=texts.size,
         hidden_size=recipe.hidden_size,

@@ -90,8 +90,6 @@ def t5(recipe: T5Recipe, texts: Tokenizer) -> tuple[T5, Callable[[], Any]]:
         raise UserError(
             f"d_model {recipe.d_model} is not divisible by num_heads {recipe.num_heads}: change one of them"
         )
-    if not 0 <= recipe.dropout < 1:
-        raise UserError(f"dropout {recipe.dropout} is no rate: choose 0 or more, below 1")
     config = T5Config(
         vocab_size=texts.size,
         d_model=recipe.d_model,

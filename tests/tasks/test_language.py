@@ -107,7 +107,6 @@ def test_a_tokenizer_decides_the_vocabulary_and_the_sample(texts: Path, tmp_path
         ),
         (LlamaRecipe(num_key_value_heads=3), "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         (GPTRecipe(n_embd=10), "n_embd 10 is not divisible by n_head 4"),
-        (GPTRecipe(dropout=1.0), "dropout 1.0 is no rate"),
     ],
 )
 def test_settings_that_make_no_model_are_named(recipe: LanguageRecipe, says: str) -> None:
