@@ -26,6 +26,8 @@ from jaxtrain.errors import UserError
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
 _LOW_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _SETTLED = "autocast_settled"
+_LOW_OPERATION = "autocast_low_operation"
+_LOW_OPERATIONS: dict[str, Callable[..., jax.Array]] = {}  # by the name that their calls have in a jaxpr
 KERNEL = "autocast_kernel"
 
 
@@ -137,6 +139,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.as_traced(eqn, args)
             if jaxpr.calls(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
+            if operation := _low_operation(eqn):
+                return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
             if eqn.outvars[0] in biases:
@@ -186,6 +190,19 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     'bfloat16'
     """
     return jaxpr.named(KERNEL, fn)
+
+
+def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Mark a pure function of arrays as one operation of autocast's low-precision list: it is called again, on inputs
+    in autocast's dtype, and may choose by that dtype how it computes. For functions that live as long as the process.
+
+    >>> product = low_precision(lambda x: x @ x if x.dtype == jnp.bfloat16 else 0 * x)
+    >>> autocast(product, jnp.bfloat16)(jnp.ones((2, 2)))[0, 0].item(), product(jnp.ones((2, 2)))[0, 0].item()
+    (2.0, 0.0)
+    """
+    name = f"{_LOW_OPERATION}_{len(_LOW_OPERATIONS)}"
+    _LOW_OPERATIONS[name] = fn
+    return jaxpr.named(name, fn)
 
 
 class _Casts:
@@ -260,6 +277,11 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     with _within_kernel():
         outs = jaxpr.as_traced(eqn, args)
         return [_to(args[0].dtype, outs[0]), *outs[1:]]
+
+
+def _low_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+    named = _LOW_OPERATIONS.get(eqn.params.get("name", ""))
+    return named if named and jaxpr.calls(eqn, eqn.params["name"]) else None
 
 
 def _within_kernel() -> AbstractContextManager[None]:

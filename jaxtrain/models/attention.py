@@ -4,7 +4,9 @@ JAX's own, `jax.nn.dot_product_attention`, takes its softmax in float32 even of 
 masked row masks; so it is used only for what it brings, cuDNN's fused kernel.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout as _dropout
+from jaxtrain.precision import low_precision
 
 
 def attention(
@@ -42,7 +45,7 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dropping = rng is not None and dropout > 0.0
     if mask is None and not dropping and _has_fused_kernel(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+        return _fused(causal, scale)(q, k, v)
     return _explicit(q, k, v, mask, causal, scale, dropout, rng)
 
 
@@ -57,13 +60,23 @@ def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
 
 
 def _has_fused_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Whether cuDNN's flash attention takes these, forwards and backwards, on the GPU that this process has.
+    """Whether cuDNN's flash attention takes these, in low precision, on the GPU that this process has: forwards and
+    backwards."""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
+    return fits and jax.local_devices()[0].device_kind.startswith("NVIDIA")
 
-    Decided as the program is traced, by the dtypes in which it was written: under autocast these are float32.
-    """
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    alike = q.dtype == k.dtype == v.dtype and k.shape == v.shape
-    return fits and alike and jax.local_devices()[0].device_kind.startswith("NVIDIA")
+
+@functools.cache
+def _fused(causal: bool, scale: float) -> Callable[..., jax.Array]:
+    """An operation of autocast's low-precision list (`scaled_dot_product_attention` in
+    `aten/src/ATen/autocast_mode.h`): the dtype that decides on the kernel is the one it is computed in."""
+
+    def computed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if q.dtype not in (jnp.bfloat16, jnp.float16):
+            return _explicit(q, k, v, None, causal, scale, 0.0, None)
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+
+    return low_precision(computed)
 
 
 def _explicit(

@@ -164,18 +164,26 @@ def test_on_an_nvidia_gpu_what_cudnn_takes_is_given_to_it(monkeypatch):
     given = []
 
     def cudnn(q, k, v, **options):
-        given.append(options)
-        return q
+        given.append((q.dtype, k.dtype, v.dtype, options))
+        return v
 
-    q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(heads=2))
-    assert attention(q, k, v).dtype == jnp.bfloat16
+    wide = tuple(jnp.asarray(x, np.float32) for x in inputs(heads=2)[:3])
+    q, k, v = (x.astype(jnp.bfloat16) for x in wide)
+    explicit = attention(*wide)
     monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
     monkeypatch.setattr(jax, "local_devices", lambda: [GPU])
-    assert attention(q, k, v, causal=True, scale=0.3) is q
-    assert given == [{"scale": 0.3, "is_causal": True, "implementation": "cudnn"}]
+    assert (attention(q, k, v, causal=True, scale=0.3) == v).all()
+    # Under autocast what was written in float32 is in low precision, and so are its gradients' products.
+    fused, gradient = jax.value_and_grad(
+        lambda v: autocast(lambda v: attention(*wide[:2], v, causal=True, scale=0.3), jnp.float16)(v).sum(dtype=v.dtype)
+    )(wide[2])
+    assert (gradient == 1).all()
+    assert fused == wide[2].astype(np.float16).sum(dtype=np.float32)
+    said = {"scale": 0.3, "is_causal": True, "implementation": "cudnn"}
+    assert given == [(dtype,) * 3 + (said,) for dtype in (jnp.bfloat16, np.float16)]
     # A row masked whole would be the mean there, weights are not dropped by our keys, other dtypes have no kernel.
     attention(q, k, v, mask=padding())
     attention(q, k, v, dropout=0.1, rng=jax.random.key(0))
-    attention(*(x.astype(np.float32) for x in (q, k, v)))
+    np.testing.assert_allclose(attention(*wide), explicit, rtol=1e-5)  # compiled, as one operation
     attention(q[..., :4], k[..., :4], v[..., :4])
-    assert len(given) == 1
+    assert len(given) == 2
