@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks import features
 from benchmarks.job import Job
 from benchmarks.workloads import Workload
 from jaxtrain.errors import UserError
@@ -13,7 +14,8 @@ from parity.case import Batch, Case
 
 @dataclass(frozen=True)
 class Engine:
-    """`step()` takes one whole step, to the end of what it started; `losses` are of all that were taken. `compile_s`:
+    """`step()` takes one whole step, to the end of what it started; `losses` are of all that were taken. `prepare()`
+    comes before each, on time of its own. `compile_s`:
     seconds from nothing, `warm_compile_s`: with what the first time kept on disk; None where nothing is compiled.
     `flops` of a step as the mathematics has them: nothing computed again. `peak_bytes()`: the device's, None where it
     has no memory of its own.
@@ -26,12 +28,15 @@ class Engine:
     compile_s: float | None = None
     warm_compile_s: float | None = None
     flops: int | None = None
+    prepare: Callable[[], None] = lambda: None
 
 
 def engine(job: Job, workload: Workload) -> Engine:
     """The engine of `job`, compiled. Raises `UserError` for a setting that it has not."""
     case = workload.case(job.sizes)
     batch = case.batch(0, case.rows)
+    if job.feature == features.MICRO_STEPS:
+        return _micro_steps(case, batch, job)
     if job.engine == "jax":
         return _jax(case, batch, job)
     return _torch(case, batch, job, workload)
@@ -40,11 +45,11 @@ def engine(job: Job, workload: Workload) -> Engine:
 def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     import jax
 
-    from benchmarks.features import train_step
     from jaxtrain.flops import flops
     from parity import jax_side
 
-    step, plain = train_step(case, job), train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
+    step = features.train_step(case, job)
+    plain = features.train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
     state, abstract = _initial(case, step), jax.eval_shape(lambda: _initial(case, plain))
     arrays = jax_side.arrays(batch, "fp32")
     counted = flops(plain.pure, abstract, arrays)
@@ -64,6 +69,30 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
         return statistics.get("peak_bytes_in_use")
 
     return Engine(take, losses, device.device_kind, peak, cold, warm, counted)
+
+
+def _micro_steps(case: Case, batch: Batch, job: Job) -> Engine:
+    """`job.accumulate` gradients, each by a call of its own, and the update, by another."""
+    import jax
+
+    from parity import jax_side
+
+    arrays = jax_side.arrays(batch, "fp32")
+    rows = case.rows // job.accumulate
+    micro_batches = [{name: x[i : i + rows] for name, x in arrays.items()} for i in range(0, case.rows, rows)]
+    by_hand = features.MicroSteps(case, job)
+    state = _initial(case, by_hand)
+    losses: list[float] = []
+
+    def take() -> None:
+        nonlocal state
+        for micro_batch in micro_batches:
+            state = by_hand.add(state, micro_batch)
+        state, loss = by_hand.update(state)
+        jax.block_until_ready(state)
+        losses.append(float(loss))
+
+    return Engine(take, losses, jax.local_devices()[0].device_kind, lambda: None)
 
 
 def compiled_twice(jitted: Any, *args: Any) -> tuple[Any, float, float]:

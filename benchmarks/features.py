@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import jaxtrain
 from benchmarks.job import Job
+from jaxtrain.cpu_products import cpu_products
 from jaxtrain.loss_scale import dynamic_loss_scale
 from jaxtrain.objective import checked
 from jaxtrain.precision import policy
@@ -52,12 +54,7 @@ class BareStep:
 
     def __init__(self, case: Case, job: Job) -> None:
         self.optimizer = case.optimizer.jax
-        numerics = policy(job.precision)
-        compute = unroll(numerics.apply(checked(case.loss_fn)))
-
-        def mean(params: Any, batch: Any, rng: Any) -> Any:
-            loss, *_ = compute(params, batch, rng, None)
-            return loss.total / loss.weight
+        mean = _mean_loss(case, job)
 
         def whole(state: Bare, batch: Any) -> tuple[Bare, dict[str, Any]]:
             loss, grads = jax.value_and_grad(mean)(state.params, batch, state.rng)
@@ -74,4 +71,53 @@ class BareStep:
         return Bare(params, self.optimizer.init(params), jax.random.key(0))
 
 
+class Accumulating(NamedTuple):
+    """And the window's sums: of the gradients, and of the losses."""
+
+    params: Any
+    opt_state: Any
+    rng: jax.Array
+    grads: Any
+    loss: jax.Array
+
+
+class MicroSteps:
+    """What a PyTorch user's loop would be: `add` a micro-batch's gradient to the sums, `accumulate` times; `update`."""
+
+    def __init__(self, case: Case, job: Job) -> None:
+        self.optimizer = case.optimizer.jax
+        mean = _mean_loss(case, job)
+        clip = optax.clip_by_global_norm(case.clip_norm)
+
+        def add(state: Accumulating, micro_batch: Any) -> Accumulating:
+            loss, grads = jax.value_and_grad(mean)(state.params, micro_batch, state.rng)
+            summed = jax.tree.map(lambda total, g: total + g / job.accumulate, state.grads, grads)
+            return state._replace(grads=summed, loss=state.loss + loss / job.accumulate)
+
+        def update(state: Accumulating) -> tuple[Accumulating, jax.Array]:
+            grads, _ = clip.update(state.grads, clip.init(state.params))
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            zeros = jax.tree.map(jnp.zeros_like, state.grads)
+            return Accumulating(params, opt_state, state.rng, zeros, jnp.zeros_like(state.loss)), state.loss
+
+        self.add, self.update = jax.jit(add, donate_argnums=0), jax.jit(update, donate_argnums=0)
+
+    def init(self, params: Any, model_state: Any) -> Accumulating:
+        """A fresh state, its sums empty."""
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Accumulating(params, self.optimizer.init(params), jax.random.key(0), zeros, jnp.zeros([]))
+
+
+def _mean_loss(case: Case, job: Job) -> Callable[..., jax.Array]:
+    compute = cpu_products(unroll(policy(job.precision).apply(checked(case.loss_fn))))
+
+    def mean(params: Any, batch: Any, rng: Any) -> Any:
+        loss, *_ = compute(params, batch, rng, None)
+        return loss.total / loss.weight
+
+    return mean
+
+
 BY_HAND: Mapping[str, Callable[[Case, Job], Any]] = {"bare": BareStep}
+MICRO_STEPS = "a call each"

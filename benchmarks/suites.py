@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import host, updates
+from benchmarks import features, host, run, updates
 from benchmarks.job import Job
 from benchmarks.timing import Timing, timed
 from benchmarks.workloads import WORKLOADS
@@ -76,7 +76,14 @@ SUITES: Mapping[str, Suite] = {
                 for feature in ("bare", "no clipping", "", "loss scaling", "ema")
             ],
             [Job("gpt2-tiny", "jax"), Job("gpt2-tiny", "jax", accumulate=4), Job("gpt2-tiny", "jax", "bf16")],
+            [
+                Job("gpt2-tiny", "jax", accumulate=8, sizes={"rows": 96}, feature=feature)
+                for feature in (features.MICRO_STEPS, "")
+            ],
             [Job("gpt2-tiny", "jax"), *(Job("gpt2-tiny", "jax", remat=policy) for policy in ("dots", "full"))],
+            _beside("gpt2-tiny", "fp32", "torch_eager", remat="full", sizes={"length": 256}),
+            [Job(run.WORKLOAD, "jax", feature=feature) for feature in run.STEPS],
+            [Job(run.WORKLOAD, "jax", feature=feature) for feature in run.SAVES],
         ],
         rounds=20,
         ceilings=[],
@@ -189,6 +196,8 @@ def _counted(job: Job) -> tuple[int, str]:
     """What a step's throughput counts."""
     if job.workload in updates.UPDATES:
         return updates.parameters(job.sizes), "parameters"
+    if job.workload == run.WORKLOAD:
+        return run.steps_of(job.feature), "steps"
     if job.workload in host.INPUTS:
         return host.examples(job.workload), "examples"
     workload = WORKLOADS[job.workload]

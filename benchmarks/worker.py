@@ -44,13 +44,13 @@ def _serve(job: Job) -> None:
     )
     for command in sys.stdin:
         _, steps, seconds = command.split()
-        _say(**_turn(built.step, int(steps), float(seconds)))
+        _say(**_turn(built, int(steps), float(seconds)))
     peak = built.peak_bytes()
     _say(peak_bytes=memory.of_process() if peak is None else peak)
 
 
 def _built(job: Job) -> Any:
-    from benchmarks import ceiling, engines, host, updates
+    from benchmarks import ceiling, engines, host, run, updates
     from benchmarks.workloads import WORKLOADS
 
     if job.workload in ceiling.CEILINGS:
@@ -59,16 +59,19 @@ def _built(job: Job) -> Any:
         return updates.engine(job)
     if job.workload in host.INPUTS:
         return host.engine(job)
+    if job.workload == run.WORKLOAD:
+        return run.engine(job)
     return engines.engine(job, WORKLOADS[job.workload])
 
 
-def _turn(step: Any, steps: int, seconds: float) -> dict[str, list[float]]:
+def _turn(built: Any, steps: int, seconds: float) -> dict[str, list[float]]:
     """At least so many steps, in at least so many seconds."""
     wall: list[float] = []
     cpu: list[float] = []
     while len(wall) < steps or sum(wall) < seconds:
+        built.prepare()
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        step()
+        built.step()
         wall.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - begin_cpu)
     return {"wall": wall, "cpu": cpu}

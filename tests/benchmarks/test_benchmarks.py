@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cli, host, suites, updates
+from benchmarks import cli, host, run, suites, updates
 from benchmarks.engines import engine
-from benchmarks.features import FEATURES
+from benchmarks.features import FEATURES, MICRO_STEPS
 from benchmarks.job import Job
 from benchmarks.suites import SUITES, Suite, exponents, ratios
 from benchmarks.timing import Timing, timed
 from benchmarks.workloads import SMALL, WORKLOADS
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.recipes import RECIPES
 
 SIZES = {"vocab_size": 17, "width": 8, "depth": 1, "heads": 2, "rows": 4, "length": 4}
 # A forward and twice as much backward: blocks and logits, and attention's two products.
@@ -125,6 +126,26 @@ def test_wrong_usage_is_one_line(tmp_path, capsys):
 def test_pytorch_refuses_what_it_has_not():
     with pytest.raises(UserError, match="no counterpart"):
         engine(short("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])
+
+
+def test_a_window_is_its_micro_steps_and_an_update():
+    whole, by_hand = (
+        engine(short("jax", accumulate=2, feature=feature), WORKLOADS["gpt2-tiny"]) for feature in ("", MICRO_STEPS)
+    )
+    for _ in range(3):
+        whole.step()
+        by_hand.step()
+    np.testing.assert_allclose(by_hand.losses, whole.losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("feature", [*run.STEPS, *run.SAVES])
+def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
+    small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}
+    monkeypatch.setitem(RECIPES, run.RECIPE, dataclasses.replace(RECIPES[run.RECIPE], **small))
+    built = run.engine(Job(run.WORKLOAD, "jax", feature=feature))
+    for _ in range(3):
+        built.prepare()
+        built.step()
 
 
 @pytest.mark.parametrize("update", updates.UPDATES)
