@@ -33,6 +33,7 @@ def _beside(workload: str, precision: str, *engines: str, **settings: Any) -> li
 
 
 BOTH = ("torch_eager", "torch_compile")
+SCALED = ("jax", "torch_eager")
 SUITES: Mapping[str, Suite] = {
     "cpu": Suite(
         [
@@ -90,9 +91,10 @@ SUITES: Mapping[str, Suite] = {
     ),
     "scaling": Suite(
         [
-            [Job("gpt2-tiny", engine, sizes={size: value}) for value in values for engine in ("jax", "torch_eager")]
+            [Job("gpt2-tiny", engine, sizes={size: value}) for value in values for engine in SCALED]
             for size, values in {"rows": (4, 8, 16, 32), "length": (32, 64, 128, 256), "depth": (1, 2, 4, 8)}.items()
-        ],
+        ]
+        + [[Job("gpt2-tiny", engine, accumulate=k, sizes={"rows": 12 * k}) for k in (2, 4, 8) for engine in SCALED]],
         rounds=8,
         ceilings=[],
     ),
@@ -140,16 +142,21 @@ def ratios(timings: Sequence[Timing]) -> list[dict[str, Any]]:
 def exponents(timings: Sequence[Timing]) -> list[dict[str, Any]]:
     """How the cost grows with each size: seconds ~ size^exponent, by least squares of the logarithms."""
     found = []
-    sizes = sorted({name for t in timings for name in t.job.sizes})
+    sizes = sorted({name for t in timings for name in _grown(t.job)})
     for engine in dict.fromkeys(t.job.engine for t in timings):
         for size in sizes:
-            own = [t for t in timings if t.job.engine == engine and size in t.job.sizes]
-            points = [(t.job.sizes[size], t.lower_decile_s) for t in own]
+            own = [t for t in timings if t.job.engine == engine and size in _grown(t.job)]
+            points = [(_grown(t.job)[size], t.lower_decile_s) for t in own]
             if len(points) > 1:
                 x, y = np.log(np.array(points)).T
                 slope = np.polyfit(x, y, 1)[0]
                 found.append({"engine": engine, "size": size, "exponent": float(slope)})
     return found
+
+
+def _grown(job: Job) -> Mapping[str, int]:
+    """The sizes that set a job apart; of a window that grows by whole micro-batches, their number alone."""
+    return {"micro-batches": job.accumulate} if job.accumulate > 1 else job.sizes
 
 
 def _over(theirs: float | None, ours: Timing) -> float | None:

@@ -113,8 +113,10 @@ def test_a_ratio_is_of_lower_deciles_and_the_best_is_the_fastest():
 
 def test_an_exponent_is_the_slope_of_the_logarithms():
     found = [timing(Job("gpt2-tiny", "jax", sizes={"rows": n}), [3.0 * n**1.5]) for n in (2, 4, 8)]
-    (fit,) = exponents(found)
-    assert fit == {"engine": "jax", "size": "rows", "exponent": pytest.approx(1.5)}
+    found += [timing(Job("gpt2-tiny", "jax", accumulate=k, sizes={"rows": 12 * k}), [2.0 * k]) for k in (2, 4)]
+    windows, rows = exponents(found)
+    assert rows == {"engine": "jax", "size": "rows", "exponent": pytest.approx(1.5)}
+    assert windows == {"engine": "jax", "size": "micro-batches", "exponent": pytest.approx(1.0)}
 
 
 def test_wrong_usage_is_one_line(tmp_path, capsys):
