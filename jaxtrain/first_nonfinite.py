@@ -213,14 +213,14 @@ def _in_float64(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 def _lifted(param: Any) -> Any:
     """A parameter that names a low dtype, or holds a program of one, for float64."""
-    if isinstance(param, Jaxpr):
-        return _lifted(ClosedJaxpr(param, ())).jaxpr
-    if isinstance(param, ClosedJaxpr):
+    if isinstance(param, ClosedJaxpr):  # first: since JAX 0.11 every jaxpr is one
 
         def body(*args: Any) -> list[Any]:
             return interpret(param.jaxpr, param.consts, args, lambda eqn, args, _: _in_float64(eqn, args))
 
         return jax.make_jaxpr(body)(*(jax.ShapeDtypeStruct(a.shape, _lifted(a.dtype)) for a in param.in_avals))
+    if isinstance(param, Jaxpr):
+        return _lifted(ClosedJaxpr(param, ())).jaxpr
     if isinstance(param, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
         return lax.Precision.HIGHEST
     is_dtype = isinstance(param, np.dtype) or (isinstance(param, type) and issubclass(param, np.generic))
