@@ -20,7 +20,7 @@ from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import RunFolder
 from jaxtrain.runner.preflight import check_settings
 
-COUNT = int(os.environ.get("JAXTRAIN_FUZZ", "250"))
+COUNT = int(os.environ.get("JAXTRAIN_FUZZ", "100"))
 FIELDS = [(name, field.name) for name, recipe in RECIPES.items() for field in dataclasses.fields(recipe)]
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 MALFORMED = st.sampled_from(
@@ -104,7 +104,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("nothing_compiled", "empty")
-@pytest.mark.parametrize("count", [COUNT, pytest.param(4 * COUNT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [COUNT, pytest.param(10 * COUNT, marks=pytest.mark.slow)])
 def test_a_bad_flag_is_refused_by_its_name(count, capsys):
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(bad_flags())
@@ -155,7 +155,7 @@ def test_a_doctored_config_is_refused_by_the_setting_that_is_wrong():
 def test_every_command_refuses_a_doctored_config(capsys):
     commands = ["train --resume --out run", "export run", "sample run", "eval run", "replay run 1"]
 
-    @settings(max_examples=COUNT // 5, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=COUNT // 2, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(list(doctored())), st.sampled_from(commands))
     def refuses(case: tuple[str, str, Any], command: str) -> None:
         write_config(*case)

@@ -94,7 +94,10 @@ def torchs_text(theirs, mask=MASK, **options):
     return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
-@pytest.mark.parametrize("name", DECODERS)
+LONG = {"mistral", "mixtral", "qwen2", "qwen3-by-layer"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in DECODERS])
 def test_greedy_texts_of_uneven_prompts_are_transformers_in_float32_and_float64(name):
     model, theirs, params = made(DECODERS[name])
     ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK))

@@ -65,8 +65,11 @@ def test_in_float32_training_on_them_is_pytorchs(name: str) -> None:
     assert verdict.passed, verdict.faults
 
 
-@pytest.mark.parametrize("name", ["gradient-penalty", "maml"])
-@pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 1), ("bf16", 4), ("fp16", 1)])
+@pytest.mark.parametrize("name", ["gradient-penalty", pytest.param("maml", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("precision", "accumulate"),
+    [pytest.param("fp32", 1, marks=pytest.mark.slow), pytest.param("bf16", 4, marks=pytest.mark.slow), ("fp16", 1)],
+)
 def test_in_low_precision_training_on_gradients_of_gradients_is_pytorchs(
     name: str, precision: str, accumulate: int
 ) -> None:

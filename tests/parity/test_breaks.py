@@ -28,6 +28,7 @@ def faults(case: Case, **settings: object) -> str:
     return "; ".join(verdict.faults)
 
 
+@pytest.mark.slow
 def test_flaxs_layer_norm_epsilon_is_seen() -> None:
     case = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
     assert "first loss" in faults(case)
@@ -105,12 +106,12 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(randomness, "dropout_masks", late)
 
 
-@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, gpt2.case])
+@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case, marks=pytest.mark.slow)])
 def test_dropout_by_another_micro_batchs_key_is_seen(make: Callable[..., Case], shifted: None) -> None:
     assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)
 
 
-@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, gpt2.case])
+@pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case, marks=pytest.mark.slow)])
 def test_another_dropout_rate_is_seen(make: Callable[..., Case]) -> None:
     case = make(dropout=0.1)
     assert "first loss" in faults(dataclasses.replace(case, torch_model=make(dropout=0.11).torch_model), steps=1)

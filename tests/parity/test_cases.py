@@ -8,14 +8,22 @@ from parity import check
 from parity.cases import CASES
 
 FEW = ("mlp", "cnn", "cnn-bn", "gpt2")
+LONG = {
+    *("bert", "bert.classifier", "llama.mistral", "llama.packed", "llama.qwen3", "lora", "migration", "mixtral"),
+    *("resnet", "resnet.bottleneck", "t5", "t5.gated", "vit"),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
+def slow(case: str, where: bool) -> Any:
+    return pytest.param(case, marks=[pytest.mark.slow] * where)
+
+
+@pytest.mark.parametrize("case", [slow(case, case in LONG) for case in CASES])
 def test_in_float64_the_runs_mean_the_same(case: str) -> None:
     assert_same(case, accumulate=4, remat="full")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FEW)) for case in CASES])
+@pytest.mark.parametrize("case", [slow(case, case not in FEW) for case in CASES])
 def test_in_float64_they_do_without_accumulation_and_remat(case: str) -> None:
     assert_same(case, accumulate=1, remat="none")
 
@@ -45,17 +53,17 @@ def assert_same(case: str, **settings: Any) -> None:
         ("mlp", "bf16_params", 4),
         pytest.param("cnn-bn", "bf16_params", 1, marks=pytest.mark.slow),
         pytest.param("gpt2", "bf16_params", 4, marks=pytest.mark.slow),
-        ("llama", "bf16", 4),
+        pytest.param("llama", "bf16", 4, marks=pytest.mark.slow),
         pytest.param("llama.qwen3", "fp16", 1, marks=pytest.mark.slow),
-        ("mixtral", "bf16", 1),
+        pytest.param("mixtral", "bf16", 1, marks=pytest.mark.slow),
         pytest.param("t5", "fp16", 4, marks=pytest.mark.slow),
-        ("t5", "fp16", 1),
+        pytest.param("t5", "fp16", 1, marks=pytest.mark.slow),
         pytest.param("t5.gated", "bf16", 1, marks=pytest.mark.slow),
-        ("bert", "fp16", 4),
-        ("vit", "bf16", 1),
-        ("resnet", "bf16", 1),
+        pytest.param("bert", "fp16", 4, marks=pytest.mark.slow),
+        pytest.param("vit", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param("resnet", "bf16", 1, marks=pytest.mark.slow),
         pytest.param("lora", "bf16", 4, marks=pytest.mark.slow),
-        ("migration", "fp32", 4),
+        pytest.param("migration", "fp32", 4, marks=pytest.mark.slow),
         ("losses.chunked-cross-entropy", "bf16", 4),
         ("losses.clip", "fp16", 1),
     ],

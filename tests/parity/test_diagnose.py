@@ -30,6 +30,7 @@ from parity.optimizer import Optimizer
 from parity.stages import stages
 from tests.parity.test_locate import convolved, transformer
 
+SLOW = pytest.mark.slow
 SHAPE = (3, 6, 6)
 ROWS = 4
 IGNORED = -100
@@ -479,17 +480,17 @@ def test_a_convention_of_running_statistics_is_named(bug: str) -> None:
 @pytest.mark.parametrize(
     ("model", "bug", "has"),
     [
-        (transformer, "biased variance", "layer_norm: JAX's variance is unbiased"),
+        pytest.param(transformer, "biased variance", "layer_norm: JAX's variance is unbiased", marks=SLOW),
         (transformer, "epsilon", "layer_norm: JAX's eps is 1e-6: epsilon=1e-5"),
-        (transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled"),
+        pytest.param(transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled", marks=SLOW),
         (transformer, "mask", "scaled_dot_product_attention: JAX's mask shows the next position too"),
-        (transformer, "softmax axis", None),  # what no head may see is NaN
+        pytest.param(transformer, "softmax axis", None, marks=SLOW),  # what no head may see is NaN
         (transformer, "gelu", "gelu: JAX's is exact: approximate=True"),
-        (transformer, "loss axis", None),
-        (transformer, "residual", None),
-        (transformer, "wrong backward", None),
-        (transformer, "stopped gradient", None),
-        (convolved, "unbiased", "batch_norm: JAX's variance is unbiased"),
+        pytest.param(transformer, "loss axis", None, marks=SLOW),
+        pytest.param(transformer, "residual", None, marks=SLOW),
+        pytest.param(transformer, "wrong backward", None, marks=SLOW),
+        pytest.param(transformer, "stopped gradient", None, marks=SLOW),
+        pytest.param(convolved, "unbiased", "batch_norm: JAX's variance is unbiased", marks=SLOW),
         (convolved, "running variance", "batch_norm: JAX's running variance is biased"),
         (convolved, "padding", None),
         (convolved, "leaky", None),
@@ -503,6 +504,7 @@ def test_one_layer_of_a_model_is_diagnosed_where_it_is_located(model: Any, bug: 
     assert found is None if has is None else str(found).startswith(has)
 
 
+@SLOW
 def test_a_convention_of_every_layer_is_named() -> None:
     planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
     found = diagnose(planted, locate(planted), stages(planted, steps=1))

@@ -142,7 +142,13 @@ def located(case: Case) -> Divergence:
     return found
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "cnn-bn", "gpt2", "autograd.double-backward", "gradient-penalty"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mlp", "cnn", "gpt2", "autograd.double-backward"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn-bn", "gradient-penalty")),
+    ],
+)
 def test_nothing_is_located_where_nothing_differs(name: str) -> None:
     assert locate(CASES[name](), seed=3) is None
 
