@@ -10,15 +10,15 @@ from benchmarks.job import Job
 
 WORKLOAD = "run"
 RECIPE = "gpt-stdlib"
-BESIDE = 10
-"""Steps of the features that take several: they last longer than a save."""
-STEPS = ("", "guards")
-SAVES = ("save", "begin a save", f"{BESIDE} steps", f"{BESIDE} steps beside a save")
+COUNT = 10
+"""Steps at a time: a step is waited for when the next is on its way, and a save lasts for some."""
+STEPS = ("steps", "steps with guards")
+SAVES = ("save", "begin a save", "steps", "steps beside a save")
 
 
 def steps_of(feature: str) -> int:
     """Steps that one step of the benchmark counts."""
-    return BESIDE if feature.startswith(f"{BESIDE} steps") else 1
+    return COUNT if feature.startswith("steps") else 1
 
 
 def engine(job: Job) -> Engine:
@@ -36,22 +36,17 @@ def engine(job: Job) -> Engine:
     checkpoints = Checkpoints(Path(tempfile.mkdtemp()) / "checkpoints")
     saves = itertools.count(1)
 
-    def step(guarded: bool = True) -> None:
+    def steps(guarded: bool = False) -> None:
         nonlocal state
-        number = next(numbers)
-        state, metrics = training.step(state, batch)
-        interval.add(metrics)
-        if guarded:
-            guard.add(Taken(number, batch, number, metrics))
-        if number % recipe.log_every == 0:
-            interval.close()
+        for number in itertools.islice(numbers, COUNT):
+            state, metrics = training.step(state, batch)
+            interval.add(metrics)
+            if guarded:
+                guard.add(Taken(number, batch, number, metrics))
+        interval.close()
 
     def begin_save() -> None:
         checkpoints.save(state._replace(step=state.step * 0 + next(saves)), {}, None)
-
-    def steps() -> None:
-        for _ in range(BESIDE):
-            step()
 
     def save() -> None:
         begin_save()
@@ -61,6 +56,11 @@ def engine(job: Job) -> Engine:
         begin_save()
         steps()
 
-    taken = [lambda: step(guarded=False), step, save, begin_save, steps, steps_beside_a_save]
-    features: Mapping[str, Callable[[], None]] = dict(zip((*STEPS, *SAVES), taken, strict=True))
+    features: Mapping[str, Callable[[], None]] = {
+        "steps": steps,
+        "steps with guards": lambda: steps(guarded=True),
+        "save": save,
+        "begin a save": begin_save,
+        "steps beside a save": steps_beside_a_save,
+    }
     return Engine(features[job.feature], [], "cpu", lambda: None, prepare=checkpoints.wait)

@@ -140,7 +140,7 @@ def test_a_window_is_its_micro_steps_and_an_update():
     np.testing.assert_allclose(by_hand.losses, whole.losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("feature", [*run.STEPS, *run.SAVES])
+@pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
 def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}
     monkeypatch.setitem(RECIPES, run.RECIPE, dataclasses.replace(RECIPES[run.RECIPE], **small))
