@@ -9,6 +9,8 @@ for name, value in {
     "JAX_PLATFORMS": "cpu",
     # Four devices for sharding; LLVM's optimisations take longer than our tiny programs run.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
+    # Of a program divided over devices some wait for the others, whose turn may be long in coming.
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     # PyTorch's threads, two to a worker, would wait for each other.
     "OMP_NUM_THREADS": "1",

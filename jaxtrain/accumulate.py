@@ -66,10 +66,12 @@ def mean_gradient(window: Window) -> Any:
 
 
 def split(batch: Any, k: int) -> Any:
-    """`batch` [B, …] as k micro-batches [k, B/k, …], in order.
+    """`batch` [B, …] as k micro-batches [k, B/k, …], in order; as it is where k is 1.
 
     Raises `UserError` where k does not divide B.
     """
+    if k == 1:
+        return batch
 
     def leaf(x: Any) -> Any:
         if np.ndim(x) == 0 or x.shape[0] % k:

@@ -8,6 +8,10 @@ XLA's own are as fast.
 A matrix product of low-precision operands is computed in float32 and rounded, as the backend would do itself: but said
 before differentiation, the weights' gradient is transposed by its product, not copied between conversions (of a
 perceptron's bfloat16 step a third).
+
+Inside of a loop a convolution's axes are put in the order that the backend has a library for, as XLA does by itself
+outside of loops (`xla/service/cpu/conv_canonicalization.cc` goes through the entry computation alone). Without, the
+gradient of a kernel is a plain loop: 64 images of 16×16, 32 to 32 channels, in a scan of four, 12 s instead of 0.04.
 """
 
 import functools
@@ -46,8 +50,27 @@ def cpu_products(fn: Callable[..., Any]) -> Callable[..., Any]:
             return [_rounded_once(eqn, *args)]
         return None
 
-    rewritten = jaxpr.transform(fn, rule)
+    return _on_a_cpu(fn, jaxpr.transform(fn, rule))
 
+
+def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as it is best compiled in a loop, where the default backend is a CPU. Put around what is differentiated.
+
+    >>> def rows_last(x, w):
+    ...     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("HWCN", "HWIO", "NHWC"))
+    >>> traced = jax.make_jaxpr(loop_convolutions(rows_last))(jnp.ones((2, 2, 3, 1)), jnp.ones((3, 3, 3, 5)))
+    >>> ("lhs_spec=(0, 3, 1, 2)" in str(traced)) == (jax.default_backend() == "cpu")
+    True
+    """
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        del run
+        return [_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
+
+    return _on_a_cpu(fn, jaxpr.transform(fn, rule))
+
+
+def _on_a_cpu(fn: Callable[..., Any], rewritten: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         # Asked when traced: to ask when built would start a backend before `jax.distributed` could be.
@@ -82,9 +105,7 @@ def _is_small(eqn: JaxprEqn) -> bool:
 
 
 def _product_of_windows(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    dims = eqn.params["dimension_numbers"]
-    x = lax.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))  # [B, *space, in]
-    kernel = lax.transpose(kernel, (*dims.rhs_spec[2:], dims.rhs_spec[1], dims.rhs_spec[0]))  # [*taps, in, out]
+    x, kernel = _operands_channels_last(eqn, x, kernel)
     windows = _windows(x, kernel.shape[:-2], eqn.params)
     y = lax.dot_general(
         windows.reshape(-1, windows.shape[-1]),
@@ -93,8 +114,27 @@ def _product_of_windows(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.A
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
     )
-    y = y.reshape(*windows.shape[:-1], -1)
-    places = (dims.out_spec[0], *dims.out_spec[2:], dims.out_spec[1])
+    return _as_asked(eqn, y.reshape(*windows.shape[:-1], -1))
+
+
+def _channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    space = tuple(range(1, x.ndim - 1))
+    images, taps = (0, x.ndim - 1, *space), (x.ndim - 1, x.ndim - 2, *(d - 1 for d in space))
+    params = {**eqn.params, "dimension_numbers": lax.ConvDimensionNumbers(images, taps, images)}
+    return _as_asked(eqn, eqn.primitive.bind(*_operands_channels_last(eqn, x, kernel), **params))
+
+
+def _operands_channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, *space, in] and [*taps, in, out]."""
+    dims = eqn.params["dimension_numbers"]
+    x = lax.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
+    return x, lax.transpose(kernel, (*dims.rhs_spec[2:], dims.rhs_spec[1], dims.rhs_spec[0]))
+
+
+def _as_asked(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
+    """[B, *space, out] with its axes where the convolution has them."""
+    spec = eqn.params["dimension_numbers"].out_spec
+    places = (spec[0], *spec[2:], spec[1])
     return lax.transpose(y, tuple(places.index(d) for d in range(y.ndim)))
 
 

@@ -5,6 +5,7 @@ logging: whatever a run must remember is in `TrainState`.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 
 from jaxtrain import accumulate as window
 from jaxtrain.clip import clip_grad_norm, clip_grad_value
-from jaxtrain.cpu_products import cpu_products
+from jaxtrain.cpu_products import cpu_products, loop_convolutions
 from jaxtrain.ema import moved
 from jaxtrain.errors import UserError
 from jaxtrain.frozen import Frozen, merge, nothing, partition
@@ -32,6 +33,8 @@ from jaxtrain.retrace import budgeted
 from jaxtrain.unroll import unroll as unroll_layers
 
 Step = Callable[..., tuple["TrainState", dict[str, jax.Array]]]
+Compute = Callable[..., Any]
+"""A loss_fn made sure of: `compute(params, batch, rng, model_state) -> (Loss, metrics, model_state)`."""
 
 
 class TrainState(NamedTuple):
@@ -54,26 +57,60 @@ class TrainState(NamedTuple):
     ema: Any
 
 
+class StepFunctions(NamedTuple):
+    """A training step as plain functions, to be composed or jitted: of (state, batch) but where it says otherwise.
+
+    `init(params, model_state, seed, streaming)`; `whole`, of a batch [k·B, …]; `window`, of its micro-batches
+    [k, B, …], or [B, …] where k is 1; `micro`, of one micro-batch; `flush(state)`.
+    """
+
+    init: Callable[..., TrainState]
+    whole: Step
+    window: Step
+    micro: Step
+    flush: Step
+
+
 class TrainStep:
-    """A jitted training step, built by `train_step`: a window at a time, or a micro-batch at a time."""
+    """A jitted training step, built by `train_step`: a window at a time, or a micro-batch at a time.
+
+    `build(around)` makes its functions of what `around` makes of the loss computation: the identity here, another
+    program of the same numbers where the step is to be distributed.
+    """
 
     def __init__(
-        self, init: Callable[..., TrainState], whole: Step, micro: Step, flush: Step, allow_recompile: int | None
+        self,
+        build: Callable[[Callable[[Compute], Compute]], StepFunctions],
+        accumulate: int | window.Schedule,
+        allow_recompile: int | None,
     ) -> None:
-        self._init = init
-        self.pure = whole
+        self.build, self.accumulate, self.allow_recompile = build, accumulate, allow_recompile
+        functions = build(lambda compute: compute)
+        self._init = functions.init
+        self.pure = functions.whole
         """The step as a plain function of (state, batch), to be composed or jitted otherwise."""
 
         def jitted(step: Step, *names: str) -> Any:
             return jax.jit(budgeted(step, names, allow_recompile), donate_argnums=0)
 
-        self.jitted = jitted(whole, "state", "batch")
-        self._micro = jitted(micro, "state", "micro_batch")
-        self._flush = jitted(flush, "state")
+        self.jitted = jitted(functions.whole, "state", "batch")
+        self._micro = jitted(functions.micro, "state", "micro_batch")
+        self._flush = jitted(functions.flush, "state")
 
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
-        """A fresh state around a copy of `params`; with `streaming`, one that holds a window, for `micro`."""
-        return self._init(params, model_state, seed, streaming)
+        """A fresh state around a copy of `params`; with `streaming`, one that holds a window, for `micro`.
+
+        `params` and `model_state` may be functions that make them.
+        """
+        return self._init(made(params), made(model_state), seed, streaming)
+
+    def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+        """The state that `init` would make, as `jax.ShapeDtypeStruct`s: nothing is allocated."""
+        return jax.eval_shape(lambda: self._init(made(params), made(model_state), seed, streaming))
+
+    def compile(self, state: TrainState, batch: Any) -> Any:
+        """The compiled program of `self(state, batch)`, a `jax.stages.Compiled`; the state may be one of shapes."""
+        return self.jitted.lower(state, batch).compile()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer update from one effective batch [k·B, …]. `state` is donated: use the one returned.
@@ -147,8 +184,27 @@ def train_step(
     numerics = policy(precision)
     scaler = loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale())
     optimizer = in_float32_arithmetic(optimizer)
-    numeric = numerics.apply(hooked(checked(loss_fn), hooks or {}))
-    compute_loss = in_float32(rematerialise(cpu_products(unroll_layers(numeric) if unroll else numeric), remat))
+    clip = partial(_clipped, norm=clip_norm, value=clip_value)
+
+    def build(around: Callable[[Compute], Compute]) -> StepFunctions:
+        numeric = numerics.apply(hooked(around(checked(loss_fn)), hooks or {}))
+        compute = in_float32(rematerialise(cpu_products(unroll_layers(numeric) if unroll else numeric), remat))
+        return _functions(compute, optimizer, numerics, scaler, accumulate, clip, frozen, ema)
+
+    return TrainStep(build, accumulate, allow_recompile)
+
+
+def _functions(
+    compute_loss: Compute,
+    optimizer: optax.GradientTransformation,
+    numerics: Policy,
+    scaler: optax.GradientTransformation,
+    accumulate: int | window.Schedule,
+    clip: Callable[[Any], tuple[Any, jax.Array]],
+    frozen: Frozen,
+    ema: float | None,
+) -> StepFunctions:
+    """The step itself, of parts made ready."""
 
     def scaled_loss(trained: Any, kept: Any, micro_batch: Any, rng: Any, model_state: Any, scale: Any, k: Any) -> Any:
         loss, metrics, model_state = compute_loss(merge(trained, kept), micro_batch, rng, model_state)
@@ -157,8 +213,11 @@ def train_step(
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
+    differentiate_in_loop = loop_convolutions(differentiate)
 
-    def micro_gradient(state: TrainState, micro_batch: Any, model_state: Any, i: Any, k: Any) -> Any:
+    def micro_gradient(
+        state: TrainState, micro_batch: Any, model_state: Any, i: Any, k: Any, differentiate: Any = differentiate
+    ) -> Any:
         rng = micro_batch_key(state.rng, state.micro_step + i)
         trained, kept = partition(state.params, frozen)
         scale = current_scale(state.loss_scale)
@@ -169,20 +228,22 @@ def train_step(
         trained, _ = partition(params, frozen)
         return window.open_window(trained)
 
-    def window_gradient(state: TrainState, batch: Any, k: int) -> Any:
+    def window_gradient(state: TrainState, micro_batches: Any, k: int) -> Any:
         if k == 1:
-            grads, *rest = micro_gradient(state, batch, state.model_state, 0, k)
+            grads, *rest = micro_gradient(state, micro_batches, state.model_state, 0, k)
             return grads, *rest, locate(grads, 0)
 
         def add_micro_batch(carry: Any, i_and_micro_batch: Any) -> Any:
             opened, model_state = carry
             i, micro_batch = i_and_micro_batch
-            grads, loss, metrics, model_state = micro_gradient(state, micro_batch, model_state, i, k)
+            grads, loss, metrics, model_state = micro_gradient(
+                state, micro_batch, model_state, i, k, differentiate_in_loop
+            )
             return (window.add(opened, grads, loss, k), model_state), metrics
 
-        micro_batches = (jnp.arange(k, dtype=np.int32), window.split(batch, k))
+        numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
         carry = (empty_window(state.params), state.model_state)
-        (closed, model_state), metrics = lax.scan(add_micro_batch, carry, micro_batches)
+        (closed, model_state), metrics = lax.scan(add_micro_batch, carry, numbered)
         metrics = jax.tree.map(lambda x: x.sum(0), metrics)
         return window.mean_gradient(closed), closed.loss, metrics, model_state, closed.nonfinite
 
@@ -192,8 +253,7 @@ def train_step(
         """Unscale, check, clip, update, rescale."""
         grads, scaler_state = scaler.update(grads, state.loss_scale)
         skip = found_inf(scaler_state)
-        grads, grad_norm = clip_grad_norm(grads, clip_norm)
-        grads = clip_grad_value(grads, clip_value)
+        grads, grad_norm = clip(grads)
         old, kept = partition(state.params, frozen)
         value = loss.total / window.nonzero(loss.weight)
         updates, opt_state = optimizer.update(grads, state.opt_state, old, value=value)
@@ -208,11 +268,14 @@ def train_step(
         return new, _truth(state, new, grad_norm, skip, lr, nonfinite)
 
     def whole(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        return of_window(state, batch if callable(accumulate) else window.split(batch, accumulate))
+
+    def of_window(state: TrainState, micro_batches: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if callable(accumulate):
             raise UserError("accumulate is a schedule: give its micro-batches one by one to step.micro")
         if state.window is not None:
             raise UserError("the state streams micro-batches: give them to step.micro, or init without streaming")
-        grads, loss, metrics, model_state, nonfinite = window_gradient(state, batch, accumulate)
+        grads, loss, metrics, model_state, nonfinite = window_gradient(state, micro_batches, accumulate)
         new, truth = update(state, grads, loss, nonfinite)
         new = new._replace(micro_step=state.micro_step + accumulate, model_state=model_state)
         return new, {**truth, **_means(loss, metrics)}
@@ -220,7 +283,7 @@ def train_step(
     def micro(state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         opened = _opened(state)
         if accumulate == 1:
-            new, truth = whole(state._replace(window=None), micro_batch)
+            new, truth = of_window(state._replace(window=None), micro_batch)
             return new._replace(window=opened), {**truth, "updated": jnp.array(True)}
         k = accumulate(applied(state)) if callable(accumulate) else accumulate
         grads, loss, metrics, model_state = micro_gradient(state, micro_batch, state.model_state, 0, k)
@@ -262,7 +325,21 @@ def train_step(
             ema=None if ema is None else jax.tree.map(jnp.copy, params),
         )
 
-    return TrainStep(init, whole, micro, flush, allow_recompile)
+    return StepFunctions(init, whole, of_window, micro, flush)
+
+
+def makes(tree: Any) -> bool:
+    """Whether it is a function that makes a tree: one that is no tree itself, as a callable module is."""
+    return callable(tree) and jax.tree_util.all_leaves([tree])
+
+
+def made(tree: Any) -> Any:
+    """`tree`, or what it makes where it is a function.
+
+    >>> made({"w": 1.0}) == made(lambda: {"w": 1.0})
+    True
+    """
+    return tree() if makes(tree) else tree
 
 
 def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:
@@ -284,6 +361,12 @@ def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[
         return {"loss": loss, **metrics}
 
     return jax.jit(evaluate)
+
+
+def _clipped(grads: Any, norm: float | None, value: float | None) -> tuple[Any, jax.Array]:
+    """The gradients clipped by norm and by value, and the norm they had before."""
+    grads, grad_norm = clip_grad_norm(grads, norm)
+    return clip_grad_value(grads, value), grad_norm
 
 
 def _opened(state: TrainState) -> window.Window:

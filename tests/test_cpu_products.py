@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxtrain.cpu_products import cpu_products
+import jaxtrain
+from jaxtrain.cpu_products import cpu_products, loop_convolutions
+from jaxtrain.jaxpr import inner_jaxprs
 
 LAYOUTS = {
     1: [("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")],
@@ -52,9 +55,41 @@ def test_they_are_the_same_to_rounding(convolution):
 
         rewritten = cpu_products(own)
         assert "conv_general_dilated" not in str(jax.make_jaxpr(rewritten)(*args)) or out_size(own, args) > 16
-        both = jax.jit(lambda *args: (gradients(rewritten, *args), gradients(own, *args)))(*args)
-        for ours, xlas in zip(*both, strict=True):
+        in_loops = loop_convolutions(lambda *args: gradients(own, *args))
+        assert set(layouts(jax.make_jaxpr(in_loops)(*args))) == {CHANNELS_LAST[len(kernel) - 2]}
+        all_three = jax.jit(lambda *args: (gradients(rewritten, *args), in_loops(*args), gradients(own, *args)))(*args)
+        for ours, looped, xlas in zip(*all_three, strict=True):
+            np.testing.assert_allclose(looped, xlas, rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(ours, xlas, rtol=1e-12, atol=1e-12)
+
+
+CHANNELS_LAST = {
+    1: lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1)),
+    2: lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)),
+}
+
+
+def layouts(closed):
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            yield eqn.params["dimension_numbers"]
+        for inner in inner_jaxprs(eqn):
+            yield from layouts(jax.extend.core.ClosedJaxpr(inner, ()))
+
+
+def test_in_a_window_every_convolution_has_the_layout_that_the_backend_has_a_library_for():
+    def loss_fn(params, batch, rng):
+        del rng
+        y = lax.conv_general_dilated(batch, params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jaxtrain.Loss((y**2).sum(), weight=len(batch)), {}
+
+    found = {}
+    for k in (1, 2):
+        step = jaxtrain.train_step(loss_fn, optax.sgd(0.1), accumulate=k)
+        state = step.init(jnp.ones((3, 3, 2, 2)), seed=0)
+        found[k] = set(layouts(jax.make_jaxpr(step.pure)(state, jnp.ones((4, 6, 6, 2)))))
+    assert found[2] == {CHANNELS_LAST[2]}
+    assert len(found[1]) == 2  # outside of loops XLA sees to it
 
 
 def out_size(fn, args):

@@ -10,12 +10,16 @@ from jaxtrain.host_memory import keep_host_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
+    "plan": "the micro-batch, remat and precision that fit: jaxtrain plan RECIPE [--memory 16GiB] [--field value …]",
+    "launch": "train in several processes of this machine: jaxtrain launch -n N -- train …",
     "doctor": "what is installed, which devices answer, what is wrong and what mends it",
     "sample": "write text from a trained language model: jaxtrain sample DIR",
     "import-torch": "take over a run of PyTorch's: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
+    "report": "curves, settings and samples of one run or several: jaxtrain report DIR… [--out PAGE] [--serve [PORT]]",
     "eval": "a trained run's mistakes, example by example: jaxtrain eval DIR [--worst N] [--out PAGE.html]",
     "replay": "a step of a run again: where its first inf or NaN arises: jaxtrain replay DIR STEP",
-    "export": "write a run as PyTorch reads it: jaxtrain export DIR --format torch --out CKPT.pt",
+    "profile": "where the time of a run's steps goes, and a trace of them: jaxtrain profile DIR [--steps N]",
+    "export": "write a run for other programs: jaxtrain export DIR --format torch|onnx|stablehlo|huggingface [--out P]",
 }
 
 
@@ -25,8 +29,9 @@ _LONGEST = 1000  # characters of an error
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0, 1 where something did not hold, 2 for wrong usage."""
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args
-    args = [a for a in args if a != "--debug"]
+    ours = args.index("--") if "--" in args else len(args)  # what follows is another command's
+    debug = "--debug" in args[:ours]
+    args = [*(a for a in args[:ours] if a != "--debug"), *args[ours:]]
     try:
         return _dispatch(args)
     except UserError as error:

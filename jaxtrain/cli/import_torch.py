@@ -45,9 +45,7 @@ def main(args: list[str]) -> int:
     run.check_free()
     preflight.check_settings(asked.recipe)
     task = build(asked.recipe)
-    params_like, state_like = jax.eval_shape(lambda: (task.params, task.model_state))
-    # The weights to start from are not those of the run: they need not be there twice.
-    task = dataclasses.replace(task, params=None, model_state=None)
+    params_like, state_like = jax.eval_shape(task.init)
     if task.names is None:
         raise UserError(f"{name} has no table of PyTorch's names: choose one of {', '.join(RECIPES)}")
     theirs = torch_run(

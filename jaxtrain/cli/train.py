@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,17 +16,27 @@ import tyro
 import jaxtrain
 from jaxtrain.cli import nearest
 from jaxtrain.cli.arguments import parse
+from jaxtrain.cli.compiled_programs import keep_compiled_programs
+from jaxtrain.cli.profile import tell
+from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.observe import Console, write_report
+from jaxtrain.memory import device_memory, shown_bytes
+from jaxtrain.observe import Console, JsonConsole, QuietConsole, read_record, write_report, write_result
+from jaxtrain.observe.follow import Tracker, followed
 from jaxtrain.observe.metrics import read_metrics
+from jaxtrain.observe.tensorboard import write_end
+from jaxtrain.observe.trackers import MLflow, WandB
+from jaxtrain.plan import in_words, notes, plan
+from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import RECIPES, LanguageRecipe, Recipe
-from jaxtrain.runner import RunFolder, fit
+from jaxtrain.runner import Outcome, RunFolder, fit
 from jaxtrain.runner.run_folder import environment, read_recipe
 
 # Of a resumed run these may change; any other change would make it another run.
 _MAY_CHANGE = {
     *("steps", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "keep_every"),
-    *("max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
+    *("histograms", "max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
+    *("mesh", "accumulate"),
 }
 
 
@@ -39,38 +51,59 @@ class Train:
     """Continue the run in the folder from its newest checkpoint; auto: if there is one, else begin it."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """A run's config.json, to repeat that run; flags change its settings."""
+    micro_batch: Annotated[Literal["auto"] | None, tyro.conf.arg(metavar="auto")] = None
+    """Choose --accumulate and --remat, of a new run, as jaxtrain plan does."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
+    """Trace steps A to B - 1 into the run's profile/, and say where their time goes."""
+    quiet: bool = False
+    """Print nothing but what goes out of the ordinary, to standard error."""
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print a JSON object a line, each with an event."""
+    wandb: Annotated[str | None, tyro.conf.arg(metavar="[PROJECT]")] = None
+    """Tell the run to Weights & Biases as well; project jaxtrain if none is named."""
+    mlflow: Annotated[str | None, tyro.conf.arg(metavar="[URI]")] = None
+    """Tell the run to MLflow as well; MLFLOW_TRACKING_URI, or sqlite:///mlflow.db, if no URI is named."""
 
 
 def main(args: list[str]) -> int:
+    """Train, together with what other processes the run has."""
+    with processes.together():
+        return _train(args)
+
+
+def _train(args: list[str]) -> int:
     """Parse, train, report."""
-    name, flags = _recipe_name(args)
+    name, flags = recipe_name(args)
     named = name if args[:1] == [name] else None
     place, flags = _place(flags)
     if place.from_:
         name = _agreed(read_recipe(place.from_)[0], named, place.from_)
     run = RunFolder(place.out or Path("runs") / name)
-    if place.resume is True or (place.resume and run.config.exists()):
+    resumed = place.resume is True or (place.resume and run.config.exists())
+    if resumed:
         name, recipe = _resumed(run, named, place, flags)
     else:
         base = read_recipe(place.from_)[1] if place.from_ else RECIPES[name]
         recipe = _parse(base, name, place, flags).recipe
-    console = Console()
+    console, trackers = _console(place), _trackers(place)
+    trace = _trace(place.profile, run, recipe) if place.profile and processes.is_first() else None
     device = jax.devices()[0]
-    console.message(
+    console.headline(
         f"jaxtrain {jaxtrain.__version__} · {name} · {jax.device_count()} {device.device_kind} · {run.path} · "
-        f"compiled programs are kept in {_keep_compiled_programs()}"
+        f"compiled programs are kept in {keep_compiled_programs()}"
     )
     if place.from_:
         for difference in _differences(json.loads(place.from_.read_text())):
             console.message(f"{place.from_} was made with {difference}: the bits may differ")
-    outcome = fit(name, recipe, run, resume=place.resume, console=console)
-    metrics, config = read_metrics(run.metrics), json.loads(run.config.read_text())
-    try:
-        write_report(run.report, metrics, config, outcome.references, outcome.sample)
-    except OSError as error:
-        raise RunFailed(
-            f"{run.report} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
-        ) from error
+    if place.micro_batch and not resumed:
+        recipe = _fitted(recipe, run, console)
+    with followed(run, trackers if processes.is_first() else [], console.message) as ended:
+        outcome = fit(name, recipe, run, resume=place.resume, console=console, trace=trace)
+        if not processes.is_first():
+            return outcome.exit_status
+        _write_end(run, outcome)
+        ended(outcome.exit_status)
+    metrics = read_metrics(run.metrics)
     places = {
         "run": str(run.path),
         "report": str(run.report),
@@ -81,12 +114,28 @@ def main(args: list[str]) -> int:
         if isinstance(recipe, LanguageRecipe):
             places["more text"] = f"jaxtrain sample {run.path}"
     console.summary(metrics, outcome.references, places)
+    if trace:
+        _tell_trace(trace, run, console)
     if outcome.exit_status:
         console.message(f"stopped and saved at step {outcome.step}: jaxtrain train {name} --resume --out {run.path}")
     return outcome.exit_status
 
 
-def _recipe_name(args: list[str]) -> tuple[str, list[str]]:
+def _write_end(run: RunFolder, outcome: Outcome) -> None:
+    """What there is to say once a run has ended. Raises `RunFailed` where the system refuses."""
+    try:
+        write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
+        record = read_record(run)
+        write_end(run.tensorboard, record)
+        write_report(run.report, [record])
+    except OSError as error:
+        raise RunFailed(
+            f"{run.report} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
+        ) from error
+
+
+def recipe_name(args: list[str]) -> tuple[str, list[str]]:
+    """The recipe that the first argument names, or the default one, and the arguments behind it."""
     if not args or args[0].startswith("-"):
         return next(iter(RECIPES)), args
     if args[0] not in RECIPES:
@@ -100,10 +149,32 @@ def _place(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", nargs="?", const=True, default=False, choices=["auto"])
     parser.add_argument("--from", type=Path, dest="from_")
+    parser.add_argument("--micro-batch", choices=["auto"])
+    parser.add_argument("--profile")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--json", action="store_true", dest="json_")
+    parser.add_argument("--wandb", nargs="?", const="jaxtrain")
+    parser.add_argument("--mlflow", nargs="?", const=os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db"))
     try:
         return parser.parse_known_args(flags)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see jaxtrain train --help") from None
+
+
+def _console(place: argparse.Namespace) -> Console:
+    if place.quiet and place.json_:
+        raise UserError("--quiet with --json: one of them")
+    return QuietConsole() if place.quiet else JsonConsole() if place.json_ else Console()
+
+
+def _trackers(place: argparse.Namespace) -> list[Tracker]:
+    """Those that were asked for, of the run's first process. Raises `UserError` for one that is not installed."""
+    asked: list[tuple[str | None, Callable[[str], Tracker]]] = [(place.wandb, WandB), (place.mlflow, MLflow)]
+    found = [tracker(where) for where, tracker in asked if where is not None]
+    for name in (tracker.name for tracker in found):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name} needs the package {name}: pip install 'jaxtrain[{name}]'")
+    return found if processes.is_first() else []
 
 
 def _parse(recipe: Recipe, name: str, place: argparse.Namespace, flags: list[str]) -> Train:
@@ -145,10 +216,31 @@ def _resumed(run: RunFolder, named: str | None, place: argparse.Namespace, flags
     return name, recipe
 
 
-def _keep_compiled_programs() -> Path:
-    """Let XLA keep what it compiles from one run to the next, and say where."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(cache) / "jaxtrain" / "xla")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    return folder
+def _fitted(recipe: Recipe, run: RunFolder, console: Console) -> Recipe:
+    """`recipe` with the fastest micro-batch and rematerialisation that the device's memory has room for."""
+    processes.once(run.check_free)
+    memory = device_memory()
+    say: Callable[[Recipe], None] = lambda candidate: console.message(f"compiling {in_words(candidate)}")  # noqa: E731
+    found = plan(recipe, memory, say, precisions=[recipe.precision])
+    of = f"{shown_bytes(found.chosen.peak_bytes)} of {shown_bytes(memory)}"
+    console.message(f"chosen: {in_words(found.chosen.recipe)}: {of}")
+    for note in notes(found):
+        console.message(note)
+    return found.chosen.recipe
+
+
+def _trace(asked: str, run: RunFolder, recipe: Recipe) -> LoopTrace:
+    begin, _, end = asked.partition(":")
+    if not (begin.isdecimal() and end.isdecimal() and 1 <= int(begin) < int(end) <= recipe.steps + 1):
+        raise UserError(f"--profile {asked!r} is no range of steps 1 to {recipe.steps}: give A:B, as in 10:20")
+    return LoopTrace(run.path / "profile", int(begin), int(end))
+
+
+def _tell_trace(trace: LoopTrace, run: RunFolder, console: Console) -> None:
+    if not trace.done:
+        console.message(f"nothing is traced: the run took none of the steps {trace.steps.start} to {trace.steps[-1]}")
+        return
+    written = newest_trace(run.path / "profile")
+    if type(console) is Console:  # neither --quiet nor --json
+        tell(console.rich, time_table(written, trace.hlo), len(trace.steps))
+    console.message(f"the trace: {written}")

@@ -11,6 +11,7 @@ from jaxtrain.data.source import Example, Source
 from jaxtrain.errors import UserError
 
 Batch = dict[str, NDArray[Any]]  # name -> [batch_size, ...]
+Rows = Sequence[int] | NDArray[np.intp]  # positions in a batch
 
 
 class Loader:
@@ -18,6 +19,8 @@ class Loader:
 
     Every epoch is a fresh permutation of the source (its own order, if not `shuffle`), cut into batches of
     exactly `batch_size`; what remains at its end is dropped. `seed` alone decides the order, threads do not.
+    With `rows`, positions in a batch, only the examples there are read: what one of several processes needs. The
+    batches are then those rows of the whole ones, and the position is that of the whole ones.
 
     >>> from jaxtrain.data import Arrays
     >>> source = Arrays(np.zeros((5, 2, 2, 1), np.float32), np.arange(5, dtype=np.int32))
@@ -29,6 +32,8 @@ class Loader:
     >>> loader.restore(position)
     >>> bool((next(loader)["label"] == expected).all())
     True
+    >>> next(Loader(source, batch_size=4, seed=0, shuffle=False, rows=[2, 3]))["label"].tolist()
+    [2, 3]
 
     Raises UserError if the source is smaller than a batch, or the batch size or seed is out of range.
     """
@@ -41,6 +46,7 @@ class Loader:
         shuffle: bool = True,
         num_threads: int = 2,
         prefetch: int = 4,  # batches
+        rows: Rows | None = None,
     ) -> None:
         _check_batch_size(batch_size)
         if len(source) < batch_size:
@@ -50,14 +56,17 @@ class Loader:
         if seed < 0:
             raise UserError(f"the data seed is {seed}: choose 0 or more")
         self._order = {"examples": len(source), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+        # The order is of numbers, so that only what is wanted is read.
         # shuffle(seed) would add the epoch to the seed: runs seeded 0 and 1 would share all epochs but one.
         # .seed(seed) hashes it first.
-        examples = grain.MapDataset.source(source).seed(seed)
-        ordered = examples.shuffle() if shuffle else examples
+        numbers = grain.MapDataset.range(len(source)).seed(seed)
+        ordered = numbers.shuffle() if shuffle else numbers
         # Batching before repeating keeps an epoch's remainder out of the next epoch.
-        batches = ordered.batch(batch_size, drop_remainder=True, batch_fn=_stack).repeat()
+        batches = ordered.batch(batch_size, drop_remainder=True, batch_fn=np.array).repeat()
+        self.rows = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
+        read = batches.map(lambda batch: _stack([source[int(i)] for i in batch[self.rows]]))
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        self._batches = iter(batches.to_iter_dataset(options))
+        self._batches = iter(read.to_iter_dataset(options))
 
     def __iter__(self) -> "Loader":
         return self
@@ -89,11 +98,14 @@ class Loader:
         self._batches.set_state({"next_index": int(state["next_batch"])})
 
 
-def epoch_batches(source: Source, batch_size: int, limit: int | None = None) -> Iterator[Batch]:
+def epoch_batches(
+    source: Source, batch_size: int, limit: int | None = None, rows: Rows | None = None
+) -> Iterator[Batch]:
     """One pass over `source` in its own order, in at most `limit` batches.
 
     Every batch has `batch_size` rows, so that a jitted step compiles once, and a float32 "weight"
-    [batch_size]: 1 for an example, 0 for the rows that fill up the last batch.
+    [batch_size]: 1 for an example, 0 for the rows that fill up the last batch. With `rows`, positions in a batch,
+    only those rows of each are read and handed out.
 
     >>> from jaxtrain.data import Arrays
     >>> source = Arrays(np.zeros((3, 2, 2, 1), np.float32), np.arange(3, dtype=np.int32))
@@ -103,13 +115,13 @@ def epoch_batches(source: Source, batch_size: int, limit: int | None = None) -> 
     Raises UserError if `batch_size` is below 1.
     """
     _check_batch_size(batch_size)
+    wanted = np.arange(batch_size) if rows is None else np.asarray(rows)
     for start in range(0, len(source), batch_size)[:limit]:
-        examples = [source[i] for i in range(start, min(start + batch_size, len(source)))]
-        weight = np.zeros(batch_size, np.float32)
-        weight[: len(examples)] = 1
+        numbers = start + wanted
         # A real example fills up: on zeros a model may give NaN, and NaN times weight 0 is NaN.
-        examples += examples[-1:] * (batch_size - len(examples))
-        yield {**_stack(examples), "weight": weight}
+        filled = np.minimum(numbers, len(source) - 1).tolist()
+        examples = {i: source[i] for i in dict.fromkeys(filled)}
+        yield {**_stack([examples[i] for i in filled]), "weight": (numbers < len(source)).astype(np.float32)}
 
 
 def _stack(examples: Sequence[Example]) -> Batch:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.models.dropout import dropout
 from jaxtrain.models.encoder import (
+    ATTENTION_SHARDING,
     Key,
     SelfAttention,
     gelu,
@@ -161,6 +163,21 @@ class Classifier(nnx.Module):
     def __call__(self, x: jax.Array, words: jax.Array, rng: Key) -> jax.Array:
         del words
         return self.classifier(dropout(jnp.tanh(self.pooler(x[:, 0])), self.rate, rng))
+
+
+SHARDING = {
+    **ATTENTION_SHARDING,
+    "embeddings/word": P("tensor", "fsdp"),
+    "embeddings/(position|token_type)": P(None, "fsdp"),
+    "blocks/intermediate/kernel": P(None, "fsdp", "tensor"),
+    "blocks/intermediate/bias": P(None, ("tensor", "fsdp")),
+    "blocks/output/kernel": P(None, "tensor", "fsdp"),
+    "blocks/.*/(bias|scale)": P(None, "fsdp"),
+    "head/bias": P(("tensor", "fsdp")),
+    "head/.*/kernel": P("fsdp", None),
+    ".*/(bias|scale)": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
 
 
 def torch_names(config: BertConfig) -> NameTable:

@@ -2,6 +2,7 @@
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.interop import AS_IS, CONV, NameTable, TorchParam, linear_after_flatten
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics
@@ -36,6 +37,14 @@ class CNN(nnx.Module):
             x = self.norm(x, training)
         x = dropout(jax.nn.relu(x), self.dropout, rng)
         return self.head(x.reshape(x.shape[0], -1))
+
+
+SHARDING = {
+    "conv/kernel": P(None, None, None, "fsdp"),
+    "head/kernel": P("fsdp", None),
+    ".*/(bias|scale)": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`)."""
 
 
 def torch_names(

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.interop import LINEAR, TorchParam
 from jaxtrain.models.attention import attention
@@ -48,6 +49,14 @@ class SelfAttention(nnx.Module):
         )
         attended = attention(q, k, v, mask=mask, dropout=self.dropout, rng=rng)
         return self.out(checkpoint_name(attended.reshape(b, t, width), "attention"))
+
+
+ATTENTION_SHARDING = {
+    "blocks/attention/(query|key|value)/kernel": P(None, "fsdp", "tensor"),
+    "blocks/attention/(query|key|value)/bias": P(None, ("tensor", "fsdp")),
+    "blocks/attention/out/kernel": P(None, "tensor", "fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`)."""
 
 
 def linear(n: int, m: int, std: float, *, bias: bool = True, rngs: nnx.Rngs) -> Linear:

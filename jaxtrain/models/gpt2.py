@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
@@ -137,6 +138,19 @@ def _check_length(config: GPT2Config, tokens: int) -> None:
 
 def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
     return Linear(n, m, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+
+SHARDING = {
+    "wte": P("tensor", "fsdp"),
+    "wpe": P(None, "fsdp"),
+    "blocks/(qkv|fc)/kernel": P(None, "fsdp", "tensor"),
+    "blocks/(qkv|fc)/bias": P(None, ("tensor", "fsdp")),
+    "blocks/(attn|mlp)_proj/kernel": P(None, "tensor", "fsdp"),
+    "blocks/.*/(bias|scale)": P(None, "fsdp"),
+    "ln_f/(bias|scale)": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`); `tensor` as in Megatron-LM (Shoeybi et
+al. 2019): columns into a half of a block, rows out of it, the vocabulary of the embedding."""
 
 
 def torch_names(config: GPT2Config | None = None) -> NameTable:

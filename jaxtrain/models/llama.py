@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
@@ -321,6 +322,18 @@ def silu(x: jax.Array) -> jax.Array:
 def _linear(config: LlamaConfig, n: int, m: int, *, bias: bool, rngs: nnx.Rngs) -> Linear:
     normal = nnx.initializers.normal(config.initializer_range)
     return Linear(n, m, use_bias=bias, kernel_init=normal, rngs=rngs)
+
+
+SHARDING = {
+    "embed_tokens": P("tensor", "fsdp"),
+    "lm_head": P("fsdp", "tensor"),
+    "layers/.*/([qkv]|gate|up)_proj/kernel": P(None, "fsdp", "tensor"),
+    "layers/.*/([qkv]|gate|up)_proj/bias": P(None, ("tensor", "fsdp")),
+    "layers/.*/(o|down)_proj/kernel": P(None, "tensor", "fsdp"),
+    "layers/.*/(bias|scale)": P(None, "fsdp"),
+    "norm/scale": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
 
 
 def torch_names(config: LlamaConfig) -> NameTable:

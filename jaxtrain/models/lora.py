@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain import jaxpr
 from jaxtrain.bias import biased_products
@@ -78,6 +79,19 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
 def frozen(path: str) -> bool:
     """For `train_step(…, frozen=lora.frozen)`: of {"base": params, "lora": adapters} the adapters alone are trained."""
     return path.startswith("base/")
+
+
+def sharding(rules: Mapping[str, P]) -> dict[str, P]:
+    """The rules of {"base": params, "lora": adapters}, by those of `params`: A is divided as the rows of its kernel
+    are, B as the columns.
+
+    >>> sharding({"fc/kernel": P("fsdp", "tensor")})["lora/(fc/kernel)/b"]
+    P(None, 'tensor')
+    """
+    base = {f"base/({pattern})": spec for pattern, spec in rules.items()}
+    a = {f"lora/({pattern})/a": P(*spec[:-1], None) for pattern, spec in rules.items()}
+    b = {f"lora/({pattern})/b": P(*spec[:-2], None, *spec[-1:]) for pattern, spec in rules.items()}
+    return base | a | b
 
 
 def adapted(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:

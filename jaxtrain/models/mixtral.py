@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
@@ -65,13 +66,13 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ self.gate[...]
         tokens, chosen = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_tok
-        wide = logits.astype(np.promote_types(logits.dtype, np.float32)).reshape(len(tokens), -1)
+        wide = logits.astype(np.promote_types(logits.dtype, np.float32)).reshape(tokens.shape[0], -1)
         probabilities, experts = lax.top_k(jax.nn.softmax(wide, axis=-1), chosen)
         weights = probabilities / probabilities.sum(axis=-1, keepdims=True)
         order = jnp.argsort(experts.reshape(-1))
         shares = jnp.bincount(experts.reshape(-1), length=self.config.num_local_experts).astype(np.int32)
         outputs = self.computed(tokens[order // chosen], shares)[jnp.argsort(order)]
-        mean = (outputs.reshape(len(tokens), chosen, -1) * weights[..., None].astype(x.dtype)).sum(axis=1)
+        mean = (outputs.reshape(tokens.shape[0], chosen, -1) * weights[..., None].astype(x.dtype)).sum(axis=1)
         return mean.reshape(x.shape), logits
 
     def computed(self, x: jax.Array, shares: jax.Array) -> jax.Array:
@@ -111,6 +112,14 @@ def load_balancing_loss(router_logits: jax.Array, chosen: int, mask: jax.Array |
     fractions, means = ((y * weights).sum((0, 1, 2)) / weights.sum() for y in (counts, probabilities))
     return experts * (fractions * means).sum()
 
+
+SHARDING = {
+    "layers/mlp/gate": P(None, "fsdp", None),
+    "layers/mlp/gate_up_proj": P(None, None, "fsdp", "tensor"),
+    "layers/mlp/down_proj": P(None, None, "tensor", "fsdp"),
+    **llama.SHARDING,
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`): each expert as a Llama's MLP is."""
 
 EXPERTS = Layout(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2), "EXPERTS")
 """Of each expert `torch.nn.Linear`'s [out, in]."""

@@ -4,6 +4,7 @@ import itertools
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models.dropout import dropout
@@ -26,6 +27,16 @@ class MLP(nnx.Module):
         for layer, layer_rng in zip(hidden, rngs, strict=True):
             x = dropout(jax.nn.relu(layer(x)), self.dropout, layer_rng)
         return self.layers[-1](x)
+
+
+SHARDING = {
+    r"layers/\d*[02468]/kernel": P("fsdp", "tensor"),
+    r"layers/\d*[13579]/kernel": P("tensor", "fsdp"),
+    r"layers/\d*[02468]/bias": P(("tensor", "fsdp")),
+    r"layers/\d*[13579]/bias": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`): layers are divided by columns and by rows
+in turn, so that what is between two of them stays divided."""
 
 
 def torch_names(n_layers: int) -> NameTable:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import CONV, LINEAR, NameTable, TorchParam
@@ -150,6 +151,14 @@ def _stages(config: ResNetConfig) -> Iterator[list[LayerShape]]:
         stride = 2 if i > 0 or config.downsample_in_first_stage else 1
         yield [LayerShape(channels, features, stride), *[LayerShape(features, features, 1)] * (depth - 1)]
         channels = features
+
+
+SHARDING = {
+    ".*/convolution/kernel": P(None, None, None, "fsdp"),
+    "classifier/kernel": P("fsdp", None),
+    ".*/(bias|scale)": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`)."""
 
 
 def torch_names(config: ResNetConfig) -> NameTable:

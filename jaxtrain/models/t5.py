@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
@@ -366,6 +367,20 @@ def _gated(feed_forward_proj: str) -> bool:
 
 def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
     return Linear(n, m, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+
+SHARDING = {
+    "shared": P("tensor", "fsdp"),
+    "lm_head/kernel": P("fsdp", "tensor"),
+    ".*/relative_attention_bias": P("fsdp", "tensor"),
+    ".*/blocks/.*_attention/[qkv]/kernel": P(None, "fsdp", "tensor"),
+    ".*/blocks/.*_attention/o/kernel": P(None, "tensor", "fsdp"),
+    ".*/blocks/mlp/(wi|linear)/kernel": P(None, "fsdp", "tensor"),
+    ".*/blocks/mlp/wo/kernel": P(None, "tensor", "fsdp"),
+    ".*/blocks/.*/scale": P(None, "fsdp"),
+    ".*/final_layer_norm/scale": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
 
 
 def torch_names(config: T5Config) -> NameTable:

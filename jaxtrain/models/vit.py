@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import CONV, NameTable, TorchParam
 from jaxtrain.models.dropout import dropout
 from jaxtrain.models.encoder import (
+    ATTENTION_SHARDING,
     Key,
     SelfAttention,
     gelu,
@@ -78,7 +80,7 @@ class ViT(nnx.Module):
         self.classifier = linear(width, config.num_labels, std, rngs=rngs)
 
     def __call__(self, images: jax.Array, rng: Key = None) -> jax.Array:
-        config, rows = self.config, len(images)
+        config, rows = self.config, images.shape[0]
         if images.shape[1:] != config.image_shape:
             raise UserError(f"images are {list(images.shape[1:])}, the model's {list(config.image_shape)}: resize them")
         embed_rng, blocks_rng = split(rng, 2)
@@ -118,6 +120,20 @@ class Block(nnx.Module):
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
+
+
+SHARDING = {
+    **ATTENTION_SHARDING,
+    "cls_token|position_embeddings": P(None, None, "fsdp"),
+    "patches/kernel": P(None, None, None, "fsdp"),
+    "blocks/fc1/kernel": P(None, "fsdp", "tensor"),
+    "blocks/fc1/bias": P(None, ("tensor", "fsdp")),
+    "blocks/fc2/kernel": P(None, "tensor", "fsdp"),
+    "blocks/.*/(bias|scale)": P(None, "fsdp"),
+    "classifier/kernel": P("fsdp", None),
+    ".*/(bias|scale)": P("fsdp"),
+}
+"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
 
 
 def torch_names(config: ViTConfig) -> NameTable:

@@ -8,12 +8,15 @@ from typing import Any, Protocol
 from rich import box
 from rich.console import Console as RichConsole
 from rich.console import Group
+from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.memory import shown_bytes
 from jaxtrain.observe.curve import curve
+from jaxtrain.observe.live import LivePanel
+from jaxtrain.observe.words import amount, duration
 
 
 class ProgressView(Protocol):
@@ -32,6 +35,10 @@ class Console:
     def message(self, text: str) -> None:
         """One line."""
         self.rich.print(text, markup=False, soft_wrap=True)
+
+    def headline(self, text: str) -> None:
+        """What begins."""
+        self.message(text)
 
     def facts(self, rows: Mapping[str, str]) -> None:
         """Names beside values."""
@@ -58,17 +65,9 @@ class Console:
         if not self.rich.is_terminal:
             yield _Lines(self, start, total, unit)
             return
-        columns = (
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        with Progress(*columns, console=self.rich, expand=True) as progress:
-            yield _Bar(self, progress, start, total, unit)
+        panel = LivePanel(start, total, unit)
+        with Live(panel, console=self.rich, refresh_per_second=4):
+            yield _Panel(self, panel)
 
     def summary(
         self, metrics: list[dict[str, Any]], references: Mapping[str, float], places: Mapping[str, str]
@@ -103,23 +102,19 @@ class _Lines:
         if not line:
             return
         left = (time.perf_counter() - self._begin) / (step - self._start) * (self._total - step)
-        self._console.message(f"step {step}/{self._total}  {_numbers(line, self._unit)}  {_clock(left)} left")
+        self._console.message(f"step {step}/{self._total}  {_numbers(line, self._unit)}  {duration(left)} left")
         if "eval_loss" in line:
             self._console.message(f"step {step}/{self._total}  evaluation: {evaluated(line)}")
 
 
-class _Bar:
-    """Progress for a terminal: one live line, and a line kept an evaluation."""
+class _Panel:
+    """Progress for a terminal: a live panel, and above it a line kept an evaluation."""
 
-    def __init__(self, console: Console, progress: Progress, start: int, total: int, unit: str) -> None:
-        self._console, self._progress, self._unit = console, progress, unit
-        self._task = progress.add_task("", total=total, completed=start, numbers="first step …")
+    def __init__(self, console: Console, panel: LivePanel) -> None:
+        self._console, self._panel = console, panel
 
     def advance(self, step: int, line: Mapping[str, Any]) -> None:
-        if not line:
-            self._progress.update(self._task, completed=step)
-            return
-        self._progress.update(self._task, completed=step, numbers=_numbers(line, self._unit))
+        self._panel.advance(step, line)
         if "eval_loss" in line:
             self._console.message(f"step {step}: {evaluated(line)}")
 
@@ -137,23 +132,12 @@ def _numbers(line: Mapping[str, Any], unit: str) -> str:
     skips = f"skipped {line['skipped']}" if line["skipped"] else ""
     parts = [
         f"loss {line['loss']:.3f}",
-        f"lr {line['lr']:.1e}",
+        f"lr {line['lr']:.1e}" if "lr" in line else "",
         f"grad {line['grad_norm']:.2f}",
         scale,
         skips,
-        f"{_short(line[f'{unit}_per_s'])} {unit}/s",
-        f"{line['peak_memory_bytes'] / 2**20:.0f} MiB",
+        f"{amount(line[f'{unit}_per_s'])} {unit}/s",
+        *(f"{name} {line[key]:.0%}" for key, name in (("mfu", "MFU"), ("gpu_utilisation", "GPU")) if key in line),
+        shown_bytes(line["peak_memory_bytes"]),
     ]
     return "  ".join(part for part in parts if part)
-
-
-def _short(x: float) -> str:
-    for size, letter in ((1e6, "M"), (1e3, "k")):
-        if x >= size:
-            return f"{x / size:.1f}{letter}"
-    return f"{x:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""A curve in characters."""
+"""Curves in characters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,6 +28,20 @@ def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float]
     rows.append(f"{'':7} └{'─' * width}")
     rows.append(f"{'':9}{ends[0]}{ends[1]:>{width - len(ends[0])}}")
     return "\n".join(rows)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values in a line of at most `width` characters, from the lowest to the highest.
+
+    >>> sparkline([4.0, 2.0, 1.0, 1.0], width=4)
+    '█▃▁▁'
+    """
+    if not values:
+        return ""
+    points = list(enumerate(values))
+    shown = _resampled(points, min(width, len(values)))
+    low, high = min(shown), max(shown)
+    return "".join(_EIGHTHS[round((value - low) / (high - low or 1.0) * 7)] for value in shown)
 
 
 def _cell(fill: float, empty: str) -> str:

@@ -7,8 +7,8 @@ import jax
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes in use so far on the first device; of the whole process where the device is the CPU."""
-    stats = jax.devices()[0].memory_stats()
+    """The most bytes in use so far on this process's first device; of the whole process where the device is the CPU."""
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,15 +2,16 @@
 
 import json
 import math
-import os
-import socket
-import struct
-import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.observe.histograms import Histogram
+from jaxtrain.observe.tensorboard import Events, write_all
 
 
 class MetricsLog:
@@ -23,7 +24,7 @@ class MetricsLog:
     def __init__(self, path: Path, tensorboard: Path, from_step: int) -> None:
         try:
             _drop(path, from_step)
-            self._events = _Events(tensorboard, from_step)
+            self._events = Events(tensorboard, from_step)
             # Without a buffer a line is one call of the system, and a failed one is not tried again on closing.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -41,49 +42,45 @@ class MetricsLog:
     def write(self, line: dict[str, Any]) -> None:
         """Log one step's numbers; `line["step"]` says which. Raises `RunFailed` where the system refuses."""
         finite = {k: v if math.isfinite(v) else None for k, v in line.items()}
+        with self._refusals(line["step"]):
+            write_all(self._file, json.dumps(finite).encode() + b"\n")
+            self._events.scalars(line)
+
+    def histograms(self, step: int, of: Mapping[str, Histogram]) -> None:
+        """Show TensorBoard how the numbers of arrays are distributed. Raises `RunFailed` where the system refuses."""
+        with self._refusals(step):
+            self._events.histograms(step, of)
+
+    @contextmanager
+    def _refusals(self, step: int) -> Iterator[None]:
         try:
-            _write_all(self._file, json.dumps(finite).encode() + b"\n")
-            self._events.write(line)
+            yield
         except OSError as error:
             raise RunFailed(
-                f"step {line['step']} could not be logged in {self._file.name} ({error.strerror}): "
+                f"step {step} could not be logged in {self._file.name} ({error.strerror}): "
                 "what is saved is whole; mend that, then --resume auto"
             ) from error
 
 
-class _Events:
-    """A TensorBoard event file. tensorboardX's own writer has a thread: a kill loses events, an error hangs it."""
+class NoMetricsLog:
+    """Of a process whose lines another one writes."""
 
-    def __init__(self, folder: Path, from_step: int) -> None:
-        from tensorboardX.proto import event_pb2, summary_pb2  # takes a second to import
+    def __enter__(self) -> "NoMetricsLog":
+        return self
 
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names; a second may see two lives of a run.
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._file = (folder / name).open("xb", buffering=0)
-        self._append(file_version="brain.Event:2")
-        # https://github.com/tensorflow/tensorboard, event_accumulator.py: START hides this step and later of before.
-        self._append(step=from_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+    def __exit__(self, *raised: object) -> None:
+        pass
 
     def write(self, line: dict[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=name.replace("eval_", "eval/"), simple_value=value)
-            for name, value in line.items()
-            if name != "step"
-        ]
-        self._append(step=line["step"], summary=self._summary(value=values))
+        """Leave it."""
 
-    def close(self) -> None:
-        self._file.close()
+    def histograms(self, step: int, of: Mapping[str, Histogram]) -> None:
+        """Leave them."""
 
-    def _append(self, **fields: Any) -> None:
-        from tensorboardX.record_writer import masked_crc32c
 
-        data = self._event(wall_time=time.time(), **fields).SerializeToString()
-        size = struct.pack("<Q", len(data))
-        checks = [struct.pack("<I", masked_crc32c(part)) for part in (size, data)]
-        _write_all(self._file, size + checks[0] + data + checks[1])
+def metrics_log(path: Path, tensorboard: Path, from_step: int) -> MetricsLog | NoMetricsLog:
+    """The run's `MetricsLog`, of its first process; the others have none."""
+    return MetricsLog(path, tensorboard, from_step) if processes.is_first() else NoMetricsLog()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -107,9 +104,3 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf  # cut short by a kill
-
-
-def _write_all(file: Any, data: bytes) -> None:
-    """Write `data`: on a full disk a part is taken before the rest is refused."""
-    while data:
-        data = data[os.write(file.fileno(), data) :]

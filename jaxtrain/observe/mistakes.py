@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def summary(evaluated: Evaluated, worst: int) -> dict[str, Any]:
 
 
 def write_page(path: Path, evaluated: Evaluated, worst: int) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all; beside it the worst as JSON, for the run's report."""
     task, of = evaluated.task, evaluated.verdicts
     template = jinja2.Template(
         resources.files("jaxtrain.observe").joinpath("mistakes.html.j2").read_text(),
@@ -176,8 +177,27 @@ def write_page(path: Path, evaluated: Evaluated, worst: int) -> None:
         confusion=confusion(of, classes) if not tokens and classes <= _MOST_CLASSES else None,
         confusions=[] if tokens else evaluated.confusions(),
     )
+    _write(path, page)
+    _write(path.with_suffix(".worst.json"), json.dumps(_worst(evaluated, worst)))
+
+
+def _worst(evaluated: Evaluated, count: int) -> dict[str, Any]:
+    """The worst, each with its picture, if it has one."""
+    examples = [
+        {
+            "index": int(i),
+            "loss": float(evaluated.means[i]),
+            "said": evaluated.said(int(i)),
+            "picture": _picture(evaluated.source[int(i)]),
+        }
+        for i in evaluated.verdicts.worst(count)
+    ]
+    return {"step": evaluated.step, "split": evaluated.split, "examples": examples}
+
+
+def _write(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(page, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

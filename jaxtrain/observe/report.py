@@ -1,95 +1,99 @@
-"""report.html: one self-contained page about one run."""
+"""report.html: one self-contained page about a run, or about several beside each other."""
 
-import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
-# Read on a white and on a black page alike.
-_TRAIN, _VALIDATION, _GRID = "#3b82f6", "#f59e0b", "#8888"
+from jaxtrain.memory import shown_bytes
+from jaxtrain.observe.charts import drawn
+from jaxtrain.observe.record import Record
+from jaxtrain.observe.words import amount, duration
+from jaxtrain.recipes import RECIPES
+
+_PACKAGE = resources.files("jaxtrain.observe")
 
 
-def write_report(
-    path: Path,
-    metrics: list[dict[str, Any]],
-    config: Mapping[str, Any],
-    references: Mapping[str, float],
-    sample: str | None,
-) -> None:
-    """Write the page: verdict, curves, a sample, settings, environment."""
-    evaluations = [m for m in metrics if m.get("eval_loss") is not None]
-    template = jinja2.Template(
-        resources.files("jaxtrain.observe").joinpath("report.html.j2").read_text(), autoescape=True
-    )
-    page = template.render(
-        recipe=config["recipe"],
-        best=min(evaluations, key=lambda m: m["eval_loss"]) if evaluations else None,
-        last=evaluations[-1] if evaluations else None,
-        references=references,
-        loss_svg=_svg(metrics, ("loss", "eval_loss"), references, "nats"),
-        detail_svgs=[_svg(metrics, (name,), {}, unit) for name, unit in _details(metrics)],
-        sample=sample,
-        settings=config["settings"],
-        environment={k: v if isinstance(v, str) else json.dumps(v) for k, v in _environment(config).items()},
-    )
+class Row(NamedTuple):
+    """A setting, and its value in each column of a table."""
+
+    name: str
+    values: Sequence[str]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the columns are not all the same."""
+        return len(set(self.values)) > 1
+
+
+def write_report(path: Path, records: Sequence[Record]) -> None:
+    """Write the page, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(page)
+    partial.write_text(page(records), encoding="utf-8")
     partial.replace(path)
 
 
-def _details(metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The other curves worth a look, with their units: the loss scale only where it moved."""
-    names = [k for k in (metrics[-1] if metrics else {}) if k.endswith("_per_s")]
-    scales = {m["loss_scale"] for m in metrics if "loss_scale" in m}
-    return [
-        ("lr", ""),
-        ("grad_norm", ""),
-        *[(n, "") for n in names],
-        *([("loss_scale", "")] if len(scales) > 1 else []),
-    ]
+def page(records: Sequence[Record], *, live: bool = False) -> str:
+    """The page as HTML: its figures, curves, samples, settings and environment. It fetches nothing.
+
+    `live`: whether the page is to ask whoever serves it for a newer one, every few seconds.
+    """
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _PACKAGE.joinpath("report.html.j2").read_text()
+    )
+    columns, settings = _settings(records)
+    return template.render(
+        records=records,
+        live=live,
+        data=drawn(records),
+        columns=columns,
+        settings=settings,
+        environment=_rows([_flat(_environment(record.config)) for record in records]),
+        script=_PACKAGE.joinpath("report.js").read_text(),
+        style=_PACKAGE.joinpath("report.css").read_text(),
+        amount=amount,
+        memory=shown_bytes,
+        duration=duration,
+    )
+
+
+def _settings(records: Sequence[Record]) -> tuple[list[str], list[Row]]:
+    """(the columns, the rows): the runs beside each other, or the one run beside its recipe as it comes."""
+    runs = [dict(record.config["settings"]) for record in records]
+    names = [record.name for record in records]
+    recipe = RECIPES.get(records[0].config["recipe"])
+    if len(records) == 1 and recipe is not None:
+        return ["this run", "the recipe's own"], _rows([*runs, vars(recipe)])
+    recipes = [{"recipe": record.config["recipe"]} for record in records]
+    return names, _rows([a | b for a, b in zip(recipes, runs, strict=True)])
 
 
 def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if k not in ("recipe", "settings")}
+    return {name: value for name, value in config.items() if name not in ("recipe", "settings")}
 
 
-def _svg(metrics: list[dict[str, Any]], names: tuple[str, ...], references: Mapping[str, float], unit: str) -> str:
-    """The named metrics against the step, as an SVG element."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.2 if len(names) > 1 else 1.9), layout="constrained")
-    axes = figure.subplots()
-    for name, colour in zip(names, (_TRAIN, _VALIDATION), strict=False):
-        points = [(m["step"], m[name]) for m in metrics if m.get(name) is not None]
-        marker = "o" if name.startswith("eval_") else None
-        axes.plot(*zip(*points, strict=True), label=_LABELS.get(name, name), color=colour, marker=marker, markersize=3)
-    for name, value in references.items():
-        axes.axhline(value, color="#888", linestyle="--", linewidth=1, label=f"{name} {value:.3f}")
-    axes.set_ylabel(unit or _LABELS.get(names[0], names[0]))
-    axes.set_xlabel("step")
-    axes.grid(color=_GRID, linewidth=0.5)
-    for spine in axes.spines.values():
-        spine.set_color("#888")
-    axes.tick_params(colors="#888")
-    axes.xaxis.label.set_color("#888")
-    axes.yaxis.label.set_color("#888")
-    if len(names) > 1:
-        axes.legend(frameon=False, labelcolor="#888")
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    svg = out.getvalue()
-    return svg[svg.index("<svg") :]
+def _flat(of: Mapping[str, Any]) -> dict[str, Any]:
+    """The mappings in a mapping opened."""
+    flat: dict[str, Any] = {}
+    for name, value in of.items():
+        flat |= value if isinstance(value, Mapping) else {name: value}
+    return flat
 
 
-_LABELS = {
-    "tokens_per_s": "tokens/s",
-    "examples_per_s": "examples/s",
-    "loss": "training loss",
-    "eval_loss": "validation loss",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-}
+def _rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [Row(name.replace("_", " "), [_said(column, name) for column in columns]) for name in names]
+
+
+def _said(of: Mapping[str, Any], name: str) -> str:
+    value = of.get(name)
+    if name not in of or value is None:
+        return "—"
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, list):
+        return (" " if name == "command" else ", ").join(map(str, value))
+    return json.dumps(value)

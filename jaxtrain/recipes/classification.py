@@ -1,6 +1,7 @@
 """Image classifiers."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtrain.recipes.recipe import Recipe
 
@@ -41,3 +42,5 @@ class ResNetRecipe(ImageRecipe):
     """Layers, of two convolutions each, in each of the two stages."""
     width: int = 32
     """Channels of the first stage; the second has twice as many."""
+    batch_norm: Literal["sync", "device"] = "sync"
+    """Statistics of all rows of a micro-batch, or on a mesh of each device's own, as PyTorch's DDP has them."""

@@ -21,6 +21,8 @@ class Recipe:
     """Micro-batches the batch is cut into, one after the other in memory."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
     """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
+    mesh: str | None = None
+    """Devices to train on, as in "data=2,fsdp=4,tensor=1"; None: one, or where there are several processes all."""
     remat: str = "none"
     """What blocks compute again: none; full; all but dots, dots_no_batch, names:A,B or offload:A,B."""
     unroll: bool = False
@@ -45,6 +47,8 @@ class Recipe:
     """Updates between two lines of metrics.jsonl."""
     eval_every: int = 50
     """Updates between two evaluations."""
+    histograms: bool = False
+    """Show TensorBoard at each evaluation how the parameters are distributed."""
     save_every: int = 100
     """Updates between two checkpoints."""
     keep_last: int = 3

@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
 from jaxtrain.data.loader import Batch, Loader
+from jaxtrain.distributed import processes
+from jaxtrain.profile import INPUT
 
 
 class Batches:
@@ -40,12 +46,21 @@ class Batches:
     def __next__(self) -> Batch:
         begin = self._since = time.perf_counter()
         try:
-            batch = next(self._loader)
+            with jax.profiler.TraceAnnotation(INPUT):
+                batch = next(self._loader)
         finally:
             self._since = None
         self.waited = time.perf_counter() - begin
         self.next_batch += 1
         return batch
+
+    def whole(self, batch: Batch) -> Batch:
+        """The batch that one handed out is part of, of several processes each of which gives its own."""
+        if processes.count() == 1:
+            return batch
+        rows, given = process_allgather((self._loader.rows, batch), tiled=True)
+        _, first = np.unique(rows, return_index=True)  # of those that several hold, one
+        return {name: x[first] for name, x in given.items()}
 
     def state(self) -> dict[str, Any]:
         """The loader's position."""

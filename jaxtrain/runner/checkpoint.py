@@ -2,6 +2,8 @@
 
 A step's folder is written under the name `STEP.partial`: the state by orbax, `run.json`, last the manifest. Renaming it
 to `STEP` is the commit. All but the copy off the device is done in a thread of its own.
+
+Of several processes each writes and reads what its devices hold, in one folder; all else the first one does.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +25,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner.manifest import Damaged, sync, verify, write_manifest
@@ -87,7 +91,8 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.wait()
+            if kind is None or processes.count() == 1:
+                self.wait()
         finally:
             self._thread.shutdown()
             # What has failed is raised already; orbax's closing raises what else has.
@@ -108,12 +113,13 @@ class Checkpoints:
         """
         self.wait()
         step = int(state.step)
-        if step in steps(self._path):
+        if processes.once(lambda: self._is_saved(step)):
+            return
+        if _in_host_memory(state):
+            self._commit = step, self._thread.submit(self._write, step, _copied(state), dict(data), eval_loss)
             return
         try:
-            for remains in self._path.glob(f"*{_PARTIAL}"):
-                shutil.rmtree(remains, ignore_errors=True)
-            self._orbax.save(self._partial(step) / _STATE, args=ocp.args.PyTreeSave(state))
+            self._begin(step, state)
         except Exception as error:
             raise self._failed(step, error) from error
         self._commit = step, self._thread.submit(self._finish, step, dict(data), eval_loss)
@@ -128,10 +134,22 @@ class Checkpoints:
         if self._commit is None:
             return
         (step, commit), self._commit = self._commit, None
-        try:
-            commit.result()
-        except Exception as error:
-            raise self._failed(step, error) from error
+
+        def committed() -> None:
+            try:
+                commit.result()
+            except Exception as error:
+                raise self._failed(step, error) from error
+
+        if not processes.is_first():
+            committed()
+        processes.once(committed)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether it is; what an interrupted save has left is removed."""
+        for remains in self._path.glob(f"*{_PARTIAL}"):
+            shutil.rmtree(remains, ignore_errors=True)
+        return step in steps(self._path)
 
     def restore(
         self, like: TrainState, set_aside: Callable[[str], None] | None = None, *, before: int | None = None
@@ -143,7 +161,7 @@ class Checkpoints:
         A damaged one is an error; with `set_aside` it is moved to `damaged/`, `set_aside` is told, and the one before
         it taken. Raises `UserError` where none is left, and where it is not of such a state.
         """
-        folder = self._verified(set_aside, before)
+        folder = Path(processes.once(lambda: str(self._verified(set_aside, before))))
         return self._read(folder, like), json.loads((folder / _RUN).read_text())["data"]
 
     def restore_params(self, like: Any) -> Any:
@@ -168,9 +186,18 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         return self._path / f"{step}{_PARTIAL}"
 
+    def _write(self, step: int, state: TrainState, data: dict[str, Any], eval_loss: float | None) -> None:
+        self._begin(step, state)
+        self._finish(step, data, eval_loss)
+
+    def _begin(self, step: int, state: TrainState) -> None:
+        self._orbax.save(self._partial(step) / _STATE, args=ocp.args.PyTreeSave(state))
+
     def _finish(self, step: int, data: dict[str, Any], eval_loss: float | None) -> None:
         """Commit a save, then evict: never the other way round, so that a kill finds a whole one at any moment."""
         self._orbax.wait_until_finished()
+        if not processes.is_first():
+            return
         partial = self._partial(step)
         finite = eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None
         (partial / _RUN).write_text(json.dumps({"data": data, "eval_loss": finite}))
@@ -240,10 +267,23 @@ def restore_params(path: Path, like: Any) -> Any:
 def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
     """The state in the newest checkpoint under `path`, of a run of `recipe`. Raises `UserError` where there is none."""
     step = training_step(recipe, task.loss_fn)
-    like: Any = jax.eval_shape(lambda: step.init(task.params, model_state=task.model_state, seed=recipe.seed))
+    like: Any = jax.eval_shape(
+        partial(step.init, lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+    )
     with Checkpoints(path) as checkpoints:
         state, _ = checkpoints.restore(like)
     return state
+
+
+def _in_host_memory(state: TrainState) -> bool:
+    """Whether this process holds all of it, where orbax would read it in place: the next steps could not reuse it."""
+    devices = state.step.devices()
+    return processes.count() == 1 and all(device.platform == "cpu" for device in devices)
+
+
+@jax.jit
+def _copied(state: TrainState) -> TrainState:
+    return jax.tree.map(jax.numpy.copy, state)
 
 
 def _abstract(tree: Any) -> Any:

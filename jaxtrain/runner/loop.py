@@ -2,19 +2,28 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrain.data.loader import Loader
+from jaxtrain.distributed import constrained, local_rows, placed_whole, processes, run_mesh, shard
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.evaluation import evaluation_batches, means
+from jaxtrain.flops import flops
 from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
 from jaxtrain.nonfinite import leaf_name
-from jaxtrain.observe import Console, MetricsLog, peak_memory_bytes
+from jaxtrain.objective import checked
+from jaxtrain.observe import Console, peak_memory_bytes
+from jaxtrain.observe.gauges import Gauges
+from jaxtrain.observe.histograms import histograms
+from jaxtrain.observe.metrics import MetricsLog, NoMetricsLog, metrics_log
 from jaxtrain.optim import used_learning_rate, used_learning_rates
+from jaxtrain.profile import LoopTrace, lines_of_now
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import preflight
 from jaxtrain.runner.batches import Batches
@@ -26,6 +35,7 @@ from jaxtrain.runner.run_folder import RunFolder, RunLock
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.step import TrainState, TrainStep, eval_step
 from jaxtrain.tasks import Task, build
+from jaxtrain.tasks.task import check_memory
 
 # A sound fp16 run finds its scale in the thousands or above; below this, small gradients round to 0.
 LOW_SCALE = 1024
@@ -55,9 +65,12 @@ class Training:
     loader: Loader
     step: TrainStep
     evaluate: Evaluation
+    trace: LoopTrace | None = None
 
 
-def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: Resume, console: Console) -> Outcome:
+def fit(
+    name: str, recipe: Recipe, run: RunFolder, *, resume: Resume, console: Console, trace: LoopTrace | None = None
+) -> Outcome:
     """Train `recipe` in the folder `run`, from its start or from its newest checkpoint.
 
     `resume`: False for a new run, True for one that has a checkpoint, "auto" for whichever it is. Nothing is written
@@ -68,34 +81,37 @@ def fit(name: str, recipe: Recipe, run: RunFolder, *, resume: Resume, console: C
     preflight.check_settings(recipe)
     keep = Keep(recipe.keep_last, recipe.keep_best, recipe.keep_every)
     with RunLock(run.path) as lock, told_out_of_memory(name, recipe, run):
-        resuming = _resuming(run, lock, resume)
+        resuming = processes.once(lambda: _resuming(run, lock, resume))
         with console.phase("reading the data, initialising the model"):
             training, state = build_training(recipe)
         task = training.task
         batch = _peek(training.loader)
         preflight.check_labels_in_batch(task, batch)
-        console.facts(preflight.describe(task, state.params, batch, recipe))
+        console.facts(preflight.describe(task, state, batch, recipe))
         position = Position(
             Batches(training.loader, str(recipe.data or name), recipe.stall_seconds, console.message),
             Interval(recipe, task),
             Guard(recipe, state.params),
+            _gauges(training, state, batch),
         )
         first = None
         if not resuming:
             first = _first_evaluation(training, state, console)
-            _create(run, lock)
-            run.write_config(name, recipe)
-        with Checkpoints(run.checkpoints, keep) as checkpoints, position.batches:
+            processes.once(lambda: _create(run, lock))
+            processes.once(lambda: run.write_config(name, recipe))
+        with Checkpoints(run.checkpoints, keep) as checkpoints, position.batches, closing(position.gauges):
             if resuming:
                 state, saved = checkpoints.restore(state, set_aside=console.message)
                 position.restore(saved, state)
-                run.write_config(name, recipe)
+                processes.once(lambda: run.write_config(name, recipe))
                 console.message(f"resuming {run.path} at step {int(state.step)}")
             if int(state.step) >= recipe.steps:
                 console.message(f"step {int(state.step)} of {recipe.steps} is done: --resume --steps N trains on")
                 return Outcome(int(state.step), 0, task.references, _sample(task, state, recipe))
-            with console.phase("compiling the training step"):
-                training.step.jitted.lower(state, batch).compile()
+            with console.phase("compiling the training step"), lines_of_now() if trace else nullcontext():
+                program = training.step.compile(state, batch)
+            if trace:
+                training, trace.hlo = replace(training, trace=trace), program.as_text()
             state, exit_status = _train_through(training, state, position, checkpoints, run, first, console)
     sample = None if exit_status else _sample(task, state, recipe)
     return Outcome(int(state.step), exit_status, task.references, sample)
@@ -116,11 +132,31 @@ def _resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
 
 def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
     """The parts of a run of `recipe`, and its first state."""
-    task = build(recipe)
+    mesh, task = run_mesh(recipe.mesh), build(recipe)
     step = training_step(recipe, task.loss_fn)
-    state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
-    loader = Loader(task.train, recipe.batch_size, recipe.seed)
-    return Training(recipe, task, loader, step, _evaluation(task, recipe)), state
+    rows = None
+    if mesh is None:
+        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
+    else:
+        check_memory(task.init, mesh.size // mesh.shape["data"])
+        step = shard(step, mesh, task.sharding)
+        # Made where they are to be, never whole on one device.
+        state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+        rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
+    loader = Loader(task.train, recipe.batch_size, recipe.seed, rows=rows)
+    return Training(recipe, task, loader, step, _evaluation(task, recipe, mesh)), state
+
+
+def _gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
+    """Of the run's own devices; what a step computes is counted on the rows of all processes."""
+    shapes = jax.eval_shape(lambda *args: args, state.params, batch, state.rng, state.model_state)
+
+    def model_flops() -> int:
+        # A backward pass takes two products for each of the forward pass's.
+        return 3 * flops(checked(training.task.loss_fn), *shapes) * jax.process_count()
+
+    devices = jax.tree.leaves(state.params)[0].sharding.device_set
+    return Gauges(model_flops, len(devices), training.recipe.precision)
 
 
 def _first_evaluation(training: Training, state: TrainState, console: Console) -> dict[str, float]:
@@ -153,7 +189,7 @@ def _train_through(
     """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     while True:
-        with MetricsLog(run.metrics, run.tensorboard, from_step=0 if first else int(state.step) + 1) as log:
+        with metrics_log(run.metrics, run.tensorboard, from_step=0 if first else int(state.step) + 1) as log:
             if first:
                 log.write({"step": 0, **_prefixed(first)})
                 checkpoints.save(state, position.state(), first["loss"])
@@ -163,13 +199,13 @@ def _train_through(
                 spoiled = error.with_traceback(None)  # whose frames hold on to a state
         checkpoints.wait()
         if not (isinstance(spoiled, Spike) and training.recipe.on_spike == "rollback"):
-            raise _spoiled(spoiled, run, position.guard)
+            raise _spoiled(spoiled, run, position)
         # A stop saves out of turn: an undisturbed run would not have that checkpoint to go back to.
-        saved_at = steps(run.checkpoints)
+        saved_at = processes.once(lambda: steps(run.checkpoints))
         in_turn = [step for step in saved_at if step % training.recipe.save_every == 0] or saved_at
         state, saved = checkpoints.restore(like, console.message, before=max(in_turn) + 1)
         if not position.roll_back(saved, state, spoiled):
-            raise _spoiled(spoiled, run, position.guard)
+            raise _spoiled(spoiled, run, position)
         console.message(
             f"step {spoiled.taken.step}: {spoiled.what}: back to step {int(state.step)}, past "
             f"{spoiled.taken.next_batch - saved['next_batch']} batches"
@@ -177,14 +213,17 @@ def _train_through(
         first = None
 
 
-def _spoiled(spoiled: Spoiled, run: RunFolder, guard: Guard) -> RunFailed:
-    step, newest = spoiled.taken.step, max(steps(run.checkpoints))
-    try:
-        write_batch(run.replay, spoiled.taken, guard.event)
-    except OSError as error:
-        lost = f" (its batch could not be saved: {error.strerror})"
-    else:
-        lost = ""
+def _spoiled(spoiled: Spoiled, run: RunFolder, position: "Position") -> RunFailed:
+    taken = replace(spoiled.taken, batch=position.batches.whole(spoiled.taken.batch))
+
+    def kept() -> str:
+        try:
+            write_batch(run.replay, taken, position.guard.event)
+        except OSError as error:
+            return f" (its batch could not be saved: {error.strerror})"
+        return ""
+
+    lost, newest, step = *processes.once(lambda: (kept(), max(steps(run.checkpoints)))), taken.step
     return RunFailed(
         f"step {step}: {spoiled.what}: stopped{lost}, the checkpoint of step {newest} is sound; jaxtrain replay "
         f"{run.path} {step} says where it arose; then start again, with a lower --lr or another --precision, say"
@@ -196,7 +235,7 @@ def _train(
     state: TrainState,
     position: "Position",
     checkpoints: Checkpoints,
-    log: MetricsLog,
+    log: MetricsLog | NoMetricsLog,
     console: Console,
 ) -> tuple[TrainState, int]:
     """Take the steps that are left: the last state, its checkpoint committed, and the exit status.
@@ -209,6 +248,8 @@ def _train(
     with StopSignals() as stop, console.progress(int(state.step), recipe.steps, task.unit) as progress:
         interval.restart_clock()
         for i in range(int(state.step) + 1, recipe.steps + 1):
+            if training.trace:
+                training.trace.before(i, state)
             batch = next(batches)
             state, metrics = training.step(state, batch)
             interval.add(metrics)
@@ -220,8 +261,11 @@ def _train(
             if i % recipe.log_every == 0 or i % recipe.eval_every == 0 or last or guard.event:
                 guard.settle()
                 line = {"step": i, **interval.close(), **_rates(state), **guard.take_event()}
+                line |= position.gauges.read(line["step_time_s"])
             if i % recipe.eval_every == 0 or i == recipe.steps:
                 line |= _prefixed(training.evaluate(state))
+                if recipe.histograms:
+                    log.histograms(i, histograms(state.params))
                 interval.restart_clock()
             if line:
                 log.write(line)
@@ -229,7 +273,9 @@ def _train(
             if line and to_warn and interval.highest_scale < LOW_SCALE:
                 console.message(_low_scale(i, interval.highest_scale))
                 to_warn = False
-            stopping = last or interval.stuck or stop.received is not None
+            if line and (warning := position.gauges.warning(line)):
+                console.message(warning)
+            stopping = stop.wanted(i) or last or interval.stuck
             if i % recipe.save_every == 0 or stopping:
                 guard.check(state)
                 # A stop leaves no line of its own: the resumed run logs what an uninterrupted one would have.
@@ -240,16 +286,22 @@ def _train(
             if stopping:
                 break
         checkpoints.wait()
+        if training.trace:
+            training.trace.close(state)
     return state, stop.exit_status
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands besides its state: in the data, in the next line, and in what losses are judged against."""
+    """Where a run stands besides its state: in the data, in the next line, and in what losses are judged against.
+
+    And `gauges`, which hold nothing that a checkpoint would keep.
+    """
 
     batches: Batches
     interval: "Interval"
     guard: Guard
+    gauges: Gauges
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it, as JSON: waits for the last step."""
@@ -382,12 +434,15 @@ def _peek(loader: Loader) -> dict[str, np.ndarray]:
     return batch
 
 
-def _evaluation(task: Task, recipe: Recipe) -> Evaluation:
+def _evaluation(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluation:
     """A function from a state to the means of loss and metrics over the task's validation rows."""
-    evaluate = eval_step(task.loss_fn, precision=recipe.precision)
+    loss_fn = task.loss_fn if mesh is None else constrained(task.loss_fn, mesh, task.sharding)
+    evaluate = eval_step(loss_fn, precision=recipe.precision)
 
     def evaluation(state: TrainState) -> dict[str, float]:
-        batches = evaluation_batches(task.validation, task, recipe)
+        batches: Any = evaluation_batches(task.validation, task, recipe)
+        if mesh is not None:
+            batches = (placed_whole(batch, mesh) for batch in batches)
         return means([jax.device_get(evaluate(state, batch)) for batch in batches])
 
     return evaluation

@@ -1,10 +1,15 @@
-"""What a run that does not fit is told: what was refused, and the settings to try."""
+"""What a run that does not fit is told: what was refused, the settings to try, and the command that finds the best.
+
+Half a micro-batch can be tried at once; which settings fit takes minutes of compiling to say, and memory that there is
+none of, so that it is left to a process of its own, `jaxtrain plan`.
+"""
 
 import contextlib
 from collections.abc import Iterator
 
 from jaxtrain.errors import RunFailed, UserError, is_out_of_memory
 from jaxtrain.recipes import Recipe
+from jaxtrain.recipes.command import command
 from jaxtrain.runner.run_folder import RunFolder
 
 
@@ -27,6 +32,8 @@ def told_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[No
             line = f"what is saved is whole; try jaxtrain train {name} --from {run.config} --out {out} {flags}"
         else:
             line = f"nothing is written; try the same with {flags}"
+        if flags is not None:
+            line += f"; {command('plan', name, recipe)} says what fits"
         raise RunFailed(f"out of memory ({said}): {line}") from error
 
 

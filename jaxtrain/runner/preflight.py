@@ -12,12 +12,14 @@ import numpy as np
 import optax
 
 from jaxtrain.batch_size import EffectiveBatch
+from jaxtrain.distributed.mesh import resolved, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.fields import mistyped, shown
 from jaxtrain.optim.expression import OPTIMIZERS, Call, built
 from jaxtrain.recipes import Recipe
 from jaxtrain.remat import remat
 from jaxtrain.runner.optimizer import expression, loss_scale, schedule, schedule_call
+from jaxtrain.step import TrainState
 from jaxtrain.tasks import Task
 
 _FROM_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best"}
@@ -50,6 +52,11 @@ def check_settings(recipe: Recipe) -> None:
         raise UserError(
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"make it a multiple of {recipe.accumulate}"
+        )
+    if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (n := ways(sizes(recipe.mesh))):
+        raise UserError(
+            f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate} × the {n} devices of "
+            f"mesh {recipe.mesh!r} that rows are divided over: make it a multiple of {n * recipe.accumulate}"
         )
     for name, what in {"beta2": "share", "dropout": "rate"}.items():
         if not 0 <= (value := getattr(recipe, name, 0)) < 1:
@@ -140,18 +147,27 @@ def _naming(setting: str, written: str | None) -> Iterator[None]:
         raise UserError(f"{setting} {shown(written)} makes none ({why}): mend it") from error
 
 
-def describe(task: Task, params: Any, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
-    """What a person would look at first: data, shapes, dtypes, label range, parameter count, effective batch."""
-    leaves = jax.tree.leaves(params)
+def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
+    """What a person would look at first: data, shapes, dtypes, label range, parameter count, mesh, effective batch."""
+    leaves = jax.tree.leaves(state.params)
     count = sum(x.size for x in leaves)
     size = sum(x.size * x.dtype.itemsize for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
-    arrays = {name: f"{x.dtype} {list(x.shape)}, {x.min():g} to {x.max():g}" for name, x in batch.items()}
-    effective = EffectiveBatch(recipe.batch_size // recipe.accumulate, recipe.accumulate)
+    # Of several processes this one has some of the rows.
+    shapes = {name: [recipe.batch_size, *x.shape[1:]] for name, x in batch.items()}
+    arrays = {name: f"{x.dtype} {shapes[name]}, {x.min():g} to {x.max():g}" for name, x in batch.items()}
+    mesh = resolved(recipe.mesh)
+    effective = EffectiveBatch(recipe.batch_size // recipe.accumulate // ways(mesh), recipe.accumulate, ways(mesh))
+    shared = {}
+    if math.prod(mesh.values()) > 1:
+        kept = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
+        shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
+        shared = {"mesh": f"{shape}; of parameters and optimizer state {kept / 2**20:.1f} MiB a device"}
     return {
         **task.facts,
         **arrays,
         "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB",
+        **shared,
         "effective batch": str(effective).removeprefix("effective batch "),
     }
 

@@ -14,7 +14,7 @@ __all__ = ["Task", "build"]
 
 
 def build(recipe: Recipe) -> Task:
-    """The task of `recipe`, its data read and its parameters initialised. Raises `UserError` for bad settings."""
+    """The task of `recipe`, its data read. Raises `UserError` for bad settings."""
     if isinstance(recipe, LanguageRecipe):
         from jaxtrain.tasks.language import language_task
 

@@ -9,13 +9,15 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folder, npz
+from jaxtrain.distributed.mesh import resolved, ways
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet
+from jaxtrain.models.batch_norm import in_groups
 from jaxtrain.models.resnet import ResNet, ResNetConfig
 from jaxtrain.objective import Loss, LossFn
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
-from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
+from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 Images = Arrays | ImageFolder
 Predict = Callable[[Any, Any, Any], Predicted]  # (params, batch, model_state)
@@ -29,14 +31,13 @@ def classification_task(recipe: ImageRecipe) -> Task:
     shape = train[0]["image"].shape
 
     if isinstance(recipe, ResNetRecipe):
-        params, model_state, loss_fn, predict = _with_state(partial(_resnet, recipe, shape))
+        init, loss_fn, predict = _with_state(partial(_resnet, recipe, shape))
     else:
-        params, model_state, loss_fn, predict = _stateless(partial(_model, recipe, shape))
+        init, loss_fn, predict = _stateless(partial(_model, recipe, shape))
     frequencies = np.bincount(validation.labels, minlength=recipe.classes) / len(validation)
     present = frequencies[frequencies > 0]
     return Task(
-        params=params,
-        model_state=model_state,
+        init=init,
         loss_fn=loss_fn,
         predict=predict,
         class_names=validation.classes
@@ -54,6 +55,7 @@ def classification_task(recipe: ImageRecipe) -> Task:
             "labels": f"{train.labels.min()} to {train.labels.max()}, of {recipe.classes} classes",
         },
         references={"class entropy": float(present @ np.log(1 / present))},
+        sharding=_sharding(recipe),
         names=_names(recipe, shape),
         buffers=resnet.torch_buffers(_resnet_config(recipe, shape)) if isinstance(recipe, ResNetRecipe) else None,
     )
@@ -73,7 +75,13 @@ def _model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
 def _resnet(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
     if len(shape) != 3:
         raise UserError(f"images of shape {list(shape)} have no height, width and channels: use digits-mlp")
-    return ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))
+    model = ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))
+    return in_groups(model, _groups(recipe))
+
+
+def _groups(recipe: ResNetRecipe) -> int:
+    """One for each device that has rows of its own, where each is to have statistics of its own."""
+    return ways(resolved(recipe.mesh)) if recipe.batch_norm == "device" else 1
 
 
 def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig:
@@ -90,9 +98,8 @@ def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig
     )
 
 
-def _stateless(model: Callable[[], nnx.Module]) -> tuple[Any, None, LossFn, Predict]:
+def _stateless(model: Callable[[], nnx.Module]) -> tuple[Callable[[], Any], LossFn, Predict]:
     apply, _ = functional(nnx.eval_shape(model))
-    params = initialised(lambda: functional(model())[1])
 
     def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
         del model_state
@@ -103,13 +110,12 @@ def _stateless(model: Callable[[], nnx.Module]) -> tuple[Any, None, LossFn, Pred
         predicted = predict(params, batch, None)
         return predicted.loss(), {"accuracy": predicted.accuracy()}
 
-    return params, None, loss_fn, predict
+    return lambda: (functional(model())[1], None), loss_fn, predict
 
 
-def _with_state(model: Callable[[], nnx.Module]) -> tuple[Any, Any, LossFn, Predict]:
+def _with_state(model: Callable[[], nnx.Module]) -> tuple[Callable[[], Any], LossFn, Predict]:
     """Of a model with BatchNorm, which in training takes the batch's own statistics."""
     apply, *_ = functional_with_state(nnx.eval_shape(model))
-    params, model_state = initialised(lambda: functional_with_state(model())[1:])
 
     def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
         return _predicted(apply(params, model_state, batch["image"], False)[0], batch)
@@ -119,7 +125,7 @@ def _with_state(model: Callable[[], nnx.Module]) -> tuple[Any, Any, LossFn, Pred
         predicted = _predicted(logits, batch)
         return predicted.loss(), {"accuracy": predicted.accuracy()}, model_state
 
-    return params, model_state, loss_fn, predict
+    return lambda: functional_with_state(model())[1:], loss_fn, predict
 
 
 def _predicted(logits: Any, batch: Any) -> Predicted:
@@ -132,6 +138,12 @@ def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable:
     if isinstance(recipe, CNNRecipe):
         return cnn.torch_names((shape[0], shape[1], shape[2]), recipe.width)
     return mlp.torch_names(2)
+
+
+def _sharding(recipe: ImageRecipe) -> Any:
+    if isinstance(recipe, ResNetRecipe):
+        return resnet.SHARDING
+    return cnn.SHARDING if isinstance(recipe, CNNRecipe) else mlp.SHARDING
 
 
 def _images(path: Path | None) -> tuple[Images, Images]:

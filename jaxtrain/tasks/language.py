@@ -32,7 +32,7 @@ from jaxtrain.models import GPT2, GPT2Config, functional, gpt2, llama
 from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.objective import Loss
 from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
-from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
+from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 BYTES = 256
 PROMPT = "def "
@@ -66,7 +66,7 @@ def language_task(recipe: LanguageRecipe) -> Task:
         return printable(texts.decode([*prompt, *written]))
 
     return Task(
-        params=initialised(init),
+        init=lambda: (init(), None),
         loss_fn=loss_fn,
         predict=lambda params, batch, _: predict(params, batch, None),
         texts=texts,
@@ -83,6 +83,7 @@ def language_task(recipe: LanguageRecipe) -> Task:
         },
         references={"unigram entropy": entropy},
         sample=sample,
+        sharding=gpt2.SHARDING if isinstance(recipe, GPTRecipe) else llama.SHARDING,
         names=names,
     )
 

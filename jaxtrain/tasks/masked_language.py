@@ -28,10 +28,10 @@ from jaxtrain.data import (
 )
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
-from jaxtrain.models.bert import Bert, BertConfig, torch_names
+from jaxtrain.models.bert import SHARDING, Bert, BertConfig, torch_names
 from jaxtrain.objective import Loss
 from jaxtrain.recipes.masked_language import EncoderRecipe, MaskedLanguageRecipe
-from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
+from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 HIDDEN, RANDOM = 0.8, 0.1
 """Of the tokens to predict, the shares that the model sees hidden and replaced; the others it sees as they are."""
@@ -75,7 +75,7 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
 
     targets = np.concatenate([validation[i]["tokens"] for i in range(len(validation))])
     return Task(
-        params=initialised(init),
+        init=lambda: (init(), None),
         loss_fn=loss_fn,
         predict=lambda params, batch, _: predict(params, batch, None),
         texts=texts,
@@ -92,6 +92,7 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
         },
         references={"unigram entropy": unigram_entropy(targets[targets != pad])},
         sample=sample,
+        sharding=SHARDING,
         names=torch_names(config),
     )
 

@@ -24,10 +24,10 @@ from jaxtrain.data import (
 from jaxtrain.data.dates import dates
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional, generate
-from jaxtrain.models.t5 import T5, T5Config, shift_right, torch_names
+from jaxtrain.models.t5 import SHARDING, T5, T5Config, shift_right, torch_names
 from jaxtrain.objective import Loss
 from jaxtrain.recipes.seq2seq import T5Recipe
-from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
+from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 SHOWN = 5  # pairs of a sample
 
@@ -63,7 +63,7 @@ def seq2seq_task(recipe: T5Recipe) -> Task:
 
     targets = np.concatenate([validation[i]["target"] for i in range(len(validation))])
     return Task(
-        params=initialised(init),
+        init=lambda: (init(), None),
         loss_fn=loss_fn,
         predict=lambda params, batch, _: predict(params, batch, None),
         texts=texts,
@@ -80,6 +80,7 @@ def seq2seq_task(recipe: T5Recipe) -> Task:
         },
         references={"unigram entropy": unigram_entropy(targets[targets != texts.special("pad")])},
         sample=sample,
+        sharding=SHARDING,
         names=torch_names(config),
     )
 

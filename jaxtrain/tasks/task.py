@@ -1,19 +1,21 @@
 """The parts of a training run that depend on what is learned."""
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxtrain.data import Example, Source, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
+from jaxtrain.memory import device_memory
 from jaxtrain.objective import Loss, LossFn
 
 
@@ -40,9 +42,11 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """First parameters and the loss; sources of examples; how to count and judge them."""
+    """What makes the first parameters, and the loss; sources of examples; how to count and judge them."""
 
-    params: Any
+    init: Callable[[], tuple[Any, Any]]
+    """The first parameters, and BatchNorm's first running statistics: None where there are none; the loss is else given
+    and returns them."""
     loss_fn: LossFn
     predict: Callable[[Any, Any, Any], Predicted]
     """`predict(params, batch, model_state)`: what the loss is of, in evaluation."""
@@ -61,8 +65,8 @@ class Task:
     """Of targets that are classes."""
     given: Callable[[Example], str] | None = None
     """The text that an example gives the model, where it is not the one to predict."""
-    model_state: Any = None
-    """BatchNorm's first running statistics, where there are any; the loss is then given and returns them."""
+    sharding: Mapping[str, PartitionSpec] | None = None
+    """By path, the axes of a mesh that divide each parameter's; None for `jaxtrain.distributed`'s own choice."""
     bounds: Mapping[str, int] = field(default_factory=dict)
     """Of integers in a batch that are no classes, by name, how many values they may have: from 0 up."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -76,24 +80,34 @@ class Task:
     buffers: NameTable | None = None
     """PyTorch's names for `model_state`."""
 
+    @property
+    def params(self) -> Any:
+        """The first parameters, made on one device when they are first asked for."""
+        return self._first[0]
 
-def initialised(init: Callable[[], Any]) -> Any:
-    """`init()`, once its arrays are known to fit. Raises `UserError` where the device cannot hold them."""
+    @property
+    def model_state(self) -> Any:
+        """The first running statistics."""
+        return self._first[1]
+
+    @cached_property
+    def _first(self) -> tuple[Any, Any]:
+        check_memory(self.init)
+        with jax.ensure_compile_time_eval():  # to be kept, also where a trace asks first
+            return self.init()
+
+
+def check_memory(init: Callable[[], Any], devices: int = 1) -> None:
+    """Raises `UserError` where so many devices cannot hold what `init` makes, divided over them."""
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
-    memory = _memory()
+    # Those of a CPU share the machine's.
+    memory = device_memory() * (1 if jax.default_backend() == "cpu" else devices)
     # With as much again of gradients; an optimizer's moments are to come.
     if 2 * needed > memory:
         raise UserError(
             f"the parameters take {needed / 2**30:,.1f} GiB, and their gradients as much again, of the "
             f"{memory / 2**30:,.1f} GiB there are: make the model's sizes smaller"
         )
-    return init()
-
-
-def _memory() -> int:
-    """Bytes of the first device; of the machine, where that is its CPU."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def row_weights(batch: Mapping[str, Any], rows: int) -> Any:

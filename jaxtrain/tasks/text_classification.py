@@ -20,11 +20,11 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
 from jaxtrain.errors import UserError
-from jaxtrain.models.bert import torch_names
+from jaxtrain.models.bert import SHARDING, torch_names
 from jaxtrain.objective import Loss
 from jaxtrain.recipes.text_classification import TextClassificationRecipe
 from jaxtrain.tasks.masked_language import bert, bert_config, enclosed
-from jaxtrain.tasks.task import Predicted, Task, initialised, row_weights
+from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 _BASELINE_TEXTS = 100_000  # more make a bag of words no better, and take memory
 
@@ -52,7 +52,7 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
     labels = [validation[i]["label"] for i in range(len(validation))]
     frequencies = np.array([labels.count(c) for c in classes if c in labels]) / len(labels)
     return Task(
-        params=initialised(init),
+        init=lambda: (init(), None),
         loss_fn=loss_fn,
         predict=lambda params, batch, _: predict(params, batch, None),
         class_names=[str(name) for name in classes],
@@ -72,6 +72,7 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
             f"{bag_of_words_accuracy(train, validation):.3f} by naive Bayes over words",
         },
         references={"class entropy": float(frequencies @ np.log(1 / frequencies))},
+        sharding=SHARDING,
         names=torch_names(config),
     )
 

@@ -158,6 +158,55 @@ def test_evaluation_sees_each_example_once_in_batches_of_one_shape(length: int, 
     assert sum(float(b["weight"].sum()) for b in batches) == length
 
 
+@st.composite
+def shares(draw: st.DrawFn, of: int) -> list[list[int]]:
+    """The positions of a batch of `of`, each given to one of some processes or to several of them."""
+    shares: list[list[int]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    for position in range(of):
+        for process in draw(st.sets(st.sampled_from(range(len(shares))), min_size=1)):
+            shares[process].append(position)
+    return [share for share in shares if share]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.integers(64, 100), st.integers(1, 12), SEEDS, st.integers(0, 12))
+def test_the_rows_of_all_processes_are_the_batch_and_any_number_of_them_goes_on(
+    data: st.DataObject, length: int, batch_size: int, seed: int, stop: int
+) -> None:
+    """In whatever way the rows are shared out, before a restart and after it."""
+    whole = labels(Loader(numbered(length), batch_size, seed, num_threads=0), stop + 4)
+    saved = Loader(numbered(length), batch_size, seed).state()
+    for begin, count in ((0, stop), (stop, 4)):
+        positions = []
+        for rows in data.draw(shares(batch_size)):
+            loader = Loader(numbered(length), batch_size, seed, num_threads=0, rows=rows)
+            loader.restore(json.loads(json.dumps(saved)))
+            expected = [[batch[r] for r in rows] for batch in whole[begin : begin + count]]
+            assert labels(loader, count) == expected
+            positions.append(loader.state())
+        assert all(position == positions[0] for position in positions)
+        saved = positions[0]
+
+
+def test_a_process_reads_no_more_than_its_rows() -> None:
+    read: list[int] = []
+
+    class Watched(Arrays):
+        def __getitem__(self, index: int, /) -> Example:
+            read.append(index)
+            return super().__getitem__(index)
+
+    source = Watched(numbered(24).images, numbered(24).labels)
+    loader = Loader(source, 6, seed=0, shuffle=False, num_threads=0, rows=[1, 4])
+    assert labels(loader, 4) == [[1, 4], [7, 10], [13, 16], [19, 22]]
+    assert set(read) == {1, 4, 7, 10, 13, 16, 19, 22}
+    read.clear()
+    batches = list(epoch_batches(source, 10, rows=[0, 3, 7]))
+    assert [b["label"].tolist() for b in batches] == [[0, 3, 7], [10, 13, 17], [20, 23, 23]]
+    assert [b["weight"].tolist() for b in batches] == [[1, 1, 1], [1, 1, 1], [1, 1, 0]]
+    assert read == [0, 3, 7, 10, 13, 17, 20, 23]
+
+
 def test_evaluation_stops_at_its_limit_of_batches() -> None:
     assert [b["label"].tolist() for b in epoch_batches(numbered(9), 2, limit=2)] == [[0, 1], [2, 3]]
 

@@ -55,7 +55,7 @@ def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
         return st.sampled_from(
             ["nowhere", "no/where.npz", "x" * 5000, "\x00", "a/\x00.npz", "😀.parquet", "/dev/null/x"]
         )
-    if field in ("optimizer", "schedule", "loss_scale", "remat"):
+    if field in ("optimizer", "schedule", "loss_scale", "remat", "mesh"):
         return MALFORMED
     return st.nothing()  # a column may have any name; a flag without a value has none that is bad
 

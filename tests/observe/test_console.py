@@ -1,11 +1,15 @@
 """What a user sees."""
 
 import io
+import json
+import re
 
+import pytest
 from rich.console import Console as RichConsole
 
-from jaxtrain.observe import Console
-from jaxtrain.observe.curve import curve
+from jaxtrain.observe import Console, JsonConsole, QuietConsole
+from jaxtrain.observe.curve import curve, sparkline
+from jaxtrain.observe.live import LivePanel
 
 LINE = {
     "step": 2,
@@ -21,29 +25,55 @@ LINE = {
 }
 
 
-def spoken(terminal: bool) -> str:
-    out = io.StringIO()
-    console = Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False))
+def speak(console: Console) -> None:
+    console.headline("a run begins")
+    console.facts({"rows": "7"})
     with console.phase("compiling"):
         pass
     with console.progress(0, 4, "tokens") as progress:
         progress.advance(1, {})
         progress.advance(2, LINE)
+        console.message("warning: it goes on")
+    console.sample("def f():")
+    console.summary([LINE], {"floor": 1.0}, {"run": "runs/a"})
+
+
+def spoken(terminal: bool) -> str:
+    out = io.StringIO()
+    speak(Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False)))
     return out.getvalue()
+
+
+def panel(line: dict, width: int = 100) -> str:
+    rich = RichConsole(file=io.StringIO(), width=width, record=True)
+    live = LivePanel(0, 4, "tokens")
+    live.advance(line["step"], line)
+    rich.print(live)
+    return rich.export_text()
 
 
 def test_plain_output_has_no_control_characters_and_every_number():
     text = spoken(terminal=False)
     assert "\x1b" not in text
-    for number in ("loss 1.500", "lr 1.0e-03", "scale 65536", "skipped 1", "12.3k tokens/s", "1024 MiB", "left"):
+    for number in ("loss 1.500", "lr 1.0e-03", "scale 65536", "skipped 1", "12.3k tokens/s", "1.00 GiB", "left"):
         assert number in text
     assert "compiling …" in text
     assert "validation loss 1.250" in text
 
 
 def test_a_terminal_sees_the_same_numbers_live():
-    text = spoken(terminal=True)
-    for number in ("loss 1.500", "scale 65536", "12.3k tokens/s", "2/4", "validation loss 1.250"):
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", spoken(terminal=True))
+    for number in (
+        "loss 1.5",
+        "scale 65536",
+        "tokens/s 12.3k",
+        "step 2 of 4",
+        "grad norm 0.5",
+        "lr 1.00e-03",
+        "skipped 1",
+        "1.00 GiB",
+        "validation loss 1.250",
+    ):
         assert number in text
 
 
@@ -59,3 +89,51 @@ def test_a_curve_falls_from_the_top_left_to_the_bottom_right():
 def test_a_curve_of_one_point_or_a_constant_is_drawn():
     assert curve([(0, 1.0)], {}, width=20)
     assert curve([(0, 1.0), (5, 1.0)], {}, width=20)
+
+
+def test_a_quiet_console_says_what_is_out_of_the_ordinary_and_not_on_standard_output(capsys):
+    speak(QuietConsole())
+    assert capsys.readouterr() == ("", "warning: it goes on\n")
+
+
+def test_a_json_console_says_everything_as_an_object_a_line(capsys):
+    speak(JsonConsole())
+    out, err = capsys.readouterr()
+    assert err == ""
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [e["event"] for e in events] == ["start", "facts", "phase", "step", "message", "sample", "end"]
+    assert events[1] == {"event": "facts", "rows": "7"}
+    assert events[3] == {"event": "step", "of": 4, **LINE}
+    assert events[-1] == {"event": "end", "step": 2, "best": LINE, "references": {"floor": 1.0}, "run": "runs/a"}
+
+
+def test_json_has_no_nan(capsys):
+    with JsonConsole().progress(0, 4, "tokens") as progress:
+        progress.advance(2, {**LINE, "grad_norm": float("nan"), "loss": float("inf")})
+    event = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert (event["grad_norm"], event["loss"]) == (None, None)
+
+
+def test_a_panel_tells_what_is_known_of_the_device_and_nothing_else():
+    assert not any(word in panel(LINE) for word in ("MFU", "GPU", "waiting"))
+    known = {**LINE, "mfu": 0.41, "gpu_utilisation": 0.623, "input_wait_s": 0.05}
+    for told in ("MFU 41%", "GPU 62%", "waiting for input 50%"):
+        assert told in panel(known)
+    del known["lr"]
+    assert "lr its own" in panel({**known, "loss": float("nan"), "grad_norm": float("inf")})
+
+
+@pytest.mark.parametrize("width", [24, 40, 80, 200])
+def test_a_panel_fits_any_terminal_and_loses_nothing(width):
+    rows = panel({**LINE, "mfu": 0.41, "gpu_utilisation": 0.6}, width).splitlines()
+    assert max(map(len, rows)) <= width
+    told = " ".join(" ".join(row.strip("│╭╮╰╯─ ") for row in rows).split())
+    for fact in ("loss 1.5", "lr 1.00e-03", "scale 65536", "skipped 1", "tokens/s 12.3k", "MFU 41%", "memory 1.00 GiB"):
+        assert fact in told
+
+
+def test_a_sparkline_is_as_wide_as_its_values_at_most():
+    assert sparkline([], 8) == ""
+    assert sparkline([1.0], 8) == "▁"
+    assert sparkline([2.0, 2.0], 8) == "▁▁"
+    assert sparkline([float(i) for i in range(100)], 8) == "▁▂▃▄▅▆▇█"

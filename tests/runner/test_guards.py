@@ -16,6 +16,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console
 from jaxtrain.recipes import RECIPES
+from jaxtrain.recipes.command import command
 from jaxtrain.runner import RunFolder, fit, loop
 from jaxtrain.runner.batches import Batches
 from jaxtrain.runner.checkpoint import restore_params, steps
@@ -369,7 +370,8 @@ def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_p
     _, told = train(run)
     assert told.startswith("out of memory (")
     assert "llocat" in told
-    assert f"try jaxtrain train digits-mlp --from {run}/config.json --out {run}-smaller --accumulate 2" in told
+    assert f"try jaxtrain train digits-mlp --from {run}/config.json --out {run}-smaller --accumulate 2; " in told
+    assert told.endswith(f"; {command('plan', 'digits-mlp', RECIPE)} says what fits")
     assert "\n" not in told
     monkeypatch.setattr(loop.Interval, "add", add)
     assert sorted(steps(run / "checkpoints")) == [0, 5]
@@ -389,5 +391,5 @@ def test_what_takes_less_memory():
 def test_memory_that_runs_out_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_first_evaluation", lambda *_: jnp.zeros(2**48).block_until_ready())
     _, told = train(tmp_path / "run")
-    assert told.endswith("nothing is written; try the same with --accumulate 2")
+    assert f"nothing is written; try the same with --accumulate 2; {command('plan', 'digits-mlp', RECIPE)} " in told
     assert not (tmp_path / "run").exists()

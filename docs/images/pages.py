@@ -1,0 +1,105 @@
+"""Make pictures of the pages, from real runs: `python -m docs.images.pages`; needs chromium and chromium-driver."""
+
+import dataclasses
+import io
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.console import Console as RichConsole
+
+from jaxtrain.cli import main as jaxtrain
+from jaxtrain.observe import Console, QuietConsole, read_record, write_report, write_result
+from jaxtrain.observe.console import ProgressView
+from jaxtrain.observe.live import LivePanel
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner import RunFolder, fit
+from parity.cli import main as parity
+from tests.observe.browser import Browser, browser
+
+HERE = Path(__file__).parent
+SMALL = {"n_layer": 2, "n_embd": 64, "steps": 400}
+RUNS: dict[str, dict[str, Any]] = {
+    "fp16": {"precision": "fp16", "loss_scale": "dynamic_loss_scale(growth_interval=25)"},
+    "fp32": {},
+    "lr-0.03": {"lr": 0.03, "clip_norm": 0.1},
+}
+
+
+class Portrait(Console):
+    """Shows nothing, and keeps the panel as a terminal would show it after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.rich = RichConsole(record=True, width=88, file=io.StringIO(), highlight=False, force_terminal=True)
+        self._at = step
+
+    def message(self, text: str) -> None:
+        """Nothing."""
+
+    def facts(self, rows: Mapping[str, str]) -> None:
+        """Nothing."""
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+    @contextmanager
+    def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:
+        """The panel, looked at after the step."""
+        self._panel = LivePanel(start, total, unit)
+        yield self
+
+    def advance(self, step: int, line: Mapping[str, Any]) -> None:
+        """A step is done."""
+        self._panel.advance(step, line)
+        if step == self._at:
+            self.rich.print(self._panel)
+
+
+def main() -> None:
+    """Train, write the pages, take their pictures."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        portrait = Portrait(step=280)
+        for name, settings in RUNS.items():
+            train("gpt-stdlib", name, portrait if name == "fp16" else QuietConsole(), **SMALL, **settings)
+        svg = portrait.rich.export_svg(title="jaxtrain train")
+        # rich would have the reader's browser fetch a font.
+        (HERE / "live.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
+        train("digits-cnn", "digits", QuietConsole(), steps=150)
+        for command in ("eval digits --worst 12", "report digits", "report fp16 fp32 lr-0.03"):
+            assert jaxtrain(command.split()) == 0
+        assert parity(["run", "mlp", "cnn", "gpt2", "llama", "--html", "parity.html"]) == 0
+        with browser(Path(folder, "profile")) as window:
+            picture(window, Path("fp16/report.html"), "report.png", 1100, 1240)
+            picture(window, Path("comparison.html"), "report-compared.png", 1100, 665, dark=True)
+            picture(window, Path("digits/report.html"), "report-narrow.png", 420, 1168)
+            picture(window, Path("parity.html"), "parity.png", 1100, 440)
+        os.chdir(HERE)
+
+
+def train(name: str, out: str, console: Console, **settings: Any) -> None:
+    """A run of the recipe, with its page."""
+    run = RunFolder(Path(out))
+    outcome = fit(name, dataclasses.replace(RECIPES[name], **settings), run, resume=False, console=console)
+    write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
+    write_report(run.report, [read_record(run)])
+
+
+def picture(window: Browser, page: Path, name: str, width: int, height: int, *, dark: bool = False) -> None:
+    """The upper part of the page, in as many colours as it takes."""
+    window.open(page.absolute().as_uri())
+    window.screenshot(HERE / name, width, dark=dark)
+    assert window.complaints() == []
+    with Image.open(HERE / name) as whole:
+        whole.crop((0, 0, width, min(height, whole.height))).quantize(256).save(HERE / name, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

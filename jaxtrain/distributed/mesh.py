@@ -1,0 +1,98 @@
+"""The mesh: devices in a grid whose axes say what is divided over them.
+
+Over `data` the rows of a batch are divided; over `fsdp` rows too, and with them parameters, gradients and optimizer
+state (ZeRO stage 3, Rajbhandari et al. 2020); over `tensor` the matrices of a layer (Shoeybi et al. 2019).
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh
+
+from jaxtrain.errors import UserError
+from jaxtrain.fields import shown
+
+AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+ROWS = (DATA, FSDP)
+"""The axes over which rows are divided."""
+
+
+def sizes(spec: str) -> dict[str, int]:
+    """The size of every axis, those left out being 1.
+
+    >>> sizes("data=2,fsdp=4")
+    {'data': 2, 'fsdp': 4, 'tensor': 1}
+
+    Raises `UserError` for an axis that is unknown, said twice or of no size.
+    """
+    said: dict[str, int] = {}
+    for part in spec.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if axis not in AXES:
+            raise UserError(
+                f"mesh {shown(spec)} has an axis {shown(axis)}: choose of {', '.join(AXES)}, as in data=2,fsdp=4"
+            )
+        if axis in said:
+            raise UserError(f"mesh {shown(spec)} says {axis} twice: say it once")
+        if not re.fullmatch("[1-9][0-9]{0,8}", size):
+            raise UserError(
+                f"mesh {shown(spec)} gives {axis} the size {shown(size)}: make it a number of devices, 1 or more"
+            )
+        said[axis] = int(size)
+    return {axis: said.get(axis, 1) for axis in AXES}
+
+
+def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that `spec` says, as "data=2,fsdp=4", of `devices`, all there are by default; without, all on `data`.
+
+    Neighbours on the last axes are neighbours in hardware: what they say to each other is the most. Of several CPUs it
+    turns off JAX's persistent compilation cache. Raises `UserError` where the sizes do not multiply to the number of
+    devices.
+
+    >>> dict(make_mesh("data=1", jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1, 'tensor': 1}
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = sizes(f"{DATA}={len(devices)}" if spec is None else spec)
+    product = math.prod(shape.values())
+    if product != len(devices):
+        raise UserError(
+            f"mesh {shown(spec)} is of {product} devices and there are {len(devices)}: make its sizes multiply to that"
+        )
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        _compile_anew()
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())
+
+
+def _compile_anew() -> None:
+    """What XLA's CPU backend has compiled itself keeps collectives in order. A program that it loads from a file begins
+    them in any: devices then wait for each other for ever, one in this, one in that."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # or JAX, which looks once, would not see it
+
+
+def resolved(spec: str | None) -> dict[str, int]:
+    """The sizes of the mesh that a run is on: without a `spec` one device, or in several processes all, on `data`."""
+    if spec is not None:
+        return sizes(spec)
+    return sizes(f"{DATA}={1 if jax.process_count() == 1 else jax.device_count()}")
+
+
+def run_mesh(spec: str | None) -> Mesh | None:
+    """The mesh that a run is on; None where that is one device, and nobody has said so."""
+    return None if spec is None and jax.process_count() == 1 else make_mesh(spec)
+
+
+def ways(shape: Mapping[str, int]) -> int:
+    """Over how many devices the rows of a batch are divided.
+
+    >>> ways(sizes("data=2,fsdp=4,tensor=3"))
+    8
+    """
+    return math.prod(shape.get(axis, 1) for axis in ROWS)

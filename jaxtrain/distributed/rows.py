@@ -1,0 +1,80 @@
+"""A batch on a mesh: its rows divided over the devices, micro-batch by micro-batch.
+
+Micro-batches are what they are on one device, so that a window is [k, B/k, …] on the mesh, its second axis divided:
+every device has its share of every micro-batch, and none moves a row to another.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from jaxtrain.accumulate import split
+from jaxtrain.distributed.mesh import ROWS, ways
+from jaxtrain.errors import UserError
+
+
+def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
+    """Of a window [k, B/k, …]; where k is 1 of a batch [B, …]."""
+    rows = tuple(axis for axis in ROWS if axis in mesh.shape)
+    return NamedSharding(mesh, P(rows) if accumulate == 1 else P(None, rows))
+
+
+def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
+    """A batch [B, …] as the window of its micro-batches, on the mesh.
+
+    Of NumPy arrays every process gives the rows that are its own (`local_rows`), which are all where there is one
+    process; JAX's arrays are global. A scalar is whole on every device. Raises `UserError` for rows that do not divide.
+    """
+    sharding = window_sharding(mesh, accumulate)
+
+    def leaf(x: Any) -> jax.Array:
+        if np.ndim(x) == 0 and accumulate == 1:
+            return jax.device_put(x, NamedSharding(mesh, P()))
+        window = split(x, accumulate)
+        rows = window.shape[len(sharding.spec) - 1]
+        if isinstance(x, jax.Array):
+            _check(rows, mesh)
+            return jax.device_put(window, sharding)
+        _check(rows * jax.process_count(), mesh)
+        return jax.make_array_from_process_local_data(sharding, window)
+
+    return jax.tree.map(leaf, batch)
+
+
+def placed_whole(batch: Any, mesh: Mesh) -> Any:
+    """A batch [B, …], whole in every process, on the mesh; its rows are divided over it where they can be."""
+    rows, whole = window_sharding(mesh, 1), NamedSharding(mesh, P())
+
+    def leaf(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        sharding = rows if x.ndim and x.shape[0] % ways(mesh.shape) == 0 else whole
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(leaf, batch)
+
+
+def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.int64]:
+    """The rows of a batch [B, …] that this process has to give, in the order in which `placed` takes them.
+
+    >>> from jaxtrain.distributed.mesh import make_mesh
+    >>> local_rows(make_mesh("data=1", jax.devices()[:1]), batch_size=8, accumulate=2).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    _check(batch_size // accumulate, mesh)
+    window = split(np.arange(batch_size), accumulate)
+    shards = window_sharding(mesh, accumulate).addressable_devices_indices_map(window.shape).values()
+    columns = {(index[-1].start, index[-1].stop): window[index] for index in shards if index is not None}
+    return np.concatenate([columns[place] for place in sorted(columns, key=lambda p: p[0] or 0)], axis=-1).reshape(-1)
+
+
+def _check(rows: int, mesh: Mesh) -> None:
+    n = ways(mesh.shape)
+    if rows % n:
+        raise UserError(
+            f"a micro-batch of {rows} rows is not divisible by the {n} devices of {' × '.join(ROWS)}: "
+            f"make it a multiple of {n}, or the mesh another"
+        )

@@ -1,0 +1,114 @@
+"""Which axes of a mesh divide which axes of a parameter, and with it all that is kept of it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.distributed.mesh import FSDP
+from jaxtrain.errors import UserError
+from jaxtrain.frozen import path_name
+from jaxtrain.step import TrainState
+
+Rules = Mapping[str, P]
+"""From a regular expression, of a parameter's whole path ("blocks/fc/kernel"), to the mesh axes of each of its axes.
+
+The first that matches holds. The rules of a model stand in its file.
+"""
+
+
+def param_shardings(params: Any, mesh: Mesh, rules: Rules | None) -> Any:
+    """A `NamedSharding` for every leaf of `params`; without rules by `automatic`.
+
+    Raises `UserError` for a parameter that no rule matches, or that has fewer axes than its rule.
+
+    >>> from jaxtrain.distributed.mesh import make_mesh
+    >>> params = {"fc": {"kernel": jax.ShapeDtypeStruct((6, 8), "float32")}}
+    >>> mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    >>> param_shardings(params, mesh, {".*/kernel": P("fsdp", "tensor")})["fc"]["kernel"].spec
+    P('fsdp', 'tensor')
+    """
+
+    def sharding(path: Any, x: Any) -> NamedSharding:
+        spec = automatic(x.shape, mesh) if rules is None else _matched(path_name(path), x.shape, rules)
+        return NamedSharding(mesh, fitted(spec, x.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def automatic(shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The longest axis that `fsdp` divides, the last of equals, is divided by it."""
+    n = mesh.shape.get(FSDP, 1)
+    divisible = [i for i, size in enumerate(shape) if size and size % n == 0]
+    if not divisible:
+        return P()
+    longest = max(divisible, key=lambda i: (shape[i], i))
+    return P(*[FSDP if i == longest else None for i in range(longest + 1)])
+
+
+def fitted(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """`spec` without the axes that the mesh does not have, and those that do not divide what they are to."""
+
+    def fits(size: int, axes: Any) -> Any:
+        kept: list[str] = []
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            n = mesh.shape.get(axis, 1)
+            if axis in mesh.shape and size % n == 0:
+                kept.append(axis)
+                size //= n
+        return (kept[0] if len(kept) == 1 else tuple(kept)) if kept else None
+
+    return P(*map(fits, shape, spec))
+
+
+def without(sharding: NamedSharding, axis: str) -> NamedSharding:
+    """`sharding`, but whole along that axis of the mesh."""
+
+    def rest(axes: Any) -> Any:
+        return tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a != axis) or None
+
+    return NamedSharding(sharding.mesh, P(*map(rest, sharding.spec)))
+
+
+def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> TrainState:
+    """A `NamedSharding` for every leaf of a state, or of its shapes.
+
+    What is kept of a parameter (gradient sums, moments, average) is divided as it is: an array of its shape, at a path
+    that ends in the parameter's. Everything else is whole on every device.
+    """
+    shardings = param_shardings(state.params, mesh, rules)
+    of_params = {
+        path_name(path): (x.shape, sharding)
+        for (path, x), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def sharding(path: Any, x: Any) -> NamedSharding:
+        parts = path_name(path).split("/")
+        for i in range(len(parts)):
+            shape, found = of_params.get("/".join(parts[i:]), (None, None))
+            if found is not None and shape == x.shape:
+                return found
+        return NamedSharding(mesh, P())
+
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
+    kept = jax.tree_util.tree_map_with_path(sharding, (state.opt_state, state.window, state.ema))
+    opt_state, window, ema = kept
+    return whole._replace(params=shardings, opt_state=opt_state, window=window, ema=ema)
+
+
+def _matched(path: str, shape: tuple[int, ...], rules: Rules) -> P:
+    for pattern, spec in rules.items():
+        if re.fullmatch(pattern, path):
+            if len(spec) > len(shape):
+                raise UserError(
+                    f"the sharding rule {pattern!r} has {len(spec)} axes and {path} only {len(shape)}: mend the rule"
+                )
+            return spec
+    raise UserError(
+        f"no sharding rule matches the parameter {path} {list(shape)}: add one, or leave all out for the automatic one"
+    )

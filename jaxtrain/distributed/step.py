@@ -1,0 +1,129 @@
+"""A training step on a mesh: the functions of `jaxtrain.step`, their loss constrained, jitted with shardings.
+
+The program is that of one device and the compiler divides it. So the loss scale, whether an update overflows, the
+norm that gradients are clipped by, the weights of a window and the masks of dropout are those of the whole batch by
+construction, and nothing here says a word about them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.distributed.program import constrained
+from jaxtrain.distributed.rows import placed
+from jaxtrain.distributed.sharding import Rules, state_shardings
+from jaxtrain.retrace import budgeted
+from jaxtrain.step import Step, TrainState, TrainStep, makes
+
+
+def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
+    """`step` on `mesh`, with parameters divided by `rules`: the same interface, and up to rounding the same numbers.
+
+    `init` makes the state on the devices that are to hold it, from host arrays or from functions that make them, whole
+    on none. Calls take batches [k·B, …] as `jaxtrain.distributed.placed` does.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxtrain import Loss, train_step
+    >>> from jaxtrain.distributed import make_mesh
+    >>> def loss_fn(params, batch, rng):
+    ...     return Loss(((batch["x"] @ params - 1) ** 2).sum(), weight=len(batch["x"])), {}
+    >>> step = shard(train_step(loss_fn, optax.sgd(0.1), accumulate=2), make_mesh("fsdp=1", jax.devices()[:1]))
+    >>> state = step.init(jnp.zeros(4))
+    >>> state, metrics = step(state, {"x": jnp.ones((4, 4))})
+    >>> state.params.sharding.spec, float(metrics["loss"])
+    (P('fsdp',), 1.0)
+    """
+    return ShardedStep(step, mesh, rules)
+
+
+class ShardedStep(TrainStep):
+    """A `TrainStep` whose states and batches are divided over a mesh. `jitted` takes windows that `place` has made."""
+
+    def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
+        self.build, self.accumulate, self.allow_recompile = step.build, step.accumulate, step.allow_recompile
+        self._mesh, self._rules = mesh, rules
+        functions = step.build(partial(constrained, mesh=mesh, rules=rules))
+        self._init, self.pure = functions.init, functions.whole
+
+        def jitted(function: Step, *names: str) -> Any:
+            budget = budgeted(function, names, step.allow_recompile)
+            return _Jitted(budget, partial(state_shardings, mesh=mesh, rules=rules), NamedSharding(mesh, P()))
+
+        self.jitted = jitted(functions.window, "state", "batch")
+        self._micro = jitted(functions.micro, "state", "micro_batch")
+        self._flush = jitted(functions.flush, "state")
+
+    def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+        """As `TrainStep.init`; what it is given and what it makes is divided from the first."""
+        shapes = self.shapes(params, model_state=model_state, seed=seed, streaming=streaming)
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        params = _on_devices(params, shardings.params)
+        model_state = _on_devices(model_state, shardings.model_state)
+        init = partial(self._init, seed=seed, streaming=streaming)
+        state: TrainState = jax.jit(init, out_shardings=shardings)(params, model_state)
+        return state
+
+    def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+        """As `TrainStep.shapes`, each with its sharding."""
+        shapes = super().shapes(params, model_state=model_state, seed=seed, streaming=streaming)
+        shardings = state_shardings(shapes, self._mesh, self._rules)
+        with_sharding: TrainState = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+        )
+        return with_sharding
+
+    def place(self, batch: Any) -> Any:
+        """A batch [k·B, …] as the window that `jitted` takes."""
+        return placed(batch, self._mesh, 1 if callable(self.accumulate) else self.accumulate)
+
+    def compile(self, state: TrainState, batch: Any) -> Any:
+        """As `TrainStep.compile`."""
+        return self.jitted.lower(state, self.place(batch)).compile()
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """As `TrainStep.__call__`; the metrics are whole on every device."""
+        new: tuple[TrainState, dict[str, jax.Array]] = self.jitted(state, self.place(batch))
+        return new
+
+    def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """As `TrainStep.micro`."""
+        new: tuple[TrainState, dict[str, jax.Array]] = self._micro(state, placed(micro_batch, self._mesh))
+        return new
+
+
+class _Jitted:
+    """`jax.jit` of a function of a state and more, for states of any structure: their shardings follow from it."""
+
+    def __init__(self, function: Callable[..., Any], shardings: Callable[[Any], Any], whole: NamedSharding) -> None:
+        self._function, self._shardings, self._whole = function, shardings, whole
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, state: TrainState, *batch: Any) -> Any:
+        return self._of(state, batch)(state, *batch)
+
+    def lower(self, state: TrainState, *batch: Any) -> Any:
+        """As that of `jax.jit`."""
+        return self._of(state, batch).lower(state, *batch)
+
+    def _of(self, state: TrainState, batch: tuple[Any, ...]) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        kind = (structure, *(x.shape for x in leaves))
+        if kind not in self._known:
+            shardings = self._shardings(state)
+            self._known[kind] = jax.jit(
+                self._function,
+                # A batch is where `placed` has put it.
+                in_shardings=(shardings, *[None] * len(batch)),
+                out_shardings=(shardings, self._whole),
+                donate_argnums=0,
+            )
+        return self._known[kind]
+
+
+def _on_devices(tree: Any, shardings: Any) -> Any:
+    """A tree of arrays, or what makes one, divided so."""
+    return jax.jit(tree, out_shardings=shardings)() if makes(tree) else jax.device_put(tree, shardings)

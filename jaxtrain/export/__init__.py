@@ -1,0 +1,1 @@
+"""A run's model for other programs: ONNX, StableHLO, a folder for `transformers`."""

@@ -1,0 +1,49 @@
+"""A run as PyTorch's `load_state_dict`s take it: model, optimizer, scheduler, scaler, step."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.errors import RunFailed
+from jaxtrain.export.inference import weights_of
+from jaxtrain.interop import NameTable
+from jaxtrain.interop.outline import Outline, new_outline, read_outline
+from jaxtrain.interop.torch_file import read_torch, write_torch
+from jaxtrain.interop.torch_run import to_torch
+from jaxtrain.loss_scale import LossScaleState, dynamic_loss_scale, state_dict
+from jaxtrain.optim import no_decay
+from jaxtrain.recipes import Recipe
+from jaxtrain.runner import RunFolder
+from jaxtrain.runner.optimizer import expression, loss_scale
+from jaxtrain.step import TrainState, applied
+from jaxtrain.tasks import Task
+
+
+def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:
+    """Write the run as it stands in `state`. Raises `RunFailed` where the file, read again, holds other weights."""
+    outline = read_outline(run.torch) if run.torch.exists() else _outline(recipe, task, names, state)
+    write_torch(path, to_torch(state, outline, expression(recipe), names, task.buffers))
+    written = read_torch(path).model
+    buffers = task.buffers or NameTable({})
+    held = {*buffers.torch_order(state.model_state)}
+    read = weights_of(
+        names.to_jax({name: x for name, x in written.items() if name not in held}, state.params),
+        buffers.to_jax({name: written[name] for name in held}, state.model_state),
+    )
+    for name, weight in weights_of(state.params, state.model_state).items():
+        if not np.array_equal(read[name], weight):
+            raise RunFailed(f"{path} holds another {name} than the run: not written")
+
+
+def _outline(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> Outline:
+    scaled = isinstance(state.loss_scale, LossScaleState)
+    return new_outline(
+        expression(recipe),
+        names,
+        task.params,
+        buffer_names=task.buffers.torch_order(task.model_state) if task.buffers else [],
+        count=int(applied(state)),
+        lr=recipe.lr,
+        scaler=state_dict(loss_scale(recipe) or dynamic_loss_scale(), state.loss_scale) if scaled else {},
+        decays=lambda path: not no_decay(path),
+    )

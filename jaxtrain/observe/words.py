@@ -1,0 +1,26 @@
+"""Amounts and times for a person."""
+
+
+def amount(value: float) -> str:
+    """A number of things.
+
+    >>> amount(12345.0), amount(640.0), amount(7.25)
+    ('12.3k', '640', '7.2')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """A time.
+
+    >>> duration(59.6), duration(3725), duration(90061)
+    ('1:00', '1:02:05', '1 d 1:01:01')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    return f"{days} d {clock}" if days else clock

@@ -1,0 +1,250 @@
+"""`jaxtrain export`: what other programs make of a run is what the run's own evaluation makes of it."""
+
+import contextlib
+import functools
+import io
+import re
+import runpy
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxtrain.cli import main
+from jaxtrain.cli.arguments import parse
+from jaxtrain.errors import RunFailed
+from jaxtrain.export import huggingface, onnx_operators, stablehlo, torch_run
+from jaxtrain.export.inference import inference
+from jaxtrain.export.verify import BAR, NOISE
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner import RunFolder
+from jaxtrain.runner.checkpoint import Checkpoints, restore_state
+from jaxtrain.runner.optimizer import training_step
+from jaxtrain.tasks import build
+
+ENDINGS = {"torch": ".pt", "onnx": ".onnx", "stablehlo": "-stablehlo", "huggingface": "-huggingface"}
+ENCODER = "--num-hidden-layers 2 --hidden-size 8 --num-attention-heads 2"
+RUNS = {
+    "digits-cnn": "--width 2",
+    "gpt-stdlib": "--data texts --n-layer 2 --n-embd 8 --n-head 2 --seq-len 8 --eval-sequences 8",
+    "digits-mlp": "--hidden 8 --precision bf16_params",
+    "digits-resnet": "--width 4",
+    "llama-stdlib": "--data texts --packing --num-hidden-layers 2 --hidden-size 8 --intermediate-size 8"
+    " --num-attention-heads 2 --num-key-value-heads 1 --seq-len 8",
+    "bert-stdlib": f"--data texts --seq-len 16 {ENCODER}",
+    "bert-keywords": f"--data table.parquet --seq-len 12 {ENCODER}",
+    "t5-dates": "--num-layers 2 --d-model 8 --num-heads 2 --eval-pairs 20",
+}
+DEFAULT = ("digits-cnn", "gpt-stdlib")
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in DEFAULT]
+NEEDED = {"onnx": ("onnx", "onnxruntime"), "stablehlo": ("flatbuffers",)}
+IN_TRANSFORMERS = {
+    "gpt-stdlib": "AutoModelForCausalLM",
+    "llama-stdlib": "AutoModelForCausalLM",
+    "bert-stdlib": "AutoModelForMaskedLM",
+    "bert-keywords": "AutoModelForSequenceClassification",
+    "t5-dates": "AutoModelForSeq2SeqLM",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    (root / "texts").mkdir()
+    for i in range(4):
+        (root / "texts" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 20)
+    return root
+
+
+@pytest.fixture(scope="module")
+def exported(place):
+    """(the run's folder, what is exported of it, what the command said) by recipe and format."""
+    done = {}
+
+    def export(name, form):
+        for needed in NEEDED.get(form, ()):
+            pytest.importorskip(needed)
+        folder = place / name
+        if not folder.exists():
+            begin(place, name)
+        if (name, form) not in done:
+            told = io.StringIO()
+            with contextlib.redirect_stdout(told):
+                assert main(["export", str(folder), "--format", form]) == 0
+            done[name, form] = told.getvalue()
+        return folder, place / f"{name}{ENDINGS[form]}", done[name, form]
+
+    return export
+
+
+def begin(place, name):
+    """A run that has weights, biases and statistics like no other's."""
+    if "table.parquet" in RUNS[name]:
+        write_table(place / "table.parquet")
+    flags = [str(place / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
+    recipe = parse(RECIPES[name], flags, "train")
+    task = build(recipe)
+    state = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=0)
+    generator = np.random.default_rng(0)
+
+    def moved(x):
+        floating = jnp.issubdtype(x.dtype, np.floating)
+        return x + abs(0.1 * generator.normal(size=x.shape)).astype(x.dtype) if floating else x
+
+    params, model_state = jax.tree.map(moved, (state.params, state.model_state))
+    run = RunFolder(place / name)
+    run.create(name, recipe)
+    with Checkpoints(run.checkpoints) as checkpoints:
+        checkpoints.save(state._replace(params=params, model_state=model_state), {})
+
+
+def write_table(path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["bad", "good good"] * 40, "label": ["no", "yes"] * 40}), path)
+
+
+def batch_of(task, rows):
+    examples = [task.validation[i] for i in range(rows)]
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def widened(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x, tree)
+
+
+@functools.cache
+def evaluated(folder):
+    """(inputs, their logits in float64 and in float32) by the run's own evaluation; what is hidden, by the model."""
+    _, recipe = RunFolder(folder).read_recipe()
+    task = build(recipe)
+    state = restore_state(RunFolder(folder).checkpoints, recipe, task)
+    found = inference(recipe, task, state.params, state.model_state)
+    batch = batch_of(task, 5)
+    inputs = [batch[name].astype(x.dtype)[:, : x.shape[0]] for name, x in found.inputs.items()]
+
+    def logits(dtype):
+        if "index" in batch or "segments" in batch:
+            return np.asarray(found.apply(widened(found.weights, dtype), *inputs), np.float64)
+        trees = widened((state.params, batch, state.model_state), dtype)
+        return np.asarray(task.predict(*trees).logits, np.float64)
+
+    ours = logits(np.float32)
+    with jax.enable_x64(True):
+        return inputs, logits(np.float64), ours
+
+
+def assert_same(got, truth, ours):
+    """By the bar of low precision: at most twice as far from float64 as JAX's float32."""
+    distance, own = (np.linalg.norm(x - truth) / np.linalg.norm(truth) for x in (np.asarray(got), ours))
+    assert distance <= BAR * max(own, NOISE)
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, *REST])
+def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
+    folder, out, _ = exported(name, "onnx")
+    import onnx
+    import onnxruntime
+
+    onnx.checker.check_model(str(out), full_check=True)
+    inputs, truth, ours = evaluated(folder)
+    session = onnxruntime.InferenceSession(str(out))
+    names = [x.name for x in session.get_inputs()]
+    assert_same(session.run(["logits"], dict(zip(names, inputs, strict=True)))[0], truth, ours)
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, *REST])
+def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
+    folder, out, _ = exported(name, "stablehlo")
+    inputs, truth, ours = evaluated(folder)
+    assert_same(runpy.run_path(str(out / "load.py"))["logits"](*inputs), truth, ours)
+
+
+@pytest.mark.parametrize("name", ["gpt-stdlib", *(p for p in REST if p.values[0] in IN_TRANSFORMERS)])
+def test_transformers_give_the_logits_of_the_evaluation(name, exported):
+    folder, out, _ = exported(name, "huggingface")
+    inputs, truth, ours = evaluated(folder)
+    kind = getattr(transformers, IN_TRANSFORMERS[name])
+    given = [torch.from_numpy(x.astype(np.int64)) for x in inputs]
+
+    def logits(dtype):
+        loaded = kind.from_pretrained(out, dtype=dtype).eval()
+        mask = None if "gpt" in name or "llama" in name else (given[0] != loaded.config.pad_token_id).long()
+        with torch.no_grad():
+            return loaded(
+                given[0], attention_mask=mask, **({"labels": given[1]} if len(given) > 1 else {})
+            ).logits.numpy()
+
+    assert_same(logits(torch.float32), truth, ours)
+    # The norms of these two are in float32 in transformers, whatever the rest is in.
+    if name not in ("llama-stdlib", "t5-dates"):
+        np.testing.assert_allclose(logits(torch.float64), truth, rtol=1e-10, atol=1e-10)
+
+
+def test_the_command_says_what_to_give_and_how_far_off_it_is(exported):
+    folder, out, told = exported("gpt-stdlib", "stablehlo")
+    assert re.match(
+        rf"{folder} is {out}, after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "
+        r"in batches of 1, 3 and 8 \d\.\de-0\d from float64, JAX's float32 \d\.\de-0\d\n",
+        told,
+    )
+    assert (out / "load.py").read_text() in told
+
+
+def spoiled(module, name, monkeypatch):
+    """`module.name`, which from here on is given numbers a thousandth larger."""
+    right = getattr(module, name)
+
+    def wrong(*args, **kwargs):
+        return right(
+            *jax.tree.map(lambda x: x * 1.001 if getattr(x, "dtype", None) == np.float32 else x, args), **kwargs
+        )
+
+    monkeypatch.setattr(module, name, wrong)
+
+
+BREAKS = {
+    "onnx": lambda m: m.setitem(onnx_operators.OPERATORS, "tanh", onnx_operators.OPERATORS["sin"]),
+    "stablehlo": lambda m: spoiled(stablehlo, "write_tensors", m),
+    "torch": lambda m: spoiled(torch_run, "to_torch", m),
+    "huggingface": lambda m: spoiled(huggingface, "save_pretrained", m),
+}
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch", "huggingface", pytest.param("stablehlo", marks=pytest.mark.slow)])
+def test_an_export_that_computes_something_else_is_not_written(form, exported, place, monkeypatch, capsys):
+    for needed in NEEDED.get(form, ()):
+        pytest.importorskip(needed)
+    folder, *_ = exported("gpt-stdlib", "huggingface")
+    BREAKS[form](monkeypatch)
+    before = sorted(place.iterdir())
+    capsys.readouterr()
+    assert main(["export", str(folder), "--format", form, "--out", str(place / "broken")]) == RunFailed.exit_status
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.endswith(": not written\n")
+    assert form == "torch" or re.search(r"is \d\.\de-0\d from the logits in float64, in a batch of \d, and may be", err)
+    assert sorted(place.iterdir()) == before
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeypatch, capsys):
+    folder, out, _ = exported("digits-cnn", "torch")
+    before = sorted(place.iterdir())
+    for flags, said in {
+        f"--format onnx --out {out}": f"{out} is there already: choose another --out",
+        f"--format huggingface --out {place}/new": "transformers has no CNN: export it as onnx, stablehlo or torch",
+        f"--format onnx --out {place}/a/b": f"{place}/a is no folder: make it, or choose another --out",
+        "--format tflite": "invalid choice",
+    }.items():
+        capsys.readouterr()
+        assert main(["export", str(folder), *flags.split()]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert said in err
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert main(["export", str(folder), "--format", "onnx", "--out", f"{place}/new"]) == 2
+    assert "onnx is not installed: pip install 'jaxtrain[onnx]'" in capsys.readouterr().err
+    assert sorted(place.iterdir()) == before

@@ -1,0 +1,48 @@
+"""`jaxtrain profile` and `train --profile` as a user drives them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main
+
+SMALL = "--hidden 32 --batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
+
+
+def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
+    assert main(f"train digits-mlp --steps 8 {SMALL} --profile 3:6 --out run".split()) == 0
+    out = capsys.readouterr().out
+    assert "a step takes " in out
+    assert "models/mlp.py:" in out
+    (trace,) = Path("run/profile").rglob("*.xplane.pb")
+    assert f"the trace: {trace}" in out
+    assert [*Path("run/profile").rglob("*.trace.json.gz")]
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if "profile" not in path.parts}
+    assert main(["profile", "run", "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    for told in ("run · digits-mlp · cpu · 3 steps", "matmul", "elementwise", "idle", "to see it: xprof --logdir run"):
+        assert told in out
+    after = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if "profile" not in path.parts}
+    assert after == before
+    assert len([*Path("run/profile").rglob("*.xplane.pb")]) == 2
+    steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("profile", "which run? jaxtrain profile DIR"),
+        ("profile nowhere", "nowhere holds no run"),
+        ("profile nowhere --steps 0", "0 steps are none to trace"),
+        ("train digits-mlp --steps 8 --profile 8", "--profile '8' is no range of steps 1 to 8: give A:B, as in 10:20"),
+        ("train digits-mlp --steps 8 --profile 3:3", "is no range of steps"),
+        ("train digits-mlp --steps 8 --profile 5:90", "is no range of steps"),
+    ],
+)
+def test_wrong_usage_is_one_line(command, said, capsys):
+    assert main(command.split()) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

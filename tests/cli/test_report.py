@@ -1,0 +1,167 @@
+"""`jaxtrain report`, and what `jaxtrain train` tells to others than a person."""
+
+import http.client
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.cli import main, report, train
+from jaxtrain.observe import serve
+from tests.observe.runs import line, write_run
+
+
+def run(command: str) -> int:
+    return main(command.split())
+
+
+def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
+    write_run(Path("a"))
+    write_run(Path("b"), lr=0.1)
+    assert run("report a") == 0
+    assert (
+        capsys.readouterr().out
+        == "a · digits-mlp · step 40, best validation loss 0.0732 at step 40\npage  a/report.html\n"
+    )
+    assert "digits-mlp" in Path("a/report.html").read_text()
+    assert run("report a b a") == 0
+    assert "2 runs compared" in Path("comparison.html").read_text()
+    assert run("report a b --out both.html") == 0
+    assert Path("both.html").read_text() == Path("comparison.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("report", "which run? jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
+        ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
+        (
+            "report nowhere --serve",
+            "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib",
+        ),
+        ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
+        ("report a --serve --out x.html", "--out x.html with --serve: one of them, a page is either written or served"),
+        ("report a --serve 99999", "port 99999 cannot be served (bind(): port must be 0-65535.): choose another"),
+        ("report a --serve x", "--serve: "),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(command, said, capsys):
+    write_run(Path("a"))
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """A run, and what asks the server that `jaxtrain report a --serve 0` starts."""
+    folder = write_run(Path("a").absolute(), steps=30)
+    begun, servers = threading.Event(), []
+    start = serve.report_server
+
+    def noted(*args):
+        servers.append(start(*args))
+        begun.set()
+        return servers[-1]
+
+    monkeypatch.setattr(report, "report_server", noted)
+    thread = threading.Thread(target=run, args=("report a --serve 0",))
+    thread.start()
+    assert begun.wait(20)
+    port = servers[0].server_address[1]
+
+    def ask(path="/", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.getheader("ETag")
+
+    yield folder, port, ask
+    servers[0].shutdown()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_served_page_follows_its_run(served):
+    folder, _, ask = served
+    status, page, tag = ask()
+    assert status == 200
+    assert "step 30 of 40" in page
+    assert 'id="live"' in page
+    assert ask(**{"If-None-Match": tag})[:2] == (304, "")
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(line(40)) + "\n")
+    status, page, other = ask(**{"If-None-Match": tag})
+    assert (status, "step 40 of 40" in page, other != tag) == (200, True, True)
+    folder.config.write_text("{")
+    assert ask()[0] == 503
+
+
+def test_only_this_machine_under_its_own_name_is_answered(served):
+    _, port, ask = served
+    assert ask(Host=f"localhost:{port}")[0] == 200
+    assert ask(Host="evil.example")[0] == 403
+    assert ask(Host=f"evil.example:{port}")[0] == 403
+    assert ask("/../a/config.json")[0] == 404
+    assert serve.HOST == "127.0.0.1"
+
+
+def test_a_port_in_use_is_told(served, capsys):
+    _, port, _ = served
+    capsys.readouterr()
+    assert run(f"report a --serve {port}") == 2
+    assert f"port {port} cannot be served (Address already in use): choose another" in capsys.readouterr().err
+
+
+class Told:
+    """A tracker that remembers."""
+
+    name = "mlflow"
+
+    def __init__(self, uri: str) -> None:
+        self.told = [uri]
+
+    def begin(self, record, folder, known):
+        return "id"
+
+    def log(self, lines):
+        self.told += [line["step"] for line in lines]
+
+    def end(self, record, exit_status):
+        self.told += [exit_status, record.references]
+        return "there"
+
+
+def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
+    trackers = []
+    monkeypatch.setattr(train, "MLflow", lambda uri: trackers.append(Told(uri)) or trackers[-1])
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    flags = "--steps 4 --hidden 32 --batch-size 16 --log-every 2 --out a"
+    assert run(f"train digits-mlp {flags} --json --mlflow") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    events = [json.loads(line) for line in out.splitlines()]
+    assert events[0]["event"] == "start"
+    lines = [json.loads(line) for line in Path("a/metrics.jsonl").read_text().splitlines()]
+    assert [e for e in events if e["event"] == "step"] == [{"event": "step", "of": 4, **line} for line in lines[1:]]
+    assert events[-1]["event"] == "end"
+    assert events[-1]["report"] == "a/report.html"
+    assert {"event": "message", "text": "mlflow: there"} in events
+    (tracker,) = trackers
+    assert tracker.told == ["sqlite:///mlflow.db", 0, 2, 4, 0, events[-1]["references"]]
+    assert json.loads(Path("a/result.json").read_text())["step"] == 4
+
+
+def test_ways_to_be_told_that_cannot_be(monkeypatch, capsys):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    for flags, said in (
+        ("--quiet --json", "--quiet with --json: one of them"),
+        ("--wandb", "--wandb needs the package wandb: pip install 'jaxtrain[wandb]'"),
+        ("--mlflow http://here", "--mlflow needs the package mlflow: pip install 'jaxtrain[mlflow]'"),
+    ):
+        assert run(f"train digits-mlp --out a {flags}") == 2
+        assert capsys.readouterr().err == f"jaxtrain: {said}\n"
+    assert not Path("a").exists()

@@ -1,0 +1,28 @@
+"""A GPT-2 whose sizes tell apart what a compiled program holds."""
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.models import functional, gpt2
+
+LAYERS, POSITIONS, ROWS, WIDTH = 3, 12, 8, 64
+TOKENS = {"tokens": np.zeros((2 * ROWS, POSITIONS), np.int32)}
+
+
+def deep(spec, **options):
+    """A step on a mesh, of micro-batches of `ROWS` rows, and what makes its parameters."""
+    config = gpt2.GPT2Config(vocab_size=32, n_positions=POSITIONS, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
+    model = lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))  # noqa: E731
+    apply, _ = functional(nnx.eval_shape(model))
+
+    def loss_fn(params, batch, rng):
+        logits = apply(params, batch["tokens"], rng)
+        return jt.Loss((jax.nn.logsumexp(logits, -1) - logits[..., 0]).sum(), logits.size), {}
+
+    step = jt.train_step(loss_fn, optax.adam(1e-2), accumulate=2, **options)
+    devices = jax.devices()[: int(spec[-1])]
+    return shard(step, make_mesh(spec, devices), gpt2.SHARDING), lambda: functional(model())[1]

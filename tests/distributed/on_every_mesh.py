@@ -1,0 +1,23 @@
+"""How far training on each mesh ends from training on one device: a process of its own has as many as it wants."""
+
+import json
+import sys
+
+from jaxtrain.distributed import make_mesh
+from tests.distributed.programs import RUNS, distance, train
+
+
+def main(name: str, specs: list[str]) -> None:
+    """Print the largest distance of parameters, optimizer state and model state, by mesh."""
+    run = RUNS[name]()
+    alone, _ = train(run)
+    kept = (alone.params, alone.opt_state, alone.model_state)
+    distances = {}
+    for spec in specs:
+        state, _ = train(run, make_mesh(spec))
+        distances[spec] = distance(kept, (state.params, state.opt_state, state.model_state))
+    print(json.dumps(distances))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

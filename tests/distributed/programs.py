@@ -1,0 +1,236 @@
+"""Every family of models as a small training run, and the same run on a mesh."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.distributed import shard
+from jaxtrain.frozen import nothing, path_name
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import (
+    bert,
+    cnn,
+    functional,
+    functional_with_state,
+    gpt2,
+    llama,
+    lora,
+    mixtral,
+    mlp,
+    resnet,
+    t5,
+    vit,
+)
+from jaxtrain.models.batch_norm import in_groups
+from jaxtrain.optim import adamw
+
+ROWS, TOKENS, VOCABULARY = 16, 8, 32
+ZERO_GRADIENT = "key/bias"
+"""It shifts all scores of a query alike, which softmax does not see."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, on what, and by which rules it is divided."""
+
+    loss_fn: Callable[..., Any]
+    make: Callable[[], tuple[Any, Any]]
+    batch: Callable[[np.random.Generator], dict[str, np.ndarray]]
+    rules: Any
+    frozen: Callable[[str], bool] = nothing
+
+
+def train(run: Run, mesh: Any = None, *, steps: int = 20, seed: int = 0, **options: Any) -> tuple[Any, list[Any]]:
+    """(state, metrics of every step) of the run, on one device or on `mesh`."""
+    options = {"accumulate": 2, "clip_norm": 1.0, "precision": "fp64", "frozen": run.frozen, **options}
+    step = jt.train_step(run.loss_fn, adamw(1e-2), **options)
+    if mesh is not None:
+        step = shard(step, mesh, run.rules)
+    params, model_state = jax.device_get(jax.jit(run.make)())
+    state = step.init(params, model_state=model_state, seed=seed)
+    rng, metrics = np.random.default_rng(seed), []
+    for _ in range(steps):
+        state, told = step(state, run.batch(rng))
+        metrics.append(jax.device_get(told))
+    return state, metrics
+
+
+def distance(a: Any, b: Any) -> float:
+    """The largest difference of two trees' arrays, each relative to the array's norm.
+
+    Relative to the whole tree's, where a gradient is zero in mathematics: what Adam makes of it is made of rounding.
+    """
+    a, b = jax.device_get((a, b))
+    whole = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(a)))
+
+    def relative(path: Any, x: Any, y: Any) -> float:
+        scale = whole if re.search(ZERO_GRADIENT, path_name(path)) else np.linalg.norm(x)
+        return float(np.linalg.norm(x - y) / (scale or 1))
+
+    return max(jax.tree.leaves(jax.tree_util.tree_map_with_path(relative, a, b)))
+
+
+def _stateless(model: Callable[[], nnx.Module], call: Callable[..., Any], batch: Any, rules: Any) -> Run:
+    apply, _ = functional(nnx.eval_shape(model))
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        return _loss(call(apply, params, batch, rng), batch["label"])
+
+    return Run(loss_fn, lambda: (functional(model())[1], None), batch, rules)
+
+
+def _with_state(model: Callable[[], nnx.Module], call: Callable[..., Any], batch: Any, rules: Any) -> Run:
+    apply, *_ = functional_with_state(nnx.eval_shape(model))
+
+    def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+        logits, model_state = call(apply, params, model_state, batch, rng)
+        return *_loss(logits, batch["label"]), model_state
+
+    return Run(loss_fn, lambda: functional_with_state(model())[1:], batch, rules)
+
+
+def _loss(logits: Any, labels: Any) -> Any:
+    # Of other weights in every micro-batch and on every device.
+    weight = (labels != 0).astype(logits.dtype)
+    return jt.Loss((cross_entropy(logits, labels) * weight).sum(), weight.sum()), {}
+
+
+def _images(side: int, channels: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"image": rng.normal(size=(ROWS, side, side, channels)), "label": rng.integers(0, 8, ROWS)}
+
+
+def _tokens(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    tokens = rng.integers(0, VOCABULARY, (ROWS, TOKENS + 1))
+    return {"tokens": tokens[:, :-1], "label": tokens[:, 1:], "mask": rng.random((ROWS, TOKENS)) < 0.8}
+
+
+def _mlp() -> Run:
+    model = lambda: mlp.MLP((16, 32, 24, 8), dropout=0.1, rngs=nnx.Rngs(0))  # noqa: E731
+    call = lambda apply, params, batch, rng: apply(params, batch["image"], rng)  # noqa: E731
+    return _stateless(model, call, partial(_images, 4, 1), mlp.SHARDING)
+
+
+def _cnn(groups: int = 1) -> Run:
+    def model() -> nnx.Module:
+        return in_groups(cnn.CNN((6, 6, 3), 8, 8, batch_norm=True, dropout=0.1, rngs=nnx.Rngs(0)), groups)
+
+    call = lambda apply, params, state, batch, rng: apply(params, state, batch["image"], True, rng)  # noqa: E731
+    # The convolution's bias stays 0: BatchNorm takes it out again, and its gradient is made of rounding.
+    run = _with_state(model, call, partial(_images, 6, 3), cnn.SHARDING)
+    return replace(run, frozen=lambda path: path == "conv/bias")
+
+
+def _resnet() -> Run:
+    config = resnet.ResNetConfig(3, 8, (16, 32), (1, 1), "basic", num_labels=8, stem_kernel=3, stem_stride=1)
+    model = lambda: resnet.ResNet(config, rngs=nnx.Rngs(0))  # noqa: E731
+    call = lambda apply, params, state, batch, rng: apply(params, state, batch["image"], True)  # noqa: E731
+    return _with_state(model, call, partial(_images, 8, 3), resnet.SHARDING)
+
+
+def _gpt2() -> Run:
+    config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=2, n_head=4, dropout=0.1)
+    call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
+    return _stateless(lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0)), call, _tokens, gpt2.SHARDING)
+
+
+def _lora() -> Run:
+    whole = _gpt2()
+    config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=2, n_head=4)
+    adapters = lora.LoraConfig(".*(qkv|mlp_proj)/kernel", r=4, dropout=0.1)
+    apply, _ = functional(nnx.eval_shape(lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))))
+    adapted = lora.adapted(apply, adapters)
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        return _loss(adapted(params, batch["tokens"], rng=rng), batch["label"])
+
+    def make() -> Any:
+        base, _ = whole.make()
+        return {"base": base, "lora": lora.init(jax.random.key(1), base, adapters)}, None
+
+    return Run(loss_fn, make, _tokens, lora.sharding(gpt2.SHARDING), lora.frozen)
+
+
+def _llama() -> Run:
+    config = llama.LlamaConfig(**LLAMA, tie_word_embeddings=True, attention_dropout=0.1)
+    call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
+    return _stateless(lambda: llama.Llama(config, rngs=nnx.Rngs(0)), call, _tokens, llama.SHARDING)
+
+
+def _mixtral() -> Run:
+    config = mixtral.MixtralConfig(**LLAMA, num_local_experts=4)
+    call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
+    return _stateless(lambda: mixtral.Mixtral(config, rngs=nnx.Rngs(0)), call, _tokens, mixtral.SHARDING)
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def _bert() -> Run:
+    config = bert.BertConfig(VOCABULARY, 32, 2, 4, 64, max_position_embeddings=TOKENS)
+    call = lambda apply, params, batch, rng: apply(params, batch["tokens"], batch["mask"], None, rng)  # noqa: E731
+    return _stateless(lambda: bert.Bert(config, rngs=nnx.Rngs(0)), call, _tokens, bert.SHARDING)
+
+
+def _vit() -> Run:
+    config = vit.ViTConfig(8, 4, 3, 32, 2, 4, 64, hidden_dropout_prob=0.1, num_labels=8)
+    call = lambda apply, params, batch, rng: apply(params, batch["image"], rng)  # noqa: E731
+    return _stateless(lambda: vit.ViT(config, rngs=nnx.Rngs(0)), call, partial(_images, 8, 3), vit.SHARDING)
+
+
+def _t5() -> Run:
+    config = t5.T5Config(VOCABULARY, 32, 8, 64, 2, 2, 4, relative_attention_num_buckets=8, dropout=0.1)
+
+    def call(apply: Any, params: Any, batch: Any, rng: Any) -> Any:
+        return apply(params, batch["tokens"], t5.shift_right(batch["label"], config), batch["mask"], None, rng)
+
+    return _stateless(lambda: t5.T5(config, rngs=nnx.Rngs(0)), call, _tokens, t5.SHARDING)
+
+
+RUNS: dict[str, Callable[..., Run]] = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "resnet": _resnet,
+    "gpt2": _gpt2,
+    "lora": _lora,
+    "llama": _llama,
+    "mixtral": _mixtral,
+    "bert": _bert,
+    "vit": _vit,
+    "t5": _t5,
+}
+
+
+def configurations(name: str) -> list[Callable[[], tuple[Any, Any]]]:
+    """What makes parameters of the family, in all its kinds: with and without what a configuration leaves out."""
+    more: dict[str, list[Callable[[], nnx.Module]]] = {
+        "llama": [
+            lambda: llama.Llama(llama.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True), rngs=nnx.Rngs(0)),
+            lambda: llama.Llama(llama.LlamaConfig(model_type="qwen3", **LLAMA), rngs=nnx.Rngs(0)),
+        ],
+        "mixtral": [
+            lambda: llama.Llama(llama.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True), rngs=nnx.Rngs(0)),
+        ],
+        "bert": [lambda: bert.Bert(bert.BertConfig(VOCABULARY, 32, 2, 4, 64, num_labels=8), rngs=nnx.Rngs(0))],
+        "t5": [
+            lambda: t5.T5(
+                t5.T5Config(VOCABULARY, feed_forward_proj="gated-gelu", tie_word_embeddings=False), rngs=nnx.Rngs(0)
+            )
+        ],
+    }
+    makes = [lambda model=model: (functional(model())[1], None) for model in more.get(name, [])]
+    return [RUNS[name]().make, *makes]

@@ -1,0 +1,179 @@
+"""Processes side by side: what they say, the signals passed on, and how one that fails ends the others."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain.cli import main
+from jaxtrain.cli.launch import Launch, Processes, _gpus, _settings
+from jaxtrain.errors import UserError
+
+# Of another process, which is to end by itself long before.
+LONG = 30
+
+
+def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
+    """A command that launches a Python program `n` times, each with its number in `me`."""
+    inner = f"import os, signal, sys, time; me = int(os.environ['ME']); {program}"
+    outer = (
+        "import os, sys; from jaxtrain.cli.launch import Processes; "
+        f"environments = [{{**os.environ, 'ME': str(i), 'PYTHONUNBUFFERED': '1'}} for i in range({n})]; "
+        f"sys.exit(Processes([sys.executable, '-c', {inner!r}], environments, {grace}).run())"
+    )
+    return [sys.executable, "-c", outer]
+
+
+def launched(program: str, n: int = 2, grace: float = LONG) -> tuple[int, str, str, float]:
+    """(exit status, stdout, stderr, seconds)."""
+    begin = time.monotonic()
+    done = subprocess.run(launcher(program, n, grace), capture_output=True, text=True, timeout=2 * LONG)
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - begin
+
+
+def test_each_line_is_passed_on_whole_with_the_number_of_its_process() -> None:
+    text = "x" * 5000
+    status, out, err, _ = launched(f"[print(i, '{text}') for i in range(20)]; print('to err', file=sys.stderr)", n=3)
+    assert status == 0
+    lines = out.splitlines()
+    for i in range(3):
+        assert [line for line in lines if line.startswith(f"[{i}] ")] == [f"[{i}] {j} {text}" for j in range(20)]
+    assert len(lines) == 60
+    assert sorted(err.splitlines()) == [f"[{i}] to err" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ("sys.exit(7)", 7, "process 1 of 3 exited with 7: the others are ended"),
+        ("os.kill(os.getpid(), 9)", 137, "process 1 of 3 was ended by SIGKILL: the others are ended"),
+    ],
+)
+def test_the_first_that_fails_ends_all_and_its_status_is_kept(ends: str, status: int, said: str) -> None:
+    code, _, err, seconds = launched(f"time.sleep(0.2); {ends} if me == 1 else time.sleep({LONG})", n=3)
+    assert (code, err) == (status, f"jaxtrain: {said}\n")
+    assert seconds < LONG / 2
+
+
+def test_what_does_not_end_when_it_is_asked_to_is_killed() -> None:
+    stays = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep({LONG})"
+    status, out, _, seconds = launched(f"sys.exit(time.sleep(1) or 3) if me else exec({stays!r})", grace=0.5)
+    assert (status, out) == (3, "[0] deaf\n")
+    assert seconds < LONG / 2
+
+
+def test_an_abort_that_another_end_brought_about_is_not_what_is_told() -> None:
+    processes = Processes([], [], 0)
+    for number in (6, 9, 6):
+        processes._started.append(
+            subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), {number})"])
+        )
+        processes._started[-1].wait()
+    assert processes._failed() is processes._started[1]
+
+
+SAVES = "\n".join(
+    [
+        "got = []",
+        "signal.signal(signal.SIGINT, lambda n, f: got.append(n))",
+        "signal.signal(signal.SIGTERM, lambda n, f: got.append(n))",
+        "print('ready')",
+        "while not got: time.sleep(0.01)",
+        "time.sleep(0.5 + me / 2)",  # to save takes its time, and one is done before the other
+        "print('saved', got)",
+        "sys.exit(128 + got[0])",
+    ]
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_once_and_all_may_end_as_they_do(number: signal.Signals) -> None:
+    with subprocess.Popen(launcher(f"exec({SAVES!r})"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+        process.send_signal(number)
+        assert process.stdout.read().splitlines() == [f"[0] saved [{number}]", f"[1] saved [{number}]"]
+    assert process.returncode == 128 + number
+
+
+def test_after_a_second_signal_nothing_is_waited_for() -> None:
+    program = f"signal.signal(signal.SIGINT, lambda n, f: print('first')); print('ready'); [time.sleep({LONG}), me]"
+    begin = time.monotonic()
+    with subprocess.Popen(launcher(program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for said in ("ready", "first"):
+            assert sorted(process.stdout.readline() for _ in range(2)) == [f"[0] {said}\n", f"[1] {said}\n"]
+            process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "")
+    assert process.returncode == 130
+    assert time.monotonic() - begin < LONG / 2
+
+
+def test_a_reader_that_goes_away_ends_the_run() -> None:
+    begin = time.monotonic()
+    program = f"[print('line', i) or time.sleep(0.05) for i in range({20 * LONG})]"
+    with subprocess.Popen(launcher(program), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(LONG) == 143
+    assert time.monotonic() - begin < LONG / 2
+
+
+def test_each_process_is_told_its_place_and_its_devices() -> None:
+    on_cpu = _settings(Launch(processes=2), {}, gpus=0)
+    assert [s["JAX_PROCESS_ID"] for s in on_cpu] == ["0", "1"]
+    assert {s["JAX_NUM_PROCESSES"] for s in on_cpu} == {"2"}
+    assert {s["JAX_NUM_CPU_DEVICES"] for s in on_cpu} == {"1"}
+    assert len({s["JAX_COORDINATOR_ADDRESS"] for s in on_cpu}) == 1
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", on_cpu[0]["JAX_COORDINATOR_ADDRESS"])
+    assert _settings(Launch(processes=1, devices_per_process=4), {}, gpus=0)[0]["JAX_NUM_CPU_DEVICES"] == "4"
+
+    def ids(launch: Launch) -> list[str]:
+        settings = _settings(launch, {}, gpus=8)
+        assert not any("JAX_NUM_CPU_DEVICES" in s for s in settings)
+        return [s["JAX_LOCAL_DEVICE_IDS"] for s in settings]
+
+    assert ids(Launch(processes=2)) == ["0,1,2,3", "4,5,6,7"]
+    assert ids(Launch(processes=3, devices_per_process=2)) == ["0,1", "2,3", "4,5"]
+    for launch, says in {
+        Launch(processes=3): "8 GPUs cannot be shared evenly by 3 processes",
+        Launch(processes=9): "8 GPUs cannot be shared evenly by 9 processes",
+        Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs each need 9 and 8 are visible",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            _settings(launch, {}, gpus=8)
+
+
+def test_gpus_are_counted_where_jax_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxtrain.cli.launch.installed", lambda names: {"jax-cuda13-plugin": "0"})
+    assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
+    assert _gpus({"CUDA_VISIBLE_DEVICES": "MIG-1/2/0", "JAX_PLATFORMS": "cuda,cpu"}) == 1
+    assert _gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5", "JAX_PLATFORMS": "cpu"}) == 0
+    monkeypatch.setattr("jaxtrain.cli.launch.installed", lambda names: {})
+    assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("-- train", "0 processes: say how many, 1 or more"),
+        ("-n 0 -- train", "0 processes"),
+        ("-n two -- train", "two"),
+        ("-n 2 train", "unrecognized"),
+        ("-n 2", "nothing cannot be launched: give train after --"),
+        ("-n 2 -- eval runs/x", "eval cannot be launched"),
+        ("-n 2 --devices-per-process 0 -- train", "devices_per_process is 0"),
+        ("-n 2 --grace-seconds nan -- train", "grace_seconds is nan"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_in_a_line(args: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *args.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(says, err, re.IGNORECASE)
+    assert err.count("\n") == 1

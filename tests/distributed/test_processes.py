@@ -1,0 +1,413 @@
+"""Runs of several processes: the run of one that has as many devices; their data, errors, signals and ends."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxtrain.cli import main
+from jaxtrain.distributed import processes
+from jaxtrain.distributed.processes import arguments
+from jaxtrain.errors import UserError
+from jaxtrain.runner.checkpoint import steps
+from tests.soak.test_kills import assert_same_run, untimed
+
+RECIPE = (
+    "digits-mlp --hidden 8 --batch-size 16 --accumulate 2 --precision fp16 --warmup-steps 4 "
+    "--log-every 3 --eval-every 4 --save-every 2 --keep-last 2"
+)
+PATIENCE = 600  # seconds that anything may take here; what is promised is asserted
+JAXTRAIN = [sys.executable, "-m", "jaxtrain.cli"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """As a user runs it: strictness is for tests in the process, the devices are those that the launcher gives."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return {**kept, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "300", **more}
+
+
+def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def launched(args: str, folder: Path, n: int = 2, options: str = "") -> subprocess.CompletedProcess[str]:
+    return run([*JAXTRAIN, "launch", "-n", str(n), *options.split(), "--", "train", *args.split()], folder)
+
+
+class Foreign:
+    """Processes of one run that another launcher than ours has started: nobody ends them but themselves."""
+
+    def __init__(self, command: list[str], folder: Path, n: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.said = [folder / f"said-{i}.txt" for i in range(n)]
+        self.processes = []
+        for i, path in enumerate(self.said):
+            place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(n), "JAX_PROCESS_ID": str(i)}
+            with path.open("w") as out:
+                started = subprocess.Popen(command, cwd=folder, env=environment(**place), stdout=out, stderr=out)
+            self.processes.append(started)
+
+    def until(self, happened: Any) -> None:
+        begin = time.monotonic()
+        while not happened():
+            assert time.monotonic() < begin + PATIENCE, [path.read_text() for path in self.said]
+            assert all(process.poll() is None for process in self.processes), [p.read_text() for p in self.said]
+            time.sleep(0.02)
+
+    def end(self, but: int | None = None) -> tuple[list[int], float]:
+        """(statuses, seconds) until all have ended, besides that one."""
+        begin = time.monotonic()
+        waited = [process.wait(PATIENCE) for i, process in enumerate(self.processes) if i != but]
+        return waited, time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def foreign(command: list[str], folder: Path, n: int = 2) -> Iterator[Foreign]:
+    started = Foreign(command, folder, n)
+    try:
+        yield started
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.wait()
+
+
+def test_two_processes_are_one_process_of_two_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the bit: state, metrics, TensorBoard, checkpoints kept. And only the first process speaks."""
+    two = launched(f"{RECIPE} --steps 6 --out two", tmp_path)
+    assert (two.returncode, two.stderr) == (0, "")
+    assert "effective batch  16 = 4 × 2 micro-batches × 2 devices" in two.stdout
+    assert set(re.findall(r"^\[(\d)\] ", two.stdout, re.MULTILINE)) == {"0"}
+    monkeypatch.chdir(tmp_path)
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert main(f"train {RECIPE} --steps 6 --out one --mesh data=2".split()) == 0
+    capsys.readouterr()
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["devices"] == ["cpu"] * 2
+    assert (tmp_path / "two" / "report.html").exists()
+
+
+def test_what_the_environment_says_of_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3", "JAX_COORDINATOR_ADDRESS": "h:1"}
+    given = {
+        "coordinator_address": "h:1",
+        "num_processes": 4,
+        "process_id": 3,
+        "cluster_detection_method": "deactivate",
+    }
+    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}
+    kubernetes = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+
+    assert arguments({}) is None
+    assert arguments({**ours, "JAX_NUM_PROCESSES": "1"}) is None
+    assert arguments(ours) == given
+    assert arguments({**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert arguments({**open_mpi, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://…"}) == {"cluster_detection_method": "ompi"}
+    # mpirun starts its daemons by srun, and our own variables come before both.
+    step = {**slurm, "SLURM_STEP_NUM_TASKS": "4"}
+    assert arguments({**step, **open_mpi, "OMPI_MCA_orte_hnp_uri": "…"}) == {"cluster_detection_method": "ompi"}
+    assert arguments({**step, **open_mpi, **ours}) == given
+    assert arguments(step) == {"cluster_detection_method": "slurm"}
+    # A job of four tasks, in a shell of its own or in its script, outside srun.
+    assert arguments({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert arguments(slurm) is None
+
+    for installed in (object(), None):
+        monkeypatch.setattr(processes, "find_spec", lambda name, installed=installed: installed)
+        assert arguments(kubernetes) == ({} if installed else None)
+        assert arguments({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
+
+
+def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
+    here = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    on_one = {**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-h-1@1"}
+    found = arguments(on_one)
+    assert found
+    address = found.pop("coordinator_address")
+    assert found == {
+        "num_processes": 2, "process_id": 1, "cluster_detection_method": "deactivate", "local_device_ids": [1]
+    }  # fmt: skip
+    assert re.fullmatch(r"127\.0\.0\.1:6\d{4}", address)
+    assert arguments({**on_one, "PMIX_NAMESPACE": "prterun-h-2@1"}) != {**found, "coordinator_address": address}
+    on_two = {**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    with pytest.raises(UserError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):
+        arguments(on_two)
+    assert arguments({**on_two, "JAX_COORDINATOR_ADDRESS": "h:1"}) == {**found, "coordinator_address": "h:1"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two', which is no number"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set, of 2 processes: make it 0 to 1"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID is 2, of 2 processes: make it 0 to 1"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS is not set"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(extra: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        arguments(extra)
+
+
+# A run as short as it can be, of what all processes of a run do.
+PROGRAM = """
+import os, signal, sys, time
+import jax, numpy as np
+from jaxtrain.cli import main
+from jaxtrain.distributed import make_mesh, processes
+from jaxtrain.errors import RunFailed, UserError
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+def train(args):
+    with processes.together():
+        me = jax.process_index()
+        print("stdout of", me)
+        assert processes.once(lambda: {"done by": [me]}) == {"done by": [0]}
+        try:
+            processes.once(lambda: refuse("the first's disk"))
+            raise AssertionError
+        except RunFailed as error:
+            assert str(error) == "the first's disk"
+        rows, whole = (NamedSharding(make_mesh(), spec) for spec in (P("data"), P()))
+        total = jax.jit(lambda x: x.sum(), out_shardings=whole)
+        x = jax.make_array_from_process_local_data(rows, np.full(1, me + 1.0, np.float32))
+        for i in range(5 if "fine" in args else 10**9):
+            assert total(x) == 3
+            if i == 5:
+                print("running", file=sys.stderr, flush=True)
+            if i == 20:
+                exec(PART)
+            time.sleep(0.01)
+    return 0
+
+def refuse(why):
+    raise RunFailed(why)
+
+sys.modules["jaxtrain.cli.train"] = sys
+sys.main = train
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def program(part: str, *args: str) -> list[str]:
+    return [sys.executable, "-c", f"PART = {part!r}\n{PROGRAM}", *args]
+
+
+@pytest.mark.slow
+def test_what_the_first_does_for_all(tmp_path: Path) -> None:
+    with foreign(program("", "fine"), tmp_path) as both:
+        assert both.end()[0] == [0, 0]
+        assert "stdout of 0\n" in both.said[0].read_text()
+        assert both.said[1].read_text() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "statuses", "first", "second"),
+    [
+        ("raise UserError('mend it')", [2, 2], "jaxtrain: mend it", ""),
+        ("raise KeyboardInterrupt", [130, 130], "jaxtrain: interrupted", ""),
+        ("raise KeyError('a bug')", [1, 1], "KeyError: 'a bug'", ""),
+        ("raise UserError(f'no file on {me}')", [2, 2], "jaxtrain: no file on 0",
+             "jaxtrain: process 1 of 2: no file on 1"),
+        ("if me: raise UserError('no disk')", [1, 2],
+         "jaxtrain: process 1 of 2 has failed (UserError: no disk): what is saved is whole: --resume auto",
+         "jaxtrain: process 1 of 2: no disk"),
+        ("if me: os.kill(os.getpid(), 9)", [1, -9],
+         "jaxtrain: process 1 of 2 does not answer any more: what is saved is whole: --resume auto", ""),
+        # The coordinator is gone, and with it what the others could ask: the runtime ends them.
+        ("if not me: os.kill(os.getpid(), 9)", [-9, -6], "", "leader"),
+    ],
+)  # fmt: skip
+def test_what_ends_all_is_said_once_and_by_whom_it_is(
+    part: str, statuses: list[int], first: str, second: str, tmp_path: Path
+) -> None:
+    with foreign(program(part), tmp_path) as both:
+        both.until(lambda: "running" in both.said[0].read_text())
+        ended, seconds = both.end()
+        said = [path.read_text() for path in both.said]
+        assert ended == statuses, said
+        assert seconds < 30
+        for text, expected in zip(said, (first, second), strict=True):
+            lines = [line for line in text.splitlines() if line.startswith("jaxtrain:")]
+            assert len(lines) == expected.startswith("jaxtrain:"), text
+            assert expected in text
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_ends_the_others(tmp_path: Path) -> None:
+    """Its connections stay open: only its heartbeat is missed."""
+    with foreign(program("if me: os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path) as both:
+        both.until(lambda: "running" in both.said[0].read_text())
+        ended, seconds = both.end(but=1)
+        assert (ended, seconds < 40) == ([-signal.SIGABRT], True)
+        assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.said[0].read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert launched(f"{RECIPE} --steps 120 --out run", folder).returncode == 0
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_killed_ends_the_run_and_the_next_one_goes_on_to_the_bit(
+    victim: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    command = [*JAXTRAIN, "launch", "-n", "2", "--", "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
+    for kill_at in (2, 30, 80):
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as process:
+            while max(steps(tmp_path / "run" / "checkpoints"), default=-1) < kill_at:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.02)
+            os.kill(children(process.pid)[victim], signal.SIGKILL)
+            begin = time.monotonic()
+            assert process.stderr
+            assert (
+                f"jaxtrain: process {victim} of 2 was ended by SIGKILL: the others are ended" in process.stderr.read()
+            )
+            assert process.wait(PATIENCE) == 137
+            assert time.monotonic() - begin < 30
+    assert launched(f"{RECIPE} --steps 120 --out run --resume auto", tmp_path).returncode == 0
+    assert_same_run(undisturbed, tmp_path / "run")
+
+
+def children(pid: int) -> list[int]:
+    """In the order in which they were started."""
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_to_the_bit(
+    number: signal.Signals, undisturbed: Path, tmp_path: Path
+) -> None:
+    command = [*JAXTRAIN, "launch", "-n", "2", "--", "train", *f"{RECIPE} --steps 120 --out run".split()]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        while "step 3/120" not in (line := process.stdout.readline()):
+            assert line
+        process.send_signal(number)
+        out = process.stdout.read()
+        assert process.wait(PATIENCE) == 128 + number, process.stderr.read()
+        assert "jaxtrain:" not in process.stderr.read()
+    stopped = re.search(r"stopped and saved at step (\d+)", out)
+    assert stopped
+    assert max(steps(tmp_path / "run" / "checkpoints")) == int(stopped[1]) < 120
+    assert launched(f"{RECIPE} --steps 120 --out run --resume", tmp_path).returncode == 0
+    assert untimed(undisturbed) == untimed(tmp_path / "run")
+    assert_same_state(undisturbed, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_after_the_same_step(undisturbed: Path, tmp_path: Path) -> None:
+    command = [*JAXTRAIN, "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
+    with foreign(command, tmp_path) as both:
+        both.until(lambda: "step 3/120" in both.said[0].read_text())
+        both.processes[1].send_signal(signal.SIGTERM)
+        assert both.end()[0] == [143, 143], [path.read_text() for path in both.said]
+        assert "stopped and saved at step" in both.said[0].read_text()
+    with foreign(command, tmp_path) as both:
+        assert both.end()[0] == [0, 0]
+    assert untimed(undisturbed) == untimed(tmp_path / "run")
+    assert_same_state(undisturbed, tmp_path / "run")
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Not the checkpoints kept: a stop adds one out of turn."""
+    newest = max(steps(one / "checkpoints"))
+    copies = [Path(shutil.copytree(folder, other.parent / f"copy-{i}")) for i, folder in enumerate((one, other))]
+    for folder in copies:
+        for step in set(steps(folder / "checkpoints")) - {newest}:
+            shutil.rmtree(folder / "checkpoints" / str(step))
+    assert_same_run(*copies)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) -> None:
+    """1, then 2, then 4, then 1: the losses are those of one process, up to the order of sums."""
+    # Of a schedule that does not depend on the number of steps.
+    recipe = f"{RECIPE} --precision fp32 --schedule constant --warmup-steps 0"
+    assert run([*JAXTRAIN, "train", *f"{recipe} --steps 12 --out one".split()], tmp_path).returncode == 0
+    for n, count in ((1, 3), (2, 6), (4, 9), (1, 12)):
+        done = launched(f"{recipe} --steps {count} --out other --resume auto", tmp_path, n=n)
+        assert done.returncode == 0, done.stderr
+    one, other = ({line["step"]: line for line in untimed(tmp_path / name)} for name in ("one", "other"))
+    for step in (3, 6, 9, 12):
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
+        assert other[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_refusal_is_one_line(tmp_path: Path) -> None:
+    for args, says in {
+        "digits-mlp --batch-size 7 --out run": r"7 rows is not divisible by the 2 devices",
+        "digits-mlp --lr -1 --out run": "lr -1.0 makes no training",
+        "digits-mlp --resume --out none": "none holds no run",
+        "digits-mlp --mesh data=4 --out run": "mesh 'data=4' is of 4 devices and there are 2",
+    }.items():
+        done = launched(args, tmp_path)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2, done.stderr
+        assert re.search(says, lines[0]), done.stderr
+        assert lines[0].startswith("[0] jaxtrain: ")
+        assert lines[1:] == [line for line in lines[1:] if "exited with 2: the others are ended" in line]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_nan_ends_all_and_the_whole_batch_is_kept(tmp_path: Path) -> None:
+    """Of two processes and two micro-batches, in the order of one."""
+    args = f"{RECIPE} --precision fp32 --optimizer sgd --schedule constant --lr 1e30 --clip-norm None --steps 9"
+    done = launched(f"{args} --out two", tmp_path)
+    assert done.returncode == 1
+    assert "stopped, the checkpoint of step" in done.stderr
+    assert run([*JAXTRAIN, "train", *f"{args} --out one".split()], tmp_path).returncode == 1
+    import numpy as np
+
+    (one,), (two,) = (list((tmp_path / name / "replay").glob("*.npz")) for name in ("one", "two"))
+    assert one.name == two.name
+    with np.load(one) as a, np.load(two) as b:
+        for name in a.files:
+            if name.startswith("batch/"):
+                np.testing.assert_array_equal(a[name], b[name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: apt-get install openmpi-bin")
+def test_open_mpi_starts_a_run(undisturbed: Path, tmp_path: Path) -> None:
+    # mpirun does not like to be root, and counts cores.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun", "-n", "2", "--oversubscribe", *JAXTRAIN, "train", *f"{RECIPE} --steps 120 --out run".split()]
+    done = run(command, tmp_path, **allowed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("best evaluation") == 1
+    assert_same_run(undisturbed, tmp_path / "run")

@@ -1,0 +1,104 @@
+"""Which axis of a mesh divides which axis of what."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxtrain as jt
+from jaxtrain.distributed import make_mesh, param_shardings, state_shardings
+from jaxtrain.distributed.sharding import automatic, fitted
+from jaxtrain.errors import UserError
+from jaxtrain.frozen import path_name
+from jaxtrain.models import bert, cnn, gpt2, llama, lora, mixtral, mlp, resnet, t5, vit
+from jaxtrain.optim import adafactor, adamw
+from tests.distributed.programs import RUNS, configurations
+
+RULES = {
+    "mlp": mlp.SHARDING,
+    "cnn": cnn.SHARDING,
+    "resnet": resnet.SHARDING,
+    "gpt2": gpt2.SHARDING,
+    "lora": lora.sharding(gpt2.SHARDING),
+    "llama": llama.SHARDING,
+    "mixtral": mixtral.SHARDING,
+    "bert": bert.SHARDING,
+    "vit": vit.SHARDING,
+    "t5": t5.SHARDING,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_parameter_has_a_rule_of_its_own_rank_and_every_rule_a_parameter(name):
+    used = set()
+    for make in configurations(name):
+        params, _ = jax.eval_shape(make)
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            rule = next(p for p in RULES[name] if re.fullmatch(p, path_name(path)))
+            # Of an adapter only A and B are long enough for what its kernel's rule says.
+            assert len(RULES[name][rule]) == x.ndim, (path_name(path), rule)
+            used.add(rule)
+    if name != "lora":
+        assert used == set(RULES[name])
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"cnn", "resnet", "mlp", "lora"}))
+def test_layers_are_never_divided_by_their_number(name):
+    params, _ = jax.eval_shape(RUNS[name]().make)
+    shardings = param_shardings(params, make_mesh("fsdp=2,tensor=2"), RULES[name])
+    stacked = [
+        s.spec
+        for path, s in jax.tree_util.tree_leaves_with_path(shardings)
+        if re.search("blocks|layers", path_name(path))
+    ]
+    assert stacked
+    assert all(spec[0] is None for spec in stacked)
+
+
+def test_a_parameter_without_a_rule_is_refused_by_name():
+    params = {"fc": {"kernel": jax.ShapeDtypeStruct((4, 6), np.float32)}}
+    with pytest.raises(UserError, match=r"no sharding rule matches the parameter fc/kernel \[4, 6\]: add one"):
+        param_shardings(params, make_mesh(), {"kernel": P("fsdp")})
+    with pytest.raises(UserError, match="the sharding rule 'fc/kernel' has 3 axes and fc/kernel only 2: mend the rule"):
+        param_shardings(params, make_mesh(), {"fc/kernel": P(None, None, "fsdp")})
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((6, 8), P(None, "fsdp")), ((8, 8), P(None, "fsdp")), ((16, 6), P("fsdp")), ((3, 5), P()), ((), P()), ((0,), P())],
+)
+def test_without_rules_the_longest_axis_that_divides_is_divided(shape, spec):
+    assert automatic(shape, make_mesh("fsdp=4")) == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "kept"),
+    [
+        (P("tensor", "fsdp"), (5, 6), P(None, "fsdp")),
+        (P(("tensor", "fsdp")), (8,), P(("tensor", "fsdp"))),
+        (P(("tensor", "fsdp")), (6,), P("tensor")),
+        (P("expert", "fsdp"), (4, 4), P(None, "fsdp")),
+    ],
+)
+def test_what_does_not_divide_stays_whole(spec, shape, kept):
+    assert fitted(spec, shape, make_mesh("fsdp=2,tensor=2")) == kept
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [(adamw(1e-3), 2), (adafactor(1e-3), 0)])
+def test_what_is_kept_of_a_parameter_is_divided_as_it_is(optimizer, moments):
+    run, mesh = RUNS["gpt2"](), make_mesh("fsdp=2,tensor=2")
+    step = jt.train_step(run.loss_fn, optimizer, accumulate=2, ema=0.9)
+    state = step.shapes(lambda: run.make()[0], streaming=True)
+    shardings = state_shardings(state, mesh, run.rules)
+    of_fc = {
+        path_name(path): s.spec
+        for path, s in jax.tree_util.tree_leaves_with_path(shardings)
+        if path_name(path).endswith("blocks/fc/kernel")
+    }
+    divided = [name for name, spec in of_fc.items() if spec == P(None, "fsdp", "tensor")]
+    # The parameter, its average, the sum of its gradients; and moments, but not those that are factored.
+    assert len(divided) == 3 + moments
+    assert shardings.step.spec == shardings.rng.spec == P()
+    jax.tree.map(lambda x, s: s.shard_shape(x.shape), state, shardings)

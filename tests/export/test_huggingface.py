@@ -1,0 +1,62 @@
+"""Folders that `transformers` loads: the model, the names of its classes, the tokenizer."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from jaxtrain.data import tokenizer
+from jaxtrain.errors import UserError
+from jaxtrain.export.huggingface import write_huggingface
+from jaxtrain.models import GPT2, MLP, GPT2Config, functional
+from jaxtrain.models.bert import Bert, BertConfig
+
+TEXT = "to be or not to be"
+
+
+@pytest.fixture
+def words(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "words.json"))
+    return tokenizer(tmp_path / "words.json")
+
+
+def test_a_language_model_brings_its_tokenizer(words, tmp_path):
+    model = GPT2(GPT2Config(vocab_size=words.size, n_positions=8, n_embd=4, n_layer=1, n_head=2), rngs=nnx.Rngs(0))
+    apply, params = functional(model)
+    folder = tmp_path / "model"
+    write_huggingface(folder, nnx.eval_shape(lambda: model), params, texts=words)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    tokens = words.encode(TEXT)
+    assert theirs(TEXT).input_ids == tokens.tolist()
+    assert theirs.pad_token == "[PAD]"
+    assert theirs.mask_token is None
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits = loaded(torch.from_numpy(tokens[None].astype(np.int64))).logits.numpy()
+    with jax.enable_x64(True):
+        ours = apply(jax.tree.map(lambda x: x.astype(np.float64), params), tokens[None])
+    np.testing.assert_allclose(logits, ours, rtol=1e-10, atol=1e-10)
+
+
+def test_classes_keep_their_names(tmp_path):
+    config = BertConfig(
+        vocab_size=7, hidden_size=4, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=8, num_labels=2,
+    )  # fmt: skip
+    model = Bert(config, rngs=nnx.Rngs(0))
+    write_huggingface(tmp_path / "model", model, functional(model)[1], class_names=["no", "yes & no"])
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert loaded.config.id2label == {0: "no", 1: "yes & no"}
+    assert loaded.config.label2id == {"no": 0, "yes & no": 1}
+
+
+def test_a_model_that_transformers_has_not_is_refused(tmp_path):
+    model = MLP((4, 2), rngs=nnx.Rngs(0))
+    with pytest.raises(UserError, match="transformers has no MLP: export it as onnx, stablehlo or torch"):
+        write_huggingface(tmp_path / "model", model, functional(model)[1])
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,81 @@
+"""The points of a chart, thinned, are those of the run."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtrain.observe.charts import averaged, charts, drawn, thinned
+from jaxtrain.observe.record import read_record
+
+from .runs import write_run
+
+values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=60)
+
+
+@given(values, st.integers(2, 20))
+def test_a_thinned_curve_keeps_its_ends_its_highest_and_its_lowest(values, most):
+    points = list(enumerate(values))
+    kept = thinned(points, most)
+    assert len(kept) <= max(most + 4, 6)
+    assert set(kept) <= set(points)
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    known = [v for v in values if v is not None]
+    if known:
+        assert {min(known), max(known)} <= {v for _, v in kept}
+
+
+@given(values, st.integers(1, 20))
+def test_an_averaged_curve_has_the_mean_of_all_its_points_and_their_range(values, most):
+    of = averaged(list(enumerate(values)), most)
+    known = [v for v in values if v is not None]
+    if len(values) <= most:
+        assert of["steps"] == list(range(len(values)))
+        assert "low" not in of
+        return
+    assert len(of["steps"]) == most
+    sizes = [
+        sum(v is not None for v in values[a:b])
+        for a, b in zip([0, *(s + 1 for s in of["steps"])], [s + 1 for s in of["steps"]], strict=False)
+    ]
+    total = sum(size * mean for size, mean in zip(sizes, of["values"], strict=True) if mean is not None)
+    assert sum(sizes) == len(known)
+    assert total == pytest.approx(math.fsum(known), abs=1e-4 * max(map(abs, known), default=1) * len(values))
+    if known:
+        assert max(x for x in of["high"] if x is not None) == pytest.approx(max(known), rel=1e-5)
+        assert min(x for x in of["low"] if x is not None) == pytest.approx(min(known), rel=1e-5)
+
+
+def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
+    record = read_record(write_run(tmp_path / "run"))
+    page = drawn([record])
+    titles = [chart["title"] for chart in page["charts"]]
+    assert titles[:2] == ["loss", "validation accuracy"]
+    assert {"learning rate", "gradient norm", "loss scale", "examples a second", "peak memory"} <= set(titles)
+    (run,) = page["runs"]
+    assert run["skips"] == [[20, 1]]
+    assert run["series"]["grad_norm"] == {"steps": [10, 20, 30, 40], "values": [0.5, None, 0.5, 0.5]}
+    assert run["series"]["eval_loss"]["values"] == [3.0, 0.142857, 0.0731707]
+    # 40 steps of 0.02 s, at 400 examples a second.
+    assert [column[-1] for column in run["clock"]] == [40, 0.8, 320.0]
+
+
+def test_a_metric_that_no_chart_knows_has_one_of_its_own_and_groups_share_that_of_their_rates(tmp_path):
+    record = read_record(write_run(tmp_path / "run"))
+    for line in record.metrics:
+        line |= {"perplexity": 2.0, "lr/body": 0.1, "lr/head": 0.2}
+    found = {chart.title: [curve.metric for curve in chart.curves] for chart in charts([record])}
+    assert found["perplexity"] == ["perplexity"]
+    assert found["learning rate"] == ["lr/body", "lr/head"]
+    assert sum("lr" in metrics for metrics in found.values()) == 0
+
+
+def test_of_several_runs_only_scaled_ones_have_a_scale_and_each_curve_a_chart(tmp_path):
+    scaled, plain = (read_record(write_run(tmp_path / name)) for name in ("scaled", "plain"))
+    for line in plain.metrics:
+        line["loss_scale"] = 1.0
+    page = drawn([scaled, plain])
+    assert ["loss_scale" in run["series"] for run in page["runs"]] == [True, False]
+    assert all(len(chart["curves"]) == 1 for chart in page["charts"])
+    assert "loss scale" not in [chart["title"] for chart in drawn([plain])["charts"]]

@@ -1,0 +1,115 @@
+"""What is told of a device's use, where it is known; NVML stands in for itself."""
+
+import sys
+import time
+import types
+
+import jax
+import pytest
+
+from jaxtrain.observe import gauges
+from jaxtrain.observe.gauges import Busy, Gauges, peak_flops
+
+
+def device(kind: str):
+    return types.SimpleNamespace(device_kind=kind, platform="gpu")
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """NVML with two GPUs, `busy` per cent of the time."""
+    fake = types.ModuleType("pynvml")
+    fake.NVMLError = type("NVMLError", (Exception,), {})
+    fake.busy = [30, 50]
+    fake.nvmlInit = lambda: None
+    fake.nvmlDeviceGetCount = lambda: 2
+    fake.nvmlDeviceGetHandleByIndex = int
+    fake.nvmlDeviceGetHandleByUUID = {"GPU-b": 1}.__getitem__
+
+    def utilisation(gpu):
+        if fake.busy[gpu] is None:
+            raise fake.NVMLError
+        return types.SimpleNamespace(gpu=fake.busy[gpu])
+
+    fake.nvmlDeviceGetUtilizationRates = utilisation
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(gauges, "_BUSY_EVERY", 0.005)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+def taken(busy: Busy) -> float | None:
+    for _ in range(200):
+        if (share := busy.take()) is not None:
+            break
+        time.sleep(0.005)
+    busy.close()
+    return share
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16_params", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA GeForce GTX 9999", "bf16", None),
+    ],
+)
+def test_peaks_are_the_data_sheets_and_of_no_other_device(kind, precision, peak):
+    assert peak_flops(device(kind), precision) == peak
+
+
+def test_a_cpu_has_neither_figure_and_nothing_is_counted_for_it():
+    of = Gauges(lambda: pytest.fail("counted"), 1, "fp32")
+    assert of.read(0.1) == {}
+    assert of.warning({"step": 1}) is None
+    of.close()
+
+
+def test_the_share_of_the_peak_is_of_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA A100-SXM4-80GB")])
+    of = Gauges(lambda: 312e12, 4, "bf16")
+    assert of.read(0.5)["mfu"] == pytest.approx(0.5)
+    of.close()
+
+
+def test_the_gpus_that_the_run_may_use_are_watched(nvml, monkeypatch):
+    assert taken(Busy()) == pytest.approx(0.4)
+    for visible, share in (("1", 0.5), ("0,1", 0.4), ("GPU-b", 0.5)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert taken(Busy()) == pytest.approx(share)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Busy().take() is None
+
+
+def test_without_nvml_or_its_figure_there_is_none(nvml, monkeypatch):
+    nvml.busy = [None, None]
+    busy = Busy()
+    time.sleep(0.05)
+    assert busy.take() is None
+    nvml.nvmlInit = lambda: (_ for _ in ()).throw(nvml.NVMLError)
+    assert Busy().take() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert Busy().take() is None
+
+
+@pytest.mark.parametrize(
+    ("of", "cause"),
+    [
+        ({"input_wait_s": 0.05, "step_time_s": 0.1}, "it waits 50.0 ms of each step for its batch"),
+        ({"input_wait_s": 0.0, "step_time_s": 0.002}, "a step takes 2.0 ms"),
+        ({"input_wait_s": 0.001, "step_time_s": 0.1}, "its operations are too small"),
+    ],
+)
+def test_a_gpu_that_stays_idle_is_told_once_with_the_likely_cause(of, cause):
+    watched = Gauges(lambda: 0.0, 1, "fp32")
+    idle = [0.9, 0.5, 0.5, 0.8, 0.5, 0.6, 0.5, 0.1, 0.1, 0.1]
+    said = [watched.warning({"step": i, "gpu_utilisation": share, **of}) for i, share in enumerate(idle)]
+    (warning,) = filter(None, said)
+    assert said.index(warning) == 6
+    assert warning.startswith("warning: step 6: the GPU is busy 50% of the time: ")
+    assert cause in warning
+    watched.close()

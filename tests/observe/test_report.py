@@ -1,0 +1,123 @@
+"""The page about a run says what its folder says, and fetches nothing."""
+
+import base64
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxtrain.errors import UserError
+from jaxtrain.observe import read_record, write_report, write_result
+from jaxtrain.observe.charts import drawn
+from jaxtrain.observe.mistakes import Evaluated, write_page
+from jaxtrain.observe.report import page
+from jaxtrain.observe.verdicts import Verdicts
+
+from .runs import write_run
+
+
+def text_of(html: str) -> str:
+    """What a reader sees without the curves."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", re.sub(r"<(style|script).*?</\1>", "", html, flags=re.DOTALL)))
+
+
+def test_a_page_tells_the_figures_and_what_was_changed_of_the_recipe(tmp_path):
+    run = write_run(tmp_path / "run")
+    write_result(run, step=40, references={"class entropy": 2.302}, sample=None)
+    seen = text_of(page([read_record(run)]))
+    for told in (
+        *("digits-mlp", "step 40 of 40", "best validation loss 0.07317 step 40", "validation accuracy 1 step 40"),
+        *("class entropy 2.302 to be beaten", "examples a second 400 median", "training time 0:01 320 examples"),
+        *("peak memory 256 MiB", "updates skipped 1 inf or NaN", "precision fp16 fp32", "jax 0.10.2", "All "),
+    ):
+        assert told in seen
+
+
+def test_the_curves_are_in_the_page_to_the_digit_and_nothing_is_fetched(tmp_path):
+    record = read_record(write_run(tmp_path / "run"))
+    html = page([record])
+    (data,) = re.findall(r'<script type="application/json" id="data"[^>]*>(.*?)</script>', html, re.DOTALL)
+    assert json.loads(data) == json.loads(json.dumps(drawn([record])))
+    assert html.count('<svg class="plot"') == len(drawn([record])["charts"])
+    assert "default-src 'none'" in html
+    assert "connect-src 'none'" in html
+    assert "connect-src 'self'" in page([record], live=True)
+    assert not re.findall(r"(?:src|href)\s*=", html)
+    assert not re.findall(r"url\((?!#)", html)
+
+
+def test_runs_beside_each_other_show_what_differs(tmp_path):
+    records = [read_record(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 0.01), ("b", 0.1))]
+    html = page(records)
+    seen = text_of(html)
+    assert "2 runs compared" in seen
+    (differing,) = re.findall(r"What differs</h2>(.*?)<details>", html, re.DOTALL)
+    assert re.findall(r'scope="row">([^<]*)', differing) == ["lr"]
+    assert "Nothing: the runs have the same settings." in page([records[0], records[0]])
+
+
+def test_what_a_model_writes_is_text_and_no_markup(tmp_path):
+    run = write_run(tmp_path / "run")
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    write_result(run, step=40, references={evil: 1.0}, sample=evil)
+    html = page([read_record(run)])
+    assert "alert(1)</script>" not in html
+    assert "<img" not in html
+    assert html.count("</script>") == 2
+    assert "A sample" in html
+
+
+def test_the_worst_of_the_newest_evaluation_are_shown(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run.path / "eval").mkdir()
+    for step, split in ((20, "validation"), (40, "train"), (40, "validation")):
+        example = {"index": step, "loss": 4.0, "said": f"{split} at {step}", "picture": None}
+        (run.path / f"eval/step-{step}-{split}.worst.json").write_text(
+            json.dumps({"step": step, "split": split, "examples": [example]})
+        )
+    seen = text_of(page([read_record(run)]))
+    assert "What it is worst at at step 40, of the validation examples" in seen
+    assert "validation at 40" in seen
+    assert "train at 40" not in seen
+
+
+@pytest.mark.parametrize(
+    "lines", ["", '{"step": 0, "eval_loss": null}\n', '{"step": 1, "loss": null, "lr": 0.1}\n{"ste']
+)
+def test_a_run_that_has_told_little_yet_has_a_page(lines, tmp_path):
+    run = write_run(tmp_path / "run")
+    run.metrics.write_text(lines)
+    write_report(run.report, [read_record(run)])
+    assert "digits-mlp" in run.report.read_text()
+    run.metrics.unlink()
+    assert "digits-mlp" in page([read_record(run)])
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"recipe": "digits-mlp", "settings": 3}'])
+def test_a_damaged_folder_is_refused_in_one_line(config, tmp_path):
+    run = write_run(tmp_path / "run")
+    run.config.write_text(config)
+    with pytest.raises(UserError, match=r"run cannot be read \(.*\): restore it"):
+        read_record(run)
+
+
+def test_the_pictures_that_an_evaluation_leaves_are_in_the_page(tmp_path):
+    names, images = ["zero", "one"], np.linspace(0, 1, 2 * 3 * 3, dtype=np.float32).reshape(2, 3, 3, 1)
+    task = SimpleNamespace(
+        class_names=names, classes=2, given=None, texts=None, references={}, validation=[{"image": x} for x in images]
+    )
+    ones = np.ones(2, np.float32)
+    verdicts = Verdicts(np.array([0.5, 2.0], np.float32), ones, np.array([0, 1]), np.array([0, 0]), 0.75 * ones)
+    evaluated = Evaluated("digits-mlp", 40, "validation", task, task.validation, {"loss": 1.25}, verdicts)
+    run = write_run(tmp_path / "run")
+    (run.path / "eval").mkdir()
+    write_page(run.path / "eval/step-40-validation.html", evaluated, worst=2)
+    html = page([read_record(run)])
+    assert "one taken for zero, 75% sure" in html
+    first, _ = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
+    with Image.open(io.BytesIO(base64.b64decode(first))) as picture:
+        np.testing.assert_array_equal(np.asarray(picture), np.round(images[1, ..., 0] * 255).astype(np.uint8))

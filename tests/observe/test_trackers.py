@@ -1,0 +1,104 @@
+"""Weights & Biases and MLflow, in what they write to this disk."""
+
+import json
+import struct
+
+import pytest
+
+from jaxtrain.observe import follow, write_result
+from jaxtrain.observe.follow import followed
+from jaxtrain.observe.trackers import MLflow, WandB
+
+from .runs import write_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the warnings are theirs
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine their first import takes its time."""
+    monkeypatch.setattr(follow, "_PATIENCE", 600.0)
+    monkeypatch.setattr(follow, "_IN_HASTE", 600.0)
+
+
+def wandb_records(path) -> list:
+    """The records of a .wandb file: LevelDB's log format, behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, records, part = path.read_bytes(), 7, [], b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if not kind:
+            break
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            records.append(wandb_internal_pb2.Record.FromString(part))
+            part = b""
+    return records
+
+
+def test_wandb_offline_holds_the_run_without_a_key(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    run, said = write_run(tmp_path / "run"), []
+    write_result(run, step=40, references={}, sample="a sample")
+    for _ in range(2):  # the second time there is nothing new
+        with followed(run, [WandB("digits")], said.append) as ended:
+            ended(0)
+    wandb.teardown()
+    files = sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert files[0].name == files[1].name
+    assert all(text.startswith("wandb: ") and text.endswith(", for wandb sync") for text in said)
+    histories = []
+    for file in files:
+        records = wandb_records(file)
+        (begun,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+        assert (begun.project, begun.display_name) == ("digits", "run")
+        assert "settings" in {entry.key for entry in begun.config.update}
+        rows = [r.history.item for r in records if r.WhichOneof("record_type") == "history"]
+        histories.append([{item.key or item.nested_key[0]: item.value_json for item in row} for row in rows])
+    steps, losses = ([json.loads(row.get(name, "null")) for row in histories[0]] for name in ("step", "eval_loss"))
+    assert (steps, losses) == ([0, 10, 20, 30, 40], [3.0, None, 1 / 7, None, 3 / 41])
+    assert "grad_norm" not in histories[0][2]
+    assert histories[1] == []
+
+
+def test_mlflow_holds_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run, said = write_run(tmp_path / "run"), []
+    write_result(run, step=40, references={}, sample="a sample")
+    for status in (143, 0):
+        with followed(run, [MLflow(uri)], said.append) as ended:
+            ended(status)
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "digits-mlp"]
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert said == [f"mlflow: run {found.info.run_id} at {uri}"] * 2
+    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
+    assert found.data.params["lr"] == "0.01"
+    history = client.get_metric_history(found.info.run_id, "eval_loss")
+    assert [(m.step, m.value) for m in history] == [(0, 3.0), (20, 1 / 7), (40, 3 / 41)]
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "grad_norm")] == [10, 30, 40]
+    assert {f.path for f in client.list_artifacts(found.info.run_id)} == {"config.json", "sample.txt"}
+
+
+def test_a_disk_that_refuses_is_told_once(tmp_path):
+    pytest.importorskip("mlflow")
+    run, said = write_run(tmp_path / "run"), []
+    (tmp_path / "file").touch()
+    with followed(run, [MLflow(f"sqlite:///{tmp_path}/file/mlflow.db")], said.append) as ended:
+        ended(0)
+    (warning,) = said
+    assert warning.startswith("warning: mlflow follows no further: ")
