@@ -40,7 +40,8 @@ def _check_writable(path: Path | None) -> None:
 
 
 def _run(name: str, json_path: Path | None, html_path: Path | None, png_path: Path | None) -> int:
-    from benchmarks.suites import SUITES, exponents, measured, ratios, rows
+    from benchmarks import devices
+    from benchmarks.suites import SUITES, exponents, measured, ratios, rows, slope
     from parity.attestation import environment
 
     # A pipe has no width.
@@ -55,11 +56,16 @@ def _run(name: str, json_path: Path | None, html_path: Path | None, png_path: Pa
         "ratios": ratios(timings),
         "exponents": exponents(timings),
     }
+    if name == "scaling":
+        document["memory_per_device"] = devices.memory()
     console.print(_table(document["rows"]))
     for ratio in document["ratios"]:
         console.print(_said(ratio))
     for fit in document["exponents"]:
         console.print(f"{fit['engine']}: seconds ~ {fit['size']}^{fit['exponent']:.2f}")
+    for kind in ("state", "temporaries") if name == "scaling" else ():
+        points = [(row["devices"], row[kind]) for row in document["memory_per_device"]]
+        console.print(f"{kind} of one device: bytes ~ devices^{slope(points):.3f}")
     if json_path:
         json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     if html_path or png_path:

@@ -148,10 +148,18 @@ def exponents(timings: Sequence[Timing]) -> list[dict[str, Any]]:
             own = [t for t in timings if t.job.engine == engine and size in _grown(t.job)]
             points = [(_grown(t.job)[size], t.lower_decile_s) for t in own]
             if len(points) > 1:
-                x, y = np.log(np.array(points)).T
-                slope = np.polyfit(x, y, 1)[0]
-                found.append({"engine": engine, "size": size, "exponent": float(slope)})
+                found.append({"engine": engine, "size": size, "exponent": slope(points)})
     return found
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent p of y ~ x^p through (x, y), by least squares of the logarithms.
+
+    >>> round(slope([(1, 3.0), (2, 12.0), (4, 48.0)]), 6)
+    2.0
+    """
+    x, y = np.log(np.array(points)).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def _grown(job: Job) -> Mapping[str, int]:

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import cli, host, run, suites, updates
+from benchmarks import cli, devices, host, run, suites, updates
 from benchmarks.engines import engine
 from benchmarks.features import FEATURES, MICRO_STEPS
 from benchmarks.job import Job
-from benchmarks.suites import SUITES, Suite, exponents, ratios
+from benchmarks.suites import SUITES, Suite, exponents, ratios, slope
 from benchmarks.timing import Timing, timed
 from benchmarks.workloads import SMALL, WORKLOADS
 from jaxtrain.errors import RunFailed, UserError
@@ -117,6 +117,12 @@ def test_an_exponent_is_the_slope_of_the_logarithms():
     windows, rows = exponents(found)
     assert rows == {"engine": "jax", "size": "rows", "exponent": pytest.approx(1.5)}
     assert windows == {"engine": "jax", "size": "micro-batches", "exponent": pytest.approx(1.0)}
+
+
+def test_state_falls_as_devices_grow(monkeypatch):
+    monkeypatch.setattr(devices, "SIZES", {**devices.SIZES, "width": 32, "depth": 1})
+    (one, two) = (devices._counted(n) for n in (1, 2))
+    assert slope([(1, one["state"]), (2, two["state"])]) == pytest.approx(-1, abs=0.01)
 
 
 def test_wrong_usage_is_one_line(tmp_path, capsys):
