@@ -531,6 +531,7 @@ def test_every_matrix_product_of_gpt2_and_its_gradient_is_low(dtype, remat):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_gpt2_in_low_precision_is_within_its_epsilon_of_float64(dtype):
     loss, params = gpt2()
     value, gradients = jax.jit(jax.value_and_grad(autocast(loss, dtype)))(params, TOKENS, None)

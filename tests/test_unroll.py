@@ -37,7 +37,11 @@ def names(traced):
 
 
 @pytest.mark.parametrize(
-    ("precision", "accumulate", "remat"), [("fp32", 1, "none"), ("bf16", 2, "full"), ("fp16", 1, "names:hidden")]
+    ("precision", "accumulate", "remat"),
+    [
+        ("fp32", 1, "none"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [("bf16", 2, "full"), ("fp16", 1, "names:hidden")]),
+    ],
 )
 def test_a_step_of_unrolled_layers_is_that_of_scanned_ones(precision, accumulate, remat):
     loss_fn, params = loss_and_params()
@@ -91,6 +95,7 @@ def test_a_reversed_scan_and_its_outputs_come_in_order():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache_is_no_scan_of_its_own():
     apply, params = functional(GPT2(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0)))
     plain, other = apply(params, TOKENS), unroll(apply)(params, TOKENS)

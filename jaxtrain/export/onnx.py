@@ -46,7 +46,7 @@ def to_onnx(
     >>> x = jax.ShapeDtypeStruct((rows, 3), jnp.float32)
     >>> model = to_onnx(lambda w, x: jnp.tanh(x @ w["k"]), {"k": jnp.ones((3, 2))}, {"x": x}, "y")
     >>> [node.op_type for node in model.graph.node], model.graph.output[0].type.tensor_type.shape.dim[0].dim_param
-    (['MatMul', 'Tanh'], 'rows')
+    (['MatMul', 'Tanh', 'Identity'], 'rows')
     """
     onnx = _imported("onnx")
     if (size := sum(x.nbytes for x in weights.values())) > MOST_BYTES:

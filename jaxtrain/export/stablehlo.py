@@ -24,6 +24,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 """Those that a program is lowered for."""
 
 LOADER = '''"""logits(*inputs): the model beside this file. It needs jax, flatbuffers and safetensors."""
+
 from pathlib import Path
 import jax
 from safetensors.flax import load_file

@@ -30,6 +30,7 @@ def timing(job, wall, losses=(3.0, 2.9)):
     return Timing(job, np.array(wall), np.array(wall), [*losses], "cpu", None, None, None, 1)
 
 
+@pytest.mark.slow
 def test_both_engines_are_timed_on_the_same_work(monkeypatch, tmp_path, capsys):
     groups = [[short("jax"), short("torch_eager")]]
     monkeypatch.setitem(SUITES, "short", Suite(groups, rounds=2, ceilings=[]))

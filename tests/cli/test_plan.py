@@ -76,6 +76,7 @@ def test_wrong_usage_is_one_line(command, said, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     recipe = f"gpt-stdlib {TINY_GPT} --data {text_folder} --steps 2 --accumulate 8"
     monkeypatch.setattr(train_command, "device_memory", lambda: 250_000)

@@ -15,7 +15,11 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.name == "tutorial.md")) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     names: dict[str, object] = {}

@@ -83,6 +83,7 @@ def test_the_padding_tokens_embedding_is_zero_and_learns_from_being_predicted_on
         assert gradient["embeddings"]["word"][tokens[0, 1]].any()
 
 
+@pytest.mark.slow
 def test_only_a_key_makes_it_drop():
     apply, params = model(num_labels=3)
     one, again, other = (apply(params, TOKENS, None, None, jax.random.key(seed)) for seed in (0, 0, 1))

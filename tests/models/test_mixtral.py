@@ -73,6 +73,7 @@ def test_a_layer_and_its_gradients_are_transformers_in_float64(chosen):
         np.testing.assert_allclose(mine, yours.numpy(), rtol=0, atol=1e-13 * scale)
 
 
+@pytest.mark.slow
 def test_an_expert_without_tokens_has_no_gradient():
     apply, params = functional(Experts(CONFIG, rngs=nnx.Rngs(0)))
     x = np.abs(X.astype(np.float32))

@@ -91,6 +91,7 @@ def test_with_a_key_dropout_is_that_keys():
     assert not np.array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(drawn_masks):
     apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():

@@ -75,6 +75,7 @@ def test_cases_are_run_with_the_dropout_asked_for(tmp_path: Path, monkeypatch: p
     assert json.loads(path.read_text())["cases"][0]["dropout"] is None
 
 
+@pytest.mark.slow
 def test_a_case_that_differs_exits_1_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

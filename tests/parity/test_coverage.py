@@ -42,6 +42,7 @@ def test_a_bound_that_clips_never_or_always_is_said_and_another_tried(bound: flo
     assert any(line.startswith("clipping holds with clip_norm") for line in found.unseen)
 
 
+@pytest.mark.slow
 def test_a_fault_that_only_clipping_shows_is_found_although_the_bound_never_clips(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

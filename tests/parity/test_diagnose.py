@@ -511,6 +511,7 @@ def test_a_convention_of_every_layer_is_named() -> None:
     assert str(found).startswith("layer_norm: JAX's eps is 1e-6: epsilon=1e-5 (")
 
 
+@pytest.mark.slow
 def test_the_micro_batches_of_a_window_and_dropout_are_the_checks() -> None:
     planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6), dropout=0.1)
     found = diagnose(planted, None, stages(planted, steps=2, accumulate=2, seed=5), accumulate=2, seed=5)

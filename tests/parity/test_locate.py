@@ -288,7 +288,7 @@ def test_values_are_equal_in_any_layout_and_not_by_a_billionth() -> None:
     assert counterparts(traces[0], traces[2]) == [frozenset()]
 
 
-@pytest.mark.parametrize("bug", ["", "epsilon"])
+@pytest.mark.parametrize("bug", ["", pytest.param("epsilon", marks=pytest.mark.slow)])
 def test_a_check_that_fails_in_float64_says_where(bug: str) -> None:
     verdict = check(transformer(bug), steps=1, locate=True)
     assert verdict.passed == (not bug)
