@@ -36,7 +36,7 @@ def run(
 def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: str, steps: int, seed: int) -> Record:
     step = jaxtrain.train_step(
         in_float64(case.loss_fn) if precision == "fp64" else case.loss_fn,
-        optax.chain(_record_gradients(), case.optimizer.jax),
+        optax.chain(record_gradients(), case.optimizer.jax),
         precision=precision,
         accumulate=accumulate,
         clip_norm=case.clip_norm,
@@ -53,9 +53,9 @@ def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: s
         norms.append(float(metrics["grad_norm"]))
         scales.append(float(current_scale(state.loss_scale)))
         if first is None and metrics["applied"]:
-            first = _observe(case, state)
+            first = observe(case, state)
 
-    last = _observe(case, state)
+    last = observe(case, state)
     grads, after_first = first or last
     return Record(np.array(losses), grads, after_first, last[1], np.array(scales), np.array(norms))
 
@@ -66,7 +66,7 @@ class _Fed(NamedTuple):
     grads: Any
 
 
-def _record_gradients() -> optax.GradientTransformation:
+def record_gradients() -> optax.GradientTransformation:
     """Passes gradients on, and keeps them: chained before an optimizer it sees exactly what the optimizer is fed."""
 
     def init(params: Any) -> _Fed:
@@ -96,7 +96,8 @@ def arrays(tree: Any, precision: str) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)
 
 
-def _observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:
+def observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:
+    """What the optimizer, chained after `record_gradients`, was last fed, and what is in the state."""
     fed, opt_state = state.opt_state
     snapshot = Snapshot(to_torch(case, state.params), moments(case, opt_state), buffers(case, state.model_state))
     return to_torch(case, fed.grads), snapshot

@@ -59,11 +59,11 @@ def run(
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
-    updates = _Updates(case, model, optimizer)
+    updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
 
     for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, reorder)):
-        before = _snapshot(case, model, optimizer) if watch else None
+        before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, kept in window:
@@ -88,10 +88,10 @@ def run(
         scales.append(scaler.get_scale())
         if watch and before:
             micro_batches = [{name: x.numpy() for name, x in batch.items()} for batch, _ in window]
-            after = _snapshot(case, model, optimizer)
+            after = snapshot(case, model, optimizer)
             watch(Step(micro_batches, before, losses[-1], grads, _gradients(model), after))
 
-    last = _snapshot(case, model, optimizer)
+    last = snapshot(case, model, optimizer)
     first = updates.first or last
     return Record(np.array(losses), updates.grads, first, last, np.array(scales), np.array(norms))
 
@@ -112,10 +112,11 @@ def _clip(model: torch.nn.Module, clip_norm: float | None) -> float:
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
 
-class _Updates:
+class Updates:
     """Listens to an optimizer: how many updates it made, what the first was fed (NaN until there is one) and made.
 
-    The hooks run inside `optimizer.step()`, which GradScaler does not call where it skips.
+    The hooks run inside `optimizer.step()`, which GradScaler does not call where it skips. Of several ranks each has to
+    listen, as it takes all to gather what is divided.
     """
 
     def __init__(self, case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +130,7 @@ class _Updates:
 
         def made(*_: Any) -> None:
             self.count += 1
-            self.first = self.first or _snapshot(case, model, optimizer)
+            self.first = self.first or snapshot(case, model, optimizer)
 
         optimizer.register_step_pre_hook(fed)
         optimizer.register_step_post_hook(made)
@@ -175,13 +176,14 @@ def _windows(
             kept = None if masks is None else masks[i]
             if kept is not None and shuffle is not None:
                 kept = reordered(kept, order % len(order))
-            window.append(({name: _tensor(x[order], precision) for name, x in batch.items()}, kept))
+            window.append(({name: tensor(x[order], precision) for name, x in batch.items()}, kept))
         yield window
 
 
-def _tensor(array: np.ndarray, precision: str) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.to(WHOLE[precision]) if tensor.is_floating_point() and precision in WHOLE else tensor
+def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
+    """`array`, in the precision that a whole model is taken to."""
+    x = torch.from_numpy(array)
+    return x.to(WHOLE[precision]) if x.is_floating_point() and precision in WHOLE else x
 
 
 def _check_alike(weights: set[int], case: Case) -> None:
@@ -190,7 +192,8 @@ def _check_alike(weights: set[int], case: Case) -> None:
         raise UserError(f"micro-batches of {case.name} weigh {sorted(weights)}: draw batches that split evenly")
 
 
-def _snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Copies of the parameters, the moments and the buffers that the case's tables name."""
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     _, table = case.tables
     names = [] if table is None else [param.name for param in table.params.values()]
@@ -210,6 +213,12 @@ def _gradients(model: torch.nn.Module) -> Tensors:
 
 def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:
     """A copy of `tensor`; zeros like `p` for the gradient and the moments of a parameter the loss does not reach."""
-    tensor = (torch.zeros_like(p) if tensor is None else tensor).detach()
+    whole = gathered((torch.zeros_like(p) if tensor is None else tensor).detach())
     # NumPy has no bfloat16, all of which float32 holds.
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+    return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy().copy()
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of what is divided over ranks, each of which has to ask; others as they are."""
+    # A DTensor, which takes long to import.
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -8,6 +8,7 @@ from torch.nn import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Module, ReLU
 import jaxtrain
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, functional_with_state
+from jaxtrain.models.batch_norm import in_groups
 from jaxtrain.models.cnn import torch_buffers, torch_names
 from parity.case import AdamW, Case
 from parity.cases import classification
@@ -16,10 +17,15 @@ from parity.cases.cnn import torch_loss
 SHAPE = (10, 10, 3)
 
 
-def case(dropout: float = 0.0) -> Case:
-    """Convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared too."""
+def case(dropout: float = 0.0, groups: int = 1) -> Case:
+    """Convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared too.
+
+    JAX takes the statistics over so many `groups` of rows, as many ranks of PyTorch's DistributedDataParallel do.
+    """
     apply, params_like, state_like = functional_with_state(
-        nnx.eval_shape(lambda: CNN(SHAPE, width=16, batch_norm=True, dropout=dropout, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(
+            lambda: in_groups(CNN(SHAPE, width=16, batch_norm=True, dropout=dropout, rngs=nnx.Rngs(0)), groups)
+        )
     )
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jaxtrain.Loss, dict[str, Any], Any]:

@@ -1,0 +1,180 @@
+"""JAX on a mesh against PyTorch's DistributedDataParallel and fully_shard over gloo, in float64 and in fp16."""
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.models import cnn, gpt2, llama, mlp, t5
+from parity import torch_side
+from parity.cases import cnn_bn as cnn_bn_case
+from parity.cases import gpt2 as gpt2_case
+from parity.cases import llama as llama_case
+from parity.cases import t5 as t5_case
+from parity.compare import same_meaning, same_precision
+from parity.distributed import Scaling, Training, jax_mesh, torch_ranks
+from parity.distributed.cases import overflowing_mlp
+from parity.distributed.processes import in_processes
+from parity.run import REORDERINGS
+
+SCALING = Scaling(2.0**10, growth_interval=3)
+OVERFLOW = partial(overflowing_mlp, np.inf)
+FP16_OVERFLOW = partial(overflowing_mlp, 1e6)  # by a number that float16 does not hold
+
+
+def of(name, mesh, devices, k=2):
+    return {
+        "gpt2": Training(gpt2_case.case, mesh, gpt2.SHARDING, accumulate=k),
+        # Rotations and norms in float32, which both sides lift.
+        "llama": Training(llama_case.case, mesh, llama.SHARDING, accumulate=k),
+        # Layers in layers.
+        "t5": Training(t5_case.case, mesh, t5.SHARDING, accumulate=k),
+        "batch norm by device": Training(partial(cnn_bn_case.case, groups=devices), mesh, cnn.SHARDING, accumulate=k),
+        "overflow": Training(OVERFLOW, mesh, mlp.SHARDING, accumulate=k, scaling=SCALING),
+        "fp16": Training(FP16_OVERFLOW, mesh, mlp.SHARDING, "fp16", accumulate=k),
+    }[name]
+
+
+SMALL_ON_TWO = {
+    (mesh, name): of(name, mesh, 2)
+    for mesh, name in [("data=2", "overflow"), ("fsdp=2", "overflow"), ("data=2", "batch norm by device")]
+}
+ON_TWO = {
+    (mesh, name, f"accumulate={k}"): of(name, mesh, 2, k)
+    for mesh in ("data=2", "fsdp=2")
+    for name, k in [("gpt2", 1), ("gpt2", 4), ("llama", 2), ("t5", 2), ("batch norm by device", 4), ("fp16", 2)]
+}
+ON_FOUR = {
+    (mesh, name): of(name, mesh, 4)
+    for mesh in ("data=4", "fsdp=4", "data=2,fsdp=2")
+    for name in ("gpt2", "batch norm by device", "overflow")
+}
+
+
+def pytorch(trainings):
+    return dict(zip(trainings, torch_ranks.run(list(trainings.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def small_on_two():
+    return pytorch(SMALL_ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return pytorch(ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def on_four():
+    return pytorch(ON_FOUR)
+
+
+def in_jax(training, n):
+    return jax_mesh.run(training, jax.devices()[:n])
+
+
+def applied(record):
+    return without(record, record.skipped)
+
+
+def without(record, skipped):
+    """The record without what is not finite of the steps that were skipped: losses and norms."""
+    steps = sorted(skipped)
+    return replace(record, losses=np.delete(record.losses, steps), grad_norms=np.delete(record.grad_norms, steps))
+
+
+def assert_same(ours, theirs):
+    np.testing.assert_array_equal(ours.scales, theirs.scales)
+    assert np.isfinite(applied(theirs).losses).all()
+    verdict = same_meaning(applied(ours), applied(theirs))
+    assert verdict.passed, verdict.faults
+    np.testing.assert_allclose(applied(ours).grad_norms, applied(theirs).grad_norms, rtol=1e-8)
+
+
+@pytest.mark.parametrize("key", SMALL_ON_TWO, ids=" ".join)
+def test_two_devices_are_two_ranks_of_pytorch(small_on_two, key):
+    assert_same(in_jax(SMALL_ON_TWO[key], 2), small_on_two[key])
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2"])
+def test_some_windows_were_clipped_and_some_skipped_for_one_rank_s_rows(small_on_two, mesh):
+    theirs = small_on_two[mesh, "overflow"]
+    norms = applied(theirs).grad_norms
+    assert norms.min() < OVERFLOW().clip_norm < norms.max()
+    assert (np.diff(theirs.scales) < 0).any()
+    assert (np.diff(theirs.scales) > 0).any()
+    windows = [batch["image"].reshape(2, 2, -1) for batch in OVERFLOW().batches(0, 20)]
+    ranks = [tuple(np.isinf(window).any(axis=(0, 2))) for window in windows]
+    assert {*ranks} == {(False, False), (False, True), (True, False)}
+    assert theirs.skipped == {step for step, has in enumerate(ranks) if any(has)}
+
+
+def test_statistics_of_all_devices_are_not_ddp_s(small_on_two):
+    """The bars see a BatchNorm whose statistics are those of the whole micro-batch, in which nothing else differs."""
+    key = ("data=2", "batch norm by device")
+    ours = in_jax(replace(SMALL_ON_TWO[key], case=cnn_bn_case.case), 2)
+    faults = same_meaning(ours, small_on_two[key]).faults
+    assert [fault for fault in faults if fault.startswith("gradient")]
+    assert [fault for fault in faults if fault.startswith("buffers after the first update")]
+
+
+def test_a_process_that_fails_ends_the_others():
+    work = partial(exec, "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)")
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="process 1 of 2 ended with 3: the others were ended"):
+        in_processes(work, [{"RANK": "0"}, {"RANK": "1"}])
+    assert time.monotonic() - begin < 300
+
+
+def test_a_mesh_that_ddp_has_no_word_for_is_refused():
+    with pytest.raises(UserError, match=r"mesh 'data=2,tensor=2' divides layers, .* leave tensor out"):
+        Training(OVERFLOW, "data=2,tensor=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key in ON_TWO if "fp16" not in key], ids=" ".join)
+def test_larger_models_on_two_devices_are_two_ranks_of_pytorch(on_two, key):
+    assert_same(in_jax(ON_TWO[key], 2), on_two[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key in ON_TWO if "fp16" in key], ids=" ".join)
+def test_in_fp16_the_scales_are_pytorch_s_and_the_rest_as_near_the_truth(on_two, key):
+    training, theirs = ON_TWO[key], on_two[key]
+    ours = in_jax(training, 2)
+    np.testing.assert_array_equal(ours.scales, theirs.scales)
+    alone = partial(torch_side.run, training.case(), accumulate=training.accumulate, steps=training.steps)
+    noise = [alone("fp16", reorder=i) for i in range(REORDERINGS)]
+    assert [run.skipped for run in noise] == [theirs.skipped] * REORDERINGS
+    assert 2 < len(theirs.skipped) < 18
+    truth = without(alone("fp64", skip=theirs.skipped), theirs.skipped)
+    verdict = same_precision(applied(ours), [applied(run) for run in (theirs, *noise)], truth)
+    assert verdict.passed, verdict.faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "devices"), [("data=2", 2), ("fsdp=2", 2), ("data=4", 4), ("data=2,fsdp=2", 4)])
+def test_statistics_of_all_devices_are_those_of_one_big_batch(mesh, devices):
+    """As `SyncBatchNorm`'s, which PyTorch has for GPUs only."""
+    theirs = torch_side.run(cnn_bn_case.case(), "fp64", accumulate=2)
+    assert_same(in_jax(Training(cnn_bn_case.case, mesh, cnn.SHARDING, accumulate=2), devices), theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ON_FOUR, ids=" ".join)
+def test_four_devices_are_four_ranks_of_pytorch(on_four, key):
+    assert_same(in_jax(ON_FOUR[key], 4), on_four[key])
+
+
+@pytest.mark.slow
+def test_two_processes_of_two_devices_are_four_ranks_of_pytorch(on_four):
+    """Each mesh once, and each training."""
+    keys = [("data=4", "batch norm by device"), ("fsdp=4", "gpt2"), ("data=2,fsdp=2", "overflow")]
+    ours = jax_mesh.run_in_processes([ON_FOUR[key] for key in keys], processes=2, devices_per_process=2)
+    for record, key in zip(ours, keys, strict=True):
+        assert_same(record, on_four[key])
