@@ -214,7 +214,7 @@ def program(part: str, *args: str) -> list[str]:
     return [sys.executable, "-c", f"PART = {part!r}\n{PROGRAM}", *args]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_first_does_for_all(tmp_path: Path) -> None:
     with foreign(program("", "fine"), tmp_path) as both:
         assert both.end()[0] == [0, 0]
@@ -222,7 +222,7 @@ def test_what_the_first_does_for_all(tmp_path: Path) -> None:
         assert both.said[1].read_text() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("part", "statuses", "first", "second"),
     [
@@ -255,7 +255,7 @@ def test_what_ends_all_is_said_once_and_by_whom_it_is(
             assert expected in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_stands_still_ends_the_others(tmp_path: Path) -> None:
     """Its connections stay open: only its heartbeat is missed."""
     with foreign(program("if me: os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path) as both:
@@ -272,7 +272,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_killed_ends_the_run_and_the_next_one_goes_on_to_the_bit(
     victim: int, undisturbed: Path, tmp_path: Path
@@ -302,7 +302,7 @@ def children(pid: int) -> list[int]:
     return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_to_the_bit(
     number: signal.Signals, undisturbed: Path, tmp_path: Path
@@ -327,7 +327,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_to_the_bit(
     assert_same_state(undisturbed, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_to_one_process_stops_all_after_the_same_step(undisturbed: Path, tmp_path: Path) -> None:
     command = [*JAXTRAIN, "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
     with foreign(command, tmp_path) as both:
@@ -351,7 +351,7 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert_same_run(*copies)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) -> None:
     """1, then 2, then 4, then 1: the losses are those of one process, up to the order of sums."""
     # Of a schedule that does not depend on the number of steps.
@@ -366,7 +366,7 @@ def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) 
         assert other[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     for args, says in {
         "digits-mlp --batch-size 7 --out run": r"7 rows is not divisible by the 2 devices",
@@ -383,7 +383,7 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_nan_ends_all_and_the_whole_batch_is_kept(tmp_path: Path) -> None:
     """Of two processes and two micro-batches, in the order of one."""
     args = f"{RECIPE} --precision fp32 --optimizer sgd --schedule constant --lr 1e30 --clip-norm None --steps 9"

@@ -165,13 +165,13 @@ def test_statistics_of_all_devices_are_those_of_one_big_batch(mesh, devices):
     assert_same(in_jax(Training(cnn_bn_case.case, mesh, cnn.SHARDING, accumulate=2), devices), theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("key", ON_FOUR, ids=" ".join)
 def test_four_devices_are_four_ranks_of_pytorch(on_four, key):
     assert_same(in_jax(ON_FOUR[key], 4), on_four[key])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_of_two_devices_are_four_ranks_of_pytorch(on_four):
     """Each mesh once, and each training."""
     keys = [("data=4", "batch norm by device"), ("fsdp=4", "gpt2"), ("data=2,fsdp=2", "overflow")]
