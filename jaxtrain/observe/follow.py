@@ -92,7 +92,7 @@ class _Follower(Thread):
 
     def _follow(self) -> None:
         while not self._run.metrics.exists():
-            if self._ended.wait(_EVERY):
+            if self._ended.wait(_EVERY) and not self._run.metrics.exists():
                 return  # it never began
         place = self._run.path / f"{self.tracker.name}.json"
         known = json.loads(place.read_text()) if place.exists() else {}
