@@ -1,6 +1,6 @@
 """Every feature with every other: precision, accumulation, rematerialisation, clipping, dropout and model.
 
-`CELLS` holds every pair of levels of any two factors; every other combination is marked slow.
+`CELLS` holds every pair of levels of any two factors; every other combination is nightly.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def test_the_float16_cells_skip_steps_and_make_others(name: str, accumulate: int
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, id=str(cell), marks=[] if cell in CELLS else [pytest.mark.slow]) for cell in ALL],
+    [pytest.param(cell, id=str(cell), marks=[] if cell in CELLS else [pytest.mark.nightly]) for cell in ALL],
 )
 def test_jax_trains_as_pytorch_does(cell: Cell, record_property: Callable[[str, object], None]) -> None:
     case = CASES[cell.case](dropout=cell.dropout)
