@@ -50,7 +50,7 @@ def cpu_products(fn: Callable[..., Any]) -> Callable[..., Any]:
             return [_rounded_once(eqn, *args)]
         return None
 
-    return _on_a_cpu(fn, jaxpr.transform(fn, rule))
+    return _on_a_cpu(fn, rule)
 
 
 def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,10 +67,13 @@ def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
         del run
         return [_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
 
-    return _on_a_cpu(fn, jaxpr.transform(fn, rule))
+    return _on_a_cpu(fn, rule)
 
 
-def _on_a_cpu(fn: Callable[..., Any], rewritten: Callable[..., Any]) -> Callable[..., Any]:
+def _on_a_cpu(fn: Callable[..., Any], rule: jaxpr.Rule) -> Callable[..., Any]:
+    """`fn` under `rule` where the default backend is a CPU."""
+    rewritten = jaxpr.transform(fn, rule)
+
     @functools.wraps(fn)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         # Asked when traced: to ask when built would start a backend before `jax.distributed` could be.

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain import jaxpr
-from jaxtrain.jaxpr import Run, bind, cast_like, interpret
+from jaxtrain.jaxpr import Run, bind, called, cast_like, interpret
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 # Their results are computed elsewhere, in the dtypes they declare; or are of a number's bits.
@@ -125,7 +125,7 @@ class Watch:
         if name in _CALLS:
             self._calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return _called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
+                return called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
             finally:
                 self._calls.pop()
         if name == "scan":
@@ -133,7 +133,7 @@ class Watch:
         if name == "while":
             return self._while(eqn, given, run)
         if name == "cond":
-            return _called(eqn.params["branches"][int(given[0].value)], given[1:], run)
+            return called(eqn.params["branches"][int(given[0].value)], given[1:], run)
         values = [x.value for x in given]
         outs = _in_float64(eqn, values) if self._wide else bind(eqn, values)
         return [self._made(eqn, given, out) for out in outs]
@@ -154,15 +154,15 @@ class Watch:
         consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
         ys: list[list[Watched]] = [[]] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            outs = [self._watched(x) for x in _called(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
+            outs = [self._watched(x) for x in called(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
             carry, ys[i] = outs[:n_carry], outs[n_carry:]
         return [*carry, *(_stack(y) for y in zip(*ys, strict=True))]
 
     def _while(self, eqn: JaxprEqn, args: list[Watched], run: Run) -> list[Watched]:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-        while bool(self._watched(_called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-            carry = [self._watched(x) for x in _called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
+        while bool(self._watched(called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
+            carry = [self._watched(x) for x in called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
         return carry
 
     def _line(self, eqn: JaxprEqn) -> str:
@@ -249,10 +249,6 @@ def _slice(x: Watched, i: int) -> Watched:
 
 def _stack(slices: Sequence[Watched]) -> Watched:
     return Watched(jax.numpy.stack([y.value for y in slices]), frozenset[int]().union(*(y.sources for y in slices)))
-
-
-def _called(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
-    return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
 
 
 def _of_user(file: str) -> bool:

@@ -102,6 +102,11 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
 
 
+def called(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
+    """What a jaxpr among an equation's parameters makes of `args` under the rule at hand, closed or not."""
+    return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
+
+
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
     """Whether the equation, or the one it is the derivative of, was traced under `jax.named_scope(name)`."""
     return any(part.name == name for part in eqn.source_info.name_stack.stack)

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -134,7 +133,7 @@ def _least_bytes(recipe: Recipe, task: Task) -> int:
 
 
 def _abstract_state(step: TrainStep, task: Task) -> Any:
-    return jax.eval_shape(partial(step.init, lambda: task.init()[0], model_state=lambda: task.init()[1]))
+    return step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1])
 
 
 def _abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:

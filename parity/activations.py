@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from torch.utils._pytree import tree_leaves
 
-from jaxtrain.jaxpr import Run, bind, calls, transform, unrolled
+from jaxtrain.jaxpr import Run, bind, called, calls, transform, unrolled
 from jaxtrain.objective import checked
 from jaxtrain.precision import KERNEL, policy
 from jaxtrain.step import micro_batch_key
@@ -166,7 +166,7 @@ def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int]
                 body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
                 # What JAX traced once, for an earlier caller, has that one's lines.
                 lines.append(line_of(eqn) or (lines[-1] if lines else None))
-                outs = run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
+                outs = called(body, args, run)
                 lines.pop()
                 return outs
             outs = bind(eqn, args)

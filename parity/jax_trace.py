@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 import jaxtrain
 from jaxtrain.frozen import path_name
 from jaxtrain.interop.names import LAYER
-from jaxtrain.jaxpr import Run, bind, interpret
+from jaxtrain.jaxpr import Run, bind, called, interpret
 from jaxtrain.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
@@ -130,7 +130,7 @@ class _Recorder:
         if name in CALLS:
             self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return _called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
+                return called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
             finally:
                 self.calls.pop()
         if name == "scan":
@@ -138,7 +138,7 @@ class _Recorder:
         if name == "while":
             return _looped(eqn, given, run)
         if name == "cond":
-            return _called(eqn.params["branches"][int(given[0].value)], given[1:], run)
+            return called(eqn.params["branches"][int(given[0].value)], given[1:], run)
         where = Equation(name, self._line(eqn))
         return [self._recorded(out, given, where) for out in bind(eqn, [x.value for x in given])]
 
@@ -197,17 +197,13 @@ def _stacked_shapes(case: Case, params: Any) -> set[tuple[int, ...]]:
     return {leaf.shape for path, leaf in leaves if LAYER in table.params[path_name(path)].name}
 
 
-def _called(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
-    return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
-
-
 def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     n_consts, n_carry = scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     ys: list[list[_Traced]] = [[]] * length
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        outs = [_traced(x) for x in _called(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
+        outs = [_traced(x) for x in called(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
     stacks = (
         _Traced(jnp.stack([y.value for y in layers]), tuple(y.all for y in layers)) for layers in zip(*ys, strict=True)
@@ -218,8 +214,8 @@ def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
 def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-    while bool(_traced(_called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-        carry = [_traced(x) for x in _called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
+    while bool(_traced(called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
+        carry = [_traced(x) for x in called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
     return carry
 
 

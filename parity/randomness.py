@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.jaxpr import Run, bind, calls, inner_jaxprs, transform, unrolled
+from jaxtrain.jaxpr import Run, bind, called, calls, inner_jaxprs, transform, unrolled
 from jaxtrain.objective import LossFn, checked
 from jaxtrain.step import micro_batch_key
 from parity.case import Case
@@ -153,7 +153,7 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
             f"a dropout mask is drawn inside {name}, where PyTorch cannot be given it: use scan, or no loop"
         )
     body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-    return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
+    return called(body, args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:

@@ -31,23 +31,12 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-class Portrait(Console):
-    """Shows nothing, and keeps the panel as a terminal would show it after a step."""
+class Portrait(QuietConsole):
+    """Keeps the panel as a terminal would show it after a step."""
 
     def __init__(self, step: int) -> None:
         self.rich = RichConsole(record=True, width=88, file=io.StringIO(), highlight=False, force_terminal=True)
         self._at = step
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
-    def facts(self, rows: Mapping[str, str]) -> None:
-        """Nothing."""
-
-    @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
-        """Nothing."""
-        yield
 
     @contextmanager
     def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:

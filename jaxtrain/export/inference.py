@@ -144,13 +144,13 @@ def _signature(recipe: Recipe, task: Task, model: Any) -> tuple[dict[str, Input]
 
 def _model(recipe: Recipe, task: Task, rngs: nnx.Rngs) -> nnx.Module:
     if isinstance(recipe, ResNetRecipe):
-        return classification._resnet(recipe, _image_shape(task))
+        return classification.resnet_model(recipe, _image_shape(task))
     if isinstance(recipe, ImageRecipe):
-        return classification._model(recipe, _image_shape(task))
+        return classification.image_model(recipe, _image_shape(task))
     if isinstance(recipe, GPTRecipe):
-        return GPT2(language._gpt2_config(recipe), rngs=rngs)
+        return GPT2(language.gpt2_config(recipe), rngs=rngs)
     if isinstance(recipe, LlamaRecipe):
-        return Llama(language._llama_config(recipe), rngs=rngs)
+        return Llama(language.llama_config(recipe), rngs=rngs)
     if isinstance(recipe, MaskedLanguageRecipe):
         texts = tokenizer(recipe.tokenizer)
         return Bert(masked_language.bert_config(recipe, texts, recipe.seq_len, num_labels=None), rngs=rngs)

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -267,9 +266,7 @@ def restore_params(path: Path, like: Any) -> Any:
 def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
     """The state in the newest checkpoint under `path`, of a run of `recipe`. Raises `UserError` where there is none."""
     step = training_step(recipe, task.loss_fn)
-    like: Any = jax.eval_shape(
-        partial(step.init, lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
-    )
+    like = step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
     with Checkpoints(path) as checkpoints:
         state, _ = checkpoints.restore(like)
     return state

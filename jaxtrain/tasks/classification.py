@@ -31,9 +31,9 @@ def classification_task(recipe: ImageRecipe) -> Task:
     shape = train[0]["image"].shape
 
     if isinstance(recipe, ResNetRecipe):
-        init, loss_fn, predict = _with_state(partial(_resnet, recipe, shape))
+        init, loss_fn, predict = _with_state(partial(resnet_model, recipe, shape))
     else:
-        init, loss_fn, predict = _stateless(partial(_model, recipe, shape))
+        init, loss_fn, predict = _stateless(partial(image_model, recipe, shape))
     frequencies = np.bincount(validation.labels, minlength=recipe.classes) / len(validation)
     present = frequencies[frequencies > 0]
     return Task(
@@ -61,7 +61,8 @@ def classification_task(recipe: ImageRecipe) -> Task:
     )
 
 
-def _model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
+def image_model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
+    """The perceptron or plain CNN for images of that shape. Raises `UserError` for those that it cannot take."""
     rngs = nnx.Rngs(recipe.seed)
     if isinstance(recipe, CNNRecipe):
         if len(shape) != 3 or min(shape[:2]) < 3:
@@ -72,7 +73,8 @@ def _model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
     raise TypeError(f"no model for {type(recipe).__name__}")
 
 
-def _resnet(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
+def resnet_model(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
+    """The ResNet for images of that shape. Raises `UserError` for those that it cannot take."""
     if len(shape) != 3:
         raise UserError(f"images of shape {list(shape)} have no height, width and channels: use digits-mlp")
     model = ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))

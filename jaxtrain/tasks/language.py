@@ -94,10 +94,10 @@ def decoder(recipe: LanguageRecipe) -> tuple[Callable[..., Any], Callable[[], An
     `init()` makes its first parameters, `jax.eval_shape(init)` their shapes.
     """
     if isinstance(recipe, GPTRecipe):
-        config = _gpt2_config(recipe)
+        config = gpt2_config(recipe)
         return *_functional(lambda rngs: GPT2(config, rngs=rngs), recipe.seed), gpt2.torch_names()
     if isinstance(recipe, LlamaRecipe):
-        sizes = _llama_config(recipe)
+        sizes = llama_config(recipe)
         return *_functional(lambda rngs: Llama(sizes, rngs=rngs), recipe.seed), llama.torch_names(sizes)
     raise TypeError(f"no model for {type(recipe).__name__}")
 
@@ -171,7 +171,8 @@ def _functional(model: Callable[[nnx.Rngs], nnx.Module], seed: int) -> tuple[Cal
     return apply, jax.jit(lambda: functional(model(nnx.Rngs(seed)))[1])
 
 
-def _gpt2_config(recipe: GPTRecipe) -> GPT2Config:
+def gpt2_config(recipe: GPTRecipe) -> GPT2Config:
+    """The model's configuration. Raises `UserError` for sizes that do not divide."""
     if recipe.n_embd % recipe.n_head:
         raise UserError(f"n_embd {recipe.n_embd} is not divisible by n_head {recipe.n_head}: change one of them")
     return GPT2Config(
@@ -185,7 +186,8 @@ def _gpt2_config(recipe: GPTRecipe) -> GPT2Config:
     )
 
 
-def _llama_config(recipe: LlamaRecipe) -> LlamaConfig:
+def llama_config(recipe: LlamaRecipe) -> LlamaConfig:
+    """The model's configuration. Raises `UserError` for sizes that do not divide."""
     width, heads, shared = recipe.hidden_size, recipe.num_attention_heads, recipe.num_key_value_heads
     if width % (2 * heads):
         raise UserError(f"hidden_size {width} is no multiple of 2 × num_attention_heads {heads}: change one of them")

@@ -13,30 +13,21 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.loader import Loader
-from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.observe import Console
+from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
-from jaxtrain.runner import RunFolder, fit, loop
+from jaxtrain.runner import loop
 from jaxtrain.runner.batches import Batches
 from jaxtrain.runner.checkpoint import restore_params, steps
 from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, Spike, Spoiled, Taken, read_batch
 from jaxtrain.runner.out_of_memory import smaller
 from jaxtrain.runner.preflight import check_settings
 from jaxtrain.tasks import build
+from tests.runner import heard
 
 RECIPE = dataclasses.replace(
     RECIPES["digits-mlp"], hidden=8, batch_size=8, lr=1e-3, log_every=7, eval_every=40, save_every=5, steps=30
 )
-
-
-class Heard(Console):
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def message(self, text):
-        self.messages.append(text)
 
 
 class Changed:
@@ -76,13 +67,8 @@ def plant(monkeypatch, factors, recipe=RECIPE):
     return changed
 
 
-def train(folder, recipe=RECIPE, *, resume=False):
-    console = Heard()
-    try:
-        fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
-    except RunFailed as error:
-        return console.messages, str(error)
-    return console.messages, None
+def train(folder, recipe=RECIPE, **how):
+    return heard.train(folder, recipe, **how)
 
 
 def lines(folder):

@@ -8,35 +8,17 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.observe import Console
+from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder, fit, preflight
+from jaxtrain.runner import preflight
 from jaxtrain.runner.loop import Interval
+from tests.runner.heard import train
 
 # After one update at this rate nothing is finite any more.
 RUINED = dataclasses.replace(
     RECIPES["digits-mlp"], hidden=8, batch_size=8, precision="fp16", lr=1e9, warmup_steps=0, log_every=4, max_skips=13
 )
 RUIN_AT = 1 + RUINED.max_skips
-
-
-class Heard(Console):
-    def __init__(self):
-        super().__init__()
-        self.messages = []
-
-    def message(self, text):
-        self.messages.append(text)
-
-
-def train(folder, recipe, *, resume=False):
-    console = Heard()
-    try:
-        fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
-    except RunFailed as error:
-        return console.messages, str(error)
-    return console.messages, None
 
 
 def saved_steps(folder):
