@@ -57,8 +57,8 @@ def _check_paths(settings: Any) -> None:
 
 def _first_paragraph(panel: str) -> str:
     """The body of tyro's error panel, between its title and its first rule, as one line."""
-    _, *rows = [line.strip("│ ") for line in panel.splitlines()]
-    wordless = [not any(c.isalnum() for c in row) for row in rows]
-    begin = wordless.index(False)
-    end = wordless.index(True, begin) if True in wordless[begin:] else len(rows)
-    return " ".join(rows[begin:end]).rstrip(".")
+    # A value may have line breaks (of which splitlines knows more than the panel) and dashes of its own.
+    _, *rows = [line.strip("│ ") for line in panel.split("\n")]
+    rule = [len(row) > 8 and set(row) in ({"─"}, {"-"}, set("╰─╯")) for row in rows]
+    begin = rule.index(False)
+    return " ".join(rows[begin : rule.index(True, begin)] if True in rule[begin:] else rows[begin:]).rstrip(". ")

@@ -116,6 +116,13 @@ def test_a_bad_flag_is_refused_by_its_name(count, capsys):
     refuses()
 
 
+@pytest.mark.usefixtures("nothing_compiled", "empty")
+@pytest.mark.parametrize("value", ["\x1e\x85", "\u2028x", "a\n--\nb", "\r", "\x0b\x0c1", "\x1b[31m", "│", "--"])
+def test_a_bad_value_with_line_breaks_is_refused_by_its_name(value, capsys):
+    said = refused(["train", "bert-keywords", f"--on-spike={value}"], capsys)
+    assert said.endswith("Expected one of ('stop', 'rollback'); see jaxtrain train bert-keywords --help\n")
+
+
 WRONG: dict[Any, list[Any]] = {
     int: ["8", "x", 1.5, True, [], {}, -5, 2**40, math.nan, math.inf, None],
     float: ["0.1", True, [], {}, -1, math.nan, -math.inf, 1e300, 10**400, None],
