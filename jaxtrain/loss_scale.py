@@ -177,7 +177,8 @@ class _Rule:
 
     def update(self, grads: Any, state: LossScaleState, params: Any = None) -> tuple[Any, LossScaleState]:
         del params
-        found_inf = ~all_finite(grads)
+        unscaled = _unscaled(grads, state.scale)
+        found_inf = ~all_finite(grads, unscaled)
         tracker = jnp.where(found_inf, 0, state.growth_tracker + 1)
         grow = tracker == self.growth_interval
         grown = self._bounded(_times(state.scale, self.growth_factor))
@@ -190,7 +191,7 @@ class _Rule:
             skipped=state.skipped + found_inf.astype(np.int32),
             consecutive=jnp.where(found_inf, state.consecutive + 1, 0),
         )
-        return _unscaled(grads, state.scale), new
+        return unscaled, new
 
     def _bounded(self, scale: jax.Array) -> jax.Array:
         if self.min_scale is not None:

@@ -1,7 +1,8 @@
 """Where a window's gradient first stopped being finite: in which micro-batch, and there in which parameter.
 
 Squares are summed to find out: these sums are the gradient norm's, so that the compiler makes them once. Only where one
-of them is not finite are the elements looked at, for it may have overflowed.
+of them is not finite are the elements looked at, for it may have overflowed. `measured`, where it is given, is what the
+norm is wanted of anyway: the gradient times something, finite only where the gradient is.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ def nowhere() -> Nonfinite:
     return Nonfinite(jnp.full([], -1, np.int32), jnp.full([], -1, np.int32))
 
 
-def locate(grads: Any, micro_batch: jax.Array | int) -> Nonfinite:
+def locate(grads: Any, micro_batch: jax.Array | int, measured: Any = None) -> Nonfinite:
     """The first leaf of a micro-batch's gradient that holds an inf or a NaN.
 
     >>> found = locate({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}, micro_batch=3)
@@ -40,14 +41,12 @@ def locate(grads: Any, micro_batch: jax.Array | int) -> Nonfinite:
         first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
         return _choose(jnp.all(finite), nowhere(), first)
 
-    return lax.cond(jnp.isfinite(optax.tree.norm(grads)), nowhere, found)
+    return lax.cond(_finite_norm(grads, measured), nowhere, found)
 
 
-def all_finite(grads: Any) -> jax.Array:
+def all_finite(grads: Any, measured: Any = None) -> jax.Array:
     """bool[]: whether no leaf holds an inf or a NaN."""
-    return lax.cond(
-        jnp.isfinite(optax.tree.norm(grads)), lambda: jnp.array(True), lambda: jnp.all(finite_leaves(grads))
-    )
+    return lax.cond(_finite_norm(grads, measured), lambda: jnp.array(True), lambda: jnp.all(finite_leaves(grads)))
 
 
 def finite_leaves(grads: Any) -> jax.Array:
@@ -67,6 +66,10 @@ def leaf_name(params: Any, leaf: int) -> str:
     'head/kernel'
     """
     return path_name(jax.tree_util.tree_leaves_with_path(params)[leaf][0])
+
+
+def _finite_norm(grads: Any, measured: Any) -> jax.Array:
+    return jnp.isfinite(optax.tree.norm(grads if measured is None else measured))
 
 
 def _choose(condition: jax.Array, a: Nonfinite, b: Nonfinite) -> Nonfinite:

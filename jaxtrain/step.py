@@ -231,7 +231,7 @@ def _functions(
     def window_gradient(state: TrainState, micro_batches: Any, k: int) -> Any:
         if k == 1:
             grads, *rest = micro_gradient(state, micro_batches, state.model_state, 0, k)
-            return grads, *rest, locate(grads, 0)
+            return grads, *rest, None
 
         def add_micro_batch(carry: Any, i_and_micro_batch: Any) -> Any:
             opened, model_state = carry
@@ -248,12 +248,13 @@ def _functions(
         return window.mean_gradient(closed), closed.loss, metrics, model_state, closed.nonfinite
 
     def update(
-        state: TrainState, grads: Any, loss: Loss, nonfinite: Nonfinite
+        state: TrainState, grads: Any, loss: Loss, nonfinite: Nonfinite | None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Unscale, check, clip, update, rescale."""
-        grads, scaler_state = scaler.update(grads, state.loss_scale)
+        """Unscale, check, clip, update, rescale. `nonfinite` is None where one micro-batch is the whole window."""
+        unscaled, scaler_state = scaler.update(grads, state.loss_scale)
         skip = found_inf(scaler_state)
-        grads, grad_norm = clip(grads)
+        nonfinite = locate(grads, 0, unscaled) if nonfinite is None else nonfinite
+        grads, grad_norm = clip(unscaled)
         old, kept = partition(state.params, frozen)
         value = loss.total / window.nonzero(loss.weight)
         updates, opt_state = optimizer.update(grads, state.opt_state, old, value=value)

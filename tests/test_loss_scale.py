@@ -158,6 +158,17 @@ def test_unscaling_and_found_inf_equal_torchs(scale, w, b, planted):
     assert bool(finite_after) != bool(planted)
 
 
+def test_what_only_unscaling_makes_infinite_is_no_overflow_as_in_torch():
+    grads = {"w": np.array([1e30, 1.0], np.float32)}
+    found = torch.zeros(())
+    theirs = torch.tensor(grads["w"])
+    torch._amp_foreach_non_finite_check_and_unscale_([theirs], found, torch.tensor(2.0**40))
+    ours, found_here, _ = unscale(np.float32(2.0**-40), grads)
+    np.testing.assert_array_equal(ours["w"], theirs.numpy())
+    assert np.isinf(ours["w"][0])
+    assert bool(found_here) == bool(found) is False
+
+
 def test_unscaling_keeps_float32_whatever_the_scale():
     grads, found, _ = unscale(np.float32(3.0), {"w": jnp.ones(2)})
     assert grads["w"].dtype == np.float32
