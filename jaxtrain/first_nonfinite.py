@@ -6,6 +6,7 @@ inf that it was made of. What is not on the way, a mask of -inf or a `where` tha
 With `wide`, all of it is computed in float64, of the same random draws: what is finite there was an overflow.
 """
 
+import functools
 import importlib.util
 import linecache
 from collections.abc import Callable, Collection, Sequence
@@ -251,6 +252,7 @@ def _stack(slices: Sequence[Watched]) -> Watched:
     return Watched(jax.numpy.stack([y.value for y in slices]), frozenset[int]().union(*(y.sources for y in slices)))
 
 
+@functools.cache
 def _of_user(file: str) -> bool:
     path = Path(file)
     machinery: Collection[Path] = (Path(jaxpr.__file__), Path(__file__))

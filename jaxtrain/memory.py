@@ -1,4 +1,4 @@
-"""How much memory there is, and amounts of it in words."""
+"""How much memory there is, and amounts of bytes in words."""
 
 import os
 import re
@@ -39,14 +39,26 @@ def parsed_bytes(amount: str) -> int:
     return size
 
 
-def shown_bytes(size: int) -> str:
+def parsed_bandwidth(rate: str) -> float:
+    """The bytes a second of a rate with its unit. Raises `UserError` for what is none.
+
+    >>> parsed_bandwidth("50GB/s"), parsed_bandwidth("400 Gbit/s")
+    (50000000000.0, 50000000000.0)
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(?:([KMGT]i?B)|([KMGT])bit)/s", rate.strip(), re.ASCII)
+    if found is None or not (number := float(found[1])):
+        raise UserError(f"{rate[:50]!r} is no bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s")
+    return number * (_UNITS[found[2]] if found[2] else _UNITS[f"{found[3]}B"] / 8)
+
+
+def shown_bytes(size: float) -> str:
     """The amount in words, to three digits or so.
 
     >>> shown_bytes(1610612736), shown_bytes(250 * 2**20)
     ('1.50 GiB', '250 MiB')
     """
     if size < 2**10:
-        return f"{size} B"
+        return f"{size:.0f} B"
     unit = next(u for u in ("TiB", "GiB", "MiB", "KiB") if size >= _UNITS[u])
     amount = size / _UNITS[unit]
     return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {unit}"

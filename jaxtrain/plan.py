@@ -7,10 +7,11 @@ makes room for a larger one.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from jax.sharding import Mesh
 
 from jaxtrain.accumulate import split
 from jaxtrain.cpu_workspace import cpu_workspace
-from jaxtrain.distributed import run_mesh, shard
+from jaxtrain.distributed import make_mesh, run_mesh, shard
+from jaxtrain.distributed.mesh import sizes
 from jaxtrain.distributed.rows import window_sharding
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.flops import equation_flops
@@ -27,7 +29,7 @@ from jaxtrain.recipes import Recipe
 from jaxtrain.roofline import Ceilings, ceilings, seconds
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.preflight import check_settings
-from jaxtrain.step import TrainStep
+from jaxtrain.step import TrainState, TrainStep
 from jaxtrain.tasks import Task, build
 
 REMATS = ("none", "dots", "full")
@@ -69,22 +71,28 @@ class Plan:
 
 
 def plan(
-    recipe: Recipe, memory: int, say: Callable[[Recipe], None], *, precisions: Sequence[str] | None = None
+    recipe: Recipe,
+    memory: int,
+    say: Callable[[Recipe], None],
+    *,
+    precisions: Sequence[str] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Plan:
     """The candidates for `recipe` in `memory` bytes, each told to `say` before it is compiled.
 
     The fastest that fits in the recipe's own precision is chosen; in another, which changes numbers, only if none does.
     `precisions`: those to compile; by default the recipe's own and, where products are faster in it or nothing fits,
-    bf16. Raises `UserError` for a recipe that makes no step, `RunFailed` where nothing fits.
+    bf16. `devices`: those to compile for, of which a mesh takes the first; by default the ones that a run would have.
+    Raises `UserError` for a recipe that makes no step, `RunFailed` where nothing fits.
     """
     check_settings(recipe)
     task = build(recipe)
-    if (state := _least_bytes(recipe, task)) > memory:
+    if (state := _least_bytes(recipe, task, devices)) > memory:
         raise RunFailed(
             f"nothing fits {shown_bytes(memory)}: parameters and optimizer state alone take {shown_bytes(state)}: "
             "make the model smaller, or give it more memory"
         )
-    search = _Search(recipe, task, memory, say)
+    search = _Search(recipe, task, memory, say, devices)
     own = search.compiled(recipe)
     for precision in precisions or (recipe.precision, *_others(recipe)):
         if precision != recipe.precision and precisions is None and search.fitting() and not _faster(precision):
@@ -103,40 +111,64 @@ def plan(
     return Plan(memory, list(search.done.values()), chosen, batch_norm=jax.eval_shape(task.init)[1] is not None)
 
 
-def compiled(recipe: Recipe, task: Task, device: Ceilings) -> Candidate:
-    """The candidate that `recipe` is. Raises `UserError` for settings that make no step."""
+class Traced(NamedTuple):
+    """A recipe's training step, traced for shapes: the step, its state and its window of micro-batches, and the program
+    as `jax.stages.Lowered`."""
+
+    step: TrainStep
+    state: TrainState
+    window: dict[str, jax.ShapeDtypeStruct]
+    lowered: Any
+
+
+def traced(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
+    """The step of `recipe`, on `mesh`. Raises `UserError` for settings that make none."""
     check_settings(recipe)
-    step, mesh = training_step(recipe, task.loss_fn), run_mesh(recipe.mesh)
+    step, window = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
     if mesh is not None:
-        step = shard(step, mesh, task.sharding)
-    state, batch = _abstract_state(step, task), _abstract_batch(recipe, task)
+        step, window = shard(step, mesh, task.sharding), _window(window, mesh, recipe.accumulate)
+    state = abstract_state(step, task)
+    return Traced(step, state, window, step.jitted.lower(state, window))
+
+
+def compiled(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:
+    """The candidate that `recipe` is. Raises `UserError` for settings that make no step."""
     begin = time.perf_counter()
-    program = step.jitted.lower(state, batch if mesh is None else _window(batch, mesh, recipe.accumulate)).compile()
+    step, state, _, lowered = traced(recipe, task, _mesh(recipe, devices))
+    program = lowered.compile()
     elapsed = time.perf_counter() - begin
-    traced = jax.make_jaxpr(step.pure)(state, batch).jaxpr
+    jaxpr = jax.make_jaxpr(step.pure)(state, abstract_batch(recipe, task)).jaxpr
     return Candidate(
         recipe,
         peak_bytes=peak_bytes(program),
         # Donated, it is all that comes out where it went in.
         state_bytes=int(program.memory_analysis().alias_size_in_bytes),
-        flops=sum(map(equation_flops, traced.eqns)),
-        seconds=seconds(traced, device),
+        flops=sum(map(equation_flops, jaxpr.eqns)),
+        seconds=seconds(jaxpr, device),
         compile_s=elapsed,
     )
 
 
-def _least_bytes(recipe: Recipe, task: Task) -> int:
+def _mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
+    if devices is None or recipe.mesh is None:
+        return run_mesh(recipe.mesh)
+    return make_mesh(recipe.mesh, devices[: math.prod(sizes(recipe.mesh).values())])
+
+
+def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> int:
     """What any candidate holds of each device: its share of the state."""
-    mesh = run_mesh(recipe.mesh)
-    leaves = jax.tree.leaves(_abstract_state(training_step(recipe, task.loss_fn), task))
+    mesh = _mesh(recipe, devices)
+    leaves = jax.tree.leaves(abstract_state(training_step(recipe, task.loss_fn), task))
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
 
 
-def _abstract_state(step: TrainStep, task: Task) -> Any:
+def abstract_state(step: TrainStep, task: Task) -> TrainState:
+    """The first state of a run, as shapes."""
     return step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1])
 
 
-def _abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of the task's examples, as shapes."""
     row = {name: np.asarray(x) for name, x in task.train[0].items()}
     return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape), x.dtype) for name, x in row.items()}
 
@@ -213,15 +245,22 @@ def in_words(recipe: Recipe) -> str:
 class _Search:
     """What was compiled so far, by its settings."""
 
-    def __init__(self, recipe: Recipe, task: Task, memory: int, say: Callable[[Recipe], None]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: Task,
+        memory: int,
+        say: Callable[[Recipe], None],
+        devices: Sequence[Any] | None,
+    ) -> None:
         self.done: dict[Recipe, Candidate] = {}
-        self._recipe, self._task, self._memory, self._say = recipe, task, memory, say
+        self._recipe, self._task, self._memory, self._say, self._devices = recipe, task, memory, say, devices
         self._ceilings = ceilings(jax.local_devices()[0])
 
     def compiled(self, recipe: Recipe) -> Candidate:
         if recipe not in self.done:
             self._say(recipe)
-            self.done[recipe] = compiled(recipe, self._task, self._ceilings)
+            self.done[recipe] = compiled(recipe, self._task, self._ceilings, self._devices)
         return self.done[recipe]
 
     def fitting(self) -> list[Candidate]:

@@ -11,6 +11,8 @@ from typing import Any
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jaxtrain.errors import UserError
+from jaxtrain.fields import shown
 from jaxtrain.flops import equation_flops
 from jaxtrain.jaxpr import inner_jaxprs
 
@@ -49,6 +51,20 @@ def ceilings(device: Any) -> Ceilings:
         return CPU
     known = [NVIDIA[name] for name in NVIDIA if device.device_kind.startswith(name)]
     return known[0] if known else NVIDIA["NVIDIA A100"]
+
+
+def named(device: str) -> tuple[str, Ceilings]:
+    """The name in full and the ceilings of a GPU. Raises `UserError` for one that is not known.
+
+    >>> named("h100")[0]
+    'NVIDIA H100'
+    """
+    known = [name for name in NVIDIA if device.casefold() in (name.casefold(), name.split()[-1].casefold())]
+    if not known:
+        raise UserError(
+            f"device {shown(device)} is not known: choose one of {', '.join(name.split()[-1] for name in NVIDIA)}"
+        )
+    return known[0], NVIDIA[known[0]]
 
 
 def seconds(jaxpr: Jaxpr, device: Ceilings) -> float:

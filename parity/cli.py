@@ -35,7 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         width = max(map(len, SUMMARIES))
         print("\n".join(f"{name:{width}}  {summary}" for name, summary in SUMMARIES.items()))
         return 0
-    commands = {"run": _run, "locate": _locate, "prove": _prove, "record": _record, "mutate": _mutate}
+    commands = {
+        "run": _run,
+        "locate": _locate,
+        "prove": _prove,
+        "record": _record,
+        "mutate": _mutate,
+        "selftest": _selftest,
+    }
     return _answer(commands[options.command], options)
 
 
@@ -45,6 +52,8 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     if options.command == "run":
         console.print(bars())
+    if options.command == "selftest":
+        console.print("does this machine train rightly? without PyTorch, in about a minute")
     from jaxtrain.errors import UserError  # and with it JAX: seconds, once something is on the screen
 
     try:
@@ -109,6 +118,12 @@ def _mutate(options: argparse.Namespace, console: Console) -> int:
     from parity.mutate import main as mutate
 
     return mutate(options.names, options.json, console, options.clean)
+
+
+def _selftest(options: argparse.Namespace, console: Console) -> int:
+    from parity.selftest import main as selftest
+
+    return selftest(console, device=options.device, file=options.json, debug=options.debug)
 
 
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
@@ -248,6 +263,10 @@ def _parser() -> argparse.ArgumentParser:
     bugs.add_argument("--clean", type=_at_least(0), default=0, metavar="N", help="so many runs without a bug, too")
     bugs.add_argument("--json", type=_writable, metavar="F", help="write the outcomes there too")
     bugs.add_argument("--debug", action="store_true", help="show tracebacks")
+    health = commands.add_parser("selftest", help="whether this machine still trains rightly, without PyTorch")
+    health.add_argument("--device", choices=["cpu", "gpu"], help="by default what JAX takes")
+    health.add_argument("--json", type=_writable, metavar="F", help="write the findings there too")
+    health.add_argument("--debug", action="store_true", help="show tracebacks")
     for command in (run, where, kept):
         command.add_argument(
             "--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0"

@@ -41,8 +41,10 @@ def fingerprint(value: np.ndarray) -> Fingerprint:
     Fingerprint(elements=4, squares=14.0, magnitudes=6.0, largest=3.0)
     """
     x = np.asarray(value, np.float64).ravel()
-    kept = x[np.abs(x) < MASKED]
-    return Fingerprint(x.size, float(kept @ kept), float(np.abs(kept).sum()), float(kept.max(initial=-np.inf)))
+    magnitudes = np.abs(x)
+    if not magnitudes.max(initial=0) < MASKED:  # or a NaN
+        x, magnitudes = x[magnitudes < MASKED], magnitudes[magnitudes < MASKED]
+    return Fingerprint(np.size(value), float(x @ x), float(magnitudes.sum()), float(x.max(initial=-np.inf)))
 
 
 @dataclass(frozen=True)

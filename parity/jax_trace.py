@@ -4,6 +4,7 @@ The jaxpr of the whole training step is evaluated equation by equation, through 
 that the layers it runs over are seen one by one, as PyTorch's are.
 """
 
+import functools
 import importlib.util
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,7 @@ def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     return carry
 
 
+@functools.cache
 def _of_user(file: str) -> bool:
     path = Path(file)
     ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in LIBRARIES)

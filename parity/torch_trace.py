@@ -6,6 +6,7 @@ sequence number tells. That number, and the node at work, PyTorch gives by priva
 (`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`), and its decompositions (`torch._decomp`).
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -271,8 +272,13 @@ def _in_loss() -> bool:
 
 def _line() -> tuple[str, int] | None:
     for frame in _frames():
-        path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in TELLING)
-        if not inside and path.parent not in HARNESS and path.is_absolute() and path.stem != "contextlib":
-            return str(path), frame.f_lineno
+        if _tells(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
     return None
+
+
+@functools.cache
+def _tells(file: str) -> bool:
+    path = Path(file)
+    inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in TELLING)
+    return not inside and path.parent not in HARNESS and path.is_absolute() and path.stem != "contextlib"

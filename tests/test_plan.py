@@ -36,7 +36,7 @@ def pretended(monkeypatch, peak, *, invalid=lambda recipe: False):
     """Compile nothing: the peak is a function of the recipe, the time of its arithmetic."""
     taken = []
 
-    def compiled(recipe, task, device):
+    def compiled(recipe, task, device, devices=None):
         taken.append(recipe)
         if invalid(recipe):
             raise UserError("no such step")

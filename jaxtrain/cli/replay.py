@@ -1,6 +1,7 @@
 """`jaxtrain replay DIR STEP`: one step of a run again, and where its first inf or NaN arises."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Batch
+from jaxtrain.distributed.mesh import sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.first_nonfinite import Place, Watch, Watched
 from jaxtrain.frozen import path_name
@@ -53,7 +55,8 @@ def main(args: list[str]) -> int:
         raise UserError(f"step {args[1]!r} is none of a run's: give a number from 1")
     parse(Replay(), args[2:], "jaxtrain replay DIR STEP")
     run, step = RunFolder(Path(args[0])), int(args[1])
-    name, recipe = run.read_recipe()
+    name, saved = run.read_recipe()
+    recipe = _on_its_mesh(saved, jax.device_count())
     training, first = build_training(recipe)
     state, batch, then = _before(run, training, first, step)
     print(f"{run.path} · {name} · step {step}")
@@ -78,6 +81,28 @@ def main(args: list[str]) -> int:
     print(f"finite in float64: an overflow of {recipe.precision}")
     _tell(own)
     return 1
+
+
+def _on_its_mesh(recipe: Recipe, here: int) -> Recipe:
+    """`recipe` on the mesh that it says, where that is of the devices that are `here`, else on one device.
+
+    Raises `UserError` where one device would give other numbers.
+    """
+    if recipe.mesh is None:
+        return recipe
+    shape = sizes(recipe.mesh)
+    needed = math.prod(shape.values())
+    if needed == here:
+        return recipe
+    if getattr(recipe, "batch_norm", "sync") == "device" and ways(shape) > 1:
+        raise UserError(
+            f"batch_norm 'device' is of the {needed} devices of mesh {recipe.mesh!r}, and here are {here}: replay it "
+            f"on as many, on CPUs with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        )
+    print(
+        f"its mesh {recipe.mesh} is of {needed} devices and here are {here}: replayed on one, up to rounding the same"
+    )
+    return dataclasses.replace(recipe, mesh=None)
 
 
 def _before(
@@ -128,6 +153,7 @@ def _evaluated(recipe: Recipe, training: Training, state: TrainState, batch: Bat
         recipe = dataclasses.replace(recipe, precision="fp32", loss_scale=None)
     step = training_step(recipe, training.task.loss_fn)
     like = jax.eval_shape(lambda: step.init(training.task.params, model_state=training.task.model_state))
+    state = jax.device_put(state, jax.devices()[0])
     before = state._replace(loss_scale=like.loss_scale) if wide else state
     before = jax.tree.map(lambda x, shape: x if x.dtype == shape.dtype else x.astype(shape.dtype), before, like)
     arguments = {path_name(path): jnp.asarray(x) for path, x in _named(before, batch)}

@@ -1,7 +1,8 @@
 """The mesh: devices in a grid whose axes say what is divided over them.
 
 Over `data` the rows of a batch are divided; over `fsdp` rows too, and with them parameters, gradients and optimizer
-state (ZeRO stage 3, Rajbhandari et al. 2020); over `tensor` the matrices of a layer (Shoeybi et al. 2019).
+state (ZeRO stage 3, Rajbhandari et al. 2020); over `sequence` the tokens of a row, as in context parallelism (Llama 3,
+Grattafiori et al. 2024, section 3.3.2); over `tensor` the matrices of a layer (Shoeybi et al. 2019).
 """
 
 import math
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from jaxtrain.errors import UserError
 from jaxtrain.fields import shown
 
-AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+AXES = DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
 ROWS = (DATA, FSDP)
 """The axes over which rows are divided."""
 
@@ -26,7 +27,7 @@ def sizes(spec: str) -> dict[str, int]:
     """The size of every axis, those left out being 1.
 
     >>> sizes("data=2,fsdp=4")
-    {'data': 2, 'fsdp': 4, 'tensor': 1}
+    {'data': 2, 'fsdp': 4, 'sequence': 1, 'tensor': 1}
 
     Raises `UserError` for an axis that is unknown, said twice or of no size.
     """
@@ -55,7 +56,7 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
     devices.
 
     >>> dict(make_mesh("data=1", jax.devices()[:1]).shape)
-    {'data': 1, 'fsdp': 1, 'tensor': 1}
+    {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
     shape = sizes(f"{DATA}={len(devices)}" if spec is None else spec)
@@ -92,7 +93,12 @@ def run_mesh(spec: str | None) -> Mesh | None:
 def ways(shape: Mapping[str, int]) -> int:
     """Over how many devices the rows of a batch are divided.
 
-    >>> ways(sizes("data=2,fsdp=4,tensor=3"))
+    >>> ways(sizes("data=2,fsdp=4,sequence=2,tensor=3"))
     8
     """
     return math.prod(shape.get(axis, 1) for axis in ROWS)
+
+
+def sequence_ways(shape: Mapping[str, int]) -> int:
+    """Over how many devices the tokens of a row are divided."""
+    return shape.get(SEQUENCE, 1)

@@ -6,7 +6,7 @@ marked block (`jaxtrain.block`) is entered and left; what is left to it in betwe
 a scan at a time, and to sum gradients into the parts that a device keeps.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,52 +16,117 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import jaxpr
-from jaxtrain.distributed.mesh import FSDP, ways
+from jaxtrain.distributed.merged import Apart
+from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_ways, ways
 from jaxtrain.distributed.rows import window_sharding
 from jaxtrain.distributed.sharding import Rules, param_shardings, without
+from jaxtrain.errors import UserError
 from jaxtrain.remat import BLOCK
 
 
 def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:
     """`compute(params, batch, …)`, as a loss_fn is, for parameters and rows divided over `mesh`.
 
-    The gradient of a parameter is divided as the parameter is.
+    The gradient of a parameter is divided as the parameter is. Where the mesh divides sequences, so are the tokens of
+    all that marked blocks make, [B, T, …], but for attention's keys and values. Raises `UserError` then for a program
+    without sequences, or whose sequences do not divide.
     """
-    (rows,) = window_sharding(mesh, 1).spec
-
-    def divided(x: Any, count: int | None) -> Any:
-        """`x` [B, …], with its rows divided, and nothing else."""
-        if not jax.numpy.ndim(x) or x.shape[0] != count:
-            return x
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(rows, *[None] * (x.ndim - 1))))
 
     def computed(params: Any, batch: Any, *rest: Any) -> Any:
         shardings = param_shardings(params, mesh, rules)
         params = jax.tree.map(lax.with_sharding_constraint, params, shardings)
-        count = _rows(batch, mesh)
-        batch = jax.tree.map(lambda x: divided(x, count), batch)
+        count = _rows(batch)
+        batch = jax.tree.map(Division(mesh, count).of_batch, batch)
         weights = {id(x): s for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)}
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             layers = {id(v) for v in _scanned(closed.jaxpr)}
+            division = Division(mesh, count, _lengths(closed.jaxpr, count) if sequence_ways(mesh.shape) > 1 else ())
+            apart = Apart()
 
             def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
                 if jaxpr.calls(eqn, BLOCK):
                     # Weights may happen to have as many rows.
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
-                    args = [x if of_layer else divided(x, count) for x, of_layer in zip(args, own, strict=True)]
-                    return [divided(y, count) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
+                    args = [x if of_layer else division(x) for x, of_layer in zip(args, own, strict=True)]
+                    return [division(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
                 if eqn.primitive.name == "gather" and id(args[0]) in weights:
                     # Rows of a table that is divided along its width: of the whole table, or rows and width would meet.
                     table = lax.with_sharding_constraint(args[0], without(weights[id(args[0])], FSDP))
-                    return jaxpr.bind(eqn, [table, *args[1:]])
-                return None
+                    return [division.of_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
+                if not division.lengths:
+                    return None
+                if eqn.primitive.name == "reduce_max":
+                    return jaxpr.bind(eqn, [division.of_scores(args[0], eqn.params["axes"])])
+                return apart(eqn, args, run)
 
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
         return jaxpr.retraced(compute, evaluate)(params, batch, *rest)
 
     return computed
+
+
+class Division:
+    """How the arrays of a program are divided over `mesh`: those of `count` rows, and of sequences of these `lengths`.
+
+    A `count` of None, or one that does not divide, leaves all of them as they are. Raises `UserError` for a length that
+    does not divide.
+    """
+
+    def __init__(self, mesh: Mesh, count: int | None, lengths: Collection[int] = ()) -> None:
+        self.lengths = lengths
+        self._mesh = mesh
+        self._count = count if count is not None and count % ways(mesh.shape) == 0 else None
+        (self._rows,) = window_sharding(mesh, 1).spec
+        n = sequence_ways(mesh.shape)
+        for length in sorted(lengths):
+            if length % n:
+                raise UserError(
+                    f"a sequence of {length} tokens is not divisible by the {n} devices of {SEQUENCE}: "
+                    f"make it a multiple of {n}, or the mesh another"
+                )
+
+    def __call__(self, x: Any) -> Any:
+        """`x` [B, …], with its rows divided, its tokens where it has them, and nothing else."""
+        if not self._has_rows(x):
+            return x
+        return self._constrained(x, {0: self._rows, **self._tokens(x)}, None)
+
+    def of_batch(self, x: Any) -> Any:
+        """An array of a batch, [B, …] or [B, T, …]."""
+        if not self._has_rows(x):
+            return x
+        n = sequence_ways(self._mesh.shape)
+        divides = n > 1 and x.ndim > 1 and x.shape[1] % n == 0
+        return self._constrained(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
+
+    def of_tokens(self, x: Any) -> Any:
+        """What was looked up for tokens, [B, T, …]."""
+        return self(x) if self.lengths and self._has_rows(x) else x
+
+    def of_scores(self, x: Any, over: tuple[int, ...]) -> Any:
+        """Attention's scores [B, …, T, S], of which a softmax is taken over the keys: divided by queries.
+
+        So it is keys and values that are gathered.
+        """
+        queries = [i for i in range(1, x.ndim) if x.shape[i] in self.lengths and i not in over]
+        if not self._has_rows(x) or x.ndim < 4 or not queries or {x.shape[i] for i in over} - {*self.lengths}:
+            return x
+        places = {0: self._rows, queries[-1]: SEQUENCE, **dict.fromkeys(over)}
+        return self._constrained(x, places, P.UNCONSTRAINED)
+
+    def _has_rows(self, x: Any) -> bool:
+        return bool(jax.numpy.ndim(x)) and x.shape[0] == self._count
+
+    def _tokens(self, x: Any) -> dict[int, str]:
+        # Last but for the features, or the keys of a mask: [B, T, C], [B, T, 1, H], [B, 1, T, S].
+        places = [i for i in range(1, x.ndim - 1) if x.shape[i] in self.lengths]
+        return {places[-1]: SEQUENCE} if places else {}
+
+    def _constrained(self, x: Any, places: Mapping[int, Any], others: Any) -> Any:
+        spec = P(*(places.get(i, others) for i in range(x.ndim)))
+        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
 
 
 def _scanned(traced: Jaxpr) -> Iterator[Any]:
@@ -73,8 +138,26 @@ def _scanned(traced: Jaxpr) -> Iterator[Any]:
             yield from _scanned(inner)
 
 
-def _rows(batch: Any, mesh: Mesh) -> int | None:
-    """How many there are in a batch; None where they cannot be divided over the mesh."""
+def _lengths(traced: Jaxpr, count: int | None) -> set[int]:
+    """Of the sequences that marked blocks make of a batch of `count` rows: the T of every [B, T, …]."""
+    lengths = {v.aval.shape[1] for v in _made_by_blocks(traced) if v.aval.ndim == 3 and v.aval.shape[0] == count}
+    if not lengths:
+        raise UserError(
+            f"the mesh axis {SEQUENCE} divides tokens, and no marked block of this model makes any, [rows, tokens, "
+            f"width]: put its devices on {DATA} or {FSDP}"
+        )
+    return lengths
+
+
+def _made_by_blocks(traced: Jaxpr) -> Iterator[Any]:
+    for eqn in traced.eqns:
+        if jaxpr.calls(eqn, BLOCK):
+            yield from eqn.outvars
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from _made_by_blocks(inner)
+
+
+def _rows(batch: Any) -> int | None:
+    """How many there are in a batch; None where its arrays have different ones."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch) if jax.numpy.ndim(x)}
-    count = min(counts, default=0)
-    return count if len(counts) == 1 and count % ways(mesh.shape) == 0 else None
+    return counts.pop() if len(counts) == 1 else None

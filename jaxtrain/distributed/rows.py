@@ -39,7 +39,7 @@ def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
         if isinstance(x, jax.Array):
             _check(rows, mesh)
             return jax.device_put(window, sharding)
-        _check(rows * jax.process_count(), mesh)
+        _check(rows * ways(mesh.shape) // local_ways(mesh), mesh)
         return jax.make_array_from_process_local_data(sharding, window)
 
     return jax.tree.map(leaf, batch)
@@ -69,6 +69,19 @@ def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.i
     shards = window_sharding(mesh, accumulate).addressable_devices_indices_map(window.shape).values()
     columns = {(index[-1].start, index[-1].stop): window[index] for index in shards if index is not None}
     return np.concatenate([columns[place] for place in sorted(columns, key=lambda p: p[0] or 0)], axis=-1).reshape(-1)
+
+
+def local_ways(mesh: Mesh) -> int:
+    """Of the devices that rows are divided over, how many this process has: one along `data` and `fsdp`, whatever it
+    has along the other axes, where its devices or other processes' have the same rows.
+
+    >>> from jaxtrain.distributed.mesh import make_mesh
+    >>> local_ways(make_mesh("tensor=1", jax.devices()[:1]))
+    1
+    """
+    own = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
+    others = tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in ROWS)
+    return int(own.any(others).sum())
 
 
 def _check(rows: int, mesh: Mesh) -> None:

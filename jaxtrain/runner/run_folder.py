@@ -1,4 +1,6 @@
-"""A run's folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, report.html, replay/, and the lock on it."""
+"""A run's folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, report.html,
+result.json, replay/, and the lock on it.
+"""
 
 import dataclasses
 import errno
