@@ -28,9 +28,19 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
+from tests.slowest import listed  # noqa: E402
+
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what was measured to be."""
+    slow = listed()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
