@@ -54,7 +54,7 @@ def _run(name: str, json_path: Path | None, html_path: Path | None, png_path: Pa
         "ceilings": [_ceiling(t) for t in ceilings],
         "rows": rows(timings, ceilings),
         "ratios": ratios(timings),
-        "exponents": exponents(timings),
+        "exponents": exponents(timings) if name == "scaling" else [],
     }
     if name == "scaling":
         document["memory_per_device"] = devices.memory()
