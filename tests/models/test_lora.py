@@ -260,6 +260,7 @@ def test_tensors_that_are_not_the_models_are_named(tmp_path):
     assert "mis-shaped base_model.model.transformer.h.0" in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_itself_reads_what_is_written_and_writes_what_is_read(tmp_path):
     peft = pytest.importorskip("peft")

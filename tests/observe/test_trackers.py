@@ -40,6 +40,7 @@ def wandb_records(path) -> list:
     return records
 
 
+@pytest.mark.slow
 def test_wandb_offline_holds_the_run_without_a_key(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -70,6 +71,8 @@ def test_wandb_offline_holds_the_run_without_a_key(tmp_path, monkeypatch):
     assert histories[1] == []
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of its own database
 def test_mlflow_holds_the_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -94,6 +97,8 @@ def test_mlflow_holds_the_run(tmp_path, monkeypatch):
     assert {f.path for f in client.list_artifacts(found.info.run_id)} == {"config.json", "sample.txt"}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of its own database
 def test_a_disk_that_refuses_is_told_once(tmp_path):
     pytest.importorskip("mlflow")
     run, said = write_run(tmp_path / "run"), []
