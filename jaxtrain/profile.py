@@ -123,7 +123,8 @@ def newest_trace(folder: Path) -> Path:
 def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
     """What the time of the steps in `trace` went to, the most first. `hlo`: their program, as text.
 
-    Empty where the trace has no operations: of a GPU whose counters the driver shows to administrators alone, say.
+    Empty where the trace has no operations: of a GPU whose counters the driver shows to administrators alone, say;
+    `jaxtrain.profile_estimate` has an estimate then.
     """
     with warnings.catch_warnings():
         # Types of jaxlib's, made as they are first asked for, lack a module, of which Python 3.12 warns.
@@ -135,7 +136,9 @@ def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
     if not spans or not window:
         return []
     waits = [span for span in annotations if span.name == INPUT]
-    return _rows(_divided(spans, waits, window[0].begin, window[0].end), Counter(s.name for s in spans), top)
+    ran = Counter(span.name for span in spans)
+    went = _divided(spans, waits, window[0].begin, window[0].end)
+    return rows(went, {span: ran[span.name] for span in went}, top)
 
 
 def _events(data: Any) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
@@ -212,15 +215,16 @@ def _divided(spans: Sequence[Span], waits: Sequence[Span], begin: float, end: fl
     return dict(went)
 
 
-def _rows(went: Mapping[Span, float], counts: Mapping[str, int], top: int) -> list[Row]:
+def rows(went: Mapping[Span, float], counts: Mapping[Span, int], top: int) -> list[Row]:
+    """The rows of a table, the most first: of operations, each with its nanoseconds and how often it ran."""
     whole = sum(went.values())
-    rows = []
+    found = []
     for kind in KINDS:
         of_kind = sorted((span for span in went if span.kind == kind), key=lambda s: -went[s])
         if not of_kind:
             continue
-        longest = [Top(s.name, s.line, went[s] / 1e9, counts.get(s.name, 0)) for s in of_kind[:top] if s.line or s.name]
+        longest = [Top(s.name, s.line, went[s] / 1e9, counts.get(s, 0)) for s in of_kind[:top] if s.line or s.name]
         taken = sum(went[span] for span in of_kind)
-        count = sum(counts.get(span.name, 0) for span in of_kind)
-        rows.append(Row(kind, taken / 1e9, taken / whole, count, [] if kind in (INPUT, "idle") else longest))
-    return sorted(rows, key=lambda row: -row.seconds)
+        count = sum(counts.get(span, 0) for span in of_kind)
+        found.append(Row(kind, taken / 1e9, taken / whole, count, [] if kind in (INPUT, "idle") else longest))
+    return sorted(found, key=lambda row: -row.seconds)

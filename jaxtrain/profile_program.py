@@ -18,8 +18,9 @@ _SOURCE = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 # Whose lines say less than those that called them.
-_LIBRARIES = re.compile(r"/site-packages/(jax|jaxlib|flax|optax)/")
-_ATTENTION = {"attention", "dot_product_attention", "scaled_dot_product_attention"}
+LIBRARIES = re.compile(r"/site-packages/(jax|jaxlib|flax|optax)/")
+# Functions whose products and elementwise operations are attention.
+ATTENTION = {"attention", "dot_product_attention", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _operation(opcode: str, text: str, bodies: Mapping[str, set[str]], frames: "
     fused = bodies.get(called[1], set()) if called else set()
     kind = kind_of_opcodes({opcode, *fused}, target[1] if target else "")
     line, functions = frames.of(text)
-    attention = kind in ("matmul", "elementwise") and not _ATTENTION.isdisjoint(functions)
+    attention = kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions)
     return Operation("attention" if attention else kind, line)
 
 
@@ -92,9 +93,9 @@ class _Frames:
             location = self._entry("FileLocations", entry["file_location_id"])
             functions.append(self._tables["FunctionNames"][location["function_name_id"]])
             file = self._tables["FileNames"][location["file_name_id"]]
-            place = f"{_short(file)}:{location['line']}"
+            place = f"{short(file)}:{location['line']}"
             innermost = innermost or place
-            line = line or ("" if _LIBRARIES.search(file) else place)
+            line = line or ("" if LIBRARIES.search(file) else place)
             number = entry["parent_frame_id"] - 1
         return line or innermost, functions
 
@@ -102,6 +103,6 @@ class _Frames:
         return {name: int(value) for name, value in _NUMBER.findall(self._tables[table][number])}
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
     """The file and the folder it is in."""
     return "/".join(Path(path).parts[-2:])

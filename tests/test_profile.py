@@ -1,5 +1,6 @@
 """Profiles: kinds of work by name and by opcode, lines of a program, and time divided among what runs."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,9 +10,11 @@ import pytest
 
 from jaxtrain.errors import RunFailed
 from jaxtrain.models.attention import attention
-from jaxtrain.profile import INPUT, Span, StepTrace, _divided, _rows, lines_of_now, newest_trace, time_table
+from jaxtrain.profile import INPUT, Span, StepTrace, _divided, lines_of_now, newest_trace, rows, time_table
+from jaxtrain.profile_estimate import estimated_table
 from jaxtrain.profile_kinds import KINDS, kind_of_kernel, kind_of_opcodes
 from jaxtrain.profile_program import operations
+from jaxtrain.roofline import CPU, seconds
 
 # As NVIDIA's profilers show them, of training steps on A100 and H100; XLA's own after its instructions.
 KERNELS = {
@@ -108,11 +111,11 @@ def test_time_is_divided_among_what_runs():
     went = {s.name or s.kind: ns for s, ns in _divided([a, b, again, before], [wait], 5, 100).items()}
     assert went == {"a": 10 + 5 + 10, "b": 5 + 10, INPUT: 15, "idle": 5 + 5 + 30}
     assert sum(went.values()) == 95
-    rows = {row.kind: row for row in _rows(_divided([a, b, again], [wait], 5, 100), {"a": 2, "b": 1}, top=3)}
-    assert rows["matmul"].count == 2
-    assert rows["matmul"].share == pytest.approx(25 / 95)
-    assert [top.name for top in rows["matmul"].top] == ["a"]
-    assert rows["idle"].top == rows["input"].top == []
+    table = {row.kind: row for row in rows(_divided([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
+    assert table["matmul"].count == 2
+    assert table["matmul"].share == pytest.approx(25 / 95)
+    assert [top.name for top in table["matmul"].top] == ["a"]
+    assert table["idle"].top == table["input"].top == []
 
 
 def test_a_trace_adds_up_to_the_clock(tmp_path):
@@ -141,6 +144,34 @@ def test_a_trace_without_operations_makes_no_table(tmp_path):
     with StepTrace(tmp_path):
         pass
     assert time_table(newest_trace(tmp_path), "") == []
+
+
+def layered(x, w, q):
+    """A scanned product, a branch, an attention, a sum."""
+    y, _ = jax.lax.scan(lambda c, m: (jnp.tanh(c @ m), None), x, w)
+    z = jax.lax.cond(y.sum() > 0, lambda a: a @ a, lambda a: a, y)
+    return z.T.sum(0), attention(q, q, q, causal=True)
+
+
+def test_the_estimate_is_the_rooflines_divided_among_its_operations():
+    args = jnp.ones((128, 128)), jnp.ones((5, 128, 128)), jnp.ones((2, 32, 2, 16))
+    traced = jax.make_jaxpr(jax.jit(layered))(*args).jaxpr
+    table = {row.kind: row for row in estimated_table(traced, CPU, steps=10, top=9)}
+    whole = sum(row.seconds for row in table.values())
+    assert whole == pytest.approx(10 * seconds(traced, CPU), rel=1e-9)
+    assert sum(row.share for row in table.values()) == pytest.approx(1)
+    first = layered.__code__.co_firstlineno
+    products = {top.line: top.count for top in table["matmul"].top}
+    assert products == {f"tests/test_profile.py:{first + 2}": 50, f"tests/test_profile.py:{first + 3}": 10}
+    assert {top.line.partition(":")[0] for top in table["attention"].top} == {"models/attention.py"}
+    assert "transpose" in {top.name for top in table["copy"].top}
+    # On a device of twice the arithmetic, and of whatever memory, the products alone take half.
+    fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, start=0.0)
+    slow = dataclasses.replace(fast, fp32=CPU.fp32, tf32=CPU.tf32)
+    assert seconds(traced, slow) == pytest.approx(2 * seconds(traced, fast), rel=1e-3)
+    (of_fast, of_slow) = (estimated_table(traced, device, steps=1)[0] for device in (fast, slow))
+    assert (of_fast.kind, of_slow.kind) == ("matmul", "matmul")
+    assert of_slow.seconds == pytest.approx(2 * of_fast.seconds, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`jaxtrain profile DIR`: a trace of some steps of a run, and where their time goes."""
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from jaxtrain.cli.arguments import parse
 from jaxtrain.cli.compiled_programs import keep_compiled_programs
 from jaxtrain.errors import UserError
 from jaxtrain.profile import INPUT, Row, StepTrace, lines_of_now, newest_trace, time_table
+from jaxtrain.profile_estimate import estimated_table
+from jaxtrain.roofline import ceilings
 from jaxtrain.runner import RunFolder
 from jaxtrain.runner.checkpoint import Checkpoints, steps
 from jaxtrain.runner.loop import build_training
 
+NO_OPERATIONS = "the trace has no operations; the driver may let only administrators profile"
 _WARM_UP = 2
 
 
@@ -56,13 +60,24 @@ def main(args: list[str]) -> int:
     jax.block_until_ready((state, metrics))
     folder = run.path / "profile"
     with StepTrace(folder):
+        start = time.perf_counter()
         for _ in range(asked.steps):
             with jax.profiler.TraceAnnotation(INPUT):
                 batch = next(training.loader)
             state, metrics = training.step(state, batch)
         jax.block_until_ready((state, metrics))
+        took = time.perf_counter() - start
     trace = newest_trace(folder)
-    tell(console, time_table(trace, hlo), asked.steps)
+    rows = time_table(trace, hlo)
+    if rows:
+        tell(console, rows, asked.steps)
+    else:
+        device = jax.local_devices()[0]
+        jaxpr = jax.make_jaxpr(training.step.pure)(state, batch).jaxpr
+        console.print(NO_OPERATIONS)
+        console.print(f"a step takes {1e3 * took / asked.steps:.2f} ms by the clock")
+        title = f"estimated by the roofline of {device.device_kind}, not measured"
+        print_table(console, estimated_table(jaxpr, ceilings(device), asked.steps), asked.steps, title)
     console.print(f"the trace: {trace}", markup=False, soft_wrap=True)
     console.print(f"to see it: xprof --logdir {folder}", markup=False, soft_wrap=True)
     return 0
@@ -71,11 +86,16 @@ def main(args: list[str]) -> int:
 def tell(console: Console, rows: list[Row], steps: int) -> None:
     """Print the table, times by step."""
     if not rows:
-        console.print("the trace has no operations: does the driver let only administrators profile?")
+        console.print(f"{NO_OPERATIONS}: jaxtrain profile DIR estimates them")
         return
     whole = sum(row.seconds for row in rows)
-    console.print(f"a step takes {1e3 * whole / steps:.2f} ms, in operations of the trace")
-    table = Table(box=box.SIMPLE_HEAD)
+    print_table(console, rows, steps, f"a step takes {1e3 * whole / steps:.2f} ms, in operations of the trace")
+
+
+def print_table(console: Console, rows: list[Row], steps: int, title: str) -> None:
+    """Print the rows of so many steps, times by step."""
+    whole = sum(row.seconds for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, title=Text(title), title_justify="left")
     table.add_column("", max_width=40, no_wrap=True)
     for heading in ("ms a step", "share", "a step"):
         table.add_column(heading, justify="right")

@@ -99,9 +99,7 @@ def _on_its_mesh(recipe: Recipe, here: int) -> Recipe:
             f"batch_norm 'device' is of the {needed} devices of mesh {recipe.mesh!r}, and here are {here}: replay it "
             f"on as many, on CPUs with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         )
-    print(
-        f"its mesh {recipe.mesh} is of {needed} devices and here are {here}: replayed on one, up to rounding the same"
-    )
+    print(f"its mesh {recipe.mesh} is of {needed} devices, here are {here}: on one device, the same up to rounding")
     return dataclasses.replace(recipe, mesh=None)
 
 

@@ -1,24 +1,24 @@
 """A loss computation as a program for a mesh: the same numbers, with what is where said in a few places.
 
 The compiler divides the program by what its inputs are divided by (GSPMD, Xu et al. 2021). Left alone, it may as well
-divide activations by what divides the weights. So it is told where rows stay divided: at the batch, and wherever a
-marked block (`jaxtrain.block`) is entered and left; what is left to it in between is to gather weights, of one layer of
-a scan at a time, and to sum gradients into the parts that a device keeps.
+divide activations by what divides the weights. So it is told where rows, and tokens, stay divided: at the batch, and
+wherever a marked block (`jaxtrain.block`) is entered and left; what is left to it in between is to gather weights, of
+one layer of a scan at a time, and to sum gradients into the parts that a device keeps. Within blocks it is told of
+sequences only that attention has its queries divided, so that it gathers keys and values, and that products do.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from jaxtrain import jaxpr
+from jaxtrain import jaxpr, precision
+from jaxtrain.distributed.division import Division
 from jaxtrain.distributed.merged import Apart
-from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_ways, ways
-from jaxtrain.distributed.rows import window_sharding
+from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_ways
 from jaxtrain.distributed.sharding import Rules, param_shardings, without
 from jaxtrain.errors import UserError
 from jaxtrain.remat import BLOCK
@@ -56,6 +56,8 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
                     return [division.of_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
                 if not division.lengths:
                     return None
+                if precision._low_operation(eqn) and all(x.ndim == 4 for x in args):
+                    return division.of_fused(lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _as_it_is), args)
                 if eqn.primitive.name == "reduce_max":
                     return jaxpr.bind(eqn, [division.of_scores(args[0], eqn.params["axes"])])
                 return apart(eqn, args, run)
@@ -67,66 +69,8 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
     return computed
 
 
-class Division:
-    """How the arrays of a program are divided over `mesh`: those of `count` rows, and of sequences of these `lengths`.
-
-    A `count` of None, or one that does not divide, leaves all of them as they are. Raises `UserError` for a length that
-    does not divide.
-    """
-
-    def __init__(self, mesh: Mesh, count: int | None, lengths: Collection[int] = ()) -> None:
-        self.lengths = lengths
-        self._mesh = mesh
-        self._count = count if count is not None and count % ways(mesh.shape) == 0 else None
-        (self._rows,) = window_sharding(mesh, 1).spec
-        n = sequence_ways(mesh.shape)
-        for length in sorted(lengths):
-            if length % n:
-                raise UserError(
-                    f"a sequence of {length} tokens is not divisible by the {n} devices of {SEQUENCE}: "
-                    f"make it a multiple of {n}, or the mesh another"
-                )
-
-    def __call__(self, x: Any) -> Any:
-        """`x` [B, …], with its rows divided, its tokens where it has them, and nothing else."""
-        if not self._has_rows(x):
-            return x
-        return self._constrained(x, {0: self._rows, **self._tokens(x)}, None)
-
-    def of_batch(self, x: Any) -> Any:
-        """An array of a batch, [B, …] or [B, T, …]."""
-        if not self._has_rows(x):
-            return x
-        n = sequence_ways(self._mesh.shape)
-        divides = n > 1 and x.ndim > 1 and x.shape[1] % n == 0
-        return self._constrained(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
-
-    def of_tokens(self, x: Any) -> Any:
-        """What was looked up for tokens, [B, T, …]."""
-        return self(x) if self.lengths and self._has_rows(x) else x
-
-    def of_scores(self, x: Any, over: tuple[int, ...]) -> Any:
-        """Attention's scores [B, …, T, S], of which a softmax is taken over the keys: divided by queries.
-
-        So it is keys and values that are gathered.
-        """
-        queries = [i for i in range(1, x.ndim) if x.shape[i] in self.lengths and i not in over]
-        if not self._has_rows(x) or x.ndim < 4 or not queries or {x.shape[i] for i in over} - {*self.lengths}:
-            return x
-        places = {0: self._rows, queries[-1]: SEQUENCE, **dict.fromkeys(over)}
-        return self._constrained(x, places, P.UNCONSTRAINED)
-
-    def _has_rows(self, x: Any) -> bool:
-        return bool(jax.numpy.ndim(x)) and x.shape[0] == self._count
-
-    def _tokens(self, x: Any) -> dict[int, str]:
-        # Last but for the features, or the keys of a mask: [B, T, C], [B, T, 1, H], [B, 1, T, S].
-        places = [i for i in range(1, x.ndim - 1) if x.shape[i] in self.lengths]
-        return {places[-1]: SEQUENCE} if places else {}
-
-    def _constrained(self, x: Any, places: Mapping[int, Any], others: Any) -> Any:
-        spec = P(*(places.get(i, others) for i in range(x.ndim)))
-        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+def _as_it_is(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return jaxpr.interpret(traced, consts, args, lambda eqn, args, run: None)
 
 
 def _scanned(traced: Jaxpr) -> Iterator[Any]:

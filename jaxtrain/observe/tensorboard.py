@@ -1,5 +1,6 @@
 """TensorBoard's event files, written without TensorFlow."""
 
+import io
 import os
 import socket
 import struct
@@ -11,8 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.observe.histograms import Histogram
+from jaxtrain.observe.pictures import READABLE, Pixels, confusion_picture, image_of
+from jaxtrain.observe.verdicts import confusion
 
 if TYPE_CHECKING:
+    from jaxtrain.observe.mistakes import Evaluated
     from jaxtrain.observe.record import Record
 
 
@@ -61,6 +65,16 @@ class Events:
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))  # Markdown's code
         self._append(step=step, summary=summary.text(name, indented))
 
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        """A picture."""
+        from PIL import Image
+
+        png = io.BytesIO()
+        Image.fromarray(pixels).save(png, "png")
+        shape = {"height": pixels.shape[0], "width": pixels.shape[1], "colorspace": 1 if pixels.ndim == 2 else 3}
+        image = self._summary.Image(**shape, encoded_image_string=png.getvalue())
+        self._append(step=step, summary=self._summary(value=[self._summary.Value(tag=name, image=image)]))
+
     def histograms(self, step: int, of: Mapping[str, Histogram]) -> None:
         """How the numbers of each array are distributed."""
         from tensorboardX import summary
@@ -102,6 +116,24 @@ def write_end(folder: Path, record: "Record") -> None:
         events.hparams({"recipe": record.config["recipe"], **record.config["settings"]}, tags)
         if record.sample:
             events.text(record.sample_step, "sample", record.sample)
+
+
+def write_mistakes(folder: Path, evaluated: "Evaluated", worst: int) -> None:
+    """What an evaluation adds: its worst examples in words and, where they have any, their images; and a picture of who
+    is taken for whom."""
+    of, step, split = evaluated.verdicts, evaluated.step, evaluated.split
+    shown = [int(i) for i in of.worst(worst)]
+    names = evaluated.task.class_names
+    with Events(folder) as events:
+        said = [f"{i}: loss {evaluated.means[i]:.3f}, {evaluated.said(i)}" for i in shown]
+        events.text(step, f"{split}/worst", "\n".join(said))
+        for place, i in enumerate(shown):
+            pixels = image_of(evaluated.source[i])
+            if pixels is not None:
+                # As TensorBoard itself names the images of one tag.
+                events.image(step, f"{split}/worst/image/{place}", pixels)
+        if not of.of_tokens() and len(names) <= READABLE:
+            events.image(step, f"{split}/confusion", confusion_picture(confusion(of, len(names)), names))
 
 
 def write_all(file: Any, data: bytes) -> None:

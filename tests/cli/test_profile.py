@@ -1,6 +1,7 @@
 """`jaxtrain profile` and `train --profile` as a user drives them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
     assert len([*Path("run/profile").rglob("*.xplane.pb")]) == 2
     steps = [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 2, 4, 6, 8]
+
+
+def test_a_trace_without_operations_is_told_apart_from_the_estimate_in_its_place(capsys, monkeypatch):
+    assert main(f"train digits-mlp --steps 4 {SMALL} --out run".split()) == 0
+    monkeypatch.setattr("jaxtrain.cli.profile.time_table", lambda trace, hlo: [])
+    capsys.readouterr()
+    assert main(["profile", "run", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "the trace has no operations" in out
+    assert " ms by the clock" in out
+    assert "estimated by the roofline of cpu, not measured" in out
+    assert "in operations of the trace" not in out
+    assert "idle" not in out
+    assert re.search(r"^ +dot_general +\S+ +\S+% +\d+ +models/", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A GPT-2 whose sizes tell apart what a compiled program holds."""
 
+import math
+
 import jax
 import numpy as np
 import optax
@@ -7,15 +9,16 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.distributed.mesh import sizes
 from jaxtrain.models import functional, gpt2
 
 LAYERS, POSITIONS, ROWS, WIDTH = 3, 12, 8, 64
 TOKENS = {"tokens": np.zeros((2 * ROWS, POSITIONS), np.int32)}
 
 
-def deep(spec, **options):
+def deep(spec, positions=POSITIONS, **options):
     """A step on a mesh, of micro-batches of `ROWS` rows, and what makes its parameters."""
-    config = gpt2.GPT2Config(vocab_size=32, n_positions=POSITIONS, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
+    config = gpt2.GPT2Config(vocab_size=32, n_positions=positions, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
     model = lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))  # noqa: E731
     apply, _ = functional(nnx.eval_shape(model))
 
@@ -24,5 +27,5 @@ def deep(spec, **options):
         return jt.Loss((jax.nn.logsumexp(logits, -1) - logits[..., 0]).sum(), logits.size), {}
 
     step = jt.train_step(loss_fn, optax.adam(1e-2), accumulate=2, **options)
-    devices = jax.devices()[: int(spec[-1])]
+    devices = jax.devices()[: math.prod(sizes(spec).values())]
     return shard(step, make_mesh(spec, devices), gpt2.SHARDING), lambda: functional(model())[1]

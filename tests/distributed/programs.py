@@ -163,6 +163,21 @@ def _llama() -> Run:
     return _stateless(lambda: llama.Llama(config, rngs=nnx.Rngs(0)), call, _tokens, llama.SHARDING)
 
 
+def _packed() -> Run:
+    """Several sequences in each row, which do not see each other."""
+    config = llama.LlamaConfig(**LLAMA, attention_dropout=0.1)
+
+    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        segments = np.sort(rng.integers(1, 4, (ROWS, TOKENS)), axis=1)
+        starts = (segments[:, :, None] == segments[:, None, :]).argmax(-1)
+        return {**_tokens(rng), "segments": segments, "positions": np.arange(TOKENS)[None] - starts}
+
+    def call(apply: Any, params: Any, batch: Any, rng: Any) -> Any:
+        return apply(params, batch["tokens"], rng, batch["positions"], batch["segments"])
+
+    return _stateless(lambda: llama.Llama(config, rngs=nnx.Rngs(0)), call, batch, llama.SHARDING)
+
+
 def _mixtral() -> Run:
     config = mixtral.MixtralConfig(**LLAMA, num_local_experts=4)
     call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
@@ -201,6 +216,9 @@ def _t5() -> Run:
     return _stateless(lambda: t5.T5(config, rngs=nnx.Rngs(0)), call, _tokens, t5.SHARDING)
 
 
+SEQUENCES = ("gpt2", "lora", "llama", "packed", "mixtral", "bert", "t5")
+"""The families whose rows are of tokens."""
+
 RUNS: dict[str, Callable[..., Run]] = {
     "mlp": _mlp,
     "cnn": _cnn,
@@ -208,6 +226,7 @@ RUNS: dict[str, Callable[..., Run]] = {
     "gpt2": _gpt2,
     "lora": _lora,
     "llama": _llama,
+    "packed": _packed,
     "mixtral": _mixtral,
     "bert": _bert,
     "vit": _vit,

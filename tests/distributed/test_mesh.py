@@ -1,10 +1,16 @@
 """Meshes, and which rows of a batch a device has."""
 
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 
 from jaxtrain.distributed import local_rows, make_mesh, placed, placed_whole
+from jaxtrain.distributed.mesh import sizes, ways
+from jaxtrain.distributed.rows import local_ways
 from jaxtrain.errors import UserError
 
 
@@ -12,7 +18,7 @@ from jaxtrain.errors import UserError
     ("spec", "said"),
     [
         ("data=2,tensor=3", "mesh 'data=2,tensor=3' is of 6 devices and there are 4: make its sizes multiply to that"),
-        ("dta=4", "mesh 'dta=4' has an axis 'dta': choose of data, fsdp, tensor, as in data=2,fsdp=4"),
+        ("dta=4", "mesh 'dta=4' has an axis 'dta': choose of data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
         ("data=2,data=2", "mesh 'data=2,data=2' says data twice: say it once"),
         ("data=0", "mesh 'data=0' gives data the size '0': make it a number of devices, 1 or more"),
         (
@@ -20,7 +26,7 @@ from jaxtrain.errors import UserError
             f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: make it a number of devices, 1 or more",
         ),
         ("data", "mesh 'data' gives data the size '': make it a number of devices, 1 or more"),
-        ("", "mesh '' has an axis '': choose of data, fsdp, tensor, as in data=2,fsdp=4"),
+        ("", "mesh '' has an axis '': choose of data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
     ],
 )
 def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
@@ -30,8 +36,8 @@ def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
 
 
 def test_the_order_of_axes_is_the_same_however_they_are_said():
-    assert dict(make_mesh("tensor=2,data=2").shape) == {"data": 2, "fsdp": 1, "tensor": 2}
-    assert dict(make_mesh().shape) == {"data": 4, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh("tensor=2,data=2").shape) == {"data": 2, "fsdp": 1, "sequence": 1, "tensor": 2}
+    assert dict(make_mesh().shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jax.numpy.asarray])
@@ -44,9 +50,14 @@ def test_every_device_has_its_share_of_every_micro_batch_in_order(as_array):
         assert shard.data.tolist() == [[8 * i + 2 * d, 8 * i + 2 * d + 1] for i in range(3)]
 
 
-def test_rows_are_alike_on_the_devices_of_the_tensor_axis():
-    batch = placed({"x": np.arange(8, dtype=np.int32)}, make_mesh("fsdp=2,tensor=2"))["x"]
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_rows_are_alike_on_the_devices_of_the_other_axes(axis):
+    batch = placed({"x": np.arange(8, dtype=np.int32)}, make_mesh(f"fsdp=2,{axis}=2"))["x"]
     assert [s.data.tolist() for s in batch.addressable_shards] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+
+
+def test_only_rows_make_a_batch_larger():
+    assert ways(sizes("data=2,fsdp=2,sequence=4,tensor=2")) == 4
 
 
 def test_rows_that_do_not_divide_are_refused_by_name():
@@ -56,6 +67,34 @@ def test_rows_that_do_not_divide_are_refused_by_name():
             placed({"x": batch}, make_mesh(), accumulate=2)
     with pytest.raises(UserError, match=said):
         local_rows(make_mesh(), batch_size=12, accumulate=2)
+
+
+class Elsewhere(NamedTuple):
+    """A device of one process of several."""
+
+    process_index: int
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices_each", "of_process_1"),
+    [
+        ({"data": 4}, 2, 2),
+        ({"data": 2, "tensor": 2}, 2, 1),
+        ({"tensor": 4}, 2, 1),
+        ({"sequence": 2, "tensor": 2}, 1, 1),
+        ({"data": 2, "fsdp": 2, "sequence": 2}, 4, 2),
+        ({"fsdp": 2, "sequence": 2}, 1, 1),
+    ],
+)
+def test_a_process_gives_the_rows_of_its_own_coordinates(monkeypatch, shape, devices_each, of_process_1):
+    """Those whose devices differ in `tensor` or `sequence` alone give the same ones, each all of them."""
+    devices = np.array([None] * math.prod(shape.values()))
+    for i in range(len(devices)):
+        devices[i] = Elsewhere(i // devices_each)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert (
+        local_ways(SimpleNamespace(devices=devices.reshape(*shape.values()), axis_names=tuple(shape))) == of_process_1
+    )
 
 
 def test_rows_of_an_evaluation_need_not_divide():

@@ -22,7 +22,7 @@ from jaxtrain.distributed import processes
 from jaxtrain.distributed.processes import arguments
 from jaxtrain.errors import UserError
 from jaxtrain.runner.checkpoint import steps
-from tests.soak.test_kills import assert_same_run, untimed
+from tests.soak.test_kills import assert_same_run, state, untimed
 
 RECIPE = (
     "digits-mlp --hidden 8 --batch-size 16 --accumulate 2 --precision fp16 --warmup-steps 4 "
@@ -105,6 +105,45 @@ def test_two_processes_are_one_process_of_two_devices(
     assert_same_run(tmp_path / "one", tmp_path / "two")
     assert json.loads((tmp_path / "two" / "config.json").read_text())["devices"] == ["cpu"] * 2
     assert (tmp_path / "two" / "report.html").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", ["data=1,tensor=4", "data=2,tensor=2"])
+def test_matrices_divided_over_two_processes_are_those_divided_in_one(
+    mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the bit. With half of `tensor` in each process, or all: where it is half, both read the same rows."""
+    two = launched(f"{RECIPE} --steps 6 --mesh {mesh} --out two", tmp_path, options="--devices-per-process 2")
+    assert (two.returncode, two.stderr) == (0, "")
+    monkeypatch.chdir(tmp_path)
+    assert main(f"train {RECIPE} --steps 6 --out one --mesh {mesh}".split()) == 0
+    assert capsys.readouterr().out.count("effective batch  16 = ") == 1
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.nightly
+def test_sequences_divided_over_two_processes_are_those_divided_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 40)
+    recipe = (
+        "gpt-stdlib --data texts --n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --dropout 0.1 --batch-size 8 "
+        "--eval-sequences 16 --log-every 3 --eval-every 3 --save-every 3 --steps 6 --mesh sequence=2"
+    )
+    two = launched(f"{recipe} --out two", tmp_path)
+    assert (two.returncode, two.stderr) == (0, "")
+    assert "effective batch  8 = 8 × 1 micro-batches × 1 devices" in two.stdout
+    monkeypatch.chdir(tmp_path)
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert main(f"train {recipe} --out one".split()) == 0
+    capsys.readouterr()
+    states = [jax.tree.leaves(state(tmp_path / name)._replace(rng=None)) for name in ("one", "two")]
+    assert [x.tobytes() for x in jax.device_get(states[0])] == [x.tobytes() for x in jax.device_get(states[1])]
+    lines, others = ([{**line, "tokens_per_s": 0} for line in untimed(tmp_path / name)] for name in ("one", "two"))
+    assert lines == others
 
 
 def test_what_the_environment_says_of_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

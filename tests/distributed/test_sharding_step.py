@@ -15,7 +15,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
 from tests.distributed.deep import LAYERS, POSITIONS, ROWS, TOKENS, WIDTH, deep
-from tests.distributed.programs import RUNS, distance, train
+from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 
 NEAR = 1e-10
 """Of parameters after 20 steps in double."""
@@ -23,6 +23,7 @@ FACTORISATIONS = [
     *("data=8", "fsdp=8", "tensor=8", "data=4,fsdp=2", "data=4,tensor=2", "data=2,fsdp=4", "data=2,tensor=4"),
     *("fsdp=4,tensor=2", "fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"),
 ]
+OF_SEQUENCES = ["data=2,sequence=4", "sequence=8", "fsdp=2,sequence=2,tensor=2"]
 
 
 def in_a_process_of(devices, *arguments, double=False):
@@ -65,9 +66,10 @@ SOON = {"gpt2", "cnn"}
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SOON else pytest.mark.nightly) for name in RUNS]
 )
 def test_twenty_steps_on_every_mesh_of_eight_devices_are_those_of_one(name):
-    done = in_a_process_of(8, "-m", "tests.distributed.on_every_mesh", name, *FACTORISATIONS, double=True)
+    specs = FACTORISATIONS + (OF_SEQUENCES if name in SEQUENCES else [])
+    done = in_a_process_of(8, "-m", "tests.distributed.on_every_mesh", name, *specs, double=True)
     distances = json.loads(done)
-    assert distances.keys() == {*FACTORISATIONS}
+    assert distances.keys() == {*specs}
     assert {spec: d for spec, d in distances.items() if not d < NEAR} == {}
 
 

@@ -1,7 +1,10 @@
 """What the pages show runs, and what they name exists."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -29,10 +32,16 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page):
             exec(compile(block, f"{page.name}, block {i}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_files_a_page_links_to_exist(page):
-    for path in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-        assert (page.parent / path).exists(), path
+@pytest.mark.slow
+def test_the_commands_of_the_first_five_minutes_run(tmp_path):
+    _, first_steps = (ROOT / "docs" / "start.md").read_text().split("## Train\n")  # what is above it installs
+    commands = "".join(re.findall(r"```sh\n(.*?)```", first_steps, re.S))
+    found = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    shell = ["bash", "-euxc", commands]
+    done = subprocess.run(shell, cwd=tmp_path, env=found, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "digits" / "report.html").exists()
+    assert "held" in done.stdout
 
 
 def test_the_page_on_autograd_names_every_subgradient_and_case():

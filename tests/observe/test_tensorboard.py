@@ -1,16 +1,25 @@
 """What is written for TensorBoard, read back by TensorBoard's own reader."""
 
+import io
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from jaxtrain.data import ByteTokenizer
 from jaxtrain.observe import MetricsLog, read_record, write_result
 from jaxtrain.observe.histograms import BINS, histograms
-from jaxtrain.observe.tensorboard import Events, write_end
+from jaxtrain.observe.mistakes import Evaluated
+from jaxtrain.observe.pictures import confusion_picture
+from jaxtrain.observe.tensorboard import Events, write_end, write_mistakes
+from jaxtrain.observe.verdicts import Verdicts
+from jaxtrain.recipes import RECIPES
+from jaxtrain.tasks import build
 
 from .runs import line, write_run
 
@@ -46,6 +55,58 @@ def test_the_end_of_a_run_adds_its_settings_and_its_sample_and_takes_nothing_awa
     }
     metrics = [info.name.tag for info in hparams("experiment").experiment.metric_infos]
     assert metrics == ["eval/loss", "eval/accuracy"]
+
+
+def evaluated(verdicts, **task) -> Evaluated:
+    digits = build(RECIPES["digits-mlp"])
+    return Evaluated("digits-mlp", 12, "validation", replace(digits, **task), digits.validation, {}, verdicts)
+
+
+def test_what_a_model_gets_wrong_is_shown_in_words_and_as_images(tmp_path):
+    source = build(RECIPES["digits-mlp"]).validation
+    n, target = len(source), np.array([int(source[i]["label"]) for i in range(len(source))], np.int32)
+    predicted, loss = target.copy(), np.zeros(n, np.float32)
+    wrong = np.flatnonzero(target == 3)[:4]
+    predicted[wrong], loss[wrong] = 8, [5, 7, 4, 6]
+    found = Verdicts(loss, np.ones(n, np.float32), target, predicted, np.full(n, 0.75, np.float32))
+    write_mistakes(tmp_path / "tb", evaluated(found), worst=3)
+    events = read(tmp_path / "tb")
+    worst = wrong[[1, 3, 0]]
+    tags = {f"validation/worst/image/{place}" for place in range(3)}
+    assert set(events.Tags()["images"]) == tags | {"validation/confusion"}
+    for place, i in enumerate(worst):
+        (event,) = events.Images(f"validation/worst/image/{place}")
+        shown = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+        assert (event.step, event.width, event.height) == (12, *shown.shape[::-1])
+        np.testing.assert_allclose(shown / 255, source[int(i)]["image"][..., 0], atol=0.5 / 255)
+    (text,) = events.Tensors("validation/worst/text_summary")
+    first, *_ = text.tensor_proto.string_val[0].decode().splitlines()
+    assert first == f"    {worst[0]}: loss 7.000, 3 taken for 8, 75% sure"
+    (event,) = events.Images("validation/confusion")
+    assert np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).shape == (event.height, event.width, 3)
+
+
+def test_the_confusion_picture_is_darkest_where_most_went():
+    picture = confusion_picture(np.array([[90, 10, 0], [0, 0, 0], [0, 50, 50]]), ["a", "b", "c"]).astype(int)
+    # The corners of the cells, where no number is written.
+    left = picture.shape[1] - 3 * 28 - 6
+    light = np.array(
+        [[picture[28 + 28 * row + 2, left + 28 * column + 2].sum() for column in range(3)] for row in range(3)]
+    )
+    assert light[0, 0] < light[2, 1] == light[2, 2] < light[0, 1] < light[0, 2] == light[1, 1] == 3 * 255
+
+
+def test_of_a_language_model_the_worst_are_texts(tmp_path):
+    source = build(RECIPES["digits-mlp"]).validation
+    tokens = np.tile(np.frombuffer(b"def f", np.uint8).astype(np.int32), (len(source), 1))
+    ones = np.ones(tokens.shape, np.float32)
+    found = Verdicts(ones * np.arange(len(source))[:, None], ones, tokens, tokens, ones / 2)
+    write_mistakes(tmp_path / "tb", evaluated(found, texts=ByteTokenizer(), class_names=()), worst=1)
+    events = read(tmp_path / "tb")
+    (text,) = events.Tensors("validation/worst/text_summary")
+    last = len(source) - 1
+    assert text.tensor_proto.string_val[0].decode() == f"    {last}: loss {last:.3f}, 'def f'"
+    assert "validation/confusion" not in events.Tags()["images"]
 
 
 def test_histograms_are_numpys_and_know_only_what_is_finite(tmp_path):

@@ -1,0 +1,38 @@
+"""Files of the repository that a page links to, `../examples/maml.py`, stand beside the pages of the site."""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent.parent
+LINK = re.compile(r"(?<=\]\()(?:\.\./)+[\w./-]+(?=[)#])")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files that are linked to."""
+    linked = {path for page in files.documentation_pages() for path in _outside(page).values()}
+    for path in sorted(linked):
+        files.append(File.generated(config, f"beside/{path}", abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Link to where they stand."""
+    here = posixpath.dirname(page.file.src_uri)
+    for link, path in _outside(page.file).items():
+        markdown = markdown.replace(f"]({link}", f"]({posixpath.relpath(f'beside/{path}', here or '.')}")
+    return markdown
+
+
+def _outside(page: File) -> dict[str, str]:
+    """The links of a page to what is not in docs/, and where in the repository each leads."""
+
+    def targets() -> Iterator[tuple[str, str]]:
+        for link in LINK.findall(page.content_string):
+            yield link, posixpath.normpath(posixpath.join("docs", posixpath.dirname(page.src_uri), link))
+
+    return {link: path for link, path in targets() if not path.startswith("docs/")}

@@ -1,0 +1,77 @@
+"""What a model gets wrong as pixels: an example's image, and who is taken for whom."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+"""[H, W], grey, or [H, W, 3], red, green and blue."""
+
+READABLE = 40
+"""Classes of a confusion matrix that can be read, at most."""
+_CELL, _MARGIN, _LETTER = 28, 6, 7
+_FEW = (255, 255, 255)
+_MANY = (23, 78, 166)
+
+
+def image_of(example: Mapping[str, Any]) -> Pixels | None:
+    """The example's image, from its darkest value or 0 to its brightest or 1; None where it has none that can be seen.
+
+    >>> image_of({"image": np.array([[[0.0], [0.5], [1.0]]])}).tolist()
+    [[0, 128, 255]]
+    >>> image_of({"tokens": np.arange(3)})
+    """
+    values = example.get("image")
+    if values is None or values.ndim != 3 or values.shape[-1] not in (1, 3):
+        return None
+    low, high = min(float(values.min()), 0.0), max(float(values.max()), 1.0)
+    pixels = np.round((values - low) / (high - low) * 255).astype(np.uint8)
+    return pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+
+
+def confusion_picture(counts: NDArray[np.int64], names: Sequence[str]) -> Pixels:
+    """[H, W, 3] of counts [target, predicted]: a row a target, the darker the larger its share of the row.
+
+    >>> picture = confusion_picture(np.array([[9, 1], [0, 5]]), ["cat", "dog"])
+    >>> picture.shape == (_CELL * 2 + 2 * _MARGIN + _CELL, _CELL * 2 + 2 * _MARGIN + 3 * _LETTER, 3)
+    True
+    """
+    from PIL import Image, ImageDraw
+
+    n = len(names)
+    left = _MARGIN + _LETTER * max(map(len, names))
+    top = _CELL
+    picture = Image.new("RGB", (left + _CELL * n + _MARGIN, top + _CELL * n + 2 * _MARGIN), "white")
+    draw = ImageDraw.Draw(picture)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    for row, name in enumerate(names):
+        y = top + _CELL * row
+        draw.text((left - _MARGIN // 2, y + _CELL // 2), name, fill="black", anchor="rm")
+        draw.text((left + _CELL * row + _CELL // 2, top - _MARGIN), _short(name), fill="black", anchor="ms")
+        for column in range(n):
+            x, share = left + _CELL * column, float(shares[row, column])
+            shade = tuple(round(few + share * (many - few)) for few, many in zip(_FEW, _MANY, strict=True))
+            draw.rectangle((x, y, x + _CELL - 2, y + _CELL - 2), fill=shade)
+            if counts[row, column]:
+                ink = "white" if share > 0.5 else "black"
+                draw.text((x + _CELL // 2, y + _CELL // 2), _count(counts[row, column]), fill=ink, anchor="mm")
+    return np.asarray(picture)
+
+
+def _short(name: str) -> str:
+    """As much of a name as a column has room for."""
+    return name[: _CELL // _LETTER]
+
+
+def _count(number: int) -> str:
+    """In at most four characters, up to a billion.
+
+    >>> [_count(n) for n in (7, 999, 12_345, 3_400_000)]
+    ['7', '999', '12k', '3M']
+    """
+    thousands = 0
+    while number >= 1000:
+        number, thousands = number // 1000, thousands + 1
+    return f"{number}{['', 'k', 'M', 'G'][thousands]}"

@@ -1,0 +1,52 @@
+"""Whether a run survives orbax: what is restored is what was saved, and goes on to the same bits."""
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxtrain.step import TrainState
+from parity.selftest.bits import in_words, on_host, unlike
+from parity.selftest.finding import Finding
+from parity.selftest.step import fp16_step, perceptron, rows
+
+BEFORE, AFTER = 3, 2
+"""Steps before the checkpoint, and after it."""
+
+
+def checkpoint() -> Iterator[Finding]:
+    """fp16 with dropout, a moving average and an open accumulation window: state of every kind."""
+    step = fp16_step()
+    state = step.init(perceptron(), seed=7, streaming=True)
+    for i in range(BEFORE):
+        state, _ = step.micro(state, rows(i))
+    saved = on_host(state)
+    restored = round_trip(state)
+    back = on_host(restored)
+    yield Finding("checkpoint, restored", not (lost := unlike(saved, back)), in_words(lost, saved))
+    for i in range(BEFORE, BEFORE + AFTER):
+        state, _ = step.micro(state, rows(i))
+        restored, _ = step.micro(restored, rows(i))
+    went = on_host(state)
+    apart = unlike(went, on_host(restored))
+    yield Finding(f"checkpoint, {AFTER} steps on", not apart, in_words(apart, went))
+
+
+def round_trip(state: TrainState) -> TrainState:
+    """`state` written to a new folder as a run's checkpoint is, and read from it."""
+    # orbax reports every phase of every save.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with (
+        tempfile.TemporaryDirectory(prefix="parity-selftest-") as folder,
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as orbax,
+    ):
+        path = Path(folder) / "state"
+        orbax.save(path, args=ocp.args.PyTreeSave(state))
+        shardings = ocp.checkpoint_utils.construct_restore_args(like)
+        found: Any = orbax.restore(path, args=ocp.args.PyTreeRestore(like, shardings))
+    return TrainState(*found)

@@ -1,0 +1,51 @@
+"""Whether the devices add up: a sum over all of them, a gathering, and a sum divided among them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from parity.selftest.finding import Finding
+
+AXIS = "devices"
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "psum": lambda x: lax.psum(x, AXIS),
+    "all-gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
+    "reduce-scatter": lambda x: lax.psum_scatter(x, AXIS, tiled=True),
+}
+
+
+def collectives() -> Iterator[Finding]:
+    """Each over all local devices, on whole numbers, which float32 adds exactly."""
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        yield Finding("collectives", None, "one device: nothing to communicate")
+        return
+    n = len(devices)
+    # A row of n · 256 numbers for each device, below 2^20.
+    given = np.arange(n * n * 256, dtype=np.float32).reshape(n, -1) % 1021
+    total = given.sum(0)
+    expected = {
+        "psum": np.broadcast_to(total, given.shape),
+        "all-gather": np.broadcast_to(given.ravel(), (n, given.size)),
+        "reduce-scatter": total.reshape(n, -1),
+    }
+    mesh = Mesh(np.array(devices), (AXIS,))
+    for name, collective in COLLECTIVES.items():
+        found = _on_each(collective, mesh, given).reshape(expected[name].shape)
+        wrong = [str(device) for device, a, b in zip(devices, found, expected[name], strict=True) if (a != b).any()]
+        said = f"wrong on {', '.join(wrong)}" if wrong else f"exact on each of {n} devices"
+        yield Finding(f"{name}, {n} devices", not wrong, said)
+
+
+def _on_each(collective: Callable[[Any], Any], mesh: Mesh, rows: np.ndarray) -> np.ndarray:
+    """What each device holds after a collective on its row, one after the other."""
+    each = PartitionSpec(AXIS)
+    # What all hold alike is asked of each of them.
+    mapped = jax.shard_map(
+        lambda row: collective(row[0])[None], mesh=mesh, in_specs=each, out_specs=each, check_vma=False
+    )
+    return np.asarray(jax.jit(mapped)(rows))

@@ -1,0 +1,160 @@
+"""Whether a training step does what it promises: skip, scale, accumulate, rematerialise, repeat itself."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain import Loss, TrainStep, train_step
+from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain.remat import block
+from parity.compare import FIRST_BAR, relative
+from parity.selftest.bits import in_words, on_host, unlike
+from parity.selftest.finding import Finding, within
+
+WIDTH, ROWS, INTERVAL = 16, 8, 3
+COURSE = "..!.....!!...."
+"""Windows that are clean and, at the exclamation marks, hold an inf; the scale grows after INTERVAL clean ones."""
+LAYERS = 12
+
+
+def perceptron(seed: int = 0) -> dict[str, np.ndarray]:
+    """The parameters of a perceptron WIDTH-WIDTH-1, in float32."""
+    rng = np.random.default_rng([1, seed])
+    inner = rng.standard_normal((WIDTH, WIDTH), np.float32) / np.float32(WIDTH**0.5)
+    return {"inner": inner, "outer": rng.standard_normal((WIDTH, 1), np.float32)}
+
+
+def rows(seed: int, count: int = ROWS) -> dict[str, np.ndarray]:
+    """A batch of rows that weigh 1."""
+    rng = np.random.default_rng([2, seed])
+    x, y = rng.standard_normal((count, WIDTH), np.float32), rng.standard_normal(count, np.float32)
+    return {"x": x, "y": y, "weight": np.ones(count, np.float32)}
+
+
+def squared_error(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[str, Any]]:
+    """Of the perceptron, half of its hidden values dropped where there is a key."""
+    hidden = jnp.tanh(batch["x"] @ params["inner"])
+    if rng is not None:
+        hidden = jnp.where(jax.random.bernoulli(rng, 0.5, hidden.shape), hidden, jnp.zeros_like(hidden))
+    error = (hidden @ params["outer"])[:, 0] - batch["y"]
+    return Loss((batch["weight"] * error**2).sum(), batch["weight"].sum()), {}
+
+
+def without_dropout(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[str, Any]]:
+    """`squared_error` of the whole perceptron."""
+    del rng
+    return squared_error(params, batch, None)
+
+
+def fp16_step() -> TrainStep:
+    """With all the state that a step may have."""
+    return train_step(
+        squared_error,
+        optax.adamw(1e-2),
+        precision="fp16",
+        accumulate=2,
+        clip_norm=1.0,
+        ema=0.9,
+        # Under the default one this loss overflows of its own.
+        loss_scale=dynamic_loss_scale(init_scale=1024.0, growth_interval=INTERVAL),
+    )
+
+
+def overflow() -> Iterator[Finding]:
+    """An inf in one micro-batch of a window: nothing but the scale may change, which must go PyTorch's way."""
+    step = fp16_step()
+    state = step.init(perceptron(), seed=0)
+    scales, spoiled, missed = [float(state.loss_scale.scale)], set(), []
+    kept: dict[str, bytes] = {}
+    for i, what in enumerate(COURSE):
+        batch = rows(i)
+        if what == "!":
+            batch["x"][ROWS // 2, 0] = np.inf
+        before = on_host((state.params, state.opt_state, state.ema))
+        state, metrics = step(state, batch)
+        after = on_host((state.params, state.opt_state, state.ema))
+        scales.append(float(state.loss_scale.scale))
+        if bool(metrics["skipped"]) != (what == "!") or (what != "!" and before == after):
+            missed.append(i + 1)
+        if what == "!":
+            spoiled |= {*unlike(before, after)}
+            kept = before
+    seen = f"windows {missed} of {len(COURSE)} told wrongly" if missed else f"{COURSE.count('!')} found, no other"
+    yield Finding("overflow, detection", not missed, seen)
+    yield Finding("overflow, skipped update", not spoiled, in_words(sorted(spoiled), kept))
+    right = expected_scales(COURSE, scales[0])
+    steps = [i for i, (a, b) in enumerate(zip(scales, right, strict=True)) if a != b]
+    said = f"{scales[steps[0]]:g} after window {steps[0]}, not {right[steps[0]]:g}" if steps else _course_of(scales)
+    yield Finding("loss scale", not steps, said)
+
+
+def expected_scales(course: str, scale: float) -> list[float]:
+    """As `torch.amp.GradScaler` moves it: halved by an overflow, doubled by INTERVAL clean windows in a row.
+
+    >>> expected_scales("...!", 8.0)
+    [8.0, 8.0, 8.0, 16.0, 8.0]
+    """
+    scales, clean = [scale], 0
+    for what in course:
+        clean = 0 if what == "!" else clean + 1
+        scale *= 0.5 if what == "!" else 2.0 if clean == INTERVAL else 1.0
+        clean %= INTERVAL
+        scales.append(scale)
+    return scales
+
+
+def _course_of(scales: Sequence[float]) -> str:
+    turns = [scale for scale, before in zip(scales[1:], scales, strict=False) if scale != before]
+    return f"{scales[0]:g} → " + " → ".join(f"{scale:g}" for scale in turns)
+
+
+def accumulation() -> Iterator[Finding]:
+    """Four micro-batches of unlike weights, against the one batch that they are, in float64."""
+    batch = rows(0, count=24)
+    batch["weight"][[7, 12, 13, 14, 15, 16, 20, 23]] = 0  # 6, 5, 1 and 4 rows are left of six each
+    updates = [_update(without_dropout, perceptron(), batch, accumulate=k)[0] for k in (4, 1)]
+    apart = max(relative(*updates).values())
+    yield within("accumulation", apart, FIRST_BAR, "update of 4 uneven micro-batches, apart from one batch's by")
+
+
+def rematerialisation() -> Iterator[Finding]:
+    """Twelve blocks with dropout, all their values recomputed, against all of them kept, in float64."""
+    draws = np.random.default_rng(3).standard_normal((LAYERS, WIDTH, WIDTH), np.float32)
+    params = {"layers": draws / np.float32(WIDTH**0.5)}
+    # The workspaces of a GPU's products, tens of MiB in both programs, must not hide the difference.
+    batch = rows(0, count=2**15)
+    kept, recomputed = (_update(deep, params, batch, remat=policy) for policy in ("none", "full"))
+    apart = max(relative(recomputed[0], kept[0]).values())
+    yield within("rematerialisation, update", apart, FIRST_BAR, "apart from that without by")
+    share = recomputed[1] / kept[1]
+    yield within("rematerialisation, memory", share, 0.8, "temporaries over those without")
+
+
+def deep(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[str, Any]]:
+    """LAYERS blocks with dropout, scanned over."""
+
+    @block
+    def layer(x: Any, w: Any, key: Any) -> Any:
+        hidden = jnp.tanh(jnp.tanh(x @ w) @ w)
+        return x + jnp.where(jax.random.bernoulli(key, 0.9, x.shape), hidden, jnp.zeros_like(hidden))
+
+    keys = jax.random.split(rng, LAYERS)
+    x, _ = jax.lax.scan(lambda x, of: (layer(x, *of), None), batch["x"], (params["layers"], keys))
+    return Loss((x**2).sum(), batch["weight"].sum()), {}
+
+
+def _update(loss_fn: Any, params: Any, batch: Any, **how: Any) -> tuple[dict[str, np.ndarray], int]:
+    """What one step of gradient descent in float64 adds to `params`, and the bytes of its program's temporaries."""
+    with jax.enable_x64(True):
+        step = train_step(loss_fn, optax.sgd(1.0), precision="fp64", **how)
+        # Arrays that are not of JAX's would be cut to float32 outside of this.
+        params, batch = jax.tree.map(lambda x: jnp.asarray(x, np.float64), (params, batch))
+        state = step.init(params, seed=0)
+        program = step.compile(state, batch)
+        after, _ = program(state, batch)
+        moved = {name: np.asarray(x) - np.asarray(params[name]) for name, x in after.params.items()}
+    return moved, int(program.memory_analysis().temp_size_in_bytes)

@@ -1,0 +1,143 @@
+"""Each tutorial's notebook is its page, and runs: what the page shows is what a reader sees."""
+
+import doctest
+import importlib.util
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+SPEC = importlib.util.spec_from_file_location("notebooks", DOCS / "notebooks.py")
+notebooks = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = notebooks  # where its dataclass looks for itself
+SPEC.loader.exec_module(notebooks)
+
+LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data"}
+# The others start programs by the dozen.
+QUICK = {"nans", "plan"}
+NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def by_name(quick):
+    return [
+        pytest.param(page, id=page.stem, marks=[] if page.stem in quick else [pytest.mark.slow])
+        for page in notebooks.PAGES
+    ]
+
+
+def agrees(shown, line):
+    """Whether a line is as shown: words and counts the same, other numbers within a twentieth, `…` anything."""
+    words = re.split(rf"(…|{NUMBER}|\s+)", shown.strip())
+    patterns = [
+        ".*" if word == "…" else f"({NUMBER})" if i % 2 and not word.isspace() else r"\s+" if i % 2 else re.escape(word)
+        for i, word in enumerate(words)
+    ]
+    found = re.fullmatch("".join(patterns), line.strip())
+    if not found:
+        return False
+    numbers = [word for i, word in enumerate(words) if i % 2 and re.fullmatch(NUMBER, word)]
+    return all(as_good(a.replace(",", ""), b.replace(",", "")) for a, b in zip(numbers, found.groups(), strict=True))
+
+
+def as_good(shown, printed):
+    if shown.isdecimal() and printed.isdecimal():
+        return int(shown) == int(printed)
+    return math.isclose(float(shown), float(printed), rel_tol=0.05)
+
+
+def missing(shown, printed):
+    """The first line shown that is not printed behind the one before it; None where all are."""
+    lines = iter(printed.splitlines())
+    wanted = [line for line in shown.splitlines() if line.strip() not in ("", "…")]
+    return next((line for line in wanted if not any(agrees(line, other) for other in lines)), None)
+
+
+def text_of(cell):
+    return ESCAPES.sub("", "".join(x.get("text") or x.get("data", {}).get("text/plain", "") for x in cell.outputs))
+
+
+@pytest.fixture
+def as_a_reader(tmp_path, monkeypatch):
+    """A new folder, one device, JAX as it is installed; the commands of this Python."""
+    for name in ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"):
+        monkeypatch.delenv(name)
+    settings = os.environ["XLA_FLAGS"].split()
+    monkeypatch.setenv("XLA_FLAGS", " ".join(s for s in settings if "device_count" not in s))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    folder = tmp_path / "lesson"
+    folder.mkdir()
+    return folder
+
+
+def run(notebook, folder):
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    return [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("page", by_name(QUICK))
+def test_a_tutorial_runs_and_prints_what_its_page_shows(page, as_a_reader):
+    printed = run(notebooks.notebook(page.read_text()), as_a_reader)
+    code = [part for part in notebooks.parts(page.read_text()) if isinstance(part, notebooks.Code)]
+    assert any(part.shown for part in code)
+    for part, output in zip(code, printed[1:], strict=True):
+        line = missing(part.shown, output)
+        assert line is None, f"{part.source}\n\nprints no {line!r} but\n\n{output}"
+
+
+@pytest.mark.parametrize("page", notebooks.PAGES, ids=lambda page: page.stem)
+def test_a_notebook_is_its_page(page):
+    kept = nbformat.read(notebooks.path_of(page), as_version=4)
+    nbformat.validate(kept)
+    assert kept == notebooks.notebook(page.read_text()), "python docs/notebooks.py makes it anew"
+
+
+def test_what_the_generator_says_of_itself_holds():
+    assert doctest.testmod(notebooks).attempted > 0
+    assert doctest.testmod(notebooks).failed == 0
+
+
+def test_there_is_a_lesson_for_each_subject():
+    assert {page.stem for page in notebooks.PAGES} == LESSONS
+    assert {path.stem for path in (DOCS / "notebooks").glob("*.ipynb")} == LESSONS
+
+
+@pytest.mark.parametrize("page", notebooks.PAGES, ids=lambda page: page.stem)
+def test_what_a_tutorial_links_to_exists(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert links
+    for link in links:
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", notebooks.PAGES, ids=lambda page: page.stem)
+def test_no_block_of_a_tutorial_is_overlooked(page):
+    text = page.read_text()
+    code = [part for part in notebooks.parts(text) if isinstance(part, notebooks.Code)]
+    shown = sum(bool(part.shown) for part in code)
+    assert text.count("\n```\n") == len(code) + shown == len(re.findall(r"^```\w", text, re.M))
+
+
+def test_a_shown_line_is_held_against_what_is_printed():
+    assert agrees("step 30  loss 0.749 …", "step 30  loss 0.7391  0:00 left")
+    assert agrees("1,618 rows", "1,618   rows  ")
+    assert not agrees("step 30  loss 0.749", "step 31  loss 0.749")
+    assert not agrees("step 30  loss 0.749", "step 30  loss 0.949")
+    assert not agrees("loss 0.749", "a loss 0.749")
+    assert missing("a 1\n…\nb 2", "a 1\nother\nb 2\n") is None
+    assert missing("a 1\nb 2", "b 2\na 1\n") == "b 2"
+
+
+def test_a_cell_that_fails_is_an_error(as_a_reader):
+    for block in ("```python\n1 / 0\n```\n", "```sh\nfalse\necho on\n```\n"):
+        with pytest.raises(Exception, match=r"ZeroDivisionError|CalledProcessError"):
+            run(notebooks.notebook(block), as_a_reader)

