@@ -8,6 +8,7 @@ import fcntl
 import os
 import platform
 import pty
+import re
 import select
 import signal
 import struct
@@ -122,7 +123,7 @@ STAGES = [
     Stage(
         "Train on a folder of my own texts, and stop",
         "jaxtrain train --data docs --out runs/mine --steps 300 --eval-every 100",
-        stopped_by=" 120/300",
+        stopped_by=r"step 1[2-9]\d of 300",
     ),
     Stage("Go on where it stopped", "jaxtrain train --resume --out runs/mine"),
     Stage("What was it like?", "jaxtrain report runs/mine"),
@@ -183,7 +184,7 @@ def _typed(stage: Stage, checkout: Path, home: Path) -> Seen:
         first = now - begin if first is None else first
         silence, last = max(silence, now - last), now
         stream.feed(data)
-        if stage.stopped_by and not pressed and any(stage.stopped_by in line for line in screen.display):
+        if stage.stopped_by and not pressed and any(re.search(stage.stopped_by, line) for line in screen.display):
             pressed = True
             os.kill(child, signal.SIGINT)
     _, status = os.waitpid(child, 0)

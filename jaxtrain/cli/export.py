@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
+
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
@@ -62,9 +64,10 @@ def main(args: list[str]) -> int:
         raise UserError(f"{out} is there already: choose another --out")
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.parent} is no folder: make it, or choose another --out")
-    task = build(recipe)
-    restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task))
-    with _whole_or_not_at_all(out) as partial:
+    with _whole_or_not_at_all(out) as partial, Console(stderr=True).status(f"reading {folder}") as status:
+        task = build(recipe)
+        restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task))
+        status.update(f"writing {out}, and checking that it computes the same")
         told = write(partial, restored)
     print(f"{run.path} is {out}, after {int(applied(restored.state))} updates: {told}")
     if asked.format == "stablehlo":

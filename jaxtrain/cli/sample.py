@@ -1,10 +1,12 @@
 """`jaxtrain sample DIR`: text from a trained language model, as it is written."""
 
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from rich.console import Console
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
@@ -45,18 +47,21 @@ def main(args: list[str]) -> int:
     from jaxtrain.tasks.language import decoder, generate, printable
 
     texts = tokenizer(recipe.tokenizer)
-    apply, init, _ = decoder(recipe)
-    params = restore_params(run.checkpoints, jax.eval_shape(init))
     tokens, shown = texts.encode(asked.prompt).tolist(), ""
-    for token in generate(
-        apply,
-        params,
-        recipe.seq_len,
-        list(tokens),
-        asked.length,
-        temperature=asked.temperature,
-        seed=asked.seed,
-    ):
+    with Console(stderr=True).status(f"reading {run.path}"):
+        apply, init, _ = decoder(recipe)
+        params = restore_params(run.checkpoints, jax.eval_shape(init))
+        written = generate(
+            apply,
+            params,
+            recipe.seq_len,
+            list(tokens),
+            asked.length,
+            temperature=asked.temperature,
+            seed=asked.seed,
+        )
+        first = next(written)  # for which it is compiled
+    for token in itertools.chain([first], written):
         tokens.append(token)
         # A character may be of several tokens: until it is whole it decodes to U+FFFD.
         text = texts.decode(tokens).rstrip("\ufffd")

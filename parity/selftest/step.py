@@ -18,7 +18,8 @@ from parity.selftest.finding import Finding, within
 WIDTH, ROWS, INTERVAL = 16, 8, 3
 COURSE = "..!.....!!...."
 """Windows that are clean and, at the exclamation marks, hold an inf; the scale grows after INTERVAL clean ones."""
-LAYERS = 12
+LAYERS, DEEP_ROWS = 12, 2**14
+"""So large that the workspaces of a GPU's products, tens of MiB in any program, do not hide what is rematerialised."""
 
 
 def perceptron(seed: int = 0) -> dict[str, np.ndarray]:
@@ -125,8 +126,7 @@ def rematerialisation() -> Iterator[Finding]:
     """Twelve blocks with dropout, all their values recomputed, against all of them kept, in float64."""
     draws = np.random.default_rng(3).standard_normal((LAYERS, WIDTH, WIDTH), np.float32)
     params = {"layers": draws / np.float32(WIDTH**0.5)}
-    # The workspaces of a GPU's products, tens of MiB in both programs, must not hide the difference.
-    batch = rows(0, count=2**15)
+    batch = rows(0, count=DEEP_ROWS)
     kept, recomputed = (_update(deep, params, batch, remat=policy) for policy in ("none", "full"))
     apart = max(relative(recomputed[0], kept[0]).values())
     yield within("rematerialisation, update", apart, FIRST_BAR, "apart from that without by")

@@ -12,3 +12,9 @@ def _compilation_cache():
     if jax.config.jax_enable_compilation_cache != before:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield

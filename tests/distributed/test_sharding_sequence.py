@@ -15,7 +15,7 @@ from jaxtrain.models import attention
 from jaxtrain.optim import adamw
 from tests.distributed.deep import POSITIONS, ROWS, TOKENS, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
-from tests.distributed.test_sharding_step import NEAR, double  # noqa: F401
+from tests.distributed.test_sharding_step import NEAR
 
 
 def some(*names, soon):
@@ -23,7 +23,7 @@ def some(*names, soon):
     return [pytest.param(name, marks=() if name in soon else pytest.mark.slow) for name in names]
 
 
-def test_twenty_steps_are_those_of_one_device(double):  # noqa: F811
+def test_twenty_steps_are_those_of_one_device(double):
     run = RUNS["packed"]()
     alone, told = train(run)
     state, metrics = train(run, make_mesh("data=2,sequence=2"))
@@ -36,7 +36,7 @@ def test_twenty_steps_are_those_of_one_device(double):  # noqa: F811
 @pytest.mark.parametrize(
     "options", [{"remat": "full"}, {"remat": "names:attention", "unroll": True}, {"accumulate": 1}]
 )
-def test_options_change_no_number(options, double):  # noqa: F811
+def test_options_change_no_number(options, double):
     run = RUNS["gpt2"]()
     alone, _ = train(run, steps=3, **options)
     state, _ = train(run, make_mesh("sequence=4"), steps=3, **options)

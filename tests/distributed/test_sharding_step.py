@@ -42,12 +42,6 @@ def in_a_process_of(devices, *arguments, double=False):
     return done.stdout
 
 
-@pytest.fixture
-def double():
-    with jax.enable_x64(True):
-        yield
-
-
 def test_twenty_steps_are_those_of_one_device(double):
     run = RUNS["gpt2"]()
     alone, told = train(run)

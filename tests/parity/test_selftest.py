@@ -58,6 +58,11 @@ def found(check: Callable[[], Any]) -> list[Finding]:
     return findings
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "DEEP_ROWS", 64)
+
+
 # What a sound machine answers.
 
 
