@@ -139,7 +139,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.as_traced(eqn, args)
             if jaxpr.calls(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
-            if operation := _low_operation(eqn):
+            if operation := low_operation(eqn):
                 return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
@@ -279,7 +279,7 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         return [_to(args[0].dtype, outs[0]), *outs[1:]]
 
 
-def _low_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+def low_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
     named = _LOW_OPERATIONS.get(eqn.params.get("name", ""))
     return named if named and jaxpr.calls(eqn, eqn.params["name"]) else None
 

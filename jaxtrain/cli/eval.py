@@ -10,11 +10,11 @@ from jaxtrain.data import thinned
 from jaxtrain.errors import UserError
 from jaxtrain.evaluation import evaluation_batches
 from jaxtrain.observe.mistakes import Evaluated, summary, write_page
+from jaxtrain.observe.tensorboard import write_mistakes
 from jaxtrain.observe.verdicts import judged
-from jaxtrain.recipes import Recipe
 from jaxtrain.runner import RunFolder
 from jaxtrain.runner.checkpoint import restore_state
-from jaxtrain.tasks import Task, build
+from jaxtrain.tasks import build
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,34 @@ def main(args: list[str]) -> int:
     asked = parse(Eval(), args[1:], f"jaxtrain eval {run.path}")
     if asked.worst < 1:
         raise UserError(f"worst {asked.worst} shows nothing: make it 1 or more")
-    name, recipe = run.read_recipe()
-    task = build(recipe)
-    evaluated = _evaluated(run, name, recipe, task, asked.split)
-    stem = f"step-{evaluated.step}-{asked.split}"
+    found = evaluated(run, asked.split)
+    stem = f"step-{found.step}-{asked.split}"
     folder = run.path / "eval"
     page, lines = asked.out or folder / f"{stem}.html", folder / f"{stem}.jsonl"
     try:
         folder.mkdir(exist_ok=True)
-        lines.write_text("".join(json.dumps(line) + "\n" for line in evaluated.lines()))
+        lines.write_text("".join(json.dumps(line) + "\n" for line in found.lines()))
         if asked.json is not None:
-            asked.json.write_text(json.dumps(summary(evaluated, asked.worst), indent=2) + "\n")
-        write_page(page, evaluated, asked.worst)
+            asked.json.write_text(json.dumps(summary(found, asked.worst), indent=2) + "\n")
+        write_page(page, found, asked.worst)
+        write_mistakes(run.tensorboard, found, asked.worst)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): choose another place") from error
-    print(f"{run.path} · {name} · step {evaluated.step} · {asked.split}, {len(evaluated.verdicts):,} examples")
-    print(" · ".join(f"{figure} {value:.4f}" for figure, value in evaluated.figures().items()))
-    print(f"\nthe {len(evaluated.verdicts.worst(asked.worst))} worst")
-    for i in evaluated.verdicts.worst(asked.worst):
-        print(f"  {i:>6}  loss {evaluated.means[i]:7.3f}  {evaluated.said(int(i))}")
+    print(f"{run.path} · {found.recipe} · step {found.step} · {asked.split}, {len(found.verdicts):,} examples")
+    print(" · ".join(f"{figure} {value:.4f}" for figure, value in found.figures().items()))
+    print(f"\nthe {len(found.verdicts.worst(asked.worst))} worst")
+    for i in found.verdicts.worst(asked.worst):
+        print(f"  {i:>6}  loss {found.means[i]:7.3f}  {found.said(int(i))}")
     print(f"\npage      {page}\nexamples  {lines}")
     return 0
 
 
-def _evaluated(run: RunFolder, name: str, recipe: Recipe, task: Task, split: str) -> Evaluated:
+def evaluated(run: RunFolder, split: str, most: int | None = None) -> Evaluated:
+    """The run's newest checkpoint on a split, "validation" or "train": on `most` of its examples, None for all."""
+    name, recipe = run.read_recipe()
+    task = build(recipe)
     state = restore_state(run.checkpoints, recipe, task)
     source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
+    source = source if most is None else thinned(source, most)
     means, verdicts = judged(task, state, evaluation_batches(source, task, recipe), precision=recipe.precision)
     return Evaluated(name, int(state.step), split, task, source, means, verdicts)

@@ -17,6 +17,7 @@ import jaxtrain
 from jaxtrain.cli import nearest
 from jaxtrain.cli.arguments import parse
 from jaxtrain.cli.compiled_programs import keep_compiled_programs
+from jaxtrain.cli.eval import evaluated
 from jaxtrain.cli.profile import tell
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
@@ -24,14 +25,16 @@ from jaxtrain.memory import device_memory, shown_bytes
 from jaxtrain.observe import Console, JsonConsole, QuietConsole, read_record, write_report, write_result
 from jaxtrain.observe.follow import Tracker, followed
 from jaxtrain.observe.metrics import read_metrics
-from jaxtrain.observe.tensorboard import write_end
+from jaxtrain.observe.tensorboard import write_end, write_mistakes
 from jaxtrain.observe.trackers import MLflow, WandB
 from jaxtrain.plan import in_words, notes, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
-from jaxtrain.recipes import RECIPES, LanguageRecipe, Recipe
+from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
 from jaxtrain.runner import Outcome, RunFolder, fit
 from jaxtrain.runner.run_folder import environment, read_recipe
 
+# Examples that TensorBoard shows: those that a classifier does worst on, of so many that it is asked about.
+_WORST, _ASKED = 8, 512
 # Of a resumed run these may change; any other change would make it another run.
 _MAY_CHANGE = {
     *("steps", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "keep_every"),
@@ -101,7 +104,7 @@ def _train(args: list[str]) -> int:
         outcome = fit(name, recipe, run, resume=place.resume, console=console, trace=trace)
         if not processes.is_first():
             return outcome.exit_status
-        _write_end(run, outcome)
+        _write_end(run, recipe, outcome)
         ended(outcome.exit_status)
     metrics = read_metrics(run.metrics)
     places = {
@@ -121,12 +124,15 @@ def _train(args: list[str]) -> int:
     return outcome.exit_status
 
 
-def _write_end(run: RunFolder, outcome: Outcome) -> None:
+def _write_end(run: RunFolder, recipe: Recipe, outcome: Outcome) -> None:
     """What there is to say once a run has ended. Raises `RunFailed` where the system refuses."""
     try:
         write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
         record = read_record(run)
         write_end(run.tensorboard, record)
+        # Of several processes none could read the checkpoint alone.
+        if not outcome.exit_status and isinstance(recipe, ImageRecipe) and processes.count() == 1:
+            write_mistakes(run.tensorboard, evaluated(run, "validation", _ASKED), _WORST)
         write_report(run.report, [record])
     except OSError as error:
         raise RunFailed(
@@ -208,6 +214,7 @@ def _resumed(run: RunFolder, named: str | None, place: argparse.Namespace, flags
     recipe = _parse(saved, name, place, flags).recipe
     for field in dataclasses.fields(recipe):
         before, after = getattr(saved, field.name), getattr(recipe, field.name)
+        after = after.absolute() if isinstance(after, Path) else after  # as it was saved
         if before != after and field.name not in _MAY_CHANGE:
             raise UserError(
                 f"--{field.name.replace('_', '-')} {after} differs from the run's {before}: "

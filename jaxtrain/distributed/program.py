@@ -56,7 +56,12 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
                     return [division.of_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
                 if not division.lengths:
                     return None
-                if precision._low_operation(eqn) and all(x.ndim == 4 for x in args):
+                if eqn.primitive.name == "ragged_dot_general":
+                    raise UserError(
+                        f"the mesh axis {SEQUENCE} divides tokens, and experts take theirs from all rows together: "
+                        f"put its devices on {DATA} or {FSDP}"
+                    )
+                if precision.low_operation(eqn) and all(x.ndim == 4 for x in args):
                     return division.of_fused(lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _as_it_is), args)
                 if eqn.primitive.name == "reduce_max":
                     return jaxpr.bind(eqn, [division.of_scores(args[0], eqn.params["axes"])])

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data import Source, Tokenizer
+from jaxtrain.observe.pictures import READABLE, image_of
 from jaxtrain.observe.verdicts import Bin, Verdicts, by_kind, by_position, calibration, confusion
 from jaxtrain.tasks import Task
 
 _SHOWN = 70  # characters of a text in the terminal
-_MOST_CLASSES = 40  # of a confusion matrix that can be read
 _CONFUSIONS = 12
 
 
@@ -174,7 +174,7 @@ def write_page(path: Path, evaluated: Evaluated, worst: int) -> None:
         bins=evaluated.calibration[0],
         positions=_curve(by_position(of)) if tokens else None,
         kinds=evaluated.kinds() if tokens else {},
-        confusion=confusion(of, classes) if not tokens and classes <= _MOST_CLASSES else None,
+        confusion=confusion(of, classes) if not tokens and classes <= READABLE else None,
         confusions=[] if tokens else evaluated.confusions(),
     )
     _write(path, page)
@@ -211,13 +211,11 @@ def _picture(example: dict[str, Any]) -> str | None:
     """The example's image as a data URL; None where it has none that can be seen."""
     from PIL import Image
 
-    pixels = example.get("image")
-    if pixels is None or pixels.ndim != 3 or pixels.shape[-1] not in (1, 3):
+    pixels = image_of(example)
+    if pixels is None:
         return None
-    low, high = min(float(pixels.min()), 0.0), max(float(pixels.max()), 1.0)
-    grey = np.round((pixels - low) / (high - low) * 255).astype(np.uint8)
     out = io.BytesIO()
-    Image.fromarray(grey[..., 0] if grey.shape[-1] == 1 else grey).save(out, "png")
+    Image.fromarray(pixels).save(out, "png")
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 

@@ -138,7 +138,7 @@ def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
     if mesh is None:
         state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
     else:
-        check_memory(task.init, mesh.size // mesh.shape["data"])
+        check_memory(task.init, mesh.shape["fsdp"] * mesh.shape["tensor"])
         step = shard(step, mesh, task.sharding)
         # Made where they are to be, never whole on one device.
         state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
@@ -148,12 +148,13 @@ def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
 
 
 def _gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
-    """Of the run's own devices; what a step computes is counted on the rows of all processes."""
+    """Of the run's own devices; what a step computes is counted on one share of its rows, which is this process's."""
     shapes = jax.eval_shape(lambda *args: args, state.params, batch, state.rng, state.model_state)
 
     def model_flops() -> int:
         # A backward pass takes two products for each of the forward pass's.
-        return 3 * flops(checked(training.task.loss_fn), *shapes) * jax.process_count()
+        shares = training.recipe.batch_size // len(next(iter(batch.values())))
+        return 3 * flops(checked(training.task.loss_fn), *shapes) * shares
 
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     return Gauges(model_flops, len(devices), training.recipe.precision)

@@ -173,3 +173,15 @@ def test_bad_input_is_one_line_and_exit_2(command, place, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert BAD[command] in err
+
+
+def test_tensorboard_shows_what_a_run_gets_wrong(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
+    events.Reload()
+    assert "validation/worst/text_summary" in events.Tags()["tensors"]
+    pictures = {f"validation/worst/image/{i}" for i in range(3)} if "digits" in run.name else set()
+    classes = {"validation/confusion"} if run.name in ("digits-mlp", "digits-resnet", "bert-keywords") else set()
+    assert pictures | classes <= set(events.Tags()["images"])
+    assert bool(events.Tags()["images"]) == bool(pictures | classes)

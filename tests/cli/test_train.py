@@ -161,6 +161,7 @@ def test_own_arrays_and_image_folders_train(tmp_path, capsys):
     rng = np.random.default_rng(0)
     np.savez("own.npz", x=rng.integers(0, 255, (40, 6, 5), np.uint8), y=rng.integers(0, 3, 40))
     assert run(f"train digits-mlp --data own.npz --classes 3 --steps 2 --hidden 8 {SMALL} --out a") == 0
+    assert run("train --resume --data own.npz --out a") == 0
     for name in ("cat", "dog"):
         Path("pets", name).mkdir(parents=True)
         for i in range(10):

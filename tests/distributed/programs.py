@@ -216,8 +216,8 @@ def _t5() -> Run:
     return _stateless(lambda: t5.T5(config, rngs=nnx.Rngs(0)), call, _tokens, t5.SHARDING)
 
 
-SEQUENCES = ("gpt2", "lora", "llama", "packed", "mixtral", "bert", "t5")
-"""The families whose rows are of tokens."""
+SEQUENCES = ("gpt2", "lora", "llama", "packed", "bert", "t5")
+"""The families whose tokens can be divided."""
 
 RUNS: dict[str, Callable[..., Run]] = {
     "mlp": _mlp,

@@ -114,9 +114,8 @@ def test_temporaries_fall_as_the_devices_grow():
     assert 4 * four < 1.2 * one, (one, four)
 
 
-@pytest.mark.parametrize("name", some(*(name for name in SEQUENCES if name != "mixtral"), soon={"lora"}))
+@pytest.mark.parametrize("name", some(*SEQUENCES, soon={"lora"}))
 def test_rows_and_tokens_stay_apart_in_every_product(name):
-    """But for Mixtral's, whose experts take their tokens from all rows."""
     run = RUNS[name]()
     batch = run.batch(np.random.default_rng(0))
     params, _ = jax.eval_shape(run.make)
@@ -150,6 +149,11 @@ def test_models_without_sequences_are_refused(name):
     )
     with pytest.raises(UserError, match=re.escape(said)):
         traced(name, "data=2,sequence=2")
+
+
+def test_experts_whose_tokens_are_from_all_rows_are_refused():
+    with pytest.raises(UserError, match="the mesh axis sequence divides tokens, and experts take theirs from all rows"):
+        traced("mixtral", "sequence=4")
 
 
 @pytest.mark.parametrize(("name", "spec", "tokens", "n"), [("gpt2", "sequence=3", 8, 3), ("vit", "sequence=4", 5, 4)])
