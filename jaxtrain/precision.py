@@ -280,6 +280,7 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
 
 def low_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+    """What computes the equation where it was marked by `low_precision`; None where it was not."""
     named = _LOW_OPERATIONS.get(eqn.params.get("name", ""))
     return named if named and jaxpr.calls(eqn, eqn.params["name"]) else None
 

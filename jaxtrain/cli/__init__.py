@@ -10,7 +10,7 @@ from jaxtrain.host_memory import keep_host_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
-    "plan": "the micro-batch, remat and precision that fit, or what a mesh holds and sends: jaxtrain plan RECIPE [--mesh M]",
+    "plan": "the settings that fit, or what a mesh holds and sends: jaxtrain plan RECIPE [--memory 16GiB] [--mesh M]",
     "launch": "train in several processes of this machine: jaxtrain launch -n N -- train …",
     "doctor": "what is installed, which devices answer, what is wrong and what mends it",
     "sample": "write text from a trained language model: jaxtrain sample DIR",

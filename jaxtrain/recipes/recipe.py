@@ -22,7 +22,7 @@ class Recipe:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
     """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
     mesh: str | None = None
-    """Devices to train on, as in "data=2,fsdp=4" (and tensor, sequence); None: one, or where there are several processes all."""
+    """Devices to train on, as in "data=2,fsdp=4" (also tensor, sequence); None: one, or of several processes all."""
     remat: str = "none"
     """What blocks compute again: none; full; all but dots, dots_no_batch, names:A,B or offload:A,B."""
     unroll: bool = False
