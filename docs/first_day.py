@@ -191,7 +191,8 @@ def _typed(stage: Stage, checkout: Path, home: Path) -> Seen:
     if os.waitstatus_to_exitcode(status) not in (stage.status, 130 if pressed else stage.status):
         raise SystemExit(f"{stage.command}: {os.waitstatus_to_exitcode(status)}\n" + "\n".join(_shown(screen)))
     total = time.monotonic() - begin
-    return Seen(_shown(screen), first or total, silence, total)
+    lines = [line.replace(str(checkout), "~/jaxtrain") for line in _shown(screen)]
+    return Seen(lines, first or total, silence, total)
 
 
 def _shown(screen: pyte.HistoryScreen) -> list[str]:

@@ -181,9 +181,9 @@ def _windows(
 
 
 def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
-    """`array`, in the precision that a whole model is taken to."""
+    """`array`; where it is floating, in the precision that a whole model is taken to, as JAX is given it."""
     x = torch.from_numpy(array)
-    return x.to(WHOLE[precision]) if x.is_floating_point() and precision in WHOLE else x
+    return x.to(WHOLE.get(precision, torch.float32)) if x.is_floating_point() else x
 
 
 def _check_alike(weights: set[int], case: Case) -> None:

@@ -48,6 +48,19 @@ def test_batches_differ_by_step_and_by_seed_and_come_again() -> None:
     np.testing.assert_array_equal(drawn, again)
 
 
+def test_a_batch_drawn_in_float64_is_given_in_float32() -> None:
+    case = small()
+    drawn = dataclasses.replace(
+        case,
+        batch=lambda seed, rows: {
+            name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in case.batch(seed, rows).items()
+        },
+    )
+    narrow, wide = (torch_side.run(one, "fp32", steps=2, seed=0) for one in (case, drawn))
+    np.testing.assert_array_equal(wide.losses, narrow.losses)
+    assert check(drawn, "fp32", steps=2).passed
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
     case = dataclasses.replace(small(), optimizer=AdamW(lr=0.0))
