@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain import subgradients
+from jaxtrain import cli, subgradients
 from parity.cases import CASES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,6 +42,22 @@ def test_the_commands_of_the_first_five_minutes_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "digits" / "report.html").exists()
     assert "held" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_the_page_on_export_writes_is_read_as_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```(sh|py)\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.S)
+    read = []
+    for kind, block in blocks:
+        if kind == "sh":
+            for words in map(str.split, block.splitlines()):
+                assert words[0] == "pip" or cli.main(words[1:]) == 0, words
+        elif "__file__" not in block:  # what is in the folder already
+            exec(block, names := {})
+            read.append(names)
+    assert read[0]["logits"].shape == (1, 9, 256)
+    assert read[1]["model"].config.n_layer == 2
 
 
 def test_the_page_on_autograd_names_every_subgradient_and_case():

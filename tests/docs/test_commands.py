@@ -1,0 +1,59 @@
+"""The commands that the pages show are ones that the programs know, with flags that they have."""
+
+import contextlib
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import jaxtrain.cli
+import parity.cli
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAINS = {"jaxtrain": jaxtrain.cli.main, "parity": parity.cli.main}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command of ours in a page's shell blocks."""
+    blocks = re.findall(r"```sh[^\n]*\n(.*?)```", page.read_text(), re.S)
+    lines = itertools.chain.from_iterable(block.replace("\\\n", " ").splitlines() for block in blocks)
+    found = []
+    for line in lines:
+        words = list(shlex.shlex(line, posix=True, punctuation_chars=True))
+        words = shlex.split(line, comments=True) if not set(words) & {"&&", "|", ";", "&"} else words
+        for separated, part in itertools.groupby(words, key=lambda word: word in ("&&", "|", ";", "&")):
+            command = list(itertools.dropwhile(lambda word: word not in MAINS, part))
+            if not separated and command:
+                found.append(command)
+    return found
+
+
+def known_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Those that a command's own help names."""
+    program, subcommand, *rest = words
+    recipe = [rest[0]] if subcommand in ("train", "plan") and rest and rest[0][0] != "-" else []
+    recipe += rest[(at := rest.index("--model")) : at + 2] if "--model" in rest else []
+    with contextlib.suppress(SystemExit):  # which is argparse's way to end; a usage error prints no help
+        MAINS[program]([subcommand, *recipe, "--help"])
+    return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_its_commands_are_known(page, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for words in commands(page):
+        launched = words.index("--") if "--" in words else len(words)
+        parts = [words[:launched], *([["jaxtrain", *words[launched + 1 :]]] if launched < len(words) else [])]
+        for part in parts:
+            if len(part) > 1 and part[1] != "--help":
+                flags = {word.partition("=")[0] for word in part if re.match(r"--[a-z]", word)}
+                assert flags <= known_flags(part, capsys) | {"--help", "--debug"}, part
+
+
+def test_commands_are_found():
+    found = [words for page in PAGES for words in commands(page)]
+    assert len(found) > 40
+    assert {words[1] for words in found if words[0] == "jaxtrain"} >= {"train", "plan", "export", "launch", "replay"}
