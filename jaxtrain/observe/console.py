@@ -1,5 +1,6 @@
 """The terminal: phases, facts, progress and the summary. Live on a terminal, plain lines elsewhere."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ class Console:
     """Where a run speaks to its user."""
 
     def __init__(self, rich: RichConsole | None = None) -> None:
-        self.rich = rich or RichConsole(highlight=False)
+        # Of a notebook's and of some logs' wish for colours rich makes a terminal: a panel redrawn line after line.
+        self.rich = rich or RichConsole(highlight=False, force_terminal=None if sys.stdout.isatty() else False)
 
     def message(self, text: str) -> None:
         """One line."""

@@ -52,6 +52,12 @@ def panel(line: dict, width: int = 100) -> str:
     return rich.export_text()
 
 
+def test_a_wish_for_colours_makes_no_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    speak(Console())
+    assert "\x1b[1A" not in capsys.readouterr().out  # the cursor goes up
+
+
 def test_plain_output_has_no_control_characters_and_every_number():
     text = spoken(terminal=False)
     assert "\x1b" not in text
