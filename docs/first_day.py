@@ -32,9 +32,7 @@ from parity import AdamW, Case
 
 
 def torch_model():
-    return torch.nn.Sequential(
-        torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 4)
-    )
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 4))
 
 
 def torch_loss(model, batch):
