@@ -127,7 +127,7 @@ STAGES = [
     Stage("What was it like?", "jaxtrain report runs/mine"),
     Stage("Let it write", "jaxtrain sample runs/mine"),
     Stage("Give it to another program", "jaxtrain export runs/mine --format onnx"),
-    Stage("which runs it", "python read.py"),
+    Stage("Run it there", "python read.py"),
     Stage("Is my port of a PyTorch module right?", "parity run mine.py::case", status=1),
     Stage("Where is it wrong?", "parity locate mine.py::case", status=1),
     Stage(
