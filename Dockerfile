@@ -27,13 +27,13 @@ FROM python:3.11-slim-bookworm AS base
 ARG UID=1000 GID=1000
 RUN groupadd --gid "$GID" jaxtrain \
     && useradd --uid "$UID" --gid "$GID" --create-home jaxtrain \
-    && install --directory --owner jaxtrain --group jaxtrain /work /work/runs /cache
+    && install --directory --owner jaxtrain --group jaxtrain /training /training/runs /cache
 ENV PATH=/opt/jaxtrain/bin:$PATH PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/cache NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # By number: Kubernetes cannot tell from a name that it is not root's.
 USER ${UID}:${GID}
-WORKDIR /work
+WORKDIR /training
 # A new volume takes over the owner of the folder it covers.
-VOLUME ["/work/runs", "/cache"]
+VOLUME ["/training/runs", "/cache"]
 
 FROM base AS notebook
 COPY --from=build-notebook /opt/jaxtrain /opt/jaxtrain

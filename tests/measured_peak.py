@@ -10,6 +10,8 @@ import gc
 import json
 import statistics
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +32,13 @@ def main(name: str, settings: dict) -> None:
     batch = next(Loader(task.train, recipe.batch_size, recipe.seed))
     step = training_step(recipe, task.loss_fn)
     state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+    _, peak = above_rest(step, state, batch)
+    held = candidate.state_bytes + sum(np.asarray(x).nbytes for x in batch.values())
+    print(json.dumps({"predicted": candidate.peak_bytes, "measured": held + peak}), flush=True)
+
+
+def above_rest(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any) -> tuple[Any, float]:
+    """The state after four steps, and the bytes that a step holds at its peak beside what is held before it."""
     peaks = []
     for _ in range(4):
         gc.collect()
@@ -38,9 +47,8 @@ def main(name: str, settings: dict) -> None:
         CLEAR.write_text("5")  # man 5 proc: the peak starts again from what is held now
         state, _ = jax.block_until_ready(step(state, batch))
         peaks.append((_kilobytes("VmHWM") - at_rest) * 1024)
-    held = candidate.state_bytes + sum(np.asarray(x).nbytes for x in batch.values())
     # The first step finds threads and code not there yet.
-    print(json.dumps({"predicted": candidate.peak_bytes, "measured": held + statistics.median(peaks[1:])}), flush=True)
+    return state, statistics.median(peaks[1:])
 
 
 if __name__ == "__main__":

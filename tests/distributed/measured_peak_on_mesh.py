@@ -1,17 +1,13 @@
 """What a training step holds at its peak on a mesh of virtual devices, all of them together, beside what is predicted:
 `python -m tests.distributed.measured_peak_on_mesh RECIPE SETTINGS …`, as `tests.measured_peak`."""
 
-import ctypes
 import dataclasses
-import gc
 import json
-import statistics
 import sys
 from typing import Any
 
 import jax
 
-from benchmarks.memory import CLEAR, _kilobytes
 from jaxtrain.data.loader import Loader
 from jaxtrain.distributed import shard
 from jaxtrain.distributed.mesh import make_mesh, sizes
@@ -20,6 +16,7 @@ from jaxtrain.roofline import CPU
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.scaling import Scaling
 from jaxtrain.tasks import build
+from tests.measured_peak import above_rest
 
 
 def main(name: str, settings: dict) -> None:
@@ -30,16 +27,8 @@ def main(name: str, settings: dict) -> None:
     step = shard(training_step(recipe, task.loss_fn), make_mesh(recipe.mesh, devices), task.sharding)
     state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
     batch = jax.block_until_ready(step.place(next(Loader(task.train, recipe.batch_size, recipe.seed))))
-    peaks = []
-    for _ in range(4):
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        at_rest = _kilobytes("VmRSS")
-        CLEAR.write_text("5")  # man 5 proc: the peak starts again from what is held now
-        state, _ = jax.block_until_ready(step.jitted(state, batch))
-        peaks.append((_kilobytes("VmHWM") - at_rest) * 1024)
-    # The first step finds threads and code not there yet.
-    measured = _held(state, batch) + statistics.median(peaks[1:])
+    state, peak = above_rest(step.jitted, state, batch)
+    measured = _held(state, batch) + peak
     print(json.dumps({"predicted": share.memory.peak * share.devices, "measured": measured}), flush=True)
 
 

@@ -15,7 +15,7 @@ from jaxtrain.models import attention
 from jaxtrain.optim import adamw
 from tests.distributed.deep import POSITIONS, ROWS, TOKENS, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
-from tests.distributed.test_sharding_step import NEAR
+from tests.distributed.test_sharding_step import NEAR, trained_alike
 
 
 def some(*names, soon):
@@ -24,12 +24,7 @@ def some(*names, soon):
 
 
 def test_twenty_steps_are_those_of_one_device(double):
-    run = RUNS["packed"]()
-    alone, told = train(run)
-    state, metrics = train(run, make_mesh("data=2,sequence=2"))
-    assert distance(alone.params, state.params) < NEAR
-    assert distance(alone.opt_state, state.opt_state) < NEAR
-    np.testing.assert_allclose(*([m["grad_norm"] for m in each] for each in (told, metrics)), rtol=1e-11)
+    trained_alike("packed", "data=2,sequence=2")
 
 
 @pytest.mark.slow

@@ -42,13 +42,19 @@ def in_a_process_of(devices, *arguments, double=False):
     return done.stdout
 
 
-def test_twenty_steps_are_those_of_one_device(double):
-    run = RUNS["gpt2"]()
+def trained_alike(name, mesh):
+    """The state after twenty steps on a mesh, which is that of one device."""
+    run = RUNS[name]()
     alone, told = train(run)
-    state, metrics = train(run, make_mesh("fsdp=2,tensor=2"))
+    state, metrics = train(run, make_mesh(mesh))
     assert distance(alone.params, state.params) < NEAR
     assert distance(alone.opt_state, state.opt_state) < NEAR
     np.testing.assert_allclose(*([m["grad_norm"] for m in each] for each in (told, metrics)), rtol=1e-11)
+    return state
+
+
+def test_twenty_steps_are_those_of_one_device(double):
+    state = trained_alike("gpt2", "fsdp=2,tensor=2")
     for kernel in (x["blocks"]["fc"]["kernel"] for x in (state.params, state.opt_state[0].mu)):
         assert kernel.addressable_shards[0].data.size * 4 == kernel.size
 
