@@ -45,7 +45,7 @@ def engine(job: Job, workload: Workload) -> Engine:
 def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     import jax
 
-    from jaxtrain.flops import flops
+    from jaxtrain.cost import flops
     from parity import jax_side
 
     step = features.train_step(case, job)

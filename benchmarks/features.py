@@ -9,11 +9,9 @@ import optax
 
 import jaxtrain
 from benchmarks.job import Job
-from jaxtrain.cpu_products import cpu_products
-from jaxtrain.loss_scale import dynamic_loss_scale
-from jaxtrain.objective import checked
-from jaxtrain.precision import policy
-from jaxtrain.unroll import unroll
+from jaxtrain.cpu.products import cpu_products
+from jaxtrain.step import checked, dynamic_loss_scale
+from jaxtrain.transforms import policy, unroll
 from parity.case import Case
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {

@@ -24,9 +24,7 @@ def steps_of(feature: str) -> int:
 def engine(job: Job) -> Engine:
     """The loop of a run, reduced to the feature of `job`, one of `FEATURES`."""
     from jaxtrain.recipes import RECIPES
-    from jaxtrain.runner.checkpoint import Checkpoints
-    from jaxtrain.runner.guards import Guard, Taken
-    from jaxtrain.runner.loop import Interval, build_training
+    from jaxtrain.runner import Checkpoints, Guard, Interval, Taken, build_training
 
     recipe = RECIPES[RECIPE]
     training, state = build_training(recipe)

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from benchmarks.job import Job
-from jaxtrain.host_memory import keep_host_memory
+from jaxtrain.cpu.host_memory import keep_host_memory
 
 WARM_UP = 3
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain.subgradients import norm
+from jaxtrain.losses.subgradients import norm
 
 PENALTY = 10.0
 

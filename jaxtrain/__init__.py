@@ -1,22 +1,50 @@
 """Training in JAX as pure jitted step functions, proven equal to PyTorch.
 
-Nothing is imported before it is asked for: a command answers at once, and `keep_host_memory` comes before any thread.
+The map of the package. Each line may import only from the lines above it (`tests/test_architecture.py`):
+
+    errors, fields, paths   user errors, types of settings, parameter paths and predicates on them
+    transforms              function to function by its jaxpr: precision, remat, unroll, hooks
+    cpu                     what exists for XLA:CPU alone: products, workspace, host memory
+    step                    the algorithm: train_step, state, accumulation, loss scale, clipping, EMA
+    optim                   PyTorch's optimizers, parameter groups and schedules
+    data                    sources, packing, tokenizers, batches
+    interop                 PyTorch checkpoints, optimizers and schedulers, in and out
+    losses                  PyTorch's losses and subgradients
+    models                  one file a family
+    cost                    FLOPs, roofline, memory, communication
+    distributed             meshes, sharding, processes
+    recipes                 settings of the built-in runs
+    tasks                   data, model and loss of a recipe
+    profile                 profiler traces and estimates
+    debug                   the first non-finite value; doctor
+    run_folder              paths and config.json of a run
+    observe                 console, metrics, report, trackers
+    runner                  fit: loop, checkpoints, guards, signals
+    planning                what fits in memory; scaling over devices
+    export                  ONNX, StableHLO, Hugging Face, PyTorch
+    cli                     the commands
+
+Public names are imported on first use, so that a command answers at once.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.batch_size import EffectiveBatch
+    from jaxtrain.cpu.host_memory import keep_host_memory
     from jaxtrain.errors import UserError
-    from jaxtrain.hooks import hook
-    from jaxtrain.host_memory import keep_host_memory
-    from jaxtrain.loss_scale import dynamic_loss_scale, static_loss_scale
-    from jaxtrain.nonfinite import leaf_name
-    from jaxtrain.objective import Loss
-    from jaxtrain.precision import Policy, autocast, autocast_disabled, kernel
-    from jaxtrain.remat import block
-    from jaxtrain.step import TrainState, TrainStep, eval_step, train_step
+    from jaxtrain.optim import EffectiveBatch
+    from jaxtrain.step import (
+        Loss,
+        TrainState,
+        TrainStep,
+        dynamic_loss_scale,
+        eval_step,
+        leaf_name,
+        static_loss_scale,
+        train_step,
+    )
+    from jaxtrain.transforms import Policy, autocast, autocast_disabled, block, hook, kernel
 
 __version__ = "0.1.0"
 
@@ -41,16 +69,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "batch_size": ("EffectiveBatch",),
+    "cpu.host_memory": ("keep_host_memory",),
     "errors": ("UserError",),
-    "hooks": ("hook",),
-    "host_memory": ("keep_host_memory",),
-    "loss_scale": ("dynamic_loss_scale", "static_loss_scale"),
-    "nonfinite": ("leaf_name",),
-    "objective": ("Loss",),
-    "precision": ("Policy", "autocast", "autocast_disabled", "kernel"),
-    "remat": ("block",),
-    "step": ("TrainState", "TrainStep", "eval_step", "train_step"),
+    "optim": ("EffectiveBatch",),
+    "step": (
+        *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
+        *("eval_step", "leaf_name", "static_loss_scale", "train_step"),
+    ),
+    "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
 }
 
 

@@ -15,10 +15,9 @@ import torch
 from jax.extend.core import JaxprEqn
 from torch.utils._pytree import tree_leaves
 
-from jaxtrain.jaxpr import Run, bind, called, calls, transform, unrolled
-from jaxtrain.objective import checked
-from jaxtrain.precision import KERNEL, policy
-from jaxtrain.step import micro_batch_key
+from jaxtrain.step import checked, micro_batch_key
+from jaxtrain.transforms import KERNEL, policy
+from jaxtrain.transforms.jaxpr import Run, bind, called, calls, transform, unrolled
 from parity import jax_side, torch_side
 from parity.case import Case
 from parity.compare import RATIO_BAR

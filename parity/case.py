@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from jaxtrain.interop import NameTable
-    from jaxtrain.objective import LossFn
+    from jaxtrain.step import LossFn
 
 Batch = Mapping[str, np.ndarray]
 """Arrays by name, each with the batch's rows on its first axis; floating ones in float32, so that every precision

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jaxtrain
-from jaxtrain.loss_scale import current_scale
+from jaxtrain.step import current_scale
 from parity.case import Case
 from parity.oracle.in_jax import in_float64
 from parity.record import Record, Snapshot, Tensors

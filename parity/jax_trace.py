@@ -18,10 +18,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 import jaxtrain
-from jaxtrain.frozen import path_name
-from jaxtrain.interop.names import LAYER
-from jaxtrain.jaxpr import Run, bind, called, interpret
-from jaxtrain.jaxpr import scan_sizes as scan_sizes
+from jaxtrain.interop import LAYER
+from jaxtrain.paths import path_name
+from jaxtrain.transforms.jaxpr import Run, bind, called, interpret
+from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import Sources, Trace

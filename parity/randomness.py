@@ -15,9 +15,8 @@ from jax.extend.core import JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.jaxpr import Run, bind, called, calls, inner_jaxprs, transform, unrolled
-from jaxtrain.objective import LossFn, checked
-from jaxtrain.step import micro_batch_key
+from jaxtrain.step import LossFn, checked, micro_batch_key
+from jaxtrain.transforms.jaxpr import Run, bind, called, calls, inner_jaxprs, transform, unrolled
 from parity.case import Case
 from parity.jax_side import arrays
 

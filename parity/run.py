@@ -128,7 +128,7 @@ def _repeated(
 def validate(case: Case, precision: str, settings: Settings) -> None:
     """Raises `UserError` for the first setting that does not fit `case`."""
     from jaxtrain.errors import UserError
-    from jaxtrain.remat import remat as rematerialise
+    from jaxtrain.transforms import remat as rematerialise
 
     k, rows = settings.accumulate, case.rows
     if precision not in PRECISIONS:
@@ -237,7 +237,7 @@ def _placed(case: Case, examination: Examination, settings: Settings) -> Verdict
             met = {name: times for name, times in met.items() if name == diagnosis.subject}
         said += [kinks(met)] if met else []
         if met and diagnosis is None:
-            said += ["PyTorch's slopes are those of jaxtrain.subgradients"]
+            said += ["PyTorch's slopes are those of jaxtrain.losses.subgradients"]
     unlocated = None if found else chaos or _arises(case, "fp64", settings)
     if not (found or unlocated or stage) and settings.steps > JUDGED:
         unlocated = f"no operation differs in {JUDGED} steps: the difference arises later"

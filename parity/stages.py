@@ -12,10 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.clip import clip_grad_norm
-from jaxtrain.objective import checked
-from jaxtrain.optim.arithmetic import in_float32
-from jaxtrain.step import micro_batch_key
+from jaxtrain.step import checked, clip_grad_norm, in_float32, micro_batch_key
 from parity import jax_side, torch_side
 from parity.case import Case
 from parity.compare import FIRST_BAR, relative

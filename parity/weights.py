@@ -24,16 +24,19 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import (
     AS_IS,
     CONV,
+    LAYER,
     LINEAR,
+    Layout,
     NameTable,
     TorchParam,
     bias_of_heads,
+    leaves,
     linear_after_flatten,
     linear_into_heads,
     linear_out_of_heads,
+    unflattened,
 )
-from jaxtrain.interop.names import LAYER, Layout, leaves, unflattened
-from jaxtrain.objective import checked
+from jaxtrain.step import checked
 from parity.case import Case
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64

@@ -11,7 +11,8 @@ from rich.console import Console as RichConsole
 from jaxtrain.observe import Console
 from jaxtrain.observe.metrics import read_metrics
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder, fit
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import fit
 
 HERE = Path(__file__).parent
 WIDTH = 96

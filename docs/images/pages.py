@@ -18,7 +18,8 @@ from jaxtrain.observe import Console, QuietConsole, read_record, write_report, w
 from jaxtrain.observe.console import ProgressView
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder, fit
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import fit
 from parity.cli import main as parity
 from tests.observe.browser import Browser, browser
 

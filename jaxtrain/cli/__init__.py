@@ -5,8 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from jaxtrain.cpu.host_memory import keep_host_memory
 from jaxtrain.errors import UserError, is_out_of_memory
-from jaxtrain.host_memory import keep_host_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",

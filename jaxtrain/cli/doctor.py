@@ -22,7 +22,7 @@ class Doctor:
 def main(args: list[str]) -> int:
     """Look, and say; each finding as soon as it is there."""
     asked = parse(Doctor(), args, "jaxtrain doctor")
-    from jaxtrain.doctor import examine
+    from jaxtrain.debug import examine
 
     console = Console(highlight=False, quiet=asked.json)
     found = []

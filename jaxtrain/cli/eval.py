@@ -8,13 +8,10 @@ from typing import Literal
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data import thinned
 from jaxtrain.errors import UserError
-from jaxtrain.evaluation import evaluation_batches
-from jaxtrain.observe.mistakes import Evaluated, summary, write_page
-from jaxtrain.observe.tensorboard import write_mistakes
-from jaxtrain.observe.verdicts import judged
-from jaxtrain.runner import RunFolder
-from jaxtrain.runner.checkpoint import restore_state
-from jaxtrain.tasks import build
+from jaxtrain.observe import Evaluated, judged, summary, write_mistakes, write_page
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe, restore_state
+from jaxtrain.tasks import build, evaluation_batches
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def main(args: list[str]) -> int:
 
 def evaluated(run: RunFolder, split: str, most: int | None = None) -> Evaluated:
     """The run's newest checkpoint on a split, "validation" or "train": on `most` of its examples, None for all."""
-    name, recipe = run.read_recipe()
+    name, recipe = read_recipe(run)
     task = build(recipe)
     state = restore_state(run.checkpoints, recipe, task)
     source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)

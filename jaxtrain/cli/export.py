@@ -15,8 +15,8 @@ from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
 from jaxtrain.export.inference import Inference, Input, inference
 from jaxtrain.export.verify import Verified, trials, verified
 from jaxtrain.recipes import Recipe
-from jaxtrain.runner import RunFolder
-from jaxtrain.runner.checkpoint import restore_state
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.step import TrainState, applied
 from jaxtrain.tasks import Task, build
 
@@ -59,7 +59,7 @@ def main(args: list[str]) -> int:
     write, ending = _FORMATS[asked.format]
     out = asked.out or folder.with_name(f"{folder.name}{ending}")
     run = RunFolder(folder)
-    name, recipe = run.read_recipe()
+    name, recipe = read_recipe(run)
     if out.exists():
         raise UserError(f"{out} is there already: choose another --out")
     if not out.absolute().parent.is_dir():

@@ -11,15 +11,11 @@ from jaxtrain.cli import nearest
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
-from jaxtrain.interop.outline import write_outline
-from jaxtrain.interop.torch_file import read_torch
-from jaxtrain.interop.torch_run import TorchRun, torch_run
-from jaxtrain.optim.expression import Call, parsed, text
-from jaxtrain.optim.from_torch import KINDS
+from jaxtrain.interop import KINDS, TorchRun, read_torch, torch_run, write_outline
+from jaxtrain.optim import Call, parsed, text
 from jaxtrain.recipes import RECIPES, Recipe
-from jaxtrain.runner import RunFolder, preflight
-from jaxtrain.runner.checkpoint import Checkpoints
-from jaxtrain.runner.optimizer import schedule_call, training_step
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import Checkpoints, check_free, preflight, schedule_call, training_step
 from jaxtrain.tasks import Task, build
 
 COMMAND = "jaxtrain import-torch CKPT --model RECIPE"
@@ -42,7 +38,7 @@ def main(args: list[str]) -> int:
     asked = _parse(RECIPES[name], name, flags)
     given = {flag.partition("=")[0] for flag in flags}
     run = RunFolder(asked.out or Path("runs") / name)
-    run.check_free()
+    check_free(run)
     preflight.check_settings(asked.recipe)
     task = build(asked.recipe)
     params_like, state_like = jax.eval_shape(task.init)

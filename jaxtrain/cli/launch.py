@@ -19,7 +19,7 @@ from typing import IO, Annotated
 import tyro
 
 from jaxtrain.cli.arguments import parse
-from jaxtrain.doctor import PLUGINS, installed
+from jaxtrain.debug import PLUGINS, installed
 from jaxtrain.errors import UserError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

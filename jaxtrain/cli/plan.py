@@ -19,15 +19,26 @@ from jaxtrain.cli.arguments import parse
 from jaxtrain.cli.compiled_programs import keep_compiled_programs
 from jaxtrain.cli.scaling_tables import Scaled, as_json, columns, show
 from jaxtrain.cli.train import recipe_name
-from jaxtrain.distributed.mesh import sizes
+from jaxtrain.cost import ceilings, device_memory, named, parsed_bandwidth, parsed_bytes, shown_bytes
+from jaxtrain.distributed import sizes
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.memory import device_memory, parsed_bandwidth, parsed_bytes, shown_bytes
-from jaxtrain.plan import Candidate, Plan, in_words, notes, plan, table
-from jaxtrain.recipes import RECIPES, Recipe
-from jaxtrain.recipes.command import command
-from jaxtrain.roofline import ceilings, named
-from jaxtrain.runner.preflight import check_settings
-from jaxtrain.scaling import MOST, Scaling, Share, check_size, grown, virtual_devices, written
+from jaxtrain.planning import (
+    MOST,
+    Candidate,
+    Plan,
+    Scaling,
+    Share,
+    check_size,
+    grown,
+    in_words,
+    notes,
+    plan,
+    table,
+    virtual_devices,
+    written,
+)
+from jaxtrain.recipes import RECIPES, Recipe, command
+from jaxtrain.runner import check_settings
 
 
 @dataclass(frozen=True)

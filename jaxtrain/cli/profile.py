@@ -13,13 +13,11 @@ from rich.text import Text
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.cli.compiled_programs import keep_compiled_programs
+from jaxtrain.cost import ceilings
 from jaxtrain.errors import UserError
-from jaxtrain.profile import INPUT, Row, StepTrace, lines_of_now, newest_trace, time_table
-from jaxtrain.profile_estimate import estimated_table
-from jaxtrain.roofline import ceilings
-from jaxtrain.runner import RunFolder
-from jaxtrain.runner.checkpoint import Checkpoints, steps
-from jaxtrain.runner.loop import build_training
+from jaxtrain.profile import INPUT, Row, StepTrace, estimated_table, lines_of_now, newest_trace, time_table
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import Checkpoints, build_training, read_recipe, steps
 
 NO_OPERATIONS = "the trace has no operations; the driver may let only administrators profile"
 _WARM_UP = 2
@@ -42,7 +40,7 @@ def main(args: list[str]) -> int:
     run, asked = RunFolder(Path(args[0])), parse(Profile(), args[1:], "jaxtrain profile DIR")
     if asked.steps < 1:
         raise UserError(f"{asked.steps} steps are none to trace: make --steps 1 or more")
-    name, recipe = run.read_recipe()
+    name, recipe = read_recipe(run)
     keep_compiled_programs()
     console = Console(highlight=False)
     console.print(f"{run.path} · {name} · {jax.devices()[0].device_kind} · {asked.steps} steps", markup=False)

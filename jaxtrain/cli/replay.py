@@ -12,19 +12,24 @@ import numpy as np
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Batch
-from jaxtrain.distributed.mesh import sizes, ways
+from jaxtrain.debug import Place, Watch, Watched
+from jaxtrain.distributed import sizes, ways
 from jaxtrain.errors import UserError
-from jaxtrain.first_nonfinite import Place, Watch, Watched
-from jaxtrain.frozen import path_name
-from jaxtrain.nonfinite import leaf_name
-from jaxtrain.observe.metrics import read_metrics
+from jaxtrain.observe import read_metrics
+from jaxtrain.paths import path_name
 from jaxtrain.recipes import Recipe
-from jaxtrain.runner import RunFolder
-from jaxtrain.runner.checkpoint import Checkpoints, steps
-from jaxtrain.runner.guards import nonfinite_in, read_batch
-from jaxtrain.runner.loop import Training, build_training
-from jaxtrain.runner.optimizer import training_step
-from jaxtrain.step import TrainState
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import (
+    Checkpoints,
+    Training,
+    build_training,
+    nonfinite_in,
+    read_batch,
+    read_recipe,
+    steps,
+    training_step,
+)
+from jaxtrain.step import TrainState, leaf_name
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def main(args: list[str]) -> int:
         raise UserError(f"step {args[1]!r} is none of a run's: give a number from 1")
     parse(Replay(), args[2:], "jaxtrain replay DIR STEP")
     run, step = RunFolder(Path(args[0])), int(args[1])
-    name, saved = run.read_recipe()
+    name, saved = read_recipe(run)
     recipe = _on_its_mesh(saved, jax.device_count())
     training, first = build_training(recipe)
     state, batch, then = _before(run, training, first, step)

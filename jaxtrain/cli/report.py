@@ -11,10 +11,8 @@ import tyro
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
-from jaxtrain.observe import read_record, write_report
-from jaxtrain.observe.report import page
-from jaxtrain.observe.serve import HOST, report_server
-from jaxtrain.runner import RunFolder
+from jaxtrain.observe import HOST, page, read_record, report_server, write_report
+from jaxtrain.run_folder import RunFolder
 
 PORT = 8417
 

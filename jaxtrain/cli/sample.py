@@ -11,8 +11,8 @@ from rich.console import Console
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import LanguageRecipe
-from jaxtrain.runner import RunFolder
-from jaxtrain.runner.checkpoint import restore_params
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe, restore_params
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def main(args: list[str]) -> int:
     asked = parse(Sample(), args, f"jaxtrain sample {folder}")
     _check(asked)
     run = RunFolder(Path(folder))
-    name, recipe = run.read_recipe()
+    name, recipe = read_recipe(run)
     if not isinstance(recipe, LanguageRecipe):
         raise UserError(f"{run.path} holds a run of {name}, which writes no text: give one of a language model")
     from jaxtrain.data import tokenizer

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.memory import shown_bytes
-from jaxtrain.observe.words import amount
-from jaxtrain.scaling import Share, first_axis
+from jaxtrain.cost import shown_bytes
+from jaxtrain.observe import amount
+from jaxtrain.planning import Share, first_axis
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,29 @@ from jaxtrain.cli.arguments import parse
 from jaxtrain.cli.compiled_programs import keep_compiled_programs
 from jaxtrain.cli.eval import evaluated
 from jaxtrain.cli.profile import tell
+from jaxtrain.cost import device_memory, shown_bytes
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.memory import device_memory, shown_bytes
-from jaxtrain.observe import Console, JsonConsole, QuietConsole, read_record, write_report, write_result
-from jaxtrain.observe.follow import Tracker, followed
-from jaxtrain.observe.metrics import read_metrics
-from jaxtrain.observe.tensorboard import write_end, write_mistakes
-from jaxtrain.observe.trackers import MLflow, WandB
-from jaxtrain.plan import in_words, notes, plan
+from jaxtrain.observe import (
+    Console,
+    JsonConsole,
+    MLflow,
+    QuietConsole,
+    Tracker,
+    WandB,
+    followed,
+    read_metrics,
+    read_record,
+    write_end,
+    write_mistakes,
+    write_report,
+    write_result,
+)
+from jaxtrain.planning import in_words, notes, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
-from jaxtrain.runner import Outcome, RunFolder, fit
-from jaxtrain.runner.run_folder import environment, read_recipe
+from jaxtrain.run_folder import RunFolder, environment, read_config
+from jaxtrain.runner import Outcome, check_free, fit, read_recipe
 
 # Examples that TensorBoard shows: those that a classifier does worst on, of so many that it is asked about.
 _WORST, _ASKED = 8, 512
@@ -80,13 +90,13 @@ def _train(args: list[str]) -> int:
     named = name if args[:1] == [name] else None
     place, flags = _place(flags)
     if place.from_:
-        name = _agreed(read_recipe(place.from_)[0], named, place.from_)
+        name = _agreed(read_config(place.from_)[0], named, place.from_)
     run = RunFolder(place.out or Path("runs") / name)
     resumed = place.resume is True or (place.resume and run.config.exists())
     if resumed:
         name, recipe = _resumed(run, named, place, flags)
     else:
-        base = read_recipe(place.from_)[1] if place.from_ else RECIPES[name]
+        base = read_config(place.from_)[1] if place.from_ else RECIPES[name]
         recipe = _parse(base, name, place, flags).recipe
     console, trackers = _console(place), _trackers(place)
     trace = _trace(place.profile, run, recipe) if place.profile and processes.is_first() else None
@@ -209,7 +219,7 @@ def _differences(config: dict[str, Any]) -> list[str]:
 
 def _resumed(run: RunFolder, named: str | None, place: argparse.Namespace, flags: list[str]) -> tuple[str, Recipe]:
     """The run's own recipe, with what the flags change of it."""
-    name, saved = run.read_recipe()
+    name, saved = read_recipe(run)
     _agreed(name, named, run.path)
     recipe = _parse(saved, name, place, flags).recipe
     for field in dataclasses.fields(recipe):
@@ -225,7 +235,7 @@ def _resumed(run: RunFolder, named: str | None, place: argparse.Namespace, flags
 
 def _fitted(recipe: Recipe, run: RunFolder, console: Console) -> Recipe:
     """`recipe` with the fastest micro-batch and rematerialisation that the device's memory has room for."""
-    processes.once(run.check_free)
+    processes.once(lambda: check_free(run))
     memory = device_memory()
     say: Callable[[Recipe], None] = lambda candidate: console.message(f"compiling {in_words(candidate)}")  # noqa: E731
     found = plan(recipe, memory, say, precisions=[recipe.precision])

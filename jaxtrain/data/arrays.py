@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.archive import check_members, is_zip
+from jaxtrain.data.archive import check_members, is_zip
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError

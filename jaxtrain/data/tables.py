@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.archive import check_expansion
+from jaxtrain.data.archive import check_expansion
 from jaxtrain.data.files import files_under
 from jaxtrain.data.rows import split_source
 from jaxtrain.data.source import Example, Source

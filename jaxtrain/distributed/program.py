@@ -15,13 +15,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
-from jaxtrain import jaxpr, precision
 from jaxtrain.distributed.division import Division
-from jaxtrain.distributed.merged import Apart
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_ways
 from jaxtrain.distributed.sharding import Rules, param_shardings, without
 from jaxtrain.errors import UserError
-from jaxtrain.remat import BLOCK
+from jaxtrain.transforms import BLOCK, Apart, jaxpr, precision
 
 
 def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:

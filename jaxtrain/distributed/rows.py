@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxtrain.accumulate import split
 from jaxtrain.distributed.mesh import ROWS, ways
 from jaxtrain.errors import UserError
+from jaxtrain.step import split
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:

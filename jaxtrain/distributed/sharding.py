@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import FSDP
 from jaxtrain.errors import UserError
-from jaxtrain.frozen import path_name
+from jaxtrain.paths import path_name
 from jaxtrain.step import TrainState
 
 Rules = Mapping[str, P]

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed.program import constrained
 from jaxtrain.distributed.rows import placed
 from jaxtrain.distributed.sharding import Rules, state_shardings
-from jaxtrain.retrace import budgeted
-from jaxtrain.step import Step, TrainState, TrainStep, makes
+from jaxtrain.step import Step, TrainState, TrainStep, budgeted, makes
 
 
 def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:

@@ -11,13 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxtrain.data import Tokenizer
-from jaxtrain.data.tokens import FileTokenizer, Role
+from jaxtrain.data import FileTokenizer, Role, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.export.inference import Inference, weights_of
-from jaxtrain.models import functional_with_state
-from jaxtrain.models.folder import CONFIG, read_json, write_json
-from jaxtrain.models.pretrained import from_pretrained, save_pretrained
+from jaxtrain.models import CONFIG, from_pretrained, functional_with_state, read_json, save_pretrained, write_json
 
 _ROLES: dict[str, Role] = {"pad_token": "pad", "mask_token": "mask"}
 

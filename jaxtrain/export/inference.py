@@ -12,7 +12,7 @@ from jax import lax
 from jax.export import symbolic_shape
 
 from jaxtrain.data import tokenizer
-from jaxtrain.interop.names import leaves, unflattened
+from jaxtrain.interop import leaves, unflattened
 from jaxtrain.models import GPT2, functional_with_state
 from jaxtrain.models.bert import Bert
 from jaxtrain.models.llama import Llama

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, element_type, known
 from jaxtrain.export.onnx_operators import OPERATORS, refused
-from jaxtrain.jaxpr import bind, scan_sizes
+from jaxtrain.transforms.jaxpr import bind, scan_sizes
 
 MOST_BYTES = 2**31 - 1
 """Of a protobuf, which an ONNX file is."""

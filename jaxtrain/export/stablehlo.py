@@ -18,7 +18,7 @@ import jax.export
 import numpy as np
 
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.models.folder import write_tensors
+from jaxtrain.models import write_tensors
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 """Those that a program is lowered for."""

@@ -6,16 +6,12 @@ import numpy as np
 
 from jaxtrain.errors import RunFailed
 from jaxtrain.export.inference import weights_of
-from jaxtrain.interop import NameTable
-from jaxtrain.interop.outline import Outline, new_outline, read_outline
-from jaxtrain.interop.torch_file import read_torch, write_torch
-from jaxtrain.interop.torch_run import to_torch
-from jaxtrain.loss_scale import LossScaleState, dynamic_loss_scale, state_dict
+from jaxtrain.interop import NameTable, Outline, new_outline, read_outline, read_torch, to_torch, write_torch
 from jaxtrain.optim import no_decay
 from jaxtrain.recipes import Recipe
-from jaxtrain.runner import RunFolder
-from jaxtrain.runner.optimizer import expression, loss_scale
-from jaxtrain.step import TrainState, applied
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import expression, loss_scale
+from jaxtrain.step import LossScaleState, TrainState, applied, dynamic_loss_scale, state_dict
 from jaxtrain.tasks import Task
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.frozen import path_name
+from jaxtrain.paths import path_name
 
 Array = np.ndarray
 LAYER = "{layer}"

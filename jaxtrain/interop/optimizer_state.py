@@ -13,9 +13,8 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop.names import LINEAR, NameTable, leaves, unflattened
-from jaxtrain.optim.expression import SCHEDULES, Call, Expression, built
-from jaxtrain.optim.learning_rate import rate_at
-from jaxtrain.optim.plateau import PlateauState
+from jaxtrain.optim import SCHEDULES, Call, Expression, PlateauState, built
+from jaxtrain.step import rate_at
 
 MOMENTS: dict[str, dict[str, str]] = {
     "adadelta": {"e_g": "square_avg", "e_x": "acc_delta"},

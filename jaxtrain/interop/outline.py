@@ -16,8 +16,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import mistyped
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import installed_torch, load, save
-from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, Expression, built
-from jaxtrain.optim.from_torch import KINDS
+from jaxtrain.interop.torch_optimizer import KINDS
+from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, built
 
 
 @dataclass(frozen=True)

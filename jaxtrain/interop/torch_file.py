@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.archive import check_members, is_zip
+from jaxtrain.data import check_members, is_zip
 from jaxtrain.errors import UserError
 
 _MODEL = ("model", "state_dict", "model_state_dict")

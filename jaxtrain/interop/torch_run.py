@@ -25,12 +25,10 @@ from jaxtrain.interop import optimizer_state
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.outline import Outline
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
+from jaxtrain.interop.torch_optimizer import described, saved_kind, saved_scheduler
 from jaxtrain.interop.torch_schedule import advanced
-from jaxtrain.loss_scale import LossScaleState, load_state_dict
-from jaxtrain.optim.expression import OPTIMIZERS, Call, Expression, built
-from jaxtrain.optim.from_torch import described, saved_kind, saved_scheduler
-from jaxtrain.optim.plateau import PlateauState
-from jaxtrain.step import TrainState, TrainStep, applied
+from jaxtrain.optim import OPTIMIZERS, Call, Expression, PlateauState, built
+from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied, load_state_dict
 
 
 @dataclass(frozen=True)

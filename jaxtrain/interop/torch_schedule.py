@@ -11,9 +11,8 @@ import jax
 from jaxtrain.interop import optimizer_state
 from jaxtrain.interop.outline import Outline
 from jaxtrain.interop.torch_file import installed_torch
-from jaxtrain.optim.expression import Call, Expression
-from jaxtrain.optim.from_torch import saved_scheduler
-from jaxtrain.optim.plateau import PlateauState
+from jaxtrain.interop.torch_optimizer import saved_scheduler
+from jaxtrain.optim import Call, Expression, PlateauState
 
 
 def advanced(

@@ -5,15 +5,10 @@ the derivative does not exist. Under autocast they run in float32.
 """
 
 from jaxtrain.losses.chunked_cross_entropy import chunked_cross_entropy
-from jaxtrain.losses.classification import (
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    kl_div,
-    label_weights,
-    nll,
-)
+from jaxtrain.losses.classification import binary_cross_entropy_with_logits, cross_entropy, kl_div, label_weights, nll
 from jaxtrain.losses.embedding import clip, cosine_embedding, hinge_embedding, info_nce, triplet_margin
 from jaxtrain.losses.regression import huber, l1, mse, smooth_l1
+from jaxtrain.losses.subgradients import norm
 
 __all__ = [
     "binary_cross_entropy_with_logits",
@@ -29,6 +24,7 @@ __all__ = [
     "label_weights",
     "mse",
     "nll",
+    "norm",
     "smooth_l1",
     "triplet_margin",
 ]

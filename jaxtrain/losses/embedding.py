@@ -8,7 +8,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.losses.classification import cross_entropy
 from jaxtrain.losses.operation import operation
 from jaxtrain.losses.shapes import require_alike
-from jaxtrain.subgradients import clamp, norm
+from jaxtrain.losses.subgradients import clamp, norm
 
 _EPSILON = float(np.float32(1e-12))
 """Added to the squared lengths, in float64 too (`aten/src/ATen/native/Loss.cpp`: a float)."""

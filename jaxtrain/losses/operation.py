@@ -6,7 +6,7 @@ from typing import ParamSpec
 
 import jax
 
-from jaxtrain.precision import autocast_disabled
+from jaxtrain.transforms import autocast_disabled
 
 P = ParamSpec("P")
 

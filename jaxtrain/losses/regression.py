@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtrain.errors import UserError
 from jaxtrain.losses.operation import operation
 from jaxtrain.losses.shapes import require_alike
-from jaxtrain.subgradients import abs
+from jaxtrain.losses.subgradients import abs
 
 
 @operation()

@@ -1,8 +1,9 @@
 """Models in flax.nnx, one file a family. Dtypes follow the parameters and inputs: none is hard-wired."""
 
-from jaxtrain.models.batch_norm import BatchNorm
+from jaxtrain.models.batch_norm import BatchNorm, in_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
+from jaxtrain.models.folder import CONFIG, read_json, write_json, write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.generation import Sampling, generate
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
@@ -13,11 +14,13 @@ from jaxtrain.models.mlp import MLP
 from jaxtrain.models.peft import load_adapters, save_adapters
 from jaxtrain.models.pretrained import from_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
+from jaxtrain.models.rope import Rope
 from jaxtrain.models.t5 import T5, T5Config
 from jaxtrain.models.vit import ViT, ViTConfig
 
 __all__ = [
     "CNN",
+    "CONFIG",
     "GPT2",
     "MLP",
     "RESNET_18",
@@ -35,15 +38,31 @@ __all__ = [
     "MixtralConfig",
     "ResNet",
     "ResNetConfig",
+    "Rope",
     "Sampling",
     "T5Config",
     "ViT",
     "ViTConfig",
+    "bert",
+    "cnn",
     "from_pretrained",
     "functional",
     "functional_with_state",
     "generate",
+    "gpt2",
+    "in_groups",
+    "llama",
     "load_adapters",
+    "lora",
+    "mixtral",
+    "mlp",
+    "peft",
+    "read_json",
+    "resnet",
     "save_adapters",
     "save_pretrained",
+    "t5",
+    "vit",
+    "write_json",
+    "write_tensors",
 ]

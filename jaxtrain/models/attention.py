@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout as _dropout
-from jaxtrain.precision import low_precision
+from jaxtrain.transforms import low_precision
 
 
 def attention(

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.interop import LINEAR, TorchParam
 from jaxtrain.models.attention import attention
 from jaxtrain.models.linear import Linear
-from jaxtrain.precision import kernel
-from jaxtrain.remat import block
+from jaxtrain.transforms import block, kernel
 
 Key = jax.Array | None
 

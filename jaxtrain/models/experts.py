@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.torch_file import StoredTensor
+from jaxtrain.interop import StoredTensor
 
 _ALONE = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
 _TOGETHER = re.compile(r"(.*)\.mlp\.experts\.(gate_up|down)_proj")

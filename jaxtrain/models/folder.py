@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.torch_file import StoredTensor, read_torch
+from jaxtrain.interop import StoredTensor, read_torch
 
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"

@@ -25,7 +25,7 @@ from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
 from jaxtrain.models.linear import Linear, product
-from jaxtrain.remat import block
+from jaxtrain.transforms import block
 
 
 @dataclass(frozen=True)

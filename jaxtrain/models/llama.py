@@ -25,8 +25,7 @@ from jaxtrain.models.decoder import Kept, KVCache, behind, expecting, places, re
 from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.rope import DEFAULT, Rope, rotated, rotation
-from jaxtrain.precision import kernel
-from jaxtrain.remat import block
+from jaxtrain.transforms import block, kernel
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",

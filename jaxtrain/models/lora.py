@@ -18,11 +18,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import jaxpr
-from jaxtrain.bias import biased_products
 from jaxtrain.errors import UserError
-from jaxtrain.frozen import path_name
 from jaxtrain.models.dropout import dropout
+from jaxtrain.paths import path_name
+from jaxtrain.transforms import biased_products, jaxpr
 
 # What hands its arguments to a body of equations one by one, so that a kernel comes there with its adapters.
 _CALLS = frozenset({"jit", "pjit", "remat2", "checkpoint"})

@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.interop.names import Layout
+from jaxtrain.interop import LINEAR, Layout, NameTable, TorchParam
 from jaxtrain.models import llama
 from jaxtrain.models.llama import Llama, LlamaConfig, silu
 from jaxtrain.models.rope import DEFAULT, Rope

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.names import AS_IS, LAYER, LINEAR, NameTable, TorchParam, leaves
+from jaxtrain.interop import AS_IS, LAYER, LINEAR, NameTable, TorchParam, leaves
 from jaxtrain.models.folder import folder_of, read_json, read_tensors, write_json, write_tensors
 from jaxtrain.models.lora import LoraConfig, nested
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.fields import mistyped
-from jaxtrain.interop.names import LAYER, NameTable, leaves
+from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, folder_of, read_json, read_tensors, write_json, write_tensors
 

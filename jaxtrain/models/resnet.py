@@ -19,7 +19,7 @@ from jaxtrain.interop import CONV, LINEAR, NameTable, TorchParam
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics
 from jaxtrain.models.convolution import conv, max_pool
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
-from jaxtrain.remat import block
+from jaxtrain.transforms import block
 
 REDUCTION = 4
 """How many times narrower a bottleneck is than what enters and leaves it."""

@@ -25,7 +25,7 @@ from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
-from jaxtrain.remat import block
+from jaxtrain.transforms import block
 
 IGNORED = -100
 """The label of a place that has none, as in `torch.nn.functional.cross_entropy`."""

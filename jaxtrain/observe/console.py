@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.memory import shown_bytes
+from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.curve import curve
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.observe.words import amount, duration

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jaxtrain.observe.record import Record, read_record
-
-if TYPE_CHECKING:
-    from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
 
 _EVERY = 1.0  # seconds between two looks at metrics.jsonl
 # Seconds that a run waits for its trackers, when it is done; when it was told to stop, or failed.
@@ -36,7 +34,7 @@ class Tracker(Protocol):
 
 @contextmanager
 def followed(
-    run: "RunFolder", trackers: Sequence[Tracker], say: Callable[[str], None]
+    run: RunFolder, trackers: Sequence[Tracker], say: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
     """Have the trackers follow `run` while this lasts; what it gives is to be told the exit status.
 
@@ -67,7 +65,7 @@ class _Follower(Thread):
     A file of the tracker's name in the run's folder holds the id of the run there and what was told.
     """
 
-    def __init__(self, run: "RunFolder", tracker: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunFolder, tracker: Tracker, say: Callable[[str], None]) -> None:
         super().__init__(name=tracker.name, daemon=True)
         self.tracker = tracker
         self._run, self._say = run, say

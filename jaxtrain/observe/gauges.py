@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.roofline import NVIDIA
+from jaxtrain.cost import NVIDIA
 
 _BUSY_EVERY = 1.0  # seconds between two looks: NVML's own figure is of the last second or less
 _IDLE = 0.7  # busy for less than this share of the time is worth a word,

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.memory import shown_bytes
+from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.curve import sparkline
 from jaxtrain.observe.words import amount, duration
 

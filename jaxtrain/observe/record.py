@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.observe.metrics import read_metrics
-
-if TYPE_CHECKING:
-    from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
 
 
 class Tick(NamedTuple):
@@ -97,7 +95,7 @@ class Record:
         return [line[name] for line in self.metrics if line.get(name) is not None]
 
 
-def read_record(run: "RunFolder") -> Record:
+def read_record(run: RunFolder) -> Record:
     """Read a run's folder. Raises `UserError` where it holds none, or what cannot be read."""
     if not run.config.exists():
         raise UserError(f"{run.path} holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib")
@@ -118,14 +116,14 @@ def read_record(run: "RunFolder") -> Record:
         raise UserError(f"{run.path} cannot be read ({error!r}): restore it, or leave it out") from error
 
 
-def write_result(run: "RunFolder", *, step: int, references: Mapping[str, float], sample: str | None) -> None:
+def write_result(run: RunFolder, *, step: int, references: Mapping[str, float], sample: str | None) -> None:
     """Keep what the end of a run tells, beside its metrics: result.json, whole or not at all."""
     partial = _result(run).with_suffix(".partial")
     partial.write_text(json.dumps({"step": step, "references": dict(references), "sample": sample}) + "\n")
     partial.replace(_result(run))
 
 
-def _result(run: "RunFolder") -> Path:
+def _result(run: RunFolder) -> Path:
     return run.path / "result.json"
 
 

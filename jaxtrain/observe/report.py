@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from jaxtrain.memory import shown_bytes
+from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.charts import drawn
 from jaxtrain.observe.record import Record
 from jaxtrain.observe.words import amount, duration

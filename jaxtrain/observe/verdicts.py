@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.loader import Batch
-from jaxtrain.evaluation import means
 from jaxtrain.losses import cross_entropy
-from jaxtrain.precision import policy
 from jaxtrain.step import TrainState, eval_step
-from jaxtrain.tasks import Task
+from jaxtrain.tasks import Task, means
+from jaxtrain.transforms import policy
 
 BINS = 10
 

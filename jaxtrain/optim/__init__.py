@@ -10,18 +10,26 @@ from jaxtrain.optim.adagrad import adagrad
 from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw, scale_by_adam
 from jaxtrain.optim.asgd import asgd
-from jaxtrain.optim.from_torch import from_torch
+from jaxtrain.optim.batch_size import EffectiveBatch
+from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, Expression, built, completed, parsed, text
 from jaxtrain.optim.groups import all_but, groups, no_decay
-from jaxtrain.optim.learning_rate import scale_by_learning_rate, used_learning_rate, used_learning_rates
+from jaxtrain.optim.moments import average, squares, zeros
 from jaxtrain.optim.muon import muon
 from jaxtrain.optim.nadam import nadam
-from jaxtrain.optim.plateau import reduce_lr_on_plateau
+from jaxtrain.optim.plateau import PlateauState, reduce_lr_on_plateau
 from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
 from jaxtrain.optim.sgd import sgd
+from jaxtrain.step import scale_by_learning_rate, used_learning_rate, used_learning_rates
 
 __all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "Call",
+    "EffectiveBatch",
+    "Expression",
+    "PlateauState",
     "adadelta",
     "adafactor",
     "adagrad",
@@ -30,18 +38,25 @@ __all__ = [
     "adamw",
     "all_but",
     "asgd",
-    "from_torch",
+    "average",
+    "built",
+    "completed",
     "groups",
     "muon",
     "nadam",
     "no_decay",
+    "parsed",
     "radam",
     "reduce_lr_on_plateau",
     "rmsprop",
     "rprop",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "schedules",
     "sgd",
+    "squares",
+    "text",
     "used_learning_rate",
     "used_learning_rates",
+    "zeros",
 ]

@@ -3,7 +3,7 @@
 import optax
 
 from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 def adadelta(

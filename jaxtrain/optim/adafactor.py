@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.learning_rate import rate_at
+from jaxtrain.step import rate_at
 
 
 class AdafactorState(NamedTuple):

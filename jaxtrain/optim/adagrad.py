@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class AdagradState(NamedTuple):

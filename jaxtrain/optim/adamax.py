@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, one_minus_power, zeros
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class AdamaxState(NamedTuple):

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import Mask, seen
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, one_minus_power, squares
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class AdamState(NamedTuple):

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.learning_rate import descend, rate_at
 from jaxtrain.optim.moments import zeros
+from jaxtrain.step import descend, rate_at
 
 
 class AsgdState(NamedTuple):

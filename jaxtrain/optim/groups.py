@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.frozen import path_name
+from jaxtrain.paths import path_name
 
 
 def groups(

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, zeros
 from jaxtrain.optim.sgd import MomentumState
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 _SCALES = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import decayed
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, one_minus_power, squares, zeros
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class NadamState(NamedTuple):

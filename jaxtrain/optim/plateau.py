@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.optim.learning_rate import descend
+from jaxtrain.step import descend
 
 
 class PlateauState(NamedTuple):

@@ -14,8 +14,8 @@ import optax
 
 from jaxtrain.optim.adamw import AdamState
 from jaxtrain.optim.gradient import decayed
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, average, one_minus_power, squares, zeros
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 def radam(

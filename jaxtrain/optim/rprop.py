@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.learning_rate import rate_at
 from jaxtrain.optim.moments import zeros
+from jaxtrain.step import rate_at
 
 
 class RpropState(NamedTuple):

@@ -9,8 +9,8 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.optim.gradient import Mask, seen
-from jaxtrain.optim.learning_rate import LearningRate, scale_by_learning_rate
 from jaxtrain.optim.moments import at, zeros
+from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class MomentumState(NamedTuple):

@@ -3,7 +3,8 @@
 import dataclasses
 import shlex
 
-from jaxtrain.recipes import RECIPES, Recipe
+from jaxtrain.recipes.recipe import Recipe
+from jaxtrain.recipes.registry import RECIPES
 
 
 def command(verb: str, name: str, recipe: Recipe) -> str:

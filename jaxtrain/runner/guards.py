@@ -17,10 +17,9 @@ import numpy as np
 
 from jaxtrain.data.loader import Batch
 from jaxtrain.errors import UserError
-from jaxtrain.frozen import path_name
-from jaxtrain.nonfinite import finite_leaves, leaf_name
+from jaxtrain.paths import path_name
 from jaxtrain.recipes import Recipe
-from jaxtrain.step import TrainState
+from jaxtrain.step import TrainState, finite_leaves, leaf_name
 
 WINDOW = 64
 """Losses, of as many applied updates before it, that a loss is judged against."""

@@ -10,32 +10,34 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.cost import flops, peak_memory_bytes
 from jaxtrain.data.loader import Loader
 from jaxtrain.distributed import constrained, local_rows, placed_whole, processes, run_mesh, shard
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.evaluation import evaluation_batches, means
-from jaxtrain.flops import flops
-from jaxtrain.loss_scale import LossScaleState, consecutive, current_scale
-from jaxtrain.nonfinite import leaf_name
-from jaxtrain.objective import checked
-from jaxtrain.observe import Console, peak_memory_bytes
-from jaxtrain.observe.gauges import Gauges
-from jaxtrain.observe.histograms import histograms
-from jaxtrain.observe.metrics import MetricsLog, NoMetricsLog, metrics_log
+from jaxtrain.observe import Console, Gauges, MetricsLog, NoMetricsLog, histograms, metrics_log
 from jaxtrain.optim import used_learning_rate, used_learning_rates
 from jaxtrain.profile import LoopTrace, lines_of_now
 from jaxtrain.recipes import Recipe
+from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import preflight
 from jaxtrain.runner.batches import Batches
 from jaxtrain.runner.checkpoint import Checkpoints, Keep, steps
 from jaxtrain.runner.guards import Guard, Spike, Spoiled, Taken, write_batch
+from jaxtrain.runner.lock import RunLock, check_free
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.out_of_memory import told_out_of_memory
-from jaxtrain.runner.run_folder import RunFolder, RunLock
 from jaxtrain.runner.signals import StopSignals
-from jaxtrain.step import TrainState, TrainStep, eval_step
-from jaxtrain.tasks import Task, build
-from jaxtrain.tasks.task import check_memory
+from jaxtrain.step import (
+    LossScaleState,
+    TrainState,
+    TrainStep,
+    checked,
+    consecutive,
+    current_scale,
+    eval_step,
+    leaf_name,
+)
+from jaxtrain.tasks import Task, build, check_memory, evaluation_batches, means
 
 # A sound fp16 run finds its scale in the thousands or above; below this, small gradients round to 0.
 LOW_SCALE = 1024
@@ -120,7 +122,7 @@ def fit(
 def _resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
     """Whether to go on from a checkpoint; the folder is locked where it holds a run."""
     if not resume or (resume == "auto" and not run.config.exists()):
-        run.check_free()
+        check_free(run)
         return False
     lock.take()
     begun = bool(steps(run.checkpoints)) or (run.checkpoints / "damaged").exists()
@@ -172,7 +174,7 @@ def _create(run: RunFolder, lock: RunLock) -> None:
     if not lock.held:
         run.make()
         lock.take()
-        run.check_free()  # another process may have come first
+        check_free(run)  # another process may have come first
 
 
 def _train_through(

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
+
+from jaxtrain.run_folder import sync
 
 NAME = "manifest.json"
 
@@ -37,15 +38,6 @@ def verify(folder: Path) -> None:
             raise Damaged(f"{name} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{name} cannot be read: {error}") from None
-
-
-def sync(path: Path) -> None:
-    """Return when the system has written this file, or this folder's list of names, to disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _files(folder: Path) -> dict[str, dict[str, int | str]]:

@@ -6,12 +6,9 @@ from typing import Any
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.loss_scale import dynamic_loss_scale, static_loss_scale
-from jaxtrain.objective import LossFn
-from jaxtrain.optim import all_but, no_decay
-from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, Expression, built, completed, parsed
+from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, all_but, built, completed, no_decay, parsed
 from jaxtrain.recipes import Recipe
-from jaxtrain.step import TrainStep, train_step
+from jaxtrain.step import LossFn, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,

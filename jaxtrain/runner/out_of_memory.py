@@ -8,9 +8,8 @@ import contextlib
 from collections.abc import Iterator
 
 from jaxtrain.errors import RunFailed, UserError, is_out_of_memory
-from jaxtrain.recipes import Recipe
-from jaxtrain.recipes.command import command
-from jaxtrain.runner.run_folder import RunFolder
+from jaxtrain.recipes import Recipe, command
+from jaxtrain.run_folder import RunFolder
 
 
 @contextlib.contextmanager

@@ -11,16 +11,16 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain.batch_size import EffectiveBatch
-from jaxtrain.distributed.mesh import resolved, sizes, ways
+from jaxtrain.distributed import resolved, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.fields import mistyped, shown
-from jaxtrain.optim.expression import OPTIMIZERS, Call, built
+from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, built
 from jaxtrain.recipes import Recipe
-from jaxtrain.remat import remat
+from jaxtrain.run_folder import RunFolder, read_config
 from jaxtrain.runner.optimizer import expression, loss_scale, schedule, schedule_call
 from jaxtrain.step import TrainState
 from jaxtrain.tasks import Task
+from jaxtrain.transforms import remat
 
 _FROM_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}
@@ -38,6 +38,19 @@ _NOT_NEGATIVE = _SHARES | {
 }
 # A fresh model guesses about evenly; beyond this share of log(classes) its initialisation or its loss is suspect.
 _SUSPECT = 0.25
+
+
+def read_recipe(run: RunFolder) -> tuple[str, Recipe]:
+    """Read the name and the settings of a run, and validate them.
+
+    Raises:
+      UserError: The folder holds no run, or its settings are ones that no run can have.
+    """
+    if not run.config.exists():
+        raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
+    name, recipe = read_config(run.config)
+    check_settings(recipe)
+    return name, recipe
 
 
 def check_settings(recipe: Recipe) -> None:

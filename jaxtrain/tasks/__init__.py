@@ -8,9 +8,20 @@ from jaxtrain.recipes import (
     T5Recipe,
     TextClassificationRecipe,
 )
-from jaxtrain.tasks.task import Task
+from jaxtrain.tasks.evaluation import evaluation_batches, means
+from jaxtrain.tasks.task import Task, check_memory
 
-__all__ = ["Task", "build"]
+__all__ = [
+    "Task",
+    "build",
+    "check_memory",
+    "classification",
+    "evaluation_batches",
+    "language",
+    "masked_language",
+    "means",
+    "seq2seq",
+]
 
 
 def build(recipe: Recipe) -> Task:

@@ -9,14 +9,13 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folder, npz
-from jaxtrain.distributed.mesh import resolved, ways
+from jaxtrain.distributed import resolved, ways
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
-from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet
-from jaxtrain.models.batch_norm import in_groups
+from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, in_groups, mlp, resnet
 from jaxtrain.models.resnet import ResNet, ResNetConfig
-from jaxtrain.objective import Loss, LossFn
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
+from jaxtrain.step import Loss, LossFn
 from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 Images = Arrays | ImageFolder

@@ -30,8 +30,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.models import GPT2, GPT2Config, functional, gpt2, llama
 from jaxtrain.models.llama import Llama, LlamaConfig
-from jaxtrain.objective import Loss
 from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
+from jaxtrain.step import Loss
 from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 BYTES = 256

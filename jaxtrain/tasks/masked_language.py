@@ -29,8 +29,8 @@ from jaxtrain.data import (
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
 from jaxtrain.models.bert import SHARDING, Bert, BertConfig, torch_names
-from jaxtrain.objective import Loss
-from jaxtrain.recipes.masked_language import EncoderRecipe, MaskedLanguageRecipe
+from jaxtrain.recipes import EncoderRecipe, MaskedLanguageRecipe
+from jaxtrain.step import Loss
 from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 HIDDEN, RANDOM = 0.8, 0.1

@@ -15,18 +15,18 @@ from jaxtrain.data import (
     Source,
     Tokenizer,
     Tokens,
+    dates,
     padded,
     split_table,
     thinned,
     tokenizer,
     unigram_entropy,
 )
-from jaxtrain.data.dates import dates
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional, generate
 from jaxtrain.models.t5 import SHARDING, T5, T5Config, shift_right, torch_names
-from jaxtrain.objective import Loss
-from jaxtrain.recipes.seq2seq import T5Recipe
+from jaxtrain.recipes import T5Recipe
+from jaxtrain.step import Loss
 from jaxtrain.tasks.task import Predicted, Task, row_weights
 
 SHOWN = 5  # pairs of a sample

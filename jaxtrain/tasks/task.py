@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxtrain.cost import device_memory
 from jaxtrain.data import Example, Source, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
-from jaxtrain.memory import device_memory
-from jaxtrain.objective import Loss, LossFn
+from jaxtrain.step import Loss, LossFn
 
 
 class Predicted(NamedTuple):

@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import (
+    KEYWORDS,
     Example,
     Mapped,
     Source,
     Tokenizer,
+    python_statements,
     split_files,
     split_table,
     stdlib_files,
     thinned,
     tokenizer,
 )
-from jaxtrain.data.python_statements import KEYWORDS, python_statements
 from jaxtrain.errors import UserError
 from jaxtrain.models.bert import SHARDING, torch_names
-from jaxtrain.objective import Loss
-from jaxtrain.recipes.text_classification import TextClassificationRecipe
+from jaxtrain.recipes import TextClassificationRecipe
+from jaxtrain.step import Loss
 from jaxtrain.tasks.masked_language import bert, bert_config, enclosed
 from jaxtrain.tasks.task import Predicted, Task, row_weights
 

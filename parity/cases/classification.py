@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import jaxtrain
 from jaxtrain.losses import cross_entropy
-from jaxtrain.objective import LossFn
+from jaxtrain.step import LossFn
 from parity.case import Batch
 
 

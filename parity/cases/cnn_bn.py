@@ -7,8 +7,7 @@ from torch.nn import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Module, ReLU
 
 import jaxtrain
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import CNN, functional_with_state
-from jaxtrain.models.batch_norm import in_groups
+from jaxtrain.models import CNN, functional_with_state, in_groups
 from jaxtrain.models.cnn import torch_buffers, torch_names
 from parity.case import AdamW, Case
 from parity.cases import classification

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Softplus
 
 import jaxtrain
-from jaxtrain.subgradients import norm
+from jaxtrain.losses import norm
 from parity.case import AdamW, Batch, Case
 from parity.cases import perceptron
 

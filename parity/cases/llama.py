@@ -6,9 +6,8 @@ from typing import Any
 from flax import nnx
 
 import jaxtrain
-from jaxtrain.models import functional
+from jaxtrain.models import Rope, functional
 from jaxtrain.models.llama import Llama, LlamaConfig, to_hf, torch_names
-from jaxtrain.models.rope import Rope
 from parity.case import AdamW, Case
 from parity.cases import text
 

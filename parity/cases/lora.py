@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Linear, Module
 
-from jaxtrain.models import lora, peft
-from jaxtrain.models.lora import LoraConfig
+from jaxtrain.models import LoraConfig, lora, peft
 from parity.case import Case
 from parity.cases import gpt2
 

@@ -12,8 +12,7 @@ import optax
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from jaxtrain.interop.torch_file import read_torch
-from jaxtrain.interop.torch_run import TorchRun, torch_run
+from jaxtrain.interop import TorchRun, read_torch, torch_run
 from jaxtrain.step import train_step
 from parity.case import Case
 from parity.cases import gpt2

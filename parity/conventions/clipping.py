@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.clip import clip_grad_norm, clip_grad_value
+from jaxtrain.step import clip_grad_norm, clip_grad_value
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ CLIPPING: tuple[Convention, ...] = (
         lambda g, bound: jax.tree.map(lambda x: clip_grad_norm(x, bound)[0], g),
     ),
     Convention("clipping is by value", "by the norm", clip_grad_value),
-    Convention("gradients are not clipped", "jaxtrain.clip.clip_grad_norm", lambda g, bound: g),
+    Convention("gradients are not clipped", "jaxtrain.step.clip.clip_grad_norm", lambda g, bound: g),
     Convention("factor may be over 1", "min(1, …)", _always),
     Convention(
         "bound is for the norm's square", "bound / norm", lambda g, bound: clip_grad_norm(g, math.sqrt(bound))[0]

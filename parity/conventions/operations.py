@@ -387,11 +387,11 @@ OPERATIONS: tuple[Convention, ...] = (
     Convention(
         "embedding", "padding_idx has a gradient", "stop_gradient of row {padding_idx}", given(padding_idx=None)
     ),
-    Convention("abs", "slope at 0 is 1", "jaxtrain.subgradients.abs", magnitude),
-    Convention("clamp", "slope at its bounds is 1/2", "jaxtrain.subgradients.clamp", halved_clamp),
-    *(Convention(f, "ties share it", f"jaxtrain.subgradients.{f}", shared_among_ties) for f in ("max", "min")),
+    Convention("abs", "slope at 0 is 1", "jaxtrain.losses.subgradients.abs", magnitude),
+    Convention("clamp", "slope at its bounds is 1/2", "jaxtrain.losses.subgradients.clamp", halved_clamp),
+    *(Convention(f, "ties share it", f"jaxtrain.losses.subgradients.{f}", shared_among_ties) for f in ("max", "min")),
     Convention("relu", "slope at 0 is 1/2", "jax.nn.relu", halved_relu),
-    Convention("leaky_relu", "slope at 0 is 1", "jaxtrain.subgradients.leaky_relu", leaky_at_zero),
-    Convention("hardtanh", "slope at its bounds is 1", "jaxtrain.subgradients.hardtanh", hard_at_bounds),
+    Convention("leaky_relu", "slope at 0 is 1", "jaxtrain.losses.subgradients.leaky_relu", leaky_at_zero),
+    Convention("hardtanh", "slope at its bounds is 1", "jaxtrain.losses.subgradients.hardtanh", hard_at_bounds),
 )
 """Tried in this order; text follows "JAX's"."""

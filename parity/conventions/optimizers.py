@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxtrain import optim
-from jaxtrain.optim.moments import average, squares, zeros
+from jaxtrain.optim import average, squares, zeros
 
 Options = Mapping[str, Any]
 TOGETHER = 3

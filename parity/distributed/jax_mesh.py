@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain
-from jaxtrain.distributed import local_rows, make_mesh, shard
-from jaxtrain.distributed.processes import is_first, together
-from jaxtrain.loss_scale import current_scale
+from jaxtrain.distributed import is_first, local_rows, make_mesh, shard, together
+from jaxtrain.step import current_scale
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Training

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
-from jaxtrain.distributed.mesh import DATA, FSDP, sizes, ways
+from jaxtrain.distributed import DATA, FSDP, sizes, ways
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training

@@ -40,7 +40,7 @@ class Training:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        from jaxtrain.distributed.mesh import TENSOR, sizes
+        from jaxtrain.distributed import TENSOR, sizes
         from jaxtrain.errors import UserError
 
         if sizes(self.mesh)[TENSOR] > 1:

@@ -13,10 +13,9 @@ import torch
 from torch import optim as T
 from torch.optim import lr_scheduler as S
 
-from jaxtrain import accumulate, optim
-from jaxtrain.clip import clip_grad_norm, clip_grad_value
-from jaxtrain.loss_scale import dynamic_loss_scale
+from jaxtrain import optim
 from jaxtrain.optim import schedules
+from jaxtrain.step import accumulate, clip_grad_norm, clip_grad_value, dynamic_loss_scale
 from parity.case import Case
 from parity.mutants.losses import square
 from parity.mutants.mutant import Mutant, Patch
@@ -54,12 +53,12 @@ def stepped(
 def clipped(name: str, wrong: Callable[[Any, float], Any], bound: float = 0.01) -> Mutant:
     """A step that clips by `wrong`; where PyTorch's factor is 1 its clipping computes nothing new."""
     both = lambda grads, bound: (wrong(grads, bound), optax.tree.norm(grads))  # noqa: E731
-    return stepped(name, "jaxtrain.step.clip_grad_norm", both, "clip|update", bound)
+    return stepped(name, "jaxtrain.step.step.clip_grad_norm", both, "clip|update", bound)
 
 
 def accumulated(name: str, what: str, wrong: Any) -> Mutant:
     """A window of four that does `what` by `wrong`."""
-    return stepped(name, f"jaxtrain.accumulate.{what}", wrong, accumulate=4)
+    return stepped(name, f"jaxtrain.step.accumulate.{what}", wrong, accumulate=4)
 
 
 HIGH = 2.0**24
@@ -71,13 +70,13 @@ def scalers(start: float) -> Iterator[None]:
     """On both sides the scale starts at `start`, and grows after two clean updates."""
     ours = partial(dynamic_loss_scale, start, growth_interval=2)
     theirs = partial(GradScaler, init_scale=start, growth_interval=2)
-    with mock.patch("torch.amp.GradScaler", theirs), mock.patch("jaxtrain.step.dynamic_loss_scale", ours):
+    with mock.patch("torch.amp.GradScaler", theirs), mock.patch("jaxtrain.step.step.dynamic_loss_scale", ours):
         yield
 
 
 def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
     """A step whose scaler is `wrong()`, and should be that of `scalers`."""
-    patch = patched("jaxtrain.step.dynamic_loss_scale", wrong)
+    patch = patched("jaxtrain.step.step.dynamic_loss_scale", wrong)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, linear, linear, patch=patch, around=partial(scalers, start), settings=settings)
 
@@ -85,7 +84,7 @@ def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
 def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
     """A step that does `wrong` where it overflows."""
     case = partial(linear, optimizer=optimizer)
-    patch = patched("jaxtrain.step._keep_if", wrong)
+    patch = patched("jaxtrain.step.step._keep_if", wrong)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, case, case, patch=patch, around=partial(scalers, HIGH), settings=settings)
 
@@ -156,7 +155,7 @@ MUTANTS = [
         linear,
         linear,
         patch=patched(
-            "jaxtrain.accumulate.add",
+            "jaxtrain.step.accumulate.add",
             lambda window, grads, loss, k: add(
                 window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
             ),

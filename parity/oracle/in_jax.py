@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
+from jaxtrain.transforms import jaxpr
 from parity.oracle.literal import meant
 
 JAX_WIDER = {

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxtrain.precision import policy
+from jaxtrain.transforms import policy
 from parity.selftest.finding import Finding, within
 
 ROUNDOFF = {"fp32": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-11}

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 from jaxtrain import Loss, TrainStep, train_step
-from jaxtrain.loss_scale import dynamic_loss_scale
-from jaxtrain.remat import block
+from jaxtrain.step import dynamic_loss_scale
+from jaxtrain.transforms import block
 from parity.compare import FIRST_BAR, relative
 from parity.selftest.bits import in_words, on_host, unlike
 from parity.selftest.finding import Finding, within

@@ -21,7 +21,8 @@ from jaxtrain.export import huggingface, onnx_operators, stablehlo, torch_run
 from jaxtrain.export.inference import inference
 from jaxtrain.export.verify import BAR, NOISE
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints, restore_state
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.tasks import build
@@ -119,7 +120,7 @@ def widened(tree, dtype):
 @functools.cache
 def evaluated(folder):
     """(inputs, their logits in float64 and in float32) by the run's own evaluation; what is hidden, by the model."""
-    _, recipe = RunFolder(folder).read_recipe()
+    _, recipe = read_recipe(RunFolder(folder))
     task = build(recipe)
     state = restore_state(RunFolder(folder).checkpoints, recipe, task)
     found = inference(recipe, task, state.params, state.model_state)

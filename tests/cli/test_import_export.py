@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForIma
 from jaxtrain.cli import main
 from jaxtrain.data import digits
 from jaxtrain.data.loader import Loader, epoch_batches
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe
 from jaxtrain.runner.optimizer import schedule
 from jaxtrain.tasks import build
 
@@ -101,7 +102,7 @@ def test_a_run_that_began_here_goes_on_in_pytorch():
     assert run("export run --out three.pt") == 0
     Path("six").rename("run/checkpoints/6")
     assert run("export run --out six.pt") == 0
-    recipe = RunFolder(Path("run")).read_recipe()[1]
+    recipe = read_recipe(RunFolder(Path("run")))[1]
     model, optimizer = mlp()
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr
@@ -132,7 +133,7 @@ def test_gpt2_of_transformers_is_the_default_recipes(text_folder, capsys):
     scaler = torch.amp.GradScaler("cpu", init_scale=2048.0, growth_interval=7).state_dict()
     save("in.pt", model, optimizer, scaler=scaler)
     assert run(f"import-torch in.pt {GPT} --data {text_folder} --out run") == 0
-    recipe = RunFolder(Path("run")).read_recipe()[1]
+    recipe = read_recipe(RunFolder(Path("run")))[1]
     assert recipe.precision == "fp16"
     assert recipe.loss_scale is not None
     assert "growth_interval=7" in recipe.loss_scale
@@ -210,7 +211,7 @@ def test_running_statistics_of_a_run_that_began_here_are_pytorchs():
     saved = torch.load("three.pt", weights_only=True)["model"]
     pictures = Pictures()
     pictures.model.load_state_dict(saved)
-    recipe = RunFolder(Path("run")).read_recipe()[1]
+    recipe = read_recipe(RunFolder(Path("run")))[1]
     task = build(recipe)
     evaluated = 0.0
     pictures.eval()

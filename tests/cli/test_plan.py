@@ -9,7 +9,8 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.cli import train as train_command
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe
 
 from .conftest import TINY_GPT
 
@@ -82,7 +83,7 @@ def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     monkeypatch.setattr(train_command, "device_memory", lambda: 250_000)
     status, out, _ = ran(capsys, f"train {recipe} --micro-batch auto --out run")
     assert status == 0, out
-    chosen = RunFolder(Path("run")).read_recipe()[1]
+    chosen = read_recipe(RunFolder(Path("run")))[1]
     assert 1 <= chosen.accumulate < 8
     assert chosen.batch_size == 8
     assert chosen.precision == "fp32"
@@ -93,5 +94,5 @@ def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     assert "already holds a run" in err
     status, out, _ = ran(capsys, "train --resume --out run --micro-batch auto --steps 3")
     assert (status, "chosen:" in out) == (0, False)
-    assert RunFolder(Path("run")).read_recipe()[1].accumulate == chosen.accumulate
+    assert read_recipe(RunFolder(Path("run")))[1].accumulate == chosen.accumulate
     assert jax.config.jax_compilation_cache_dir

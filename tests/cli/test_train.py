@@ -15,10 +15,11 @@ from PIL import Image
 
 from jaxtrain.cli import main
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder, loop
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, steps
+from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.optimizer import schedule
-from jaxtrain.runner.run_folder import RunLock
 from jaxtrain.tasks import build
 
 from .conftest import TINY_GPT
@@ -39,7 +40,7 @@ def lines(folder: str) -> list[dict]:
 
 
 def final_params(folder: str):
-    recipe = RunFolder(Path(folder)).read_recipe()[1]
+    recipe = read_recipe(RunFolder(Path(folder)))[1]
     return restore_params(Path(folder, "checkpoints"), build(recipe).params)
 
 
@@ -130,12 +131,12 @@ def test_a_finished_run_says_so_and_can_go_further(capsys):
     assert "step 4 of 4 is done" in capsys.readouterr().out
     assert run("train digits-mlp --resume --steps 6") == 0
     assert lines("runs/digits-mlp")[-1]["step"] == 6
-    assert RunFolder(Path("runs/digits-mlp")).read_recipe()[1].steps == 6
+    assert read_recipe(RunFolder(Path("runs/digits-mlp")))[1].steps == 6
 
 
 def test_the_logged_learning_rate_is_the_one_used():
     assert run(f"train digits-mlp --steps 10 --hidden 16 --warmup-steps 3 {SMALL}") == 0
-    recipe = RunFolder(Path("runs/digits-mlp")).read_recipe()[1]
+    recipe = read_recipe(RunFolder(Path("runs/digits-mlp")))[1]
     logged = {m["step"]: m["lr"] for m in lines("runs/digits-mlp") if "lr" in m}
     # The update of step n is the n-th, and a schedule counts from 0.
     assert logged == pytest.approx({n: float(schedule(recipe)(n - 1)) for n in (2, 4, 6, 8, 10)}, rel=1e-6)
@@ -235,7 +236,7 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
     assert run("train digits-mlp --from=first/config.json --out third --hidden 9 --seed 4 --steps 2") == 0
     told = capsys.readouterr().out
     assert f"first/config.json was made with jax 0.1, here {jax.__version__}: the bits may differ" in told
-    third = RunFolder(Path("third")).read_recipe()[1]
+    third = read_recipe(RunFolder(Path("third")))[1]
     assert (third.hidden, third.seed, third.optimizer) == (9, 4, "sgd(momentum=0.9)")
     for command, error in {
         "train --from first/config.json --out first": "first already holds a run",

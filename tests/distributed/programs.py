@@ -12,7 +12,6 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.distributed import shard
-from jaxtrain.frozen import nothing, path_name
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import (
     bert,
@@ -30,6 +29,7 @@ from jaxtrain.models import (
 )
 from jaxtrain.models.batch_norm import in_groups
 from jaxtrain.optim import adamw
+from jaxtrain.paths import nothing, path_name
 
 ROWS, TOKENS, VOCABULARY = 16, 8, 32
 ZERO_GRADIENT = "key/bias"

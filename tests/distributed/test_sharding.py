@@ -11,9 +11,9 @@ import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, param_shardings, state_shardings
 from jaxtrain.distributed.sharding import automatic, fitted
 from jaxtrain.errors import UserError
-from jaxtrain.frozen import path_name
 from jaxtrain.models import bert, cnn, gpt2, llama, lora, mixtral, mlp, resnet, t5, vit
 from jaxtrain.optim import adafactor, adamw
+from jaxtrain.paths import path_name
 from tests.distributed.programs import RUNS, configurations
 
 RULES = {

@@ -11,7 +11,8 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Console
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder, fit, preflight
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import fit, preflight
 from jaxtrain.runner.checkpoint import steps
 from tests.distributed.test_sharding_step import in_a_process_of
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import jaxpr
 from jaxtrain.distributed import make_mesh, memory_per_device, shard
-from jaxtrain.distributed.merged import Apart
 from jaxtrain.errors import UserError
 from jaxtrain.models import attention
 from jaxtrain.optim import adamw
+from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.merged_rows import Apart
 from tests.distributed.deep import POSITIONS, ROWS, TOKENS, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 from tests.distributed.test_sharding_step import NEAR, trained_alike

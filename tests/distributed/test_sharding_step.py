@@ -175,7 +175,7 @@ def test_memory_for_the_state_falls_as_the_devices_grow(on_four):
 
 @pytest.mark.slow
 def test_memory_for_the_state_falls_to_an_eighth():
-    done = in_a_process_of(8, "-m", "tests.distributed.memory_on_every_size", "1", "2", "4", "8")
+    done = in_a_process_of(8, "-m", "tests.planning.memory_on_every_size", "1", "2", "4", "8")
     memory = {int(n): bytes_of for n, bytes_of in json.loads(done).items()}
     for n, (arguments, temporaries) in memory.items():
         assert abs(arguments * n - memory[1][0]) < 2048, memory

@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain import cli, subgradients
+from jaxtrain import cli
+from jaxtrain.losses import subgradients
 from parity.cases import CASES
 
 ROOT = Path(__file__).parent.parent.parent

@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxtrain import jaxpr
 from jaxtrain.errors import UserError
 from jaxtrain.export.verify import Trial, verified
 from jaxtrain.interop.names import leaves, unflattened
 from jaxtrain.models import functional
 from jaxtrain.models.vit import ViT, ViTConfig
+from jaxtrain.transforms import jaxpr
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -13,8 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from jaxtrain import archive
-from jaxtrain.data import FileTokenizer, image_folder, npz, table
+from jaxtrain.data import FileTokenizer, archive, image_folder, npz, table
 from jaxtrain.errors import UserError
 from jaxtrain.interop.outline import read_outline
 from jaxtrain.interop.torch_file import read_torch

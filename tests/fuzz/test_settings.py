@@ -17,7 +17,8 @@ from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.optim.expression import OPTIMIZERS
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe
 from jaxtrain.runner.preflight import check_settings
 
 COUNT = int(os.environ.get("JAXTRAIN_FUZZ", "100"))
@@ -153,7 +154,7 @@ def test_a_doctored_config_is_refused_by_the_setting_that_is_wrong():
     for name, field, value in doctored():
         write_config(name, field, value)
         with pytest.raises(UserError) as refusal:
-            RunFolder(Path("run")).read_recipe()
+            read_recipe(RunFolder(Path("run")))
         said = str(refusal.value)
         assert names(said, field) or "run/config.json" in said, (name, field, value, said)
 

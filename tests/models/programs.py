@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from jaxtrain.jaxpr import inner_jaxprs
 from jaxtrain.models import functional
+from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 
 def enlarged(model):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attention, segment_mask
-from jaxtrain.precision import autocast
+from jaxtrain.transforms.precision import autocast
 from tests.models.programs import equations
 
 B, T, S, N, H = 2, 5, 7, 4, 8

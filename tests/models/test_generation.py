@@ -13,8 +13,8 @@ from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from jaxtrain.cost.flops import flops
 from jaxtrain.errors import UserError
-from jaxtrain.flops import flops
 from jaxtrain.models import GPT2, T5, GPT2Config, T5Config, functional, generation, gpt2, llama, mixtral, t5
 from jaxtrain.models.generation import Sampling, generate
 from jaxtrain.models.llama import Llama

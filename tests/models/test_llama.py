@@ -17,8 +17,8 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
 from jaxtrain.models.llama import Llama, LlamaConfig, from_hf, to_hf, torch_names
 from jaxtrain.models.rope import Rope
-from jaxtrain.precision import autocast
-from jaxtrain.remat import remat
+from jaxtrain.transforms.precision import autocast
+from jaxtrain.transforms.remat import remat
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64

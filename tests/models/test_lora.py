@@ -16,8 +16,8 @@ from jaxtrain.interop.names import leaves
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, MLP, GPT2Config, LoraConfig, functional, load_adapters, lora, save_adapters
 from jaxtrain.models.gpt2 import torch_names
-from jaxtrain.precision import autocast
-from jaxtrain.remat import remat
+from jaxtrain.transforms.precision import autocast
+from jaxtrain.transforms.remat import remat
 from parity.randomness import drawn
 from tests.models.programs import equations, widened
 

@@ -23,7 +23,7 @@ from jaxtrain.models.mixtral import (
     to_hf,
     torch_names,
 )
-from jaxtrain.precision import autocast
+from jaxtrain.transforms.precision import autocast
 from parity.cases import text
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64

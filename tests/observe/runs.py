@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
 
 CONFIG = {
     "recipe": "digits-mlp",

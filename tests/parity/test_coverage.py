@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import jaxtrain.step
-from jaxtrain import subgradients
-from jaxtrain.clip import clip_grad_norm
+import jaxtrain.step.step
 from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.losses import subgradients
+from jaxtrain.step.clip import clip_grad_norm
 from parity.case import AdamW, Case
 from parity.cases import CASES, gpt2, mlp
 from parity.run import check, examine
@@ -50,7 +50,7 @@ def test_a_fault_that_only_clipping_shows_is_found_although_the_bound_never_clip
         clipped, norm = clip_grad_norm(grads, bound)
         return jax.tree.map(lambda c, g: jax.numpy.where(norm > bound, c / 2, g), clipped, grads), norm
 
-    monkeypatch.setattr(jaxtrain.step, "clip_grad_norm", halved)
+    monkeypatch.setattr(jaxtrain.step.step, "clip_grad_norm", halved)
     case = dataclasses.replace(mlp.case(), clip_norm=1e3)
     assert examine(case, steps=3).verdict.passed
     found = examine(case, steps=3, locate=True).verdict
@@ -89,13 +89,13 @@ def kinked(theirs: Any, ours: Any) -> Case:
             torch.abs,
             jnp.abs,
             subgradients.abs,
-            ("abs: JAX's slope at 0 is 1: jaxtrain.subgradients.abs", "; kink: input of abs at 0, 2 times"),
+            ("abs: JAX's slope at 0 is 1: jaxtrain.losses.subgradients.abs", "; kink: input of abs at 0, 2 times"),
         ),
         (
             lambda w: w.reshape(2, 2).max(0).values,
             lambda w: w.reshape(2, 2).max(0),
             lambda w: subgradients.max(w.reshape(2, 2), 0),
-            ("max: JAX's ties share it: jaxtrain.subgradients.max", "; tie: in max, once"),
+            ("max: JAX's ties share it: jaxtrain.losses.subgradients.max", "; tie: in max, once"),
         ),
     ],
 )
@@ -121,4 +121,4 @@ def test_slopes_that_no_one_convention_explains_are_counted_all_the_same() -> No
     assert not verdict.passed
     assert verdict.diagnosis is not None
     assert "kink: input of abs at 0, 2 times; kink: input of clamp at a bound, 2 times" in verdict.diagnosis
-    assert "jaxtrain.subgradients" in verdict.diagnosis
+    assert "jaxtrain.losses.subgradients" in verdict.diagnosis

@@ -17,10 +17,10 @@ from flax import nnx
 from jax import lax
 
 import jaxtrain
-import jaxtrain.step
-from jaxtrain.accumulate import mean_gradient
-from jaxtrain.clip import clip_grad_norm
+import jaxtrain.step.step
 from jaxtrain.losses import cross_entropy
+from jaxtrain.step.accumulate import mean_gradient
+from jaxtrain.step.clip import clip_grad_norm
 from parity.activations import activations, first_imprecise
 from parity.case import Case
 from parity.cases import CASES, cnn_bn, gpt2
@@ -266,11 +266,11 @@ def test_a_wrong_optimizer_is_located_in_the_term_that_is_wrong(wrong: dict[str,
 
 
 def test_clipping_without_pytorchs_epsilon_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtrain.step, "clip_grad_norm", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6))
+    monkeypatch.setattr(jaxtrain.step.step, "clip_grad_norm", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6))
     found = located(dataclasses.replace(CASES["mlp"](), clip_norm=1.0))
     assert (found.stage, found.parameters) == ("clip", ())
     assert "clip_grad" in found.torch_source
-    assert found.jax_source.startswith("jaxtrain/clip.py:")
+    assert found.jax_source.startswith("jaxtrain/step/clip.py:")
 
 
 def test_a_sum_that_cancels_is_no_evidence() -> None:

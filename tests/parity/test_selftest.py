@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtrain.accumulate
-import jaxtrain.loss_scale
-import jaxtrain.step
-from jaxtrain.precision import POLICIES
+import jaxtrain.step.accumulate
+import jaxtrain.step.loss_scale
+import jaxtrain.step.step
+from jaxtrain.transforms import remat
+from jaxtrain.transforms.precision import POLICIES
 from parity import jax_side, selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
@@ -176,16 +177,16 @@ def wrong_growth(scale: jax.Array, factor: float) -> jax.Array:
 @pytest.mark.parametrize(
     ("module", "name", "broken", "seen"),
     [
-        (jaxtrain.loss_scale, "_times", wrong_growth, {"loss scale"}),
-        (jaxtrain.step, "_keep_if", lambda skip, old, new: new, {"overflow, skipped update"}),
+        (jaxtrain.step.loss_scale, "_times", wrong_growth, {"loss scale"}),
+        (jaxtrain.step.step, "_keep_if", lambda skip, old, new: new, {"overflow, skipped update"}),
         # All is skipped from the first NaN in the parameters on.
         (
-            jaxtrain.step,
+            jaxtrain.step.step,
             "found_inf",
             lambda state: jnp.array(False),
             {"overflow, detection", "overflow, skipped update"},
         ),
-        (jaxtrain.loss_scale, "all_finite", lambda *grads: jnp.array(True), {"overflow, detection", "loss scale"}),
+        (jaxtrain.step.loss_scale, "all_finite", lambda *grads: jnp.array(True), {"overflow, detection", "loss scale"}),
     ],
     ids=["growth", "skip", "flag", "detection"],
 )
@@ -197,12 +198,12 @@ def test_a_broken_loss_scale_is_seen(
 
 
 def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = jaxtrain.accumulate.add
+    right = jaxtrain.step.accumulate.add
 
     def equal(window: Any, grads: Any, loss: Any, k: Any) -> Any:
         return right(window, grads, loss._replace(weight=jnp.full_like(loss.weight, 4.0)), k)
 
-    monkeypatch.setattr(jaxtrain.accumulate, "add", equal)
+    monkeypatch.setattr(jaxtrain.step.accumulate, "add", equal)
     (finding,) = step.accumulation()
     assert finding.passed is False
 
@@ -212,14 +213,14 @@ def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPat
     [
         (lambda fn, policy: fn, {"rematerialisation, memory"}),
         (
-            lambda fn, policy: fn if policy == "none" else partial(_another_draw, jaxtrain.remat.remat(fn, policy)),
+            lambda fn, policy: fn if policy == "none" else partial(_another_draw, remat(fn, policy)),
             {"rematerialisation, update"},
         ),
     ],
     ids=["memory", "numbers"],
 )
 def test_broken_rematerialisation_is_seen(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtrain.step, "rematerialise", broken)
+    monkeypatch.setattr(jaxtrain.step.step, "rematerialise", broken)
     assert failed(found(step.rematerialisation)) == seen
 
 

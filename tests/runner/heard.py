@@ -2,7 +2,8 @@
 
 from jaxtrain.errors import RunFailed
 from jaxtrain.observe import Console
-from jaxtrain.runner import RunFolder, fit
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import fit
 
 
 class Heard(Console):

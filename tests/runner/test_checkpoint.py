@@ -17,7 +17,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.runner import checkpoint
 from jaxtrain.runner.checkpoint import Checkpoints, Keep, restore_params, steps
 from jaxtrain.runner.manifest import Damaged, verify
-from jaxtrain.step import TrainState
+from jaxtrain.step.step import TrainState
 
 
 def state(step: int, sharding=None) -> TrainState:

@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import loop
 from jaxtrain.runner.optimizer import expression, loss_scale, optimizer, schedule
-from jaxtrain.step import TrainState
+from jaxtrain.step.step import TrainState
 
 
 def test_the_schedule_rises_to_lr_and_falls_to_a_tenth():

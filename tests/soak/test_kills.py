@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints, steps
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.tasks import build
@@ -110,7 +111,7 @@ MOMENTS = {
 def assert_same_run(whole: Path, other: Path) -> None:
     assert sorted(steps(whole / "checkpoints")) == sorted(steps(other / "checkpoints"))
     one, two = state(whole), state(other)
-    assert int(one.step) == RunFolder(whole).read_recipe()[1].steps
+    assert int(one.step) == read_recipe(RunFolder(whole))[1].steps
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
@@ -120,7 +121,7 @@ def assert_same_run(whole: Path, other: Path) -> None:
 
 
 def state(folder: Path):
-    recipe = RunFolder(folder).read_recipe()[1]
+    recipe = read_recipe(RunFolder(folder))[1]
     task = build(recipe)
     like = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=recipe.seed)
     with Checkpoints(folder / "checkpoints") as checkpoints:

@@ -11,7 +11,8 @@ import pytest
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import RunFolder
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.preflight import check_labels_in_batch
@@ -89,7 +90,7 @@ def test_running_statistics_are_resumed_to_the_same_bits():
 
 def model_state(folder: str):
     run_folder = RunFolder(Path(folder))
-    recipe = run_folder.read_recipe()[1]
+    recipe = read_recipe(run_folder)[1]
     task = build(recipe)
     state = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=0)
     with Checkpoints(run_folder.checkpoints) as checkpoints:

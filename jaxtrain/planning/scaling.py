@@ -1,0 +1,204 @@
+"""What a training step takes of every device on meshes larger than the machine: memory, and bytes sent to others.
+
+The step is compiled for as many virtual devices of the CPU as the mesh has, and never run. So what is told is what is
+in the compiled program of one device: shapes as they are divided, and every collective. As the mesh grows every device
+keeps the rows that it has, and the batch grows with it (weak scaling).
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, seconds
+from jaxtrain.distributed import AXES, make_mesh, resolved, sizes, ways
+from jaxtrain.errors import UserError
+from jaxtrain.planning.plan import abstract_batch, abstract_state, peak_bytes, traced
+from jaxtrain.recipes import Recipe
+from jaxtrain.runner import training_step
+from jaxtrain.tasks import build
+
+MOST = 1024
+"""Devices of the largest mesh."""
+# Memory and collectives are settled before LLVM is asked for code, which nobody will run.
+_WITHOUT_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device: of `parameters` (and running statistics), optimizer state (and counters), batch; of
+    `temporaries`, `gradients` among them; and the most held at once."""
+
+    parameters: int
+    optimizer: int
+    batch: int
+    temporaries: int
+    gradients: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """A recipe on a mesh, as one device has it. `seconds` of arithmetic, by the roofline of a device."""
+
+    recipe: Recipe
+    mesh: Mapping[str, int]
+    memory: Memory
+    communication: Communication
+    flops: float
+    seconds: float
+    compile_s: float
+
+    @property
+    def devices(self) -> int:
+        """How many the mesh has."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch, those of one device."""
+        return self.recipe.batch_size // self.recipe.accumulate // ways(self.mesh)
+
+
+def virtual_devices(count: int) -> Sequence[Any]:
+    """So many devices of the CPU, to compile for. Their number is settled when JAX first asks for a device: call it
+    before. Raises `UserError` where there are fewer by now."""
+    with contextlib.suppress(RuntimeError):  # it is settled: there may be as many
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise UserError(
+            f"JAX has {len(devices)} CPU devices in this process and {count} are to be compiled for: ask before its "
+            f"first computation, or set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        )
+    return devices[:count]
+
+
+def check_size(spec: str) -> None:
+    """Raises `UserError` for a mesh that is none, or larger than `MOST`."""
+    if (product := math.prod(sizes(spec).values())) > MOST:
+        raise UserError(f"mesh {spec!r} is of {product:,} devices: plan knows up to {MOST:,}")
+
+
+def grown(spec: str, most: int = MOST) -> list[dict[str, int]]:
+    """The meshes of 1, 2, 4 … `most` devices on the way through `spec`, whose first axis grows.
+
+    The others have their sizes, in meshes too small for them as much of it as there is, from the last on.
+
+    >>> [",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) for shape in grown("data=2,fsdp=4", 16)]
+    ['', 'fsdp=2', 'fsdp=4', 'data=2,fsdp=4', 'data=4,fsdp=4']
+    """
+    asked = sizes(spec)
+    first = first_axis(spec)
+    others = {axis: n for axis, n in asked.items() if axis != first}
+    kept, powers = math.prod(others.values()), [2**i for i in range(most.bit_length())]
+    counts = {math.prod(asked.values()), *powers, *(kept * n for n in powers)}
+    shapes = [_shape(n, first, others) for n in sorted(counts) if n <= most]
+    return [shape for shape in shapes if shape is not None]
+
+
+def _shape(count: int, first: str, others: Mapping[str, int]) -> dict[str, int] | None:
+    """None where so many devices make no such mesh."""
+    shape: dict[str, int] = {}
+    rest = count
+    for axis in reversed([*others]):
+        shape[axis] = math.gcd(rest, others[axis])
+        rest //= shape[axis]
+    whole = all(shape[axis] == n for axis, n in others.items())
+    return {axis: shape.get(axis, rest) for axis in AXES} if whole or rest == 1 else None
+
+
+def first_axis(spec: str) -> str:
+    """The axis that a mesh names first.
+
+    >>> first_axis("fsdp=4,data=2")
+    'fsdp'
+    """
+    return spec.partition("=")[0].strip()
+
+
+def on(recipe: Recipe, shape: Mapping[str, int]) -> Recipe:
+    """`recipe` on another mesh than its own, with as many rows for every device as on its own.
+
+    >>> from jaxtrain.recipes import RECIPES
+    >>> small = dataclasses.replace(RECIPES["gpt-stdlib"], mesh="data=2,fsdp=4")  # of 16 rows
+    >>> large = on(small, sizes("data=64,fsdp=4"))
+    >>> large.mesh, large.batch_size
+    ('data=64,fsdp=4', 512)
+    """
+    rows = recipe.batch_size // ways(resolved(recipe.mesh))
+    return dataclasses.replace(recipe, mesh=written(shape), batch_size=rows * ways(shape))
+
+
+def written(shape: Mapping[str, int]) -> str:
+    """A mesh as `sizes` reads it; its axes of size 1 are left out."""
+    return ",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or f"{AXES[0]}=1"
+
+
+class Scaling:
+    """The shares of a recipe that has a mesh, on that and on others; time is that of `device`."""
+
+    def __init__(self, recipe: Recipe, devices: Sequence[Any], device: Ceilings) -> None:
+        self._recipe, self._devices, self._device = recipe, devices, device
+        self._done: dict[str, Share] = {}
+
+    def share(self, shape: Mapping[str, int]) -> Share:
+        """Of one device on a mesh. Raises `UserError` for settings that make no step there."""
+        recipe = on(self._recipe, shape)
+        if recipe.mesh not in self._done:
+            self._done[str(recipe.mesh)] = self._compiled(recipe, shape)
+        return self._done[str(recipe.mesh)]
+
+    def _compiled(self, recipe: Recipe, shape: Mapping[str, int]) -> Share:
+        begin = time.perf_counter()
+        task, mesh = build(recipe), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
+        _, state, window, lowered = traced(recipe, task, mesh)
+        program = lowered.compile(_WITHOUT_CODE)
+        # What divides no rows divides their arithmetic.
+        flops, roofline = (x / (mesh.size // ways(shape)) for x in self._of_rows)
+        return Share(
+            recipe,
+            shape,
+            _memory(state, window, program),
+            communication(program.as_text(), mesh.shape),
+            flops,
+            roofline,
+            time.perf_counter() - begin,
+        )
+
+    @cached_property
+    def _of_rows(self) -> tuple[int, float]:
+        """FLOPs, and seconds, of one device that does all arithmetic of its rows."""
+        alone = dataclasses.replace(on(self._recipe, sizes("data=1")), mesh=None)
+        task = build(alone)
+        step = training_step(alone, task.loss_fn)
+        jaxpr = jax.make_jaxpr(step.pure)(abstract_state(step, task), abstract_batch(alone, task)).jaxpr
+        return sum(map(equation_flops, jaxpr.eqns)), seconds(jaxpr, self._device)
+
+
+def _memory(state: Any, window: Any, program: Any) -> Memory:
+    whole, peak = _bytes(state), peak_bytes(program)
+    parameters, batch = _bytes((state.params, state.model_state)), _bytes(window)
+    return Memory(
+        parameters=parameters,
+        optimizer=whole - parameters,
+        batch=batch,
+        temporaries=peak - whole - batch,
+        gradients=sum(4 * math.prod(_shard(x)) for x in jax.tree.leaves(state.params)),
+        peak=peak,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device."""
+    return sum(math.prod(_shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _shard(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return tuple(x.sharding.shard_shape(x.shape))

@@ -1,0 +1,79 @@
+"""Where the time of a training step should go, for a trace that does not tell: by the roofline of its operations.
+
+Each operation of the step's jaxpr takes as long as `jaxtrain.cost.roofline` says; a loop's as often as it runs.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxtrain.cost import Ceilings, seconds
+from jaxtrain.profile.kinds import kind_of_opcodes
+from jaxtrain.profile.program import ATTENTION, LIBRARIES, short
+from jaxtrain.profile.trace import Row, Span, rows
+from jaxtrain.transforms.jaxpr import inner_jaxprs
+
+# XLA's opcodes of the primitives that are called otherwise and are not elementwise.
+_OPCODES = {
+    "dot_general": "dot",
+    "ragged_dot_general": "dot",
+    "conv_general_dilated": "convolution",
+    "broadcast_in_dim": "broadcast",
+    "split": "slice",
+    "squeeze": "reshape",
+    "expand_dims": "reshape",
+    "rev": "reverse",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_gather": "all-gather",
+    "psum_scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+}
+
+
+def estimated_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> list[Row]:
+    """What so many steps should take, the most first; the rows add up to `jaxtrain.cost.seconds`, by the steps.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxtrain.cost.roofline import CPU
+    >>> step = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).T)(jnp.ones((512, 512))).jaxpr
+    >>> [(row.kind, row.count, row.top[0].name) for row in estimated_table(step, CPU, steps=10)]
+    [('matmul', 10, 'dot_general'), ('elementwise', 10, 'tanh'), ('copy', 10, 'transpose')]
+    """
+    went: dict[Span, float] = defaultdict(float)
+    counts: Counter[Span] = Counter()
+    for operation, once, times in _operations(step, device, steps):
+        went[operation] += 1e9 * once * times
+        counts[operation] += times
+    return rows(went, counts, top)
+
+
+def _operations(jaxpr: Jaxpr, device: Ceilings, times: int) -> Iterator[tuple[Span, float, int]]:
+    """(what it is, the seconds of one, how often it runs) of all that hold no others which cost more."""
+    for eqn in jaxpr.eqns:
+        inner, often, once = inner_jaxprs(eqn), times, seconds(jaxpr.replace(eqns=[eqn]), device)
+        if eqn.primitive.name == "scan":
+            often = times * int(eqn.params["length"])
+        elif eqn.primitive.name == "cond":
+            inner = [max(inner, key=lambda branch: seconds(branch, device))]
+        # Reductions and sorts hold a jaxpr too, of two scalars.
+        if inner and once * times <= sum(seconds(body, device) for body in inner) * often:
+            for body in inner:
+                yield from _operations(body, device, often)
+        else:
+            yield _told(eqn), once, times
+
+
+def _told(eqn: JaxprEqn) -> Span:
+    name = eqn.primitive.name
+    traceback = eqn.source_info.traceback
+    frames: list[Any] = [] if traceback is None else traceback.frames
+    kind = kind_of_opcodes({_OPCODES.get(name, name.replace("_", "-"))})
+    functions = {frame.function_name.rpartition(".")[2] for frame in frames}
+    if kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions):
+        kind = "attention"
+    written = (frame for frame in frames if not LIBRARIES.search(frame.file_name))
+    line = next((f"{short(frame.file_name)}:{frame.line_num}" for frame in written), "")
+    return Span(0, 0, name, kind, line)

@@ -1,0 +1,71 @@
+"""A run folder belongs to one process at a time."""
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+from jaxtrain.errors import UserError
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner.checkpoint import steps
+
+
+def check_free(run: RunFolder) -> None:
+    """Raises `UserError` where the folder holds a run already, or cannot be written."""
+    if run.config.exists():
+        raise UserError(f"{run.path} already holds a run: continue it with --resume, or choose another --out")
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"{run.path} is a file: choose another --out")
+    if steps(run.checkpoints):
+        raise UserError(f"{run.path} has checkpoints but no config.json: put it back, or choose another --out")
+    parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{parent} cannot be written: choose another --out")
+
+
+class RunLock:
+    """A run's folder held by one process, until it ends, however it ends: the kernel lets go of the lock, not we.
+
+    It is on the file `lock` in the folder, which says who took it last and is never deleted: to lock a file that
+    another process is about to delete would lock nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process holds it."""
+        return self._file is not None
+
+    def take(self) -> None:
+        """Lock the folder. Raises `UserError` where another process holds it."""
+        try:
+            file = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be written ({error.strerror}): choose another --out") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.write(file, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            holder = os.read(file, 1000).decode(errors="replace").strip() or "another process"
+            os.close(file)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise UserError(
+                    f"{self._path} is in use by {holder}: wait for it, stop it, or choose another --out"
+                ) from error
+            raise UserError(f"{self._path} cannot be locked ({error.strerror}): choose another --out") from error
+        self._file = file

@@ -1,0 +1,88 @@
+"""A linear layer's bias, recognised in a jaxpr: a vector added along the features of a matrix product.
+
+PyTorch adds it inside the product (`linear`, `addmm`, `conv2d`), so that under autocast the sum is in low precision
+too, rounded once. In a jaxpr it is an addition like any other.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jaxtrain.transforms.jaxpr import inner_jaxprs
+
+Atom = Var | Literal
+MadeBy = dict[Var, JaxprEqn]
+
+
+class Biased(NamedTuple):
+    """`total`, the sum; `bias`, which operand of it the bias is; `product`, the other, where nothing else uses it."""
+
+    total: Var
+    bias: int
+    product: Var | None
+
+
+def biased_products(jaxpr: Jaxpr) -> Iterator[Biased]:
+    """The sums of a product and its bias, in `jaxpr` and everything it calls.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def layer(x, w, b):
+    ...     return x @ w + b[None]
+    >>> traced = jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4))
+    >>> [(found.total.aval.shape, found.bias) for found in biased_products(traced.jaxpr)]
+    [((2, 4), 1)]
+    """
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    uses = Counter(v for v in [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)] if isinstance(v, Var))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "add":
+            for i in (0, 1):
+                product, bias = eqn.invars[1 - i], eqn.invars[i]
+                if _is_bias(bias, _feature_axes(product, made_by), made_by):
+                    yield Biased(eqn.outvars[0], i, _used_once(product, made_by, uses))
+        for inner in inner_jaxprs(eqn):
+            yield from biased_products(inner)
+
+
+def _used_once(var: Atom, made_by: MadeBy, uses: Counter[Var]) -> Var | None:
+    """The product that `var` is, or is a transpose of, unless it is used for something else too."""
+    eqn = _maker(var, made_by)
+    if isinstance(var, Literal) or eqn is None or uses[var] > 1:
+        return None
+    return _used_once(eqn.invars[0], made_by, uses) if eqn.primitive.name == "transpose" else var
+
+
+def _feature_axes(var: Atom, made_by: MadeBy) -> set[int]:
+    """The axes of `var` that may be of features; none where it is no product."""
+    eqn = _maker(var, made_by)
+    if eqn is None:
+        return set()
+    if eqn.primitive.name == "transpose":  # as vmap makes them
+        axes = _feature_axes(eqn.invars[0], made_by)
+        return {to for to, axis in enumerate(eqn.params["permutation"]) if axis in axes}
+    if eqn.primitive.name == "conv_general_dilated":
+        return {eqn.params["dimension_numbers"].out_spec[1]}
+    if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ()):
+        return set(range(_aval(var).ndim))
+    return set()
+
+
+def _is_bias(var: Atom, axes: set[int], made_by: MadeBy) -> bool:
+    """Whether `var` is a vector laid along one of those axes."""
+    eqn = _maker(var, made_by)
+    if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "reshape") or _aval(eqn.invars[0]).ndim != 1:
+        return False
+    if eqn.primitive.name == "broadcast_in_dim":
+        return set(eqn.params["broadcast_dimensions"]) <= axes
+    wide = {axis for axis, n in enumerate(_aval(var).shape) if n != 1}
+    return wide <= axes and len(wide) <= 1
+
+
+def _maker(var: Atom, made_by: MadeBy) -> JaxprEqn | None:
+    return None if isinstance(var, Literal) else made_by.get(var)
+
+
+def _aval(var: Atom) -> Any:
+    return var.aval

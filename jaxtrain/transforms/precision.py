@@ -1,0 +1,340 @@
+"""Mixed precision by program transformation: named policies, and autocast over the jaxpr.
+
+Which operation runs in which dtype is `autocast_lists`. Master parameters stay in `param_dtype`; a model written in
+plain float32 needs no change.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from jaxtrain.errors import UserError
+from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.autocast_lists import LISTS, Dtype
+from jaxtrain.transforms.bias import biased_products
+
+# These read each operand's own dtype, so that widening one to another's would add conversions PyTorch has not.
+_INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
+_LOW_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+_SETTLED = "autocast_settled"
+_LOW_OPERATION = "autocast_low_operation"
+_LOW_OPERATIONS: dict[str, Callable[..., jax.Array]] = {}  # by the name that their calls have in a jaxpr
+KERNEL = "autocast_kernel"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The dtypes of a computation, and what a float32 matrix product means on hardware that has cheaper ones.
+
+    With a `compute_dtype` the computation is autocast to it; without, its floating inputs are taken to `param_dtype`,
+    in which it then runs as it was written. `matmul_precision` is JAX's (`jax.default_matmul_precision`): "highest"
+    is PyTorch's default for float32 products on GPUs. Policies compose: what one is applied to inside a computation
+    under another keeps its own. `dataclasses.replace` makes variants.
+
+    >>> x = jnp.ones((2, 2))
+    >>> head = POLICIES["fp32"].apply(lambda x: x @ x)
+    >>> body_and_head = POLICIES["bf16"].apply(lambda x: (x @ x, head(x)))
+    >>> [y.dtype.name for y in body_and_head(x)]
+    ['bfloat16', 'float32']
+    """
+
+    param_dtype: Any
+    compute_dtype: Any = None
+    matmul_precision: str = "highest"
+    loss_scaling: bool = False
+
+    def cast_params(self, params: Any) -> Any:
+        """A copy of `params`, or of model state, with its floating leaves in `param_dtype`; others keep theirs.
+
+        Raises `UserError` for float64 where JAX is not set to have any.
+        """
+        self._check_available()
+        return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if _is_float(x) else None, copy=True), params)
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` computed as this policy says."""
+        inner = self._uncast(fn) if self.compute_dtype is None else autocast(fn, self.compute_dtype)
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            with jax.default_matmul_precision(self.matmul_precision):
+                return inner(*args, **kwargs)
+
+        return computed
+
+    def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            self._check_available()
+            args, kwargs = jax.tree.map(lambda x: _to(self.param_dtype, x) if _is_array(x) else x, (args, kwargs))
+            with autocast_disabled():
+                return fn(*args, **kwargs)
+
+        return computed
+
+    def _check_available(self) -> None:
+        if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
+            raise UserError("precision 'fp64' needs JAX's x64 mode: jax.config.update('jax_enable_x64', True)")
+
+
+POLICIES = {
+    "fp64": Policy(np.float64),
+    "fp32": Policy(np.float32),
+    "tf32": Policy(np.float32, matmul_precision="tensorfloat32"),
+    "bf16": Policy(np.float32, jnp.bfloat16, matmul_precision="default"),
+    "fp16": Policy(np.float32, np.float16, matmul_precision="default", loss_scaling=True),
+    "bf16_params": Policy(jnp.bfloat16, matmul_precision="default"),
+}
+"""By name. "bf16_params" has no float32 anywhere, as `model.bfloat16()`; the others keep master parameters."""
+
+
+def policy(precision: str | Policy) -> Policy:
+    """The policy of that name, or the one given.
+
+    >>> policy("fp16").loss_scaling
+    True
+    """
+    if isinstance(precision, Policy):
+        return precision
+    if precision not in POLICIES:
+        raise UserError(f"precision {precision!r} is unknown: choose one of {', '.join(POLICIES)}")
+    return POLICIES[precision]
+
+
+def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callable[..., Any]:
+    """`fn` with each operation in the dtype that `torch.autocast(device, dtype)` would run it in.
+
+    Matrix products and convolutions in `dtype`, with the bias of a linear layer; the float32 list of `device`
+    ("cuda" or "cpu": `autocast_lists`) in float32; every other operation in the widest dtype of its inputs. float64
+    is left alone. Scalars and literals do not widen. Loops keep the dtypes of their carries. The CUDA lists are the
+    default wherever this runs, so that a rehearsal on the CPU has the numerics of the training it rehearses.
+
+    >>> x = jnp.ones((2, 2))
+    >>> autocast(lambda x: x @ x, jnp.bfloat16)(x).dtype.name
+    'bfloat16'
+    >>> autocast(lambda x: jnp.exp(x @ x), jnp.bfloat16)(x).dtype.name
+    'float32'
+    """
+    if device not in LISTS:
+        raise UserError(f"autocast knows no lists for device {device!r}: choose one of {', '.join(LISTS)}")
+    lists = LISTS[device]
+
+    def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        biased = list(biased_products(closed.jaxpr))
+        biases = {found.total: found.bias for found in biased}
+        unrounded = {found.product for found in biased}
+        casts: WeakKeyDictionary[jaxpr.Run, _Casts] = WeakKeyDictionary()
+
+        def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+            name, to = eqn.primitive.name, casts.setdefault(run, _Casts())
+            args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
+            if jaxpr.in_scope(eqn, _SETTLED):
+                return jaxpr.as_traced(eqn, args)
+            if jaxpr.calls(eqn, KERNEL):
+                return _rounded_to_first(eqn, args)
+            if operation := low_operation(eqn):
+                return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
+            if name in jaxpr.HIGHER_ORDER:
+                return jaxpr.HIGHER_ORDER[name](eqn, args, run)
+            if eqn.outvars[0] in biases:
+                return _add_bias(eqn, args, biases[eqn.outvars[0]], dtype, to)
+            if eqn.outvars[0] in unrounded:
+                return _low_unrounded(eqn, args, dtype)
+            if name in lists:
+                return _LISTED[lists[name]](eqn, args, dtype, to)
+            if name == "convert_element_type" and _only_weakens(eqn):
+                return [eqn.primitive.bind(*args, **{**eqn.params, "weak_type": True})]
+            if name in _INDEPENDENT:
+                return jaxpr.bind(eqn, args)
+            if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
+                return jaxpr.as_traced(eqn, args)
+            with _within_kernel():
+                return jaxpr.bind(eqn, _widen(args, to))
+
+        with jax.named_scope(_SETTLED):  # an autocast within an autocast has the last word, as PyTorch's
+            return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
+
+    return jaxpr.retraced(fn, evaluate)
+
+
+def autocast_disabled() -> AbstractContextManager[None]:
+    """A region that autocast leaves in the dtypes it was written in, as `torch.autocast(…, enabled=False)`.
+
+    What is computed inside is, in float32 or as the code converts it itself; also to be used as a decorator.
+
+    >>> def fn(x):
+    ...     with autocast_disabled():
+    ...         return x @ x
+    >>> autocast(fn, jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+    'float32'
+    """
+    # Equations remember the scopes they were traced in, through jit, scan and differentiation.
+    return jax.named_scope(_SETTLED)
+
+
+def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a pure function of arrays as one operation, in no list, of which PyTorch has a kernel (batch_norm, gelu).
+
+    Autocast then does what the kernel does: it computes in float32 and rounds once, to the dtype of the first argument.
+
+    >>> def twice_cubed(x):
+    ...     return 2 * x**3
+    >>> autocast(lambda x: kernel(twice_cubed)(x @ x), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+    'bfloat16'
+    """
+    return jaxpr.named(KERNEL, fn)
+
+
+def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Mark a pure function of arrays as one operation of autocast's low-precision list: it is called again, on inputs
+    in autocast's dtype, and may choose by that dtype how it computes. For functions that live as long as the process.
+
+    >>> product = low_precision(lambda x: x @ x if x.dtype == jnp.bfloat16 else 0 * x)
+    >>> autocast(product, jnp.bfloat16)(jnp.ones((2, 2)))[0, 0].item(), product(jnp.ones((2, 2)))[0, 0].item()
+    (2.0, 0.0)
+    """
+    name = f"{_LOW_OPERATION}_{len(_LOW_OPERATIONS)}"
+    _LOW_OPERATIONS[name] = fn
+    return jaxpr.named(name, fn)
+
+
+class _Casts:
+    """Conversions of one body of equations. What is low-precision is widened once, however often it is used wide, so
+    that its gradients are summed before they are rounded."""
+
+    def __init__(self) -> None:
+        self._widened: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, dtype: Any, x: Any) -> Any:
+        if dtype != np.float32 or not _is_array(x) or x.dtype == np.float32:
+            return _to(dtype, x)
+        if id(x) not in self._widened:
+            self._widened[id(x)] = x, _to(dtype, x)
+        return self._widened[id(x)][1]
+
+
+def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
+    operands, sizes = args[:2], args[2:]  # of the groups of a grouped product
+    if not all(_is_low(x) for x in operands):
+        return jaxpr.as_traced(eqn, args)
+    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
+    return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
+
+
+def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
+    del dtype
+    return jaxpr.bind(eqn, _widen([to(np.float32, x) if _is_low(x) else x for x in args], to))
+
+
+def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
+    widest = _widest(args)
+    with _within_kernel():
+        return [_to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
+
+
+_LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
+
+
+def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+    """The product in float32, of low-precision operands; differentiated as the one that is rounded."""
+    if not all(_is_low(x) for x in args):
+        return jaxpr.as_traced(eqn, args)
+
+    @jax.custom_jvp
+    def product(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **{**eqn.params, "preferred_element_type": np.dtype(np.float32)})
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (x, y), (dx, dy) = primals, tangents
+        parts = [_low(eqn, ab, dtype, _Casts())[0] for ab in ([dx, y], [x, dy]) if not any(map(_is_zero, ab))]
+        with _within_kernel():
+            return product(x, y), _to(np.float32, functools.reduce(lax.add, parts))
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return [product(*(_to(dtype, x) for x in args))]
+
+
+def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
+    """The sum, rounded once, and the bias's gradient summed in float32, then rounded as PyTorch's kernel rounds it."""
+    product, bias = args[1 - which], args[which]
+    if not (_is_low(product) and _is_low(bias)):
+        return jaxpr.bind(eqn, _widen(args, to))
+    bias = _to(dtype, bias)
+    with _within_kernel():
+        bias = lax.broadcast_in_dim(_to(np.float32, bias), product.shape, range(product.ndim))
+        (total,) = jaxpr.bind(eqn, [to(np.float32, product), bias])
+        return [_to(dtype, total)]
+
+
+def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+    with _within_kernel():
+        outs = jaxpr.as_traced(eqn, args)
+        return [_to(args[0].dtype, outs[0]), *outs[1:]]
+
+
+def low_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+    """What computes the equation where it was marked by `low_precision`; None where it was not."""
+    named = _LOW_OPERATIONS.get(eqn.params.get("name", ""))
+    return named if named and jaxpr.calls(eqn, eqn.params["name"]) else None
+
+
+def _within_kernel() -> AbstractContextManager[None]:
+    """Conversions traced inside are those that PyTorch makes within a kernel, between memory and registers."""
+    return jax.named_scope(KERNEL)
+
+
+def _widen(args: list[Any], to: _Casts) -> list[Any]:
+    """Floating `args` in the widest dtype among them."""
+    widest = _widest(args)
+    return args if widest is None else [to(widest, x) if _is_float(x) else x for x in args]
+
+
+def _widest(args: list[Any]) -> Any:
+    """The widest floating dtype among those with dimensions; failing these, among the scalars; None without any."""
+    strong = [x for x in args if _is_float(x) and not getattr(x, "weak_type", isinstance(x, float))]
+    deciding = [x for x in strong if np.ndim(x)] or strong
+    return functools.reduce(_wider, (x.dtype for x in deciding)) if deciding else None
+
+
+def _wider(a: Any, b: Any) -> Any:
+    # Neither of bfloat16 and float16 holds the other: both fit float32.
+    return a if a == b else np.promote_types(np.promote_types(a, np.float32), b)
+
+
+def _weaken(invar: Any, x: Any) -> Any:
+    """A float literal as a Python number, so that neither it nor what is broadcast from it widens anything."""
+    return float(x) if isinstance(invar, Literal) and _is_float(x) else x
+
+
+def _to(dtype: Any, x: Any) -> Any:
+    return x if getattr(x, "dtype", None) == dtype else lax.convert_element_type(x, dtype)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", np.int32), np.floating)
+
+
+def _only_weakens(eqn: JaxprEqn) -> bool:
+    """Whether a conversion only says how wide a number is, as of `where`'s 1: it goes on not to widen anything."""
+    x: Any = eqn.invars[0].aval
+    strips = x.weak_type and x.dtype == eqn.params["new_dtype"]
+    return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not _is_float(x)))
+
+
+def _is_array(x: Any) -> bool:
+    return _is_float(x) and not isinstance(x, float)
+
+
+def _is_low(x: Any) -> bool:
+    return isinstance(x, float) or getattr(x, "dtype", None) in _LOW_FLOATS

@@ -1,0 +1,43 @@
+"""What a training step holds at its peak on a mesh of virtual devices, all of them together, beside what is predicted:
+`python -m tests.planning.measured_peak_on_mesh RECIPE SETTINGS …`, as `tests.planning.measured_peak`."""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+
+from jaxtrain.cost.roofline import CPU
+from jaxtrain.data.loader import Loader
+from jaxtrain.distributed import shard
+from jaxtrain.distributed.mesh import make_mesh, sizes
+from jaxtrain.planning.scaling import Scaling
+from jaxtrain.recipes import RECIPES
+from jaxtrain.runner.optimizer import training_step
+from jaxtrain.tasks import build
+from tests.planning.measured_peak import above_rest
+
+
+def main(name: str, settings: dict) -> None:
+    recipe = dataclasses.replace(RECIPES[name], **settings)
+    task, shape = build(recipe), sizes(recipe.mesh)
+    share = Scaling(recipe, jax.devices(), CPU).share(shape)
+    devices = jax.devices()[: share.devices]
+    step = shard(training_step(recipe, task.loss_fn), make_mesh(recipe.mesh, devices), task.sharding)
+    state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+    batch = jax.block_until_ready(step.place(next(Loader(task.train, recipe.batch_size, recipe.seed))))
+    state, peak = above_rest(step.jitted, state, batch)
+    measured = _held(state, batch) + peak
+    print(json.dumps({"predicted": share.memory.peak * share.devices, "measured": measured}), flush=True)
+
+
+def _held(state: Any, batch: Any) -> int:
+    """Bytes on all devices."""
+    arrays = jax.tree.leaves((state._replace(rng=jax.random.key_data(state.rng)), batch))
+    return sum(part.data.nbytes for x in arrays for part in x.addressable_shards)
+
+
+if __name__ == "__main__":
+    for recipe_name, written in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(recipe_name, json.loads(written))

@@ -1,0 +1,299 @@
+"""Plans: what is predicted, what is compiled, and what is chosen."""
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxtrain.cli import train
+from jaxtrain.cost.flops import flops
+from jaxtrain.cost.memory import host_memory, parsed_bytes, shown_bytes
+from jaxtrain.cost.roofline import CPU, ceilings, seconds
+from jaxtrain.cpu.workspace import cpu_workspace
+from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.planning import plan as planning
+from jaxtrain.planning.plan import Candidate, notes, plan
+from jaxtrain.recipes import RECIPES
+from jaxtrain.recipes.command import command
+from jaxtrain.runner.optimizer import training_step
+from jaxtrain.tasks import build
+
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+
+
+def pretended(monkeypatch, peak, *, invalid=lambda recipe: False):
+    """Compile nothing: the peak is a function of the recipe, the time of its arithmetic."""
+    taken = []
+
+    def compiled(recipe, task, device, devices=None):
+        taken.append(recipe)
+        if invalid(recipe):
+            raise UserError("no such step")
+        again = {"none": 1.0, "dots": 1.1, "full": 1.3}[recipe.remat]
+        faster = 1 if recipe.precision == "fp32" else 1 / device.half * device.tf32
+        return Candidate(recipe, peak(recipe), 10, 1, (again + 0.01 * recipe.accumulate) * faster, 0.0)
+
+    monkeypatch.setattr(planning, "compiled", compiled)
+    monkeypatch.setattr(
+        planning, "build", lambda recipe: SimpleNamespace(init=lambda: (np.zeros(1), None), loss_fn=None)
+    )
+    return taken
+
+
+def grows(recipe):
+    """Memory that micro-batches and what is kept of them take."""
+    kept = {"none": 10, "dots": 4, "full": 1}[recipe.remat] * (0.5 if recipe.precision == "bf16" else 1)
+    return int(100 + kept * recipe.batch_size // recipe.accumulate)
+
+
+def ran(recipe, memory, **options):
+    said = []
+    return plan(recipe, memory, said.append, **options), said
+
+
+RECIPE = dataclasses.replace(RECIPES["digits-mlp"], batch_size=64)
+
+
+def test_what_fits_as_it_is_compiles_once(monkeypatch):
+    taken = pretended(monkeypatch, grows)
+    found, said = ran(RECIPE, 740)
+    assert found.chosen.recipe == RECIPE
+    assert taken == said == [RECIPE]
+
+
+def test_the_recipe_is_the_first_row_and_less_accumulation_is_chosen_over_its_own(monkeypatch):
+    pretended(monkeypatch, grows)
+    own = dataclasses.replace(RECIPE, accumulate=8, remat="full")
+    found, _ = ran(own, 740)
+    assert found.candidates[0].recipe == own
+    assert (found.chosen.recipe.accumulate, found.chosen.recipe.remat) == (1, "none")
+
+
+def test_the_search_finds_what_trying_everything_finds(monkeypatch):
+    pretended(monkeypatch, grows)
+    divisors = [k for k in range(1, 65) if 64 % k == 0]
+    every = [dataclasses.replace(RECIPE, accumulate=k, remat=r) for k in divisors for r in ("none", "dots", "full")]
+    in_bf16 = [dataclasses.replace(recipe, precision="bf16") for recipe in every]
+
+    def times(recipes, memory):
+        return [planning.compiled(r, None, CPU).seconds for r in recipes if grows(r) <= memory]
+
+    for memory in [*range(101, 760, 13), 10_000]:
+        best = min(times(every, memory) or times(in_bf16, memory))
+        found, said = ran(RECIPE, memory)
+        assert found.chosen.seconds == best
+        assert found.chosen.peak_bytes <= memory
+        assert found.chosen.recipe.batch_size == 64
+        assert len(said) == len(set(said)) <= 15
+
+
+def test_numbers_are_kept_where_anything_fits_in_them(monkeypatch):
+    pretended(monkeypatch, grows)
+    monkeypatch.setattr(planning, "ceilings", lambda device: dataclasses.replace(CPU, half=4e12))
+    found, _ = ran(RECIPE, 740)
+    assert found.chosen.recipe.precision == "fp32"
+    assert [note for note in notes(found) if "bf16 fits too and takes 0.10 times as long" in note]
+    found, _ = ran(RECIPE, 740, precisions=["fp32"])
+    assert {c.recipe.precision for c in found.candidates} == {"fp32"}
+    monkeypatch.setattr(planning, "ceilings", lambda device: CPU)
+    pretended(monkeypatch, lambda recipe: grows(recipe) + 100 * (recipe.precision == "fp32"))
+    found, _ = ran(RECIPE, 150)
+    assert found.chosen.recipe.precision == "bf16"
+    assert notes(found) == ["nothing fits in fp32: bf16 rounds otherwise"]
+
+
+def test_nothing_that_fits_is_told_with_the_least_found(monkeypatch):
+    pretended(monkeypatch, grows)
+    with pytest.raises(
+        RunFailed, match=r"nothing fits 90 B: the least found is 100 B, 10 B of it the state, with"
+    ) as at:
+        ran(RECIPE, 90)
+    assert "\n" not in str(at.value)
+    assert at.value.exit_status == 1
+    taken = pretended(monkeypatch, grows)
+    with pytest.raises(RunFailed, match=r"nothing fits 5 B: parameters and optimizer state alone take \d+ B"):
+        ran(RECIPE, 5)
+    assert not taken
+
+
+def test_policies_and_micro_batches_that_make_no_step_are_left_out(monkeypatch):
+    pretended(monkeypatch, grows, invalid=lambda r: r.remat == "dots" or r.batch_size // r.accumulate < 4)
+    found, _ = ran(RECIPE, 110)
+    assert (found.chosen.recipe.remat, found.chosen.micro_batch) == ("full", 8)
+    pretended(monkeypatch, grows, invalid=lambda r: True)
+    with pytest.raises(UserError, match="no such step"):
+        ran(RECIPE, 110)
+    with pytest.raises(UserError, match="divisible"):
+        ran(dataclasses.replace(RECIPE, accumulate=3), 110)
+
+
+def test_batch_norm_is_told_of():
+    own = Candidate(RECIPE, 10, 5, 1, 1.0, 0.0)
+    finer = dataclasses.replace(own, recipe=dataclasses.replace(RECIPE, accumulate=4))
+    found = planning.Plan(10, [own, finer], finer, batch_norm=True)
+    assert notes(found) == ["BatchNorm's statistics are of a micro-batch: of 16 examples now, of 64 before"]
+    assert notes(dataclasses.replace(found, chosen=own)) == []
+
+
+def test_planning_allocates_nothing_and_counts_every_micro_batch():
+    small = dataclasses.replace(RECIPES["digits-resnet"], batch_size=8, width=8)
+    task = build(small)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    whole, four = (planning.compiled(dataclasses.replace(small, accumulate=k), task, CPU) for k in (1, 4))
+    assert sum(x.nbytes for x in jax.live_arrays()) == before
+    step = training_step(small, task.loss_fn)
+    state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=0)
+    batch = {name: np.stack([task.train[i][name] for i in range(8)]) for name in task.train[0]}
+    assert whole.flops == flops(step.pure, state, batch) > 1e6
+    # XLA's own count has a loop's body once.
+    assert abs(four.flops / whole.flops - 1) < 0.01
+    assert four.seconds > whole.seconds
+    assert four.peak_bytes < whole.peak_bytes
+    held = sum(x.nbytes for x in jax.tree.leaves(state._replace(rng=jax.random.key_data(state.rng))))
+    assert 0 <= held - whole.state_bytes <= 16  # a scalar or two come out elsewhere
+
+
+def test_a_mesh_is_planned_for_the_memory_of_one_device():
+    recipe = dataclasses.replace(RECIPES["digits-mlp"], hidden=512, mesh="fsdp=4", batch_size=16)
+    found, _ = ran(recipe, 10_000_000)
+    assert found.chosen.recipe == recipe
+    alone = planning.compiled(dataclasses.replace(recipe, mesh=None), build(recipe), CPU)
+    assert 0.2 < found.chosen.state_bytes / alone.state_bytes < 0.4
+
+
+def test_the_estimate_is_a_roofline():
+    def of(fn, *shapes, device=CPU):
+        return seconds(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)).jaxpr, device)
+
+    free = dataclasses.replace(CPU, start=0.0)
+    n = 4096
+    exact = "highest"
+    large = of(lambda a, b: jnp.matmul(a, b, precision=exact), (n, n), (n, n), device=free)
+    assert large == 2 * n**3 / free.fp32
+    row = of(lambda a, b: jnp.matmul(a, b, precision=exact), (1, n), (n, n), device=free)
+    assert row == pytest.approx(4 * (n * n + 2 * n) / free.bandwidth)
+    tensor_cores = dataclasses.replace(free, tf32=10 * free.fp32, half=100 * free.fp32)
+    assert of(lambda a, b: a @ b, (n, n), (n, n), device=tensor_cores) == large / 10
+    half = of(lambda a, b: a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16), (n, n), (n, n), device=tensor_cores)
+    assert large / 100 < half < large / 10
+    one = of(jnp.sin, (n, n))
+    assert of(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=5)[0], (n, n)) == pytest.approx(
+        5 * one
+    )
+    assert of(lambda x: lax.cond(x[0] > 0, lambda y: y, lambda y: jnp.sin(jnp.sin(y)), x), (n,)) >= of(jnp.sin, (n,))
+    h100 = ceilings(SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3"))
+    assert h100.half / h100.fp32 > 10
+    assert ceilings(SimpleNamespace(platform="gpu", device_kind="Unheard Of")).half > 1e14
+    assert ceilings(jax.devices("cpu")[0]) == CPU
+
+
+def test_workspaces_of_the_cpu_library():
+    def of(fn, *shapes):
+        arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        return cpu_workspace(jax.jit(fn).lower(*arrays).compile().as_text())
+
+    def convolved(x, w, stride=1):
+        return lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    kernel = 4 * 3 * 3 * 32 * 32
+    assert of(convolved, (8, 16, 16, 32), (3, 3, 32, 32)) == 4 * 8 * 18 * 18 * 32 + kernel
+    assert of(lambda x: x.sum(0), (64, 20_000)) == 4 * 64 * 20_000
+    assert of(lambda x: x.sum(0), (64, 10_000)) == 4 * 64 * 10_000 // 3
+    assert of(lambda x: x.sum(1), (64, 10_000)) == 0
+    assert of(jnp.sin, (64, 64)) == 0
+
+
+def test_amounts_of_memory():
+    assert parsed_bytes("16GiB") == 16 * 2**30
+    assert parsed_bytes("0.5 KB") == 500
+    for wrong in (
+        "16",
+        "",
+        "GiB",
+        "-1GiB",
+        "1e3GiB",
+        "nanGiB",
+        "0MiB",
+        "16 gib",
+        "١GiB",
+        "1" * 400 + "GiB",
+        "16GiB\n2",
+    ):
+        with pytest.raises(UserError, match="is no amount of memory: write it with its unit, as in 16GiB or 40GB"):
+            parsed_bytes(wrong)
+    assert [shown_bytes(n) for n in (5, 2048, 12 * MIB, 1536 * MIB)] == ["5 B", "2.00 KiB", "12.0 MiB", "1.50 GiB"]
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path):
+    whole = host_memory(())
+    limited, free = tmp_path / "memory.max", tmp_path / "max"
+    limited.write_text("1048576\n")
+    free.write_text("max\n")
+    assert host_memory((limited, free, tmp_path / "absent")) == MIB
+    assert host_memory((free,)) == whole > MIB
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_command_makes_the_recipe(name):
+    changed = dataclasses.replace(
+        RECIPES[name], batch_size=48, accumulate=4, remat="names:a,b", unroll=True, optimizer="sgd(momentum=0.9)"
+    )
+    for recipe in (RECIPES[name], changed):
+        words = shlex.split(command("train", name, recipe))
+        assert words[:3] == ["jaxtrain", "train", name]
+        assert train._parse(RECIPES[name], name, train._place([])[0], words[3:]).recipe == recipe
+
+
+def measured(*asked):
+    """What steps hold at their peak and what was predicted, in a process of its own."""
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    arguments = [part for name, settings in asked for part in (name, json.dumps(settings))]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.planning.measured_peak", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_the_predicted_peak_is_the_measured_one():
+    asked = [
+        ("gpt-stdlib", {"n_layer": 2, "eval_sequences": 16}),
+        ("digits-resnet", {"batch_size": 512}),
+        ("digits-mlp", {"batch_size": 512, "hidden": 8192}),
+    ]
+    for found in measured(*asked):
+        assert found["predicted"] > 40 * MIB
+        assert abs(found["predicted"] / found["measured"] - 1) < 0.1, found
+
+
+@pytest.mark.nightly
+def test_the_predicted_peak_is_the_measured_one_for_many():
+    asked = [
+        ("gpt-stdlib", {"batch_size": 32, "accumulate": 4}),
+        ("gpt-stdlib", {"batch_size": 32, "remat": "full"}),
+        ("gpt-stdlib", {"batch_size": 32, "remat": "dots", "precision": "bf16"}),
+        ("llama-stdlib", {}),
+        ("bert-stdlib", {}),
+        ("t5-dates", {"batch_size": 256}),
+        ("digits-resnet", {"batch_size": 1024, "accumulate": 2}),
+        ("digits-mlp", {"batch_size": 512, "hidden": 20_000}),
+        ("digits-mlp", {"batch_size": 16, "hidden": 200_000, "precision": "fp16"}),
+    ]
+    for (name, settings), found in zip(asked, measured(*asked), strict=True):
+        assert abs(found["predicted"] / found["measured"] - 1) < 0.1, (name, settings, found)

@@ -1,0 +1,380 @@
+"""What a device holds and sends on meshes larger than the machine, against closed forms, and what is told of it."""
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.cli import main
+from jaxtrain.cli import plan as plan_command
+from jaxtrain.cost.communication import _group, communication
+from jaxtrain.cost.memory import parsed_bandwidth
+from jaxtrain.cost.roofline import CPU, named
+from jaxtrain.distributed import make_mesh
+from jaxtrain.distributed.mesh import sizes
+from jaxtrain.errors import UserError
+from jaxtrain.planning.scaling import MOST, Scaling, grown, on, virtual_devices
+from jaxtrain.recipes import RECIPES
+from jaxtrain.tasks import build
+
+ROOT = Path(__file__).parent.parent.parent
+MLP = dataclasses.replace(RECIPES["digits-mlp"], hidden=64, batch_size=16)
+
+
+def sent(hlo, mesh):
+    return {(t.kind, t.axes): (t.times, t.sent) for t in communication(hlo, mesh).traffic}
+
+
+def program(*lines, before=""):
+    return f"{before}ENTRY %main (x: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+
+def test_collectives_that_are_written_are_counted_as_they_are_written():
+    mesh = make_mesh("data=2,fsdp=2", jax.devices())
+
+    def fn(x):
+        looped, _ = lax.scan(lambda c, _: (lax.pmax(c, "fsdp") * 0.5, None), x, None, length=3)
+        return (
+            lax.psum(x, "data"),
+            lax.all_gather(x, "fsdp"),
+            lax.psum_scatter(x, ("data", "fsdp"), tiled=True),
+            lax.all_to_all(x, "fsdp", 0, 0, tiled=True),
+            lax.ppermute(x, "data", [(0, 1), (1, 0)]),
+            looped,
+        )
+
+    rows = P(("data", "fsdp"))
+    local = jax.shard_map(fn, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    compiled = jax.jit(local).lower(jax.ShapeDtypeStruct((4 * 8, 16), np.float32)).compile()
+    of_device = 4 * 8 * 16
+    assert sent(compiled.as_text(), mesh.shape) == {
+        ("all-reduce", ("data",)): (1, 2 * of_device / 2),
+        ("all-gather", ("fsdp",)): (1, of_device),
+        ("reduce-scatter", ("data", "fsdp")): (1, of_device * 3 / 4),
+        ("all-to-all", ("fsdp",)): (1, of_device / 2),
+        ("collective-permute", ("data",)): (1, of_device),
+        ("all-reduce", ("fsdp",)): (3, 3 * 2 * of_device / 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "group"),
+    [
+        ("{}", [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("{{0,2},{1,3},{4,6},{5,7}}", [0, 2]),
+        ("[4,2]<=[8]", [0, 1]),
+        ("[2,4]<=[4,2]T(1,0)", [0, 2, 4, 6]),
+        ("[4,2]<=[2,2,2]T(2,1,0)", [0, 4]),
+        ("mesh['a'=2,'b'=4] {'b'}", [0, 1, 2, 3]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]),
+        ("mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}", [0, 2]),
+        ("mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}", [0, 2, 4, 6]),
+        ("mesh['a'=8] {'a':(1)2}", [0, 4]),
+        ("mesh['a'=8] {'a':(2)2}", [0, 2]),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", [0, 1, 4, 5]),
+    ],
+)
+def test_who_takes_part_is_read_however_it_is_written(written, group):
+    assert _group(f", channel_id=1, replica_groups={written}, dimensions={{0}}", 8).tolist() == group
+
+
+def test_axes_are_those_along_which_the_devices_differ():
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    for groups, axes in {"[4,2]<=[8]": ("tensor",), "[2,4]<=[4,2]T(1,0)": ("data", "fsdp")}.items():
+        hlo = program(f"ROOT %y = bf16[8]{{0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}")
+        assert [t.axes for t in communication(hlo, mesh).traffic] == [axes]
+    alone = program("ROOT %y = f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add")
+    assert communication(alone, mesh).sent == 0
+
+
+def test_what_is_begun_and_awaited_counts_once():
+    hlo = program(
+        "%g = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,2]<=[2], dimensions={0}",
+        "%h = f32[8]{0} all-gather-done(%g)",
+        "%p = (bf16[6]{0}, bf16[6]{0}, u32[], u32[]) collective-permute-start(%h), source_target_pairs={{0,1},{1,0}}",
+        "%q = bf16[6]{0} collective-permute-done(%p)",
+        "%r = f32[8]{0} all-reduce-start(%h), replica_groups={{0,1}}, to_apply=%add",
+        "ROOT %s = f32[8]{0} all-reduce-done(%r)",
+    )
+    assert sent(hlo, {"data": 2}) == {
+        ("all-gather", ("data",)): (1, 16),
+        ("collective-permute", ("data",)): (1, 12),
+        ("all-reduce", ("data",)): (1, 32),
+    }
+
+
+def test_loops_and_branches():
+    summed = "  %r = f32[{}]{{0}} all-reduce(%s), replica_groups={{}}, to_apply=%add"
+    before = "".join(f"%of_{n} (s: f32[8]) -> f32[8] {{\n{summed.format(n)}\n}}\n" for n in (2, 8))
+    before += (
+        "%body (s: f32[8]) -> f32[8] {\n"
+        "  ROOT %c = f32[8]{0} conditional(%p, %s, %s), branch_computations={%of_2, %of_8}\n}\n"
+        "%condition (s: f32[8]) -> pred[] {\n  ROOT %t = pred[] constant(true)\n}\n"
+    )
+    loop = "ROOT %w = f32[8]{0} while(%x), condition=%condition, body=%body"
+    known = communication(program(loop + ', backend_config={"known_trip_count":{"n":"5"}}', before=before), {"data": 2})
+    assert known == (((("all-reduce", ("data",), 5, 5 * 32.0)),), 0)
+    unknown = communication(program(loop, before=before), {"data": 2})
+    assert unknown == (((("all-reduce", ("data",), 1, 32.0)),), 1)
+
+
+@pytest.mark.parametrize(
+    ("use", "kind"),
+    [
+        ("ROOT %d = f32[2]{0} dynamic-slice(%r, %at), dynamic_slice_sizes={2}", "reduce-scatter"),
+        ("ROOT %d = f32[4]{0} dynamic-slice(%r, %at), dynamic_slice_sizes={4}", "all-reduce"),
+        ("ROOT %d = f32[1]{0} dynamic-slice(%r, %at), dynamic_slice_sizes={1}", "all-reduce"),
+        ("ROOT %d = f32[8]{0} negate(%r)", "all-reduce"),
+        ("%f = f32[8]{0} fusion(%r), calls=%same\n  ROOT %d = f32[8]{0} negate(%f)", "all-reduce"),
+        ("ROOT %f = f32[2]{0} fusion(%at, %r), kind=kLoop, calls=%cut", "reduce-scatter"),
+        ("ROOT %f = f32[2]{0} fusion(%r, %at), kind=kLoop, calls=%cut", "all-reduce"),
+        (
+            "%f = f32[8]{0} fusion(%r), kind=kLoop, calls=%same\n  %d = f32[2]{0} dynamic-slice(%f, %at)",
+            "reduce-scatter",
+        ),
+        ("%d = f32[2]{0} dynamic-slice(%r, %at)\n  ROOT %e = f32[8]{0} negate(%r)", "all-reduce"),
+    ],
+)
+def test_a_sum_of_which_every_device_keeps_its_part_is_a_reduce_scatter(use, kind):
+    before = (
+        "%cut (at: s32[], whole: f32[8]) -> f32[2] {\n  %at = s32[] parameter(0)\n  %whole = f32[8]{0} parameter(1)\n"
+        "  %b = f32[8]{0} bitcast(%whole)\n  ROOT %part = f32[2]{0} dynamic-slice(%b, %at)\n}\n"
+        "%same (whole: f32[8]) -> f32[8] {\n  %whole = f32[8]{0} parameter(0)\n"
+        "  ROOT %b = f32[8]{0} copy(%whole)\n}\n"
+    )
+    hlo = program("%r = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add", use, before=before)
+    assert sent(hlo, {"fsdp": 4}) == {(kind, ("fsdp",)): (1, 32 * 3 / 4 * (2 if kind == "all-reduce" else 1))}
+
+
+def test_of_several_sums_in_one_each_counts_as_what_it_is():
+    hlo = program(
+        "%r = (f32[8]{0}, /*index=1*/f32[16]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add",
+        "%whole = f32[8]{0} get-tuple-element(%r), index=0",
+        "%both = f32[16]{0} get-tuple-element(%r), index=1",
+        "%part = f32[4]{0} dynamic-slice(%both, %at), dynamic_slice_sizes={4}",
+        "ROOT %n = f32[8]{0} negate(%whole)",
+    )
+    assert sent(hlo, {"fsdp": 4}) == {
+        ("all-reduce", ("fsdp",)): (1, 2 * 32 * 3 / 4),
+        ("reduce-scatter", ("fsdp",)): (1, 64 * 3 / 4),
+    }
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        communication("HloModule nothing", {"data": 2})
+    with pytest.raises(ValueError, match="without the devices"):
+        communication(program("%y = f32[8]{0} all-gather(%x), dimensions={0}"), {"data": 2})
+
+
+def floats(tree):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4"])
+def test_gpt2_sends_what_the_closed_form_says(mesh):
+    k, n = 2, 4
+    sizes_of_model = {"n_layer": 3, "n_embd": 16, "n_head": 2, "seq_len": 8}
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes_of_model, batch_size=8 * k, accumulate=k, mesh=mesh)
+    share = Scaling(recipe, jax.devices(), CPU).share(sizes(mesh))
+    params = jax.eval_shape(build(recipe).init)[0]
+    blocks, wte, wpe, ends = (floats(params[part]) for part in ("blocks", "wte", "wpe", "ln_f"))
+    kernels = floats([params["blocks"][layer]["kernel"] for layer in ("qkv", "attn_proj", "fc", "mlp_proj")])
+    scales = floats([params["blocks"][layer]["scale"] for layer in ("ln_1", "ln_2")])
+    one_way, traffic = 4 * (n - 1) / n, {t.kind: t.sent for t in share.communication.traffic}
+    # The embedding's gradient comes from the lookup and from the logits, and each is summed over devices.
+    gradients = blocks + 2 * wte + ends
+    if mesh == "data=4":
+        assert traffic == {"all-reduce": 2 * one_way * k * (gradients + wpe + 1)}  # and the loss
+    else:
+        # A block for the forward pass, what its gradients need for the backward pass; the rest once in a step.
+        once = 2 * wte + wpe + ends + floats(params["ln_f"]["scale"])
+        assert traffic["all-gather"] == one_way * (k * (blocks + kernels + scales) + once)
+        assert traffic["reduce-scatter"] == one_way * k * gradients
+        # What is scattered into the table of positions is not cut where it is summed; scalars are few.
+        assert 0 <= traffic["all-reduce"] - 2 * one_way * k * wpe < 2 * one_way * 100
+    memory, parts = share.memory, 1 if mesh == "data=4" else n
+    assert memory.parameters == memory.gradients == 4 * floats(params) / parts
+    assert 0 <= memory.optimizer - 2 * memory.parameters <= 40
+    assert memory.batch == 4 * k * (8 // n) * (recipe.seq_len + 1)
+    assert memory.peak == memory.parameters + memory.optimizer + memory.batch + memory.temporaries
+    assert (share.rows, share.devices, share.communication.endless) == (2, 4, 0)
+
+
+def test_a_mesh_grows_by_its_first_axis():
+    places = [(1, 1), (3, 1), (3, 2), (3, 3), (3, 4), (3, 8), (3, 16), (3, 32)]
+    assert grown("fsdp=3,data=3", 100) == [sizes(f"data={data},fsdp={fsdp}") for data, fsdp in places]
+    assert [math.prod(shape.values()) for shape in grown("data=8")] == [2**i for i in range(11)]
+    assert [math.prod(shape.values()) for shape in grown("tensor=2,data=4")] == [2**i for i in range(11)]
+    for shape in grown("data=2,fsdp=4"):
+        recipe = on(dataclasses.replace(MLP, mesh="data=2,fsdp=4"), shape)
+        assert recipe.batch_size == 2 * shape["data"] * shape["fsdp"]
+
+
+def test_arithmetic_is_that_of_a_devices_rows():
+    shares = Scaling(dataclasses.replace(MLP, mesh="tensor=2"), jax.devices(), CPU)
+    halved, of_rows = (shares.share(sizes(mesh)) for mesh in ("tensor=2", "data=2"))
+    assert 2 * halved.flops == of_rows.flops == 3 * 2 * 16 * 64 * (64 + 10) - 2 * 16 * 64 * 64
+    assert 2 * halved.seconds == of_rows.seconds
+    assert (halved.recipe.batch_size, of_rows.recipe.batch_size) == (16, 32)
+
+
+def test_virtual_devices_are_those_there_are():
+    assert virtual_devices(4) == jax.devices()[:4]
+    with pytest.raises(UserError, match="JAX has 4 CPU devices in this process and 1024 are to be compiled for"):
+        virtual_devices(MOST)
+
+
+def ran(capsys, command):
+    status = main(shlex.split(command))
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+@pytest.fixture
+def of_four_devices(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(plan_command, "MOST", 4)
+
+
+RECIPE = "digits-mlp --hidden 64 --batch-size 16"
+
+
+@pytest.mark.usefixtures("of_four_devices")
+def test_a_mesh_is_told_of_and_how_it_grows(capsys):
+    status, out, err = ran(capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 8GB/s --device h100 --memory 16GiB --json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["grows"], found["device"], found["bandwidth_bytes_per_s"]) == ("data", "NVIDIA H100", 8e9)
+    assert [(row["devices"], row["mesh"], row["batch_size"]) for row in found["rows"]] == [
+        (1, "data=1", 8),
+        (2, "data=2", 16),
+        (4, "data=4", 32),
+    ]
+    assert {row["micro_batch_per_device"] for row in found["rows"]} == {8}
+    assert found["own"] == found["rows"][1]
+    one, two, four = (row["sent_bytes"] for row in found["rows"])
+    gradients = 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    assert (one, two, four) == (0, gradients + 4 * 2, (gradients + 4 * 2) * 3 / 2)
+    own = found["own"]
+    assert own["communication_s"] == two / 8e9
+    assert own["communication_share"] == own["communication_s"] / (own["communication_s"] + own["compute_s"])
+    assert own["peak_bytes"] == sum(
+        own[f"{part}_bytes"] for part in ("parameters", "optimizer", "batch", "temporaries")
+    )
+    assert found["command"] == "jaxtrain train digits-mlp --batch-size 16 --mesh data=2 --hidden 64"
+
+
+@pytest.mark.usefixtures("of_four_devices")
+def test_where_nothing_fits_all_is_told_before(capsys):
+    status, out, err = ran(capsys, f"plan {RECIPE} --mesh fsdp=2 --memory 10KiB")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("jaxtrain: nothing fits 10.0 KiB: parameters and optimizer state alone take ")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["digits-mlp", "·", "fsdp=2", "·", "10.0", "KiB", "a", "device"]
+    assert ["compiling", "for", "fsdp=4,", "3", "of", "3", "…"] in lines
+    assert [row[0] for row in lines if "KiB" in row and "over" not in row].count("reduce-scatter") == 1
+    assert ["devices", "mesh", "micro-batch", "memory", "sent"] in lines
+    assert [row[:4] for row in lines if row[:1] == ["✗"]] == [
+        ["✗", "1", "data=1", "8"],
+        ["✗", "2", "fsdp=2", "8"],
+        ["✗", "4", "fsdp=4", "8"],
+    ]
+    assert "fsdp grows; all of it is of one device, whose 8 rows of a micro-batch stay" in out
+
+
+@pytest.mark.usefixtures("of_four_devices")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--mesh data=3", "batch_size 16 is not divisible by accumulate 1 × the 3 devices of mesh 'data=3'"),
+        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': choose of data, fsdp"),
+        ("--mesh data=2,data=2", "says data twice"),
+        ("--mesh data=0", "gives data the size '0'"),
+        ("--mesh data=2048", "mesh 'data=2048' is of 2,048 devices: plan knows up to 1,024"),
+        ("--mesh data=2 --bandwidth 50GB", "'50GB' is no bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s"),
+        ("--mesh data=2 --memory 50", "'50' is no amount of memory"),
+        ("--mesh data=2 --device abacus", "device 'abacus' is not known: choose one of H200, H100, A100, L4, V100, T4"),
+        ("--bandwidth 50GB/s", "--bandwidth is of the devices of a mesh: say which, as in --mesh data=8"),
+        ("--device H100", "--device is of the devices of a mesh"),
+    ],
+)
+def test_wrong_usage_is_one_line(flags, said, capsys):
+    status, _, err = ran(capsys, f"plan {RECIPE} {flags}")
+    assert status == 2
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("of_four_devices")
+def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
+    first = Scaling(dataclasses.replace(MLP, mesh="data=2"), jax.devices(), CPU).share(sizes("data=2"))
+
+    def up_to_two(self, recipe, shape):
+        if shape["data"] > 2:
+            raise UserError("too many: take fewer")
+        return dataclasses.replace(first, recipe=recipe, mesh=shape)
+
+    monkeypatch.setattr(Scaling, "_compiled", up_to_two)
+    status, out, _ = ran(capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 400Gbit/s")
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert ["devices", "mesh", "micro-batch", "memory", "sent", "time", "share"] in lines
+    assert [row[:3] for row in lines if row[:1] in (["1"], ["→"])] == [["1", "data=1", "8"], ["→", "2", "data=2"]]
+    assert ["it", "sends", "in", "a", "step", "over", "times", "bytes", "at", "50", "GB/s"] in lines
+    assert "data=4 and larger: too many: take fewer" in out.splitlines()
+
+
+def test_bandwidths_and_devices():
+    assert parsed_bandwidth("50GB/s") == parsed_bandwidth("400 Gbit/s") == 50e9
+    assert parsed_bandwidth("1.5GiB/s") == 1.5 * 2**30
+    for wrong in ("50", "50GB", "50 gb/s", "-1GB/s", "0GB/s", "50Gbit", "1e3GB/s", ""):
+        with pytest.raises(UserError, match="is no bandwidth: write it with its unit"):
+            parsed_bandwidth(wrong)
+    assert named("NVIDIA H100") == named("h100")
+    assert named("H100")[1].half > named("A100")[1].half
+
+
+def in_a_process(module, *arguments, devices):
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    alone = f" --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags + alone}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_to_1024_devices():
+    out = in_a_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
+    rows = json.loads(out)["rows"]
+    assert [row["devices"] for row in rows] == [2**i for i in range(11)]
+    of_fsdp, largest = rows[2], rows[-1]
+    assert largest["mesh"] == "data=256,fsdp=4"
+    assert largest["batch_size"] == 2 * 1024
+    assert largest["parameters_bytes"] == of_fsdp["parameters_bytes"]
+    assert largest["sent_bytes"] > of_fsdp["sent_bytes"]
+    over_data = [t["sent"] for row in rows for t in row["traffic"] if t["axes"] == ["data"]]
+    # What an all-reduce sends goes to twice what there is to reduce.
+    assert over_data == pytest.approx([over_data[-1] * (n - 1) / n / (255 / 256) for n in [2**i for i in range(1, 9)]])
+
+
+@pytest.mark.slow
+def test_the_predicted_memory_is_the_measured_one():
+    meshes = ["data=1", "fsdp=2", "fsdp=4", "fsdp=8"]
+    asked = [("gpt-stdlib", json.dumps({"n_layer": 2, "batch_size": 32, "mesh": mesh})) for mesh in meshes]
+    out = in_a_process("tests.planning.measured_peak_on_mesh", *[x for pair in asked for x in pair], devices=8)
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert len(found) == len(meshes)
+    for mesh, of_mesh in zip(meshes, found, strict=True):
+        assert abs(of_mesh["predicted"] / of_mesh["measured"] - 1) < 0.1, (mesh, of_mesh)

@@ -1,0 +1,189 @@
+"""Profiles: kinds of work by name and by opcode, lines of a program, and time divided among what runs."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.cost.roofline import CPU, seconds
+from jaxtrain.errors import RunFailed
+from jaxtrain.models.attention import attention
+from jaxtrain.profile.estimate import estimated_table
+from jaxtrain.profile.kinds import KINDS, kind_of_kernel, kind_of_opcodes
+from jaxtrain.profile.program import operations
+from jaxtrain.profile.trace import INPUT, Span, StepTrace, _divided, lines_of_now, newest_trace, rows, time_table
+
+# As NVIDIA's profilers show them, of training steps on A100 and H100; XLA's own after its instructions.
+KERNELS = {
+    "matmul": [
+        "ampere_sgemm_128x64_nn",
+        "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4_execute_kernel",
+        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x128_16x5_nn_align4>(cutlass::Params)",
+        "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT_gemm",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
+        "gemm_fusion_dot_12_0",
+        "void splitKreduce_kernel<32, 16, int, float, float, float, float>(cublasSplitKParams<float>)",
+        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(cublasGemvParams)",
+    ],
+    "convolution": [
+        "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc_tilesize128x64x16_stage4_execute_kernel_cudnn",
+        "sm86_xmma_dgrad_implicit_gemm_indexed_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_kernel_cudnn",
+        "sm80_xmma_wgrad_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nhwc_tilesize128x128x16_stage4_kernel_cudnn",
+        "void cudnn::winograd_nonfused::winogradForwardData4x4<float, float>(cudnn::WinogradDataParams<float, float>)",
+        "__cudnn$convForward",
+    ],
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>(Flash_fwd_params)",
+        "fmha_v2_flash_attention_fp16_64_64_S_64_sm80_kernel",
+        "__cudnn$fmhaSoftmaxBackward",
+    ],
+    "collective": [
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "all-reduce-start.1",
+        "reduce-scatter.4",
+    ],
+    "copy": [
+        "MemcpyD2D",
+        "MemcpyH2D",
+        "Memset",
+        "wrapped_transpose",
+        "copy_fusion.3",
+        "loop_dynamic_update_slice_fusion",
+    ],
+    "elementwise": [
+        "loop_add_fusion",
+        "input_reduce_fusion_2",
+        "loop_convert_fusion_7",
+        "input_multiply_reduce_fusion",
+        "loop_tanh_fusion",
+        "RngBitGenerator",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_kernels_are_told_apart_by_their_names(kind):
+    assert {name: kind_of_kernel(name) for name in KERNELS[kind]} == dict.fromkeys(KERNELS[kind], kind)
+
+
+def test_instructions_are_told_apart_by_their_opcodes():
+    assert kind_of_opcodes({"fusion", "parameter", "convolution", "add"}) == "convolution"
+    assert kind_of_opcodes({"all-gather-start"}) == kind_of_opcodes({"collective-permute"}) == "collective"
+    assert kind_of_opcodes({"fusion", "parameter", "dynamic-update-slice", "bitcast"}) == "copy"
+    assert kind_of_opcodes({"fusion", "parameter", "transpose", "multiply"}) == "elementwise"
+    assert kind_of_opcodes({"custom-call"}, "__cublas$lt$matmul") == "matmul"
+    assert kind_of_opcodes({"custom-call"}, "__cudnn$fmhaSoftmax") == "attention"
+
+
+def step(x, w, q):
+    product = jnp.tanh(x @ w)
+    return product, attention(q, q, q, causal=True)
+
+
+def compiled_step():
+    x = jnp.ones((256, 256))
+    args = x, x, jnp.ones((2, 32, 2, 16))
+    with lines_of_now():
+        return jax.jit(step).lower(*args).compile(), args
+
+
+def test_operations_have_the_line_that_asked_for_them():
+    program, _ = compiled_step()
+    found = operations(program.as_text())
+    here = f"tests/profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
+    assert {(o.kind, o.line) for o in found.values() if o.line == here} == {("matmul", here), ("elementwise", here)}
+    assert {o.kind for o in found.values() if o.line.startswith("models/attention.py")} >= {"attention"}
+    assert {o.kind for o in found.values()} <= set(KINDS)
+
+
+def test_time_is_divided_among_what_runs():
+    def span(name, begin, end, kind="matmul"):
+        return Span(begin, end, name, kind, "")
+
+    a, b, again = span("a", 10, 30), span("b", 20, 40, "copy"), span("a", 60, 70)
+    before = span("early", 0, 5)
+    wait = span(INPUT, 35, 55, INPUT)
+    went = {s.name or s.kind: ns for s, ns in _divided([a, b, again, before], [wait], 5, 100).items()}
+    assert went == {"a": 10 + 5 + 10, "b": 5 + 10, INPUT: 15, "idle": 5 + 5 + 30}
+    assert sum(went.values()) == 95
+    table = {row.kind: row for row in rows(_divided([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
+    assert table["matmul"].count == 2
+    assert table["matmul"].share == pytest.approx(25 / 95)
+    assert [top.name for top in table["matmul"].top] == ["a"]
+    assert table["idle"].top == table["input"].top == []
+
+
+def test_a_trace_adds_up_to_the_clock(tmp_path):
+    program, args = compiled_step()
+    jax.block_until_ready(program(*args))
+    with StepTrace(tmp_path):
+        for _ in range(3):
+            with jax.profiler.TraceAnnotation(INPUT):
+                np.linalg.svd(np.ones((200, 200)))  # takes a while
+            jax.block_until_ready(program(*args))
+    trace = newest_trace(tmp_path)
+    rows = {row.kind: row for row in time_table(trace, program.as_text())}
+    assert {"matmul", "elementwise", "attention", "idle", "input"} <= set(rows)
+    assert sum(row.share for row in rows.values()) == pytest.approx(1)
+    assert rows["matmul"].count >= 3
+    here = f"tests/profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
+    assert rows["matmul"].top[0].line == here
+    assert 0 < rows["input"].seconds < 10
+    # Another program's text leaves the kinds to the names.
+    assert "attention" not in {row.kind for row in time_table(trace, "")}
+    with pytest.raises(RunFailed, match="holds no trace"):
+        newest_trace(tmp_path / "none")
+
+
+def test_a_trace_without_operations_makes_no_table(tmp_path):
+    with StepTrace(tmp_path):
+        pass
+    assert time_table(newest_trace(tmp_path), "") == []
+
+
+def layered(x, w, q):
+    """A scanned product, a branch, an attention, a sum."""
+    y, _ = jax.lax.scan(lambda c, m: (jnp.tanh(c @ m), None), x, w)
+    z = jax.lax.cond(y.sum() > 0, lambda a: a @ a, lambda a: a, y)
+    return z.T.sum(0), attention(q, q, q, causal=True)
+
+
+def test_the_estimate_is_the_rooflines_divided_among_its_operations():
+    args = jnp.ones((128, 128)), jnp.ones((5, 128, 128)), jnp.ones((2, 32, 2, 16))
+    traced = jax.make_jaxpr(jax.jit(layered))(*args).jaxpr
+    table = {row.kind: row for row in estimated_table(traced, CPU, steps=10, top=9)}
+    whole = sum(row.seconds for row in table.values())
+    assert whole == pytest.approx(10 * seconds(traced, CPU), rel=1e-9)
+    assert sum(row.share for row in table.values()) == pytest.approx(1)
+    first = layered.__code__.co_firstlineno
+    products = {top.line: top.count for top in table["matmul"].top}
+    assert products == {
+        f"tests/profile/test_profile.py:{first + 2}": 50,
+        f"tests/profile/test_profile.py:{first + 3}": 10,
+    }
+    assert {top.line.partition(":")[0] for top in table["attention"].top} == {"models/attention.py"}
+    assert "transpose" in {top.name for top in table["copy"].top}
+    # On a device of twice the arithmetic, and of whatever memory, the products alone take half.
+    fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, start=0.0)
+    slow = dataclasses.replace(fast, fp32=CPU.fp32, tf32=CPU.tf32)
+    assert seconds(traced, slow) == pytest.approx(2 * seconds(traced, fast), rel=1e-3)
+    (of_fast, of_slow) = (estimated_table(traced, device, steps=1)[0] for device in (fast, slow))
+    assert (of_fast.kind, of_slow.kind) == ("matmul", "matmul")
+    assert of_slow.seconds == pytest.approx(2 * of_fast.seconds, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_xprof_opens_the_trace(tmp_path):
+    xspace = pytest.importorskip("xprof.convert.raw_to_tool_data")
+    program, args = compiled_step()
+    with StepTrace(tmp_path):
+        jax.block_until_ready(program(*args))
+    data, _ = xspace.xspace_to_tool_data([str(newest_trace(tmp_path))], "trace_viewer", {})
+    shown = {event.get("name") for event in json.loads(data)["traceEvents"]}
+    products = {name for name, operation in operations(program.as_text()).items() if operation.kind == "matmul"}
+    assert shown & products

@@ -1,0 +1,165 @@
+"""What the metrics say of an update is what it really was; and a second compilation is not silent."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxtrain as jt
+from jaxtrain import optim
+from jaxtrain.step.loss_scale import dynamic_loss_scale
+
+K, ROWS = 4, 2
+PARAMS = {"a": np.ones(2, np.float32), "b": np.ones(3, np.float32), "c": {"d": np.ones(1, np.float32)}}
+LEAVES = ["a", "b", "c/d"]
+
+
+def loss_fn(params, batch, rng):
+    total = sum((params_leaf.sum() * batch["factors"][:, i]).sum() for i, params_leaf in enumerate(leaves(params)))
+    return jt.Loss(total, weight=len(batch["factors"])), {}
+
+
+def leaves(params):
+    return [params["a"], params["b"], params["c"]["d"]]
+
+
+def rate(count):
+    return 0.1 / (1 + count)
+
+
+STEP = jt.train_step(
+    loss_fn, optim.adamw(rate), accumulate=K, loss_scale=dynamic_loss_scale(2.0**10), frozen=lambda path: path == "none"
+)
+
+
+@given(bad=st.sets(st.tuples(st.integers(0, K - 1), st.integers(0, 2))), value=st.sampled_from([np.inf, np.nan]))
+def test_the_metrics_name_the_micro_batch_and_the_leaf_that_was_first(bad, value):
+    factors = np.ones((K, ROWS, 3), np.float32)
+    for micro_batch, leaf in bad:
+        factors[micro_batch, 1, leaf] = value
+    batch = {"factors": factors.reshape(-1, 3)}
+    state, metrics = STEP(STEP.init(PARAMS), batch)
+    first = min(bad, default=(-1, -1))
+    assert (int(metrics["nonfinite_micro_batch"]), int(metrics["nonfinite_leaf"])) == first
+    assert bool(metrics["skipped"]) == bool(bad)
+    if bad:
+        assert jt.leaf_name(state.params, first[1]) == LEAVES[first[1]]
+    # Streamed, the window says the same.
+    state = STEP.init(PARAMS, streaming=True)
+    for i in range(K):
+        state, metrics = STEP.micro(state, {"factors": factors[i]})
+    assert (int(metrics["nonfinite_micro_batch"]), int(metrics["nonfinite_leaf"])) == first
+    assert int(state.window.nonfinite.leaf) == -1
+
+
+def test_without_scaling_and_without_accumulation_too():
+    step = jt.train_step(loss_fn, optax.sgd(0.1))
+    factors = np.array([[1, np.inf, 1]], np.float32)
+    _, metrics = step(step.init(PARAMS), {"factors": factors})
+    assert (int(metrics["nonfinite_micro_batch"]), int(metrics["nonfinite_leaf"])) == (0, 1)
+    assert not metrics["skipped"]
+
+
+def test_lr_and_counts_are_those_of_this_update():
+    good = np.ones((K * ROWS, 3), np.float32)
+    bad = np.full_like(good, np.inf)
+    state = STEP.init(PARAMS)
+    told = []
+    for factors in (good, bad, good, bad, bad, good):
+        before = jax.tree.map(np.array, state.params)
+        state, metrics = STEP(state, {"factors": factors})
+        told.append([float(metrics["lr"]), int(metrics["applied"]), int(metrics["attempted"])])
+        # Adam's first steps are its learning rate, whatever the gradient; decay takes a hundredth of it.
+        moved = float(np.abs(before["a"] - np.asarray(state.params["a"])).max())
+        assert (moved == 0) == bool(metrics["skipped"])
+        if moved:
+            assert moved == pytest.approx(told[-1][0] * (1 + 0.01 * float(before["a"][0])), rel=1e-3)
+    rates = [rate(n) for n in (0, 1, 1, 2, 2, 2)]
+    assert [lr for lr, _, _ in told] == pytest.approx(rates, rel=1e-6)
+    assert [(applied, attempted) for _, applied, attempted in told] == [(1, 1), (1, 2), (2, 3), (2, 4), (2, 5), (3, 6)]
+
+
+def test_the_rate_of_injected_hyperparameters_is_told_and_of_no_other_optimizer():
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10))
+    batch = {"factors": np.ones((2, 3), np.float32)}
+    step = jt.train_step(loss_fn, injected)
+    state, metrics = step(step.init(PARAMS), batch)
+    _, metrics = step(state, batch)
+    assert float(metrics["lr"]) == pytest.approx(0.9)
+    step = jt.train_step(loss_fn, optax.sgd(1.0))
+    _, metrics = step(step.init(PARAMS), batch)
+    assert "lr" not in metrics
+
+
+# --- A budget of compilations.
+
+
+def factors(rows, dtype=np.float32):
+    return {"factors": np.ones((rows, 3), dtype)}
+
+
+def test_a_second_shape_is_an_error_that_names_the_argument():
+    step = jt.train_step(loss_fn, optax.sgd(0.1), allow_recompile=0)
+    state, _ = step(step.init(PARAMS), factors(4))
+    state, _ = step(state, factors(4))
+    said = "compiling again: batch/factors is float32[3,3], was float32[4,3]; "
+    with pytest.raises(jt.UserError, match=re.escape(said)):
+        step(state, factors(3))
+    state, metrics = step(state, factors(4))
+    assert int(metrics["applied"]) == 3
+
+
+def test_a_budget_is_for_so_many():
+    step = jt.train_step(loss_fn, optax.sgd(0.1), allow_recompile=2)
+    state = step.init(PARAMS)
+    for rows in (4, 3, 4, 2, 3):
+        state, _ = step(state, factors(rows))
+    with pytest.raises(jt.UserError, match="allow_recompile 3"):
+        step(state, factors(1))
+
+
+def test_what_comes_and_goes_is_named_too():
+    step = jt.train_step(loss_fn, optax.sgd(0.1), allow_recompile=0)
+    state, _ = step(step.init(PARAMS), factors(2) | {"extra": np.ones(2, np.float32)})
+    with pytest.raises(jt.UserError, match="batch/extra is gone, was float32"):
+        step(state, factors(2))
+    with pytest.raises(jt.UserError, match="batch/more is int32"):
+        step(state, factors(2) | {"extra": np.ones(2, np.float32), "more": np.ones(2, np.int32)})
+
+
+# --- Optimizers on low-precision parameters.
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(0.1), optax.adamw(0.1), optax.rmsprop(0.1), optim.adamw(0.1), optax.adagrad(0.1)]
+)
+def test_an_optimizer_on_low_precision_parameters_survives_zero_gradients(optimizer, dtype):
+    numerics = jt.Policy(dtype, matmul_precision="default")
+    step = jt.train_step(loss_fn, optimizer, precision=numerics, accumulate=2)
+    state = step.init(PARAMS)
+    kinds = jax.tree.map(lambda x: x.dtype, state.opt_state)
+    state, _ = step(state, {"factors": np.zeros((2, 3), np.float32)})
+    state, _ = step(state, {"factors": np.array([[1, 0, 0], [0, 0, 1]], np.float32)})
+    assert jax.tree.map(lambda x: x.dtype, state.opt_state) == kinds
+    for leaf in leaves(state.params):
+        assert leaf.dtype == dtype
+        assert bool(jnp.isfinite(leaf).all())
+    assert not np.array_equal(state.params["a"], PARAMS["a"])
+
+
+# --- Larger batches.
+
+
+def test_the_effective_batch_is_stated():
+    batch = jt.EffectiveBatch(16, accumulate=4, devices=2)
+    assert (batch.size, str(batch)) == (128, "effective batch 128 = 16 × 4 micro-batches × 2 devices")
+    assert batch.linear_lr(0.1, at=32) == pytest.approx(0.4)
+    assert batch.sqrt_lr(0.1, at=32) == pytest.approx(0.2)
+    with pytest.raises(jt.UserError, match="batch 0 says nothing"):
+        batch.linear_lr(0.1, at=0)

@@ -1,0 +1,102 @@
+"""Layers taken out of their scan: the same numbers, whatever the precision, dropout and rematerialisation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import GPT2, GPT2Config, functional
+from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.unroll import unroll
+
+CONFIG = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=3, n_head=2, dropout=0.25)
+TOKENS = np.random.default_rng(0).integers(0, 11, size=(4, 7)).astype(np.int32)
+
+
+def loss_and_params():
+    apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
+
+    def loss_fn(params, batch, rng):
+        losses = cross_entropy(apply(params, batch[:, :-1], rng), batch[:, 1:])
+        return jt.Loss(losses.sum(), losses.size), {}
+
+    return loss_fn, params
+
+
+def names(traced):
+    for eqn in traced.eqns:
+        yield eqn.primitive.name
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from names(inner)
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "remat"),
+    [
+        ("fp32", 1, "none"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [("bf16", 2, "full"), ("fp16", 1, "names:hidden")]),
+    ],
+)
+def test_a_step_of_unrolled_layers_is_that_of_scanned_ones(precision, accumulate, remat):
+    loss_fn, params = loss_and_params()
+    results = []
+    for unrolled in (False, True):
+        step = jt.train_step(
+            loss_fn, optax.sgd(0.1), precision=precision, accumulate=accumulate, remat=remat, unroll=unrolled
+        )
+        state = step.init(params, seed=3)
+        scans = [*names(jax.make_jaxpr(step.pure)(state, TOKENS).jaxpr)].count("scan")
+        # Of accumulation alone; scanned layers have one forwards and one backwards.
+        assert scans == (accumulate > 1) + (0 if unrolled else 2)
+        for _ in range(2):
+            state, metrics = step(state, TOKENS)
+        results.append((state.params, metrics["loss"], metrics["grad_norm"]))
+    # XLA fuses other operations together, and so rounds others.
+    eps = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 3e-3}[precision]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=eps, atol=eps / 10), *results)
+
+
+def test_in_float64_the_gradients_are_equal_to_rounding():
+    loss_fn, params = loss_and_params()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64) * 5, params)
+        key = jax.random.key(1)
+        scanned, unrolled = (
+            jax.jit(jax.grad(lambda p, f=f: f(p, TOKENS, key)[0].total))(params) for f in (loss_fn, unroll(loss_fn))
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), scanned, unrolled)
+
+
+def test_other_scans_stay_scans():
+    def cumulative(x):
+        return jax.lax.scan(lambda total, y: (total + y, total), 0.0, x)[1]
+
+    assert "scan[" in str(jax.make_jaxpr(unroll(cumulative))(jnp.arange(3.0)))
+
+
+def test_a_reversed_scan_and_its_outputs_come_in_order():
+    layer = jt.block(lambda x, w: x * w + 1.0)
+
+    def layers(x, weights):
+        def step(x, w):
+            y = layer(x, w)
+            return y, y
+
+        return jax.lax.scan(step, x, weights, reverse=True)
+
+    weights = jnp.array([2.0, 3.0, 5.0])
+    for a, b in zip(unroll(layers)(1.0, weights), layers(1.0, weights), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_generation_with_a_cache_is_no_scan_of_its_own():
+    apply, params = functional(GPT2(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0)))
+    plain, other = apply(params, TOKENS), unroll(apply)(params, TOKENS)
+    np.testing.assert_allclose(plain, other, rtol=1e-5, atol=1e-6)
