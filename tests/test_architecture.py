@@ -1,0 +1,118 @@
+"""The order of the packages: each imports only what stands above it, and only what the other package exports."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxtrain
+
+ROOT = Path(__file__).parents[1]
+# From the leaves to the commands: the only list of the order. `jaxtrain/__init__.py` and CONTRIBUTING.md print it.
+ORDER = (
+    *("errors", "fields", "paths", "transforms", "cpu", "step", "optim", "data", "interop", "losses", "models"),
+    *("cost", "distributed", "recipes", "tasks", "profile", "debug", "run_folder", "observe", "runner"),
+    *("planning", "export", "cli"),
+)
+# Programs on top of the packages, each importing those before it.
+PROGRAMS = ("jaxtrain", "parity", "benchmarks")
+FILES = [path.relative_to(ROOT) for program in PROGRAMS for path in sorted((ROOT / program).rglob("*.py"))]
+
+
+def module_of(file: Path) -> str:
+    """The dotted name of a source file."""
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def imports(file: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, module, imported name) of every import in a file, nested and type-only ones included."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+
+
+def package_of(module: str) -> str:
+    """The part of jaxtrain that a module belongs to."""
+    return module.split(".")[1] if module.startswith("jaxtrain.") else ""
+
+
+def exported(package: str) -> set[str]:
+    """The names in `__all__` of a package's `__init__`; all names of a single module."""
+    source = (ROOT / MODULES[f"jaxtrain.{package}"]).read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def test_every_package_is_in_the_order() -> None:
+    assert {package_of(module) for module in MODULES} - {""} == {*ORDER}
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_imports_only_those_above_it(package: str) -> None:
+    below = {*ORDER[ORDER.index(package) + 1 :]}
+    wrong = [
+        f"{file}:{line} imports {name or module}"
+        for file in FILES
+        if package_of(module_of(file)) == package
+        for line, module, name in imports(file)
+        if {package_of(module), name if module == "jaxtrain" else ""} & below
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_jaxtrain_imports_no_program_on_top_of_it() -> None:
+    wrong = [
+        f"{file}:{line} imports {module}"
+        for file in FILES
+        for line, module, _ in imports(file)
+        if module.split(".")[0] in PROGRAMS[PROGRAMS.index(file.parts[0]) + 1 :]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_package_is_used_through_what_its_init_exports() -> None:
+    wrong = []
+    for file in FILES:
+        own = package_of(module_of(file)) if file.parts[0] == "jaxtrain" else None
+        for line, module, name in imports(file):
+            package = package_of(module)
+            if not package or package == own or f"jaxtrain.{package}" not in MODULES:
+                continue
+            inside = module.split(".")[2:]
+            if MODULES[f"jaxtrain.{package}"].name != "__init__.py":
+                continue
+            used = inside[0] if inside else name
+            if used and used not in exported(package):
+                wrong.append(f"{file}:{line} imports {used} of jaxtrain.{package}, which does not export it")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", [p for p in ORDER if MODULES[f"jaxtrain.{p}"].name == "__init__.py"])
+def test_an_export_exists(package: str) -> None:
+    init = ROOT / MODULES[f"jaxtrain.{package}"]
+    tree = ast.parse(init.read_text())
+    defined = {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    defined |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    modules = {path.stem for path in init.parent.glob("*.py")} | {
+        path.parent.name for path in init.parent.glob("*/__init__.py")
+    }
+    assert exported(package) <= defined | modules
+    assert ast.get_docstring(tree)
+
+
+def test_the_map_and_contributing_print_this_order() -> None:
+    """Each lists the packages in order, several to a line where one line describes them."""
+    for text in (jaxtrain.__doc__ or "", (ROOT / "CONTRIBUTING.md").read_text()):
+        lines = re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*)  +\S", text, re.MULTILINE)
+        assert [name for line in lines for name in line.split(", ")] == [*ORDER]
