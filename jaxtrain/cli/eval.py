@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtrain.cli.arguments import parse
-from jaxtrain.data import thinned
+from jaxtrain.data import subsample
 from jaxtrain.errors import UserError
 from jaxtrain.observe import ErrorAnalysis, error_summary, evaluate_examples, log_error_analysis, write_error_page
 from jaxtrain.run_folder import RunFolder
@@ -65,8 +65,8 @@ def evaluated(run: RunFolder, split: str, most: int | None = None) -> ErrorAnaly
     name, recipe = read_recipe(run)
     task = build(recipe)
     state = restore_state(run.checkpoints, recipe, task)
-    source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
-    source = source if most is None else thinned(source, most)
+    source = task.validation if split == "validation" else subsample(task.train, task.eval_rows)
+    source = source if most is None else subsample(source, most)
     means, predictions = evaluate_examples(
         task, state, evaluation_batches(source, task, recipe), precision=recipe.precision
     )

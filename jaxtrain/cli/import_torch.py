@@ -11,7 +11,7 @@ from jaxtrain.cli import nearest
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
-from jaxtrain.interop import KINDS, TorchRun, read_torch, torch_run, write_outline
+from jaxtrain.interop import OPTIMIZER_CLASSES, TorchRun, read_torch, torch_run, write_metadata
 from jaxtrain.optim import Call, parsed, text
 from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.run_folder import RunFolder
@@ -58,7 +58,7 @@ def main(args: list[str]) -> int:
     if theirs.expression is not None:
         recipe = dataclasses.replace(recipe, optimizer=text(theirs.expression))
     _save(run, name, recipe, task, theirs)
-    count = theirs.outline.count
+    count = theirs.metadata.count
     onward = "" if count < recipe.steps else f" --steps {2 * count}"
     print(f"{path} is {run.path}, after {count} updates: {recipe.optimizer}")
     print(f"continue: jaxtrain train {name} --resume --out {run.path}{onward}")
@@ -70,10 +70,10 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     preflight.check_settings(recipe)
     step = training_step(recipe, task.loss_fn)
     state = theirs.state(step, accumulate=recipe.accumulate, seed=recipe.seed)
-    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.outline.count}
+    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.metadata.count}
     run.make()
     if theirs.expression is not None:
-        write_outline(run.torch, theirs.outline)
+        write_metadata(run.torch, theirs.metadata)
     run.metrics.touch()
     with Checkpoints(run.checkpoints) as checkpoints:
         checkpoints.save(state, position)
@@ -88,7 +88,7 @@ def _recipe_of(theirs: TorchRun, recipe: Recipe, given: set[str]) -> Recipe:
         # What a checkpoint does not say, a loop does not do: clipping is to be asked for.
         found["clip_norm"] = None
         if "--schedule" not in given:
-            lr = theirs.outline.param_groups[0]
+            lr = theirs.metadata.param_groups[0]
             found["lr"] = float(lr.get("initial_lr", lr["lr"]))
     scaler = theirs.checkpoint.scaler
     if scaler:
@@ -101,7 +101,7 @@ def _recipe_of(theirs: TorchRun, recipe: Recipe, given: set[str]) -> Recipe:
 def _kind(written: str) -> str:
     """PyTorch's class of the optimizer that --optimizer names."""
     call = parsed(written)
-    kinds = {kind.lower(): kind for kind in KINDS}
+    kinds = {kind.lower(): kind for kind in OPTIMIZER_CLASSES}
     if not isinstance(call, Call) or call.arguments or call.function not in kinds:
         raise UserError(f"--optimizer {written!r}: name one of {', '.join(kinds)}; its arguments are in the checkpoint")
     return kinds[call.function]

@@ -20,7 +20,7 @@ def is_zip(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def check_members(path: Path, *, stored: bool = False) -> None:
+def check_zip(path: Path, *, stored: bool = False) -> None:
     """Nothing, if the archive at `path` can be unpacked without harm; `stored`: it is to be compressed nowhere.
 
     Raises UserError for what is no zip archive, for members that share bytes or a name, that are encrypted, that are

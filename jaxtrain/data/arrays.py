@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.archive import check_members, is_zip
+from jaxtrain.data.archive import check_zip, is_zip
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
@@ -86,7 +86,7 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
         raise UserError(f"{file} is not a file: give one written by numpy.savez")
     if not is_zip(file):
         raise UserError(f"{file} is not an npz file: write one with numpy.savez(path, x=images, y=labels)")
-    check_members(file)
+    check_zip(file)
     with zipfile.ZipFile(file) as archive:
         train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
         validation_keys = _present_pair(archive, _VALIDATION_KEYS)

@@ -117,7 +117,7 @@ def _opened(file: Path) -> Iterator[Any]:
     except ImportError:
         raise UserError("image folders need Pillow: pip install pillow") from None
     try:
-        # Mapped: of a file Pillow would make room for as much as a chunk is said to be.
+        # MappedSource: of a file Pillow would make room for as much as a chunk is said to be.
         with (
             file.open("rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,

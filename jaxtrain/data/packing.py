@@ -1,4 +1,4 @@
-"""Texts of many lengths in rows of one: padded, one text to a row, or packed, several to a row."""
+"""Texts of many lengths in rows of one: pad_tokens, one text to a row, or packed, several to a row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ class Piece(NamedTuple):
     stop: int
 
 
-def padded(tokens: Tokens, length: int, pad: int) -> tuple[Tokens, NDArray[np.bool_]]:
+def pad_tokens(tokens: Tokens, length: int, pad: int) -> tuple[Tokens, NDArray[np.bool_]]:
     """(int32 [length], bool [length]): the tokens, cut to `length` or filled up with `pad`; where they are tokens.
 
-    >>> padded(np.array([7, 8]), 3, pad=0)
+    >>> pad_tokens(np.array([7, 8]), 3, pad=0)
     (array([7, 8, 0], dtype=int32), array([ True,  True, False]))
     """
     row = np.full(length, pad, np.int32)
@@ -41,7 +41,7 @@ def padded(tokens: Tokens, length: int, pad: int) -> tuple[Tokens, NDArray[np.bo
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedRows:
     """Rows of `length` predictions, each of one or several documents: the rows of `pack`.
 
     Item `i` is `{"tokens", "targets", "segments", "positions"}`, int32 [length] each: `targets[t]` is what comes after
@@ -72,7 +72,7 @@ class Packed:
         return row
 
 
-def pack(documents: Documents, length: int, pad: int) -> Packed:
+def pack(documents: Documents, length: int, pad: int) -> PackedRows:
     """The predictions of all documents, each once, in as few rows of `length` as first-fit finds.
 
     A document with more predictions than a row holds is cut. The rows depend on the documents' lengths and order
@@ -97,7 +97,7 @@ def pack(documents: Documents, length: int, pad: int) -> Packed:
     if not pieces:
         raise UserError(f"none of {len(documents)} texts has two tokens, one to predict from the other: give longer")
     rows = first_fit([stop - start for _, start, stop in pieces], length)
-    return Packed(documents, tuple(tuple(pieces[p] for p in row) for row in rows), length, pad)
+    return PackedRows(documents, tuple(tuple(pieces[p] for p in row) for row in rows), length, pad)
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -12,12 +12,12 @@ from jaxtrain.data.source import Example, Source
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class Subset:
     """Some examples of a source: item `i` is `source[indices[i]]`.
 
     >>> from jaxtrain.data import Arrays
     >>> source = Arrays(np.zeros((3, 1), np.float32), np.arange(3, dtype=np.int32))
-    >>> [int(example["label"]) for example in Chosen(source, np.array([2, 0]))]
+    >>> [int(example["label"]) for example in Subset(source, np.array([2, 0]))]
     [2, 0]
     """
 
@@ -34,12 +34,12 @@ class Chosen:
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
+class MappedSource:
     """A source with a function of each example, computed when asked for: item `i` is `function(source[i])`.
 
     >>> from jaxtrain.data import Arrays
     >>> source = Arrays(np.zeros((3, 1), np.float32), np.arange(3, dtype=np.int32))
-    >>> Mapped(source, lambda example: {"twice": 2 * example["label"]})[2]
+    >>> MappedSource(source, lambda example: {"twice": 2 * example["label"]})[2]
     {'twice': np.int32(4)}
     """
 
@@ -56,10 +56,10 @@ class Mapped:
 
 
 @dataclass(frozen=True, eq=False)
-class Numbered:
+class IndexedSource:
     """A source whose examples know their number, int32: item `i` is `{**source[i], "index": i}`.
 
-    >>> Numbered([{"label": 7}, {"label": 8}])[1]
+    >>> IndexedSource([{"label": 7}, {"label": 8}])[1]
     {'label': 8, 'index': np.int32(1)}
     """
 
@@ -72,21 +72,21 @@ class Numbered:
         return {**self.source[index], "index": np.int32(index)}
 
 
-def thinned(source: Source, count: int) -> Source:
+def subsample(source: Source, count: int) -> Source:
     """`count` examples of `source` in its order, always the same: all of them where it has no more.
 
-    >>> len(thinned([{"label": i} for i in range(9)], 4))
+    >>> len(subsample([{"label": i} for i in range(9)], 4))
     4
     """
     if len(source) <= count:
         return source
-    return Chosen(source, np.sort(np.random.RandomState(0).permutation(len(source))[:count]))
+    return Subset(source, np.sort(np.random.RandomState(0).permutation(len(source))[:count]))
 
 
-def split_source(source: Source, validation_fraction: float = 0.1) -> tuple[Chosen, Chosen]:
+def split_source(source: Source, validation_fraction: float = 0.1) -> tuple[Subset, Subset]:
     """The examples of `source` as (train, validation), drawn by index: the same for every source of that length.
 
     Raises UserError if the fraction is not between 0 and 1 or there are fewer than two examples.
     """
     train, validation = random_split(len(source), validation_fraction)
-    return Chosen(source, train), Chosen(source, validation)
+    return Subset(source, train), Subset(source, validation)

@@ -26,14 +26,14 @@ _SNIFFED = 8 * 1024  # bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class TokenWindows:
     """Windows of `seq_len` predictions each over a run of tokens, which bytes are.
 
     Item `i` is `{"tokens": int32[seq_len + 1]}`, starting at token `i * seq_len`: the inputs are `tokens[:-1]`
     and the targets `tokens[1:]`. Neighbours share one token, so every token but the first is a target once; an
     incomplete last window is left out.
 
-    >>> text = Text(np.frombuffer(b"abcdefgh", np.uint8), seq_len=3)
+    >>> text = TokenWindows(np.frombuffer(b"abcdefgh", np.uint8), seq_len=3)
     >>> [bytes(window["tokens"].tolist()) for window in text]
     [b'abcd', b'defg']
 

@@ -54,30 +54,30 @@ def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
 
 
 @functools.cache
-def linear_into_heads(heads: int, size: int) -> Layout:
+def linear_to_heads(heads: int, size: int) -> Layout:
     """A linear layer that makes queries, keys or values: [heads·size, in] in PyTorch, [in, heads, size] in flax's
     DenseGeneral and MultiHeadAttention."""
     return Layout(
         lambda x: x.T.reshape(-1, heads, size),
         lambda x: x.reshape(-1, heads * size).T,
-        f"linear_into_heads({heads}, {size})",
+        f"linear_to_heads({heads}, {size})",
     )
 
 
 @functools.cache
-def linear_out_of_heads(heads: int, size: int) -> Layout:
+def linear_from_heads(heads: int, size: int) -> Layout:
     """The linear layer behind attention: [out, heads·size] in PyTorch, [heads, size, out] in flax."""
     return Layout(
         lambda x: x.T.reshape(heads, size, -1),
         lambda x: x.reshape(heads * size, -1).T,
-        f"linear_out_of_heads({heads}, {size})",
+        f"linear_from_heads({heads}, {size})",
     )
 
 
 @functools.cache
-def bias_of_heads(heads: int, size: int) -> Layout:
-    """The bias of `linear_into_heads`: [heads·size] in PyTorch, [heads, size] in flax."""
-    return Layout(lambda x: x.reshape(heads, size), lambda x: x.reshape(-1), f"bias_of_heads({heads}, {size})")
+def bias_to_heads(heads: int, size: int) -> Layout:
+    """The bias of `linear_to_heads`: [heads·size] in PyTorch, [heads, size] in flax."""
+    return Layout(lambda x: x.reshape(heads, size), lambda x: x.reshape(-1), f"bias_to_heads({heads}, {size})")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class NameTable:
         for path, leaf in wanted.items():
             array = self._read(tensors, self.params[path], leaf)
             filled[path] = put(array, leaf) if put else array
-        return unflattened(filled, like)
+        return unflatten(filled, like)
 
     def check(self, tensors: Mapping[str, Any], like: Any) -> dict[str, Any]:
         """The leaves of `like` by path, once `tensors` fit them; or the `UserError` of `to_jax`. Only ties are read."""
@@ -222,10 +222,10 @@ def _names(param: TorchParam, leaf: Any) -> list[str]:
     return [re.sub(re.escape(LAYER), str(i), param.name) for i in range(leaf.shape[0])]
 
 
-def unflattened(flat: Mapping[str, Any], like: Any) -> Any:
+def unflatten(flat: Mapping[str, Any], like: Any) -> Any:
     """The tree of the structure of `like` of which `leaves` are `flat`, in any order.
 
-    >>> unflattened({"b/1": 3, "a": 1, "b/0": 2}, like={"a": 0, "b": [0, 0]})
+    >>> unflatten({"b/1": 3, "a": 1, "b/0": 2}, like={"a": 0, "b": [0, 0]})
     {'a': 1, 'b': [2, 3]}
     """
     return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path, _ in leaves(like)])

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.data import check_members, is_zip
+from jaxtrain.data import check_zip, is_zip
 from jaxtrain.errors import UserError
 
 _MODEL = ("model", "state_dict", "model_state_dict")
@@ -156,7 +156,7 @@ def load(path: Path) -> Any:
     torch = installed_torch(f"{path} is read by it; a .safetensors file is read without")
     if is_zip(path):
         # Its tensors are mapped, so that compressed ones would be read as they lie; its pickle would be unpacked.
-        check_members(path, stored=True)
+        check_zip(path, stored=True)
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:

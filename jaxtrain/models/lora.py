@@ -93,7 +93,7 @@ def sharding(rules: Mapping[str, P]) -> dict[str, P]:
     return base | a | b
 
 
-def adapted(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
+def with_adapters(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
     """`apply(params, *inputs)` with adapters: a function of {"base": params, "lora": adapters} and the same inputs.
 
     With a key, `rng=`, what the adapters are given is dropped at the rate `config.dropout`, a mask for each. Raises
@@ -103,7 +103,7 @@ def adapted(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]
     ...     return x @ params["w"]
     >>> params = {"w": jnp.eye(2)}
     >>> adapters = {"w": {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}
-    >>> adapted(apply, LoraConfig("w", r=1, alpha=3.0))({"base": params, "lora": adapters}, jnp.ones((1, 2)))
+    >>> with_adapters(apply, LoraConfig("w", r=1, alpha=3.0))({"base": params, "lora": adapters}, jnp.ones((1, 2)))
     Array([[7., 7.]], dtype=float32)
     """
 

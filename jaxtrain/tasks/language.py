@@ -12,17 +12,17 @@ from flax import nnx
 
 from jaxtrain.data import (
     Example,
-    Mapped,
-    Packed,
+    MappedSource,
+    PackedRows,
     Source,
-    Text,
     Tokenizer,
     Tokens,
+    TokenWindows,
     is_table,
     pack,
     split_documents,
     split_table,
-    thinned,
+    subsample,
     tokenizer,
     unigram_entropy,
 )
@@ -146,18 +146,18 @@ def _sources(recipe: LanguageRecipe, texts: Tokenizer) -> tuple[Source, Source, 
     """(train, validation, the entropy of the validation's tokens): windows over all text, or rows of whole texts."""
     if recipe.data is not None and is_table(recipe.data):
         encode = partial(_encoded, recipe, texts)
-        train, validation = (Mapped(rows, encode) for rows in split_table(recipe.data, [recipe.text_column]))
+        train, validation = (MappedSource(rows, encode) for rows in split_table(recipe.data, [recipe.text_column]))
         return _packed(recipe, train, validation)
     of_train, of_validation = split_documents(recipe.data, texts)
     if recipe.packing:
         return _packed(recipe, of_train, of_validation)
     tokens = np.concatenate(of_validation)
-    windows = Text(np.concatenate(of_train), recipe.seq_len), Text(tokens, recipe.seq_len)
+    windows = TokenWindows(np.concatenate(of_train), recipe.seq_len), TokenWindows(tokens, recipe.seq_len)
     return *windows, unigram_entropy(tokens)
 
 
-def _packed(recipe: LanguageRecipe, train: Any, validation: Any) -> tuple[Packed, Source, float]:
-    rows = thinned(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
+def _packed(recipe: LanguageRecipe, train: Any, validation: Any) -> tuple[PackedRows, Source, float]:
+    rows = subsample(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
     targets = [rows[i]["targets"][rows[i]["segments"] > 0] for i in range(len(rows))]
     return pack(train, recipe.seq_len, pad=0), rows, unigram_entropy(np.concatenate(targets))
 

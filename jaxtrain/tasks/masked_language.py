@@ -12,17 +12,17 @@ from flax import nnx
 
 from jaxtrain.data import (
     Example,
-    Mapped,
-    Numbered,
+    IndexedSource,
+    MappedSource,
     Source,
-    Text,
     Tokenizer,
     Tokens,
+    TokenWindows,
     is_table,
-    padded,
+    pad_tokens,
     split_documents,
     split_table,
-    thinned,
+    subsample,
     tokenizer,
     unigram_entropy,
 )
@@ -43,7 +43,7 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
     pad, mask = texts.special("pad"), texts.special("mask")
     around = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
     train, held_out = _sources(recipe, texts)
-    train, validation = Numbered(train), Numbered(thinned(held_out, recipe.eval_sequences))
+    train, validation = IndexedSource(train), IndexedSource(subsample(held_out, recipe.eval_sequences))
     config = bert_config(recipe, texts, recipe.seq_len, num_labels=None)
     apply, init = bert(config, recipe.seed)
 
@@ -148,9 +148,9 @@ def bert(config: BertConfig, seed: int) -> tuple[Callable[..., Any], Callable[[]
 
 def enclosed(texts: Tokenizer, text: str, length: int) -> Tokens:
     """The tokens of a text between the one that starts and the one that ends it, int32 [length]: the text is cut, or
-    the row padded, to that."""
+    the row pad_tokens, to that."""
     start, end = texts.special("start"), texts.special("end")
-    return padded(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
+    return pad_tokens(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
 
 
 def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, Source]:
@@ -160,9 +160,9 @@ def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, So
     if recipe.data is not None and is_table(recipe.data):
         encode = partial(_encoded, recipe, texts)
         train, validation = split_table(recipe.data, [recipe.text_column])
-        return Mapped(train, encode), Mapped(validation, encode)
+        return MappedSource(train, encode), MappedSource(validation, encode)
     train_text, validation_text = (np.concatenate(files) for files in split_documents(recipe.data, texts))
-    return Text(train_text, recipe.seq_len - 1), Text(validation_text, recipe.seq_len - 1)
+    return TokenWindows(train_text, recipe.seq_len - 1), TokenWindows(validation_text, recipe.seq_len - 1)
 
 
 def _encoded(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:

@@ -18,7 +18,7 @@ from PIL import Image
 from jaxtrain.data import (
     Arrays,
     Source,
-    Text,
+    TokenWindows,
     check_labels,
     digits,
     image_folder,
@@ -54,7 +54,7 @@ def write_images(root: Path, names: list[str], size: tuple[int, int] = (4, 2), m
 @given(content=st.binary(min_size=2, max_size=60), data=st.data())
 def test_targets_of_the_windows_tile_the_text(content: bytes, data: st.DataObject) -> None:
     seq_len = data.draw(st.integers(1, len(content) - 1))
-    text = Text(as_bytes(content), seq_len)
+    text = TokenWindows(as_bytes(content), seq_len)
     windows = [text[i]["tokens"] for i in range(len(text))]
     inputs = bytes(np.concatenate([w[:-1] for w in windows]).tolist())
     targets = bytes(np.concatenate([w[1:] for w in windows]).tolist())
@@ -65,7 +65,7 @@ def test_targets_of_the_windows_tile_the_text(content: bytes, data: st.DataObjec
 
 
 def test_text_ends_where_its_length_says() -> None:
-    text = Text(as_bytes(b"abcdefg"), 2)
+    text = TokenWindows(as_bytes(b"abcdefg"), 2)
     assert len(text) == 3
     for outside in (3, -1):
         with pytest.raises(IndexError):
@@ -75,7 +75,7 @@ def test_text_ends_where_its_length_says() -> None:
 @pytest.mark.parametrize(("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len is 0")])
 def test_text_without_a_window_is_refused(content: bytes, seq_len: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Text(as_bytes(content), seq_len)
+        TokenWindows(as_bytes(content), seq_len)
 
 
 @given(content=st.binary(min_size=1, max_size=200))
@@ -341,7 +341,7 @@ def test_an_image_cut_short_is_named_when_it_is_decoded(tmp_path: Path) -> None:
 def test_every_source_survives_pickling(tmp_path: Path) -> None:
     write_images(tmp_path, ["a/1.png", "a/2.png"])
     arrays = Arrays(np.ones((2, 3), np.float32), np.array([0, 1], np.int32))
-    sources: list[Source] = [Text(as_bytes(b"abcdef"), 2), arrays, image_folder(tmp_path)[0]]
+    sources: list[Source] = [TokenWindows(as_bytes(b"abcdef"), 2), arrays, image_folder(tmp_path)[0]]
     for source in sources:
         copy = pickle.loads(pickle.dumps(source))
         assert len(copy) == len(source)

@@ -16,12 +16,12 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import mistyped
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import installed_torch, load, save
-from jaxtrain.interop.torch_optimizer import KINDS
+from jaxtrain.interop.torch_optimizer import OPTIMIZER_CLASSES
 from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, built
 
 
 @dataclass(frozen=True)
-class Outline:
+class CheckpointMetadata:
     """All that is in a checkpoint besides tensors, so that it can be written as it was read.
 
     `model_names`, in order; `param_groups`, and the names of the parameters in each; `scheduler` and `scaler`, their
@@ -38,23 +38,23 @@ class Outline:
     scalar_dtype: str = "float32"
 
 
-def write_outline(path: Path, outline: Outline) -> None:
+def write_metadata(path: Path, metadata: CheckpointMetadata) -> None:
     """Keep it in a file. Raises `UserError` where torch is not installed."""
-    save(path, asdict(outline))
+    save(path, asdict(metadata))
 
 
-def read_outline(path: Path) -> Outline:
-    """What `write_outline` wrote. Raises `UserError` where that is not what the file holds."""
+def read_metadata(path: Path) -> CheckpointMetadata:
+    """What `write_metadata` wrote. Raises `UserError` where that is not what the file holds."""
     try:
-        outline = Outline(**load(path))
+        metadata = CheckpointMetadata(**load(path))
     except TypeError as error:
         raise UserError(f"{path} is not what was kept of a PyTorch checkpoint ({error}): restore it") from error
-    if wrong := mistyped(outline):
+    if wrong := mistyped(metadata):
         raise UserError(f"{path} is not what was kept of a PyTorch checkpoint ({wrong[0]}): restore it")
-    return outline
+    return metadata
 
 
-def new_outline(
+def new_metadata(
     expression: Expression,
     names: NameTable,
     params_like: Any,
@@ -64,7 +64,7 @@ def new_outline(
     lr: float,
     scaler: Mapping[str, Any],
     decays: Callable[[str], bool],
-) -> Outline:
+) -> CheckpointMetadata:
     """Of a run that began here, as it stands after `count` updates.
 
     The groups are those of PyTorch's optimizer of the same name. Where `expression` leaves the decay to `decays`, of
@@ -79,7 +79,7 @@ def new_outline(
     ]
     group_names = [named for _, _, named in members]
     first = members[0][0]
-    kind = next(kind for kind in KINDS if kind.lower() == first.function)
+    kind = next(kind for kind in OPTIMIZER_CLASSES if kind.lower() == first.function)
     matrices = [[torch.zeros(1, 1) for _ in named] for named in group_names]
     optimizer = getattr(torch.optim, kind)([{"params": p, **group} for p, group in zip(matrices, groups, strict=True)])
     scheduler = None
@@ -95,7 +95,7 @@ def new_outline(
     order = names.torch_order(params_like)
     aliases = [alias for alias, name in names.tied.items() if name in order]
     tensors = [*order, *aliases, *buffer_names]
-    return Outline(tensors, optimizer.state_dict()["param_groups"], group_names, scheduler, scaler, count)
+    return CheckpointMetadata(tensors, optimizer.state_dict()["param_groups"], group_names, scheduler, scaler, count)
 
 
 def _members(
