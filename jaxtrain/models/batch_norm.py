@@ -61,7 +61,7 @@ class BatchNorm(nnx.Module):
     def _split_groups(self, x: jax.Array) -> jax.Array:
         if x.shape[0] % self.groups:
             raise UserError(
-                f"{x.shape[0]} rows are not divisible by {self.groups} BatchNorm groups: use a multiple of {self.groups}"
+                f"{x.shape[0]} rows do not divide into {self.groups} BatchNorm groups: use a multiple of {self.groups}"
             )
         return x.reshape(self.groups, -1, *x.shape[1:])
 

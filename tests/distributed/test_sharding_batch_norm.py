@@ -62,5 +62,5 @@ def test_on_a_mesh_a_group_is_a_device():
 
 def test_rows_that_do_not_divide_into_groups_are_refused():
     norm = set_batch_norm_groups(nnx.List([BatchNorm(2)]), 3)[0]
-    with pytest.raises(UserError, match="4 rows are not divisible by 3 BatchNorm groups: use a multiple of 3"):
+    with pytest.raises(UserError, match="4 rows do not divide into 3 BatchNorm groups: use a multiple of 3"):
         norm(jnp.ones((4, 2)), True)

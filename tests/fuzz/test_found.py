@@ -284,7 +284,7 @@ def test_an_outline_of_other_kinds(tmp_path):
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_numbers_that_json_has_not(number, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {number}}}')
-    refused("is no JSON", read_json, tmp_path, "config.json")
+    refused("is not valid JSON", read_json, tmp_path, "config.json")
 
 
 def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
@@ -293,7 +293,7 @@ def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
     snapshot.mkdir(parents=True)
     (tmp_path / "cache" / "secret").write_text("{}")
     (snapshot / "config.json").symlink_to("../../secret")
-    refused("is a link out of its folder", read_json, snapshot, "config.json")
+    refused("links out of its folder", read_json, snapshot, "config.json")
     (tmp_path / "cache" / "blobs").mkdir()
     (tmp_path / "cache" / "blobs" / "1").write_text("{}")
     (snapshot / "other.json").symlink_to("../../blobs/1")
@@ -302,4 +302,4 @@ def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
 
 def test_a_link_to_itself(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("model.safetensors")
-    refused("is a link to nowhere", read_tensors, tmp_path)
+    refused("is a broken link", read_tensors, tmp_path)

@@ -130,7 +130,9 @@ def test_dropout_that_cannot_be_is_refused():
     apply = lora.with_adapters(lambda p, x: x @ p["w"].T, config)
     params = {"base": base, "lora": some_adapters(config, base)}
     apply(params, jnp.ones((1, 4)))
-    assert "w is not only multiplied by" in refused(lambda: apply(params, jnp.ones((1, 4)), rng=jax.random.key(0)))
+    assert "w is used otherwise than in x @ W" in refused(
+        lambda: apply(params, jnp.ones((1, 4)), rng=jax.random.key(0))
+    )
 
 
 def test_the_mean_over_masks_is_the_product_without():
@@ -207,12 +209,12 @@ def refused(call):
 
 
 def test_targets_that_are_none_or_no_kernels_are_refused():
-    assert "'kernel' match nothing whole" in refused(lambda: some_adapters(LoraConfig("kernel")))
+    assert "'kernel' match no whole path" in refused(lambda: some_adapters(LoraConfig("kernel")))
     assert "blocks/fc/bias [2, 32]" in refused(lambda: some_adapters(LoraConfig("blocks/fc/.*")))
     conv = {"conv": {"kernel": jnp.ones((3, 3, 2, 2))}}
     assert "conv/kernel [3, 3, 2, 2]" in refused(lambda: some_adapters(LoraConfig(".*"), conv))
-    assert "rank 0" in refused(lambda: LoraConfig("w", r=0))
-    assert "dropout 1.0" in refused(lambda: LoraConfig("w", dropout=1.0))
+    assert "r must be at least 1, got 0" in refused(lambda: LoraConfig("w", r=0))
+    assert "LoRA dropout must be in [0, 1), got 1.0" in refused(lambda: LoraConfig("w", dropout=1.0))
 
 
 def test_adapters_of_another_model_are_refused():
@@ -220,7 +222,7 @@ def test_adapters_of_another_model_are_refused():
     alone = {"w": {"a": jnp.ones((4, 2)), "b": jnp.ones((2, 3))}}
     assert "w/a" in refused(lambda: lora.merge(PARAMS, alone, CONFIG))
     _, wider = functional(GPT2(GPT2Config(11, 8, 16, 2, 2), rngs=nnx.Rngs(0)))
-    assert "give them the model they are of" in refused(lambda: lora.merge(wider, adapters, CONFIG))
+    assert "use the model they belong to" in refused(lambda: lora.merge(wider, adapters, CONFIG))
 
 
 def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
@@ -234,7 +236,7 @@ def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
     assert (config.r, config.alpha, config.dropout, config.rslora) == (3, 5.0, 0.0, False)
     assert lora.init(jax.random.key(0), PARAMS, config).keys() == read.keys()
-    assert "holds adapter_model.safetensors already" in refused(
+    assert "contains adapter_model.safetensors already" in refused(
         lambda: save_adapters(tmp_path, adapters, CONFIG, NAMES)
     )
 

@@ -70,7 +70,7 @@ def test_a_small_stem_keeps_the_image():
     apply, params, state = model(small)
     assert params["embedder"]["convolution"]["kernel"].shape == (3, 3, 3, 4)
     assert apply(params, state, IMAGES[:, :2, :2], False)[0].shape == (3, 5)
-    with pytest.raises(UserError, match="stem_kernel 3 cannot be said"):
+    with pytest.raises(UserError, match=r"stem_kernel 3 does not exist in a config\.json"):
         to_hf(small)
 
 
