@@ -1,4 +1,4 @@
-"""Where examples come from; `jaxtrain.data.loader` turns them into batches, and alone imports grain."""
+"""Sources of examples. `jaxtrain.data.loader` makes batches of them and is the only module that imports grain."""
 
 from jaxtrain.data.archive import check_zip, is_zip
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz

@@ -148,7 +148,7 @@ def bert(config: BertConfig, seed: int) -> tuple[Callable[..., Any], Callable[[]
 
 def enclosed(texts: Tokenizer, text: str, length: int) -> Tokens:
     """The tokens of a text between the one that starts and the one that ends it, int32 [length]: the text is cut, or
-    the row pad_tokens, to that."""
+    the row padded, to that."""
     start, end = texts.special("start"), texts.special("end")
     return pad_tokens(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
 

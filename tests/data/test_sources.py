@@ -72,7 +72,9 @@ def test_text_ends_where_its_length_says() -> None:
             text[outside]
 
 
-@pytest.mark.parametrize(("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len is 0")])
+@pytest.mark.parametrize(
+    ("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len must be at least 1, got 0")]
+)
 def test_text_without_a_window_is_refused(content: bytes, seq_len: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
         TokenWindows(as_bytes(content), seq_len)
@@ -171,7 +173,7 @@ def test_text_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="too short to split"):
             split_text(too_few, tmp_path)
     for fraction in (0.0, 1.0):
-        with pytest.raises(UserError, match="validation_fraction is"):
+        with pytest.raises(UserError, match=r"validation_fraction must be in \(0, 1\), got"):
             split_text(files, tmp_path, fraction)
 
 
@@ -265,7 +267,7 @@ def test_damaged_npz_is_refused(tmp_path: Path) -> None:
 def test_labels_pass_exactly_when_all_lie_within_the_classes(labels: list[int], classes: int) -> None:
     outside = [label for label in labels if not 0 <= label < classes]
     if outside:
-        said = f"label {outside[0]} lies outside 0..{classes - 1} ({len(outside)} of {len(labels)} labels do)"
+        said = f"label {outside[0]} is outside 0..{classes - 1} ({len(outside)} of {len(labels)} labels are)"
         with pytest.raises(UserError, match=re.escape(said)):
             check_labels(np.array(labels, np.int32), classes)
     else:
@@ -273,7 +275,7 @@ def test_labels_pass_exactly_when_all_lie_within_the_classes(labels: list[int], 
 
 
 def test_arrays_of_two_lengths_are_refused() -> None:
-    with pytest.raises(UserError, match="2 images but 3 labels"):
+    with pytest.raises(UserError, match="got 2 images and 3 labels: lengths must match"):
         Arrays(np.zeros((2, 1), np.float32), np.zeros(3, np.int32))
 
 

@@ -44,7 +44,7 @@ def two_members(path, **second):
 @pytest.mark.parametrize("reader", [npz, read_torch])
 def test_members_that_share_bytes(reader, tmp_path):
     two_members(tmp_path / "a.pt", header_offset=0)
-    refused("and what follows share bytes", reader, tmp_path / "a.pt")
+    refused("overlaps the next member", reader, tmp_path / "a.pt")
 
 
 def test_an_archive_over_several_disks(tmp_path):
@@ -53,14 +53,14 @@ def test_an_archive_over_several_disks(tmp_path):
     locator = b"PK\x06\x07" + struct.pack("<LQL", 7, 0, 9)
     end = whole.rindex(b"PK\x05\x06")
     (tmp_path / "a.pt").write_bytes(whole[:end] + locator + whole[end:])
-    refused("is no zip archive that can be read", read_torch, tmp_path / "a.pt")
+    refused("is not a readable zip archive", read_torch, tmp_path / "a.pt")
 
 
 def test_what_unpacks_to_far_more_than_it_is(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 50, 50, 50), np.uint8), y=np.arange(10) % 2)
     assert len(npz(tmp_path / "a.npz")[0]) > 0
-    monkeypatch.setattr(archive, "HARMLESS", 10**6)
-    refused("'x.npy' unpacks to 1,250,128 bytes from", npz, tmp_path / "a.npz")
+    monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 10**6)
+    refused("'x.npy' unpacks .* bytes to 1,250,128: possible zip bomb", npz, tmp_path / "a.npz")
 
 
 def test_a_checkpoint_that_is_compressed(tmp_path):
@@ -85,9 +85,9 @@ def write_npz(path, header, data=bytes(640)):
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ("(1000000000000000,)", r"float32 \[1000000000000000\] but has 640 bytes"),
-        ("(-1, -160)", r"\[-1, -160\] but has 640 bytes"),
-        ("(159,)", r"\[159\] but has 640"),
+        ("(1000000000000000,)", r"float32 \[1000000000000000\] by its header, but has 640 bytes"),
+        ("(-1, -160)", r"\[-1, -160\] by its header, but has 640 bytes"),
+        ("(159,)", r"\[159\] by its header, but has 640"),
         ("(", r"'x' cannot be read"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_header_that_says_another_shape_than_there_is(shape, said, tmp_path):
     ("x", "y", "said"),
     [
         (np.full((4, 2), np.nan), [0, 1, 0, 1], "holds inf or NaN"),
-        (np.full((4, 2), 1e300), [0, 1, 0, 1], "holds inf or NaN, in float32"),
+        (np.full((4, 2), 1e300), [0, 1, 0, 1], "holds inf or NaN in float32"),
         (np.zeros((4, 2)), [0, 1, 0, 2**32], "beyond int32"),
         (np.zeros((4, 2)), [0, 1, 0, -(2**63)], "beyond int32"),
     ],
@@ -153,8 +153,8 @@ def test_a_row_group_that_decodes_to_far_more_than_the_file(tmp_path, monkeypatc
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 2000}), tmp_path / "a.parquet")
     rows = table(tmp_path / "a.parquet")
-    monkeypatch.setattr(archive, "HARMLESS", 10**6)
-    refused("row group 0 of .* unpacks to 10,", rows.__getitem__, 0)
+    monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 10**6)
+    refused("row group 0 of .* unpacks .* bytes to 10,", rows.__getitem__, 0)
     monkeypatch.undo()
     assert rows[1999] == {"text": "x" * 10_000}
 
@@ -178,12 +178,12 @@ def write_tokenizer(path, vocabulary, **options):
 def test_tokens_beyond_the_number_of_tokens(tmp_path):
     """An embedding has as many rows as tokens, and JAX takes its last row for any beyond."""
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 10**6}, unk_token="a")
-    refused("numbers 2 tokens up to 1000000", FileTokenizer, path)
+    refused("has 2 tokens numbered up to 1000000", FileTokenizer, path)
 
 
 def test_a_tokenizer_that_cannot_take_a_text(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 1})
-    refused("cannot take 'x' to tokens|cannot take 'x'… to tokens", FileTokenizer(path).encode, "x")
+    refused("cannot encode 'x'", FileTokenizer(path).encode, "x")
 
 
 # --- images -------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_pictures_of_more_pixels_than_can_be_held(size, tmp_path):
     write_png(tmp_path / "a" / "1.png", *size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as a user's Python would go on
-        refused("1.png (is .*, more than can be held|cannot be decoded)", image_folder, tmp_path)
+        refused("1.png (is .*, more than 16,777,216 pixels|cannot be decoded)", image_folder, tmp_path)
 
 
 def test_a_chunk_that_is_said_to_be_longer_than_the_file(tmp_path):
@@ -225,7 +225,7 @@ def test_a_chunk_that_is_said_to_be_longer_than_the_file(tmp_path):
 def test_a_picture_that_only_calls_itself_png(tmp_path):
     (tmp_path / "a").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "a" / "1.png", "eps")
-    refused("1.png is not an image that can be read, png, jpg or bmp", image_folder, tmp_path)
+    refused("1.png is not a readable png, jpg or bmp image", image_folder, tmp_path)
 
 
 # --- PyTorch's checkpoints ----------------------------------------------------------------------------------

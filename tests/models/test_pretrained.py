@@ -228,7 +228,7 @@ def test_a_configuration_of_another_size_allocates_nothing(folder):
         ({"model_type": "bloom"}, "model_type 'bloom'"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["T5ForTokenClassification"]}, "architecture 'T5ForTokenClassification'"),
-        ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj 'gated-silu'"),
+        ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj must be one of relu, gated-gelu, got 'gated-silu'"),
         ({"d_model": "8"}, "is not a valid configuration"),
         ({"d_model": -8}, "is not a valid configuration"),
     ],
