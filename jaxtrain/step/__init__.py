@@ -29,7 +29,7 @@ from jaxtrain.step.nonfinite import finite_leaves, leaf_name
 from jaxtrain.step.objective import Loss, LossFn, validated
 from jaxtrain.step.retrace import limit_recompilation
 from jaxtrain.step.state import TrainState, applied_updates, is_factory, micro_batch_key
-from jaxtrain.step.step import Step, window_step
+from jaxtrain.step.step import Step, init_state, window_step
 
 __all__ = [
     "LearningRate",
@@ -49,6 +49,7 @@ __all__ = [
     "dynamic_loss_scale",
     "eval_step",
     "finite_leaves",
+    "init_state",
     "is_factory",
     "leaf_name",
     "limit_recompilation",

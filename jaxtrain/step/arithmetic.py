@@ -38,7 +38,9 @@ def optimizer_in_float32(optimizer: optax.GradientTransformation) -> optax.Gradi
         updates, new = optimizer.update(widen(grads), widen(state), widen(params), **extra)
         return updates, jax.tree.map(lambda x, old: x.astype(old.dtype) if _is_low(old) else x, new, state)
 
-    return optax.GradientTransformationExtraArgs(_with_standard_promotion(optimizer.init), _with_standard_promotion(update))
+    return optax.GradientTransformationExtraArgs(
+        _with_standard_promotion(optimizer.init), _with_standard_promotion(update)
+    )
 
 
 def widen(tree: Any) -> Any:

@@ -160,7 +160,8 @@ def train_step(
       clip_value: Upper bound of the gradient's elements, as `torch.nn.utils.clip_grad_value_`; after `clip_norm`. None
         for no clipping.
       frozen: Predicate on a parameter's path ("blocks/qkv/kernel"): whether it is not trained.
-      ema: Decay in [0, 1) of a moving average of the parameters, updated with every applied update. None for no average.
+      ema: Decay in [0, 1) of a moving average of the parameters, updated with every applied update. None for no
+        average.
       remat: What marked blocks store for the backward pass: "none", "full", "dots", "dots_no_batch", "names:a,b" or
         "offload:a,b" (`jaxtrain.transforms.remat`).
       unroll: Whether to compile the layers that the model scans over one by one: slower to compile, faster to run.
@@ -231,5 +232,3 @@ def _argument_error(state: Any, batch: tuple[Any, ...]) -> str | None:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
             return f"the batch must hold NumPy or JAX arrays, got a torch.Tensor at {name}: pass tensor.numpy()"
     return None
-
-

@@ -154,7 +154,9 @@ def state_dict(scaler: optax.GradientTransformation, state: Any) -> dict[str, An
         return {}
     rule = getattr(scaler.update, "__self__", None)
     if not isinstance(rule, _ScaleRule) or not isinstance(state, LossScaleState):
-        raise UserError(f"state must be that of a loss scaler, got {type(state).__name__}: pass the scaler and its state")
+        raise UserError(
+            f"state must be that of a loss scaler, got {type(state).__name__}: pass the scaler and its state"
+        )
     return {
         "scale": float(state.scale),
         "growth_factor": float(rule.growth_factor),
@@ -181,7 +183,8 @@ def load_state_dict(
       UserError: An entry is missing or out of range, a scale of 0 for example.
 
     Example:
-      >>> saved = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2}
+      >>> saved = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+      >>> saved |= {"growth_interval": 3, "_growth_tracker": 2}
       >>> scaler = load_state_dict(saved)
       >>> _, state = scaler.update(jnp.ones(1), scaler.init(None))
       >>> float(state.scale), int(state.growth_tracker)
@@ -269,9 +272,7 @@ def _check(
     if min_scale is not None and max_scale is not None and min_scale > max_scale:
         raise UserError(f"min_scale {min_scale} must not exceed max_scale {max_scale}: swap them")
     if not _satisfies(init_scale, lambda scale: (min_scale or 0) <= scale <= (max_scale or np.inf)):
-        raise UserError(
-            f"init_scale must be between min_scale {min_scale} and max_scale {max_scale}, got {init_scale}"
-        )
+        raise UserError(f"init_scale must be between min_scale {min_scale} and max_scale {max_scale}, got {init_scale}")
 
 
 def _check_scales(**scales: float | None) -> None:

@@ -1,8 +1,8 @@
 """Where a window's gradient first stopped being finite: in which micro-batch, and there in which parameter.
 
 The check sums squares, because the gradient norm needs the same sums and the compiler computes them once. A sum of
-finite squares may overflow, so the elements are inspected if a sum is not finite. `norm_of` names the tree whose norm is computed
-anyway: the gradient times a factor, finite only where the gradient is.
+finite squares may overflow, so the elements are inspected if a sum is not finite. `norm_of` is the tree whose norm is
+computed anyway: the gradient times a factor, finite only where the gradient is.
 """
 
 from typing import Any, NamedTuple

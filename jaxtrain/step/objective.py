@@ -95,7 +95,9 @@ def validated(loss_fn: LossFn) -> Compute:
         if rest and _structure(rest[0]) != _structure(model_state):
             raise UserError(f"loss_fn must return model_state {_describe(model_state)}, got {_describe(rest[0])}")
         if not _is_scalar(loss):
-            raise UserError(f"loss_fn must return a scalar total and weight, got {_describe(loss)}: use Loss.of(losses)")
+            raise UserError(
+                f"loss_fn must return a scalar total and weight, got {_describe(loss)}: use Loss.of(losses)"
+            )
         for name, value in metrics.items():
             if name in STEP_METRICS:
                 raise UserError(f"metric {name!r} is reserved for the step: use another name")

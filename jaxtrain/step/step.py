@@ -127,9 +127,7 @@ def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tupl
     return state, {**metrics, **weighted_means(gradient.loss, gradient.metrics)}
 
 
-def micro_gradient(
-    parts: StepParts, state: TrainState, micro_batch: Any, k: Any, *, in_loop: bool = False
-) -> Gradient:
+def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any, *, in_loop: bool = False) -> Gradient:
     """Scale and differentiate the loss of one of a window's k micro-batches."""
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)

@@ -24,7 +24,11 @@ from parity.mutants.optimizers import squares
 from parity.optimizer import Optimizer
 
 GradScaler = torch.amp.GradScaler
-mean_gradient, split, add = accumulate.mean_gradient, accumulate.split, accumulate.add
+mean_gradient, split_batch, add_micro_batch = (
+    accumulate.mean_gradient,
+    accumulate.split_batch,
+    accumulate.add_micro_batch,
+)
 LR = 0.05
 MOMENTUM = Optimizer("SGD", partial(T.SGD, lr=LR, momentum=0.9), optim.sgd(LR, 0.9))
 SCHEDULED = Optimizer(
@@ -58,7 +62,7 @@ def clipped(name: str, wrong: Callable[[Any, float], Any], bound: float = 0.01) 
 
 def accumulated(name: str, what: str, wrong: Any) -> Mutant:
     """A window of four that does `what` by `wrong`."""
-    return stepped(name, f"jaxtrain.step.accumulate.{what}", wrong, accumulate=4)
+    return stepped(name, f"jaxtrain.step.step.{what}", wrong, accumulate=4)
 
 
 HIGH = 2.0**24
@@ -70,13 +74,13 @@ def scalers(start: float) -> Iterator[None]:
     """On both sides the scale starts at `start`, and grows after two clean updates."""
     ours = partial(dynamic_loss_scale, start, growth_interval=2)
     theirs = partial(GradScaler, init_scale=start, growth_interval=2)
-    with mock.patch("torch.amp.GradScaler", theirs), mock.patch("jaxtrain.step.step.dynamic_loss_scale", ours):
+    with mock.patch("torch.amp.GradScaler", theirs), mock.patch("jaxtrain.step.build.dynamic_loss_scale", ours):
         yield
 
 
 def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
     """A step whose scaler is `wrong()`, and should be that of `scalers`."""
-    patch = patched("jaxtrain.step.step.dynamic_loss_scale", wrong)
+    patch = patched("jaxtrain.step.build.dynamic_loss_scale", wrong)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, linear, linear, patch=patch, around=partial(scalers, start), settings=settings)
 
@@ -84,7 +88,7 @@ def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
 def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
     """A step that does `wrong` where it overflows."""
     case = partial(linear, optimizer=optimizer)
-    patch = patched("jaxtrain.step.step._keep_if", wrong)
+    patch = patched("jaxtrain.step.step._restore_if", wrong)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, case, case, patch=patch, around=partial(scalers, HIGH), settings=settings)
 
@@ -127,7 +131,7 @@ def by_leaf(grads: Any, bound: float) -> Any:
 
 def last_repeated(batch: Any, k: int) -> Any:
     """The last micro-batch is the one before again."""
-    return jax.tree.map(lambda x: jnp.concatenate([x[:-1], x[-2:-1]]), split(batch, k))
+    return jax.tree.map(lambda x: jnp.concatenate([x[:-1], x[-2:-1]]), split_batch(batch, k))
 
 
 MUTANTS = [
@@ -142,11 +146,11 @@ MUTANTS = [
     ),
     accumulated("window-summed", "mean_gradient", lambda w: jax.tree.map(lambda g: 4 * g, mean_gradient(w))),
     accumulated("window-averaged-twice", "mean_gradient", lambda w: jax.tree.map(lambda g: g / 4, mean_gradient(w))),
-    accumulated("window-without-its-last", "split", last_repeated),
+    accumulated("window-without-its-last", "split_batch", last_repeated),
     accumulated(
         "window-only-its-last",
-        "add",
-        lambda window, grads, loss, k: add(
+        "add_micro_batch",
+        lambda window, grads, loss, k: add_micro_batch(
             window._replace(sums=jax.tree.map(jnp.zeros_like, window.sums)), grads, loss, k
         ),
     ),
@@ -155,8 +159,8 @@ MUTANTS = [
         linear,
         linear,
         patch=patched(
-            "jaxtrain.step.accumulate.add",
-            lambda window, grads, loss, k: add(
+            "jaxtrain.step.step.add_micro_batch",
+            lambda window, grads, loss, k: add_micro_batch(
                 window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
             ),
         ),

@@ -340,8 +340,8 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
 @pytest.mark.parametrize(
     ("what", "settings", "said"),
     [
-        ("step.accumulate.mean_gradient", {"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
-        ("step.step.rematerialise", {"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
+        ("step.step.mean_gradient", {"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
+        ("step.loss_program.remat", {"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
@@ -354,7 +354,7 @@ def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
     def in_other_units(fn: Any, policy: str) -> Any:
         return fn if policy == "none" else lambda params, *args: fn(jax.tree.map(lambda p: 1.1 * p, params), *args)
 
-    wrong = averaged_twice if what.startswith("accumulate") else in_other_units
+    wrong = averaged_twice if what.endswith("mean_gradient") else in_other_units
     monkeypatch.setattr(f"jaxtrain.{what}", wrong)
     verdict = check(small(), precision, steps=2, locate=True, **settings)
     assert not verdict.passed
