@@ -14,7 +14,7 @@ from unittest import mock
 from parity.case import Case
 
 if TYPE_CHECKING:
-    from parity.locate import Divergence
+    from parity.divergence import Divergence
 
 Patch = Callable[[], AbstractContextManager[Any]]
 

@@ -22,11 +22,12 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.step.accumulate import mean_gradient
 from jaxtrain.step.clip import clip_grad_norm
 from parity.activations import activations, first_imprecise
+from parity.bars import RATIO_BAR
 from parity.case import Case
 from parity.cases import CASES, cnn_bn, gpt2
-from parity.compare import RATIO_BAR
+from parity.divergence import Divergence
 from parity.fingerprint import Trace, counterparts
-from parity.locate import Divergence, locate
+from parity.locate import locate
 from parity.optimizer import Optimizer
 from parity.run import check
 from tests.parity.test_sides import small
