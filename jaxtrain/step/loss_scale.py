@@ -272,7 +272,7 @@ def _check(
     if min_scale is not None and max_scale is not None and min_scale > max_scale:
         raise UserError(f"min_scale {min_scale} must not exceed max_scale {max_scale}: swap them")
     if not _satisfies(init_scale, lambda scale: (min_scale or 0) <= scale <= (max_scale or np.inf)):
-        raise UserError(f"init_scale must be between min_scale {min_scale} and max_scale {max_scale}, got {init_scale}")
+        raise UserError(f"init_scale {init_scale} must be in [min_scale, max_scale]: [{min_scale}, {max_scale}]")
 
 
 def _check_scales(**scales: float | None) -> None:

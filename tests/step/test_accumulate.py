@@ -145,7 +145,7 @@ def test_a_batch_that_k_does_not_divide_is_the_users_error_with_both_numbers(row
 
 
 def test_a_batch_leaf_without_rows_is_the_users_error():
-    with pytest.raises(jt.UserError, match="^temperature is a scalar, which cannot be split into 2 micro-batches"):
+    with pytest.raises(jt.UserError, match=r"^temperature is a scalar, which cannot be split into 2 micro-batches"):
         accumulate.split_batch({"x": jnp.ones((4, 2)), "temperature": jnp.ones(())}, 2)
 
 

@@ -370,12 +370,10 @@ SENSELESS = {
     "min_scale must be a positive float32, got 0": lambda: dynamic_loss_scale(min_scale=0),
     "max_scale must be a positive float32, got inf": lambda: dynamic_loss_scale(max_scale=np.inf),
     "min_scale 4.0 must not exceed max_scale 2.0": lambda: dynamic_loss_scale(3.0, min_scale=4.0, max_scale=2.0),
-    "init_scale must be between min_scale None and max_scale 1024.0, got 65536.0": lambda: dynamic_loss_scale(
+    "init_scale 65536.0 must be in [min_scale, max_scale]: [None, 1024.0]": lambda: dynamic_loss_scale(
         max_scale=1024.0
     ),
-    "init_scale must be between min_scale 4.0 and max_scale None, got 2.0": lambda: dynamic_loss_scale(
-        2.0, min_scale=4.0
-    ),
+    "init_scale 2.0 must be in [min_scale, max_scale]: [4.0, None]": lambda: dynamic_loss_scale(2.0, min_scale=4.0),
     "scale must be a positive float32, got inf": lambda: static_loss_scale(np.inf),
     "is empty": lambda: load_state_dict({}),
     "lacks growth_interval, _growth_tracker": lambda: load_state_dict(dict(list(SAVED.items())[:3])),
@@ -386,7 +384,7 @@ SENSELESS = {
     "growth_interval must be an integer in [1, 2**31), got -5": lambda: load_state_dict(
         {**SAVED, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": -5}
     ),
-    "init_scale must be between min_scale 16 and": lambda: load_state_dict(SAVED, min_scale=16),
+    "must be in [min_scale, max_scale]: [16": lambda: load_state_dict(SAVED, min_scale=16),
     "state must be that of a loss scaler, got": lambda: state_dict(optax.sgd(1.0), optax.sgd(1.0).init(jnp.ones(1))),
 }
 
