@@ -356,7 +356,7 @@ def test_what_a_static_scale_saves_is_static_in_pytorch_and_here():
 
 SAVED = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 0}
 SENSELESS = {
-    "growth_factor 1.0": lambda: dynamic_loss_scale(growth_factor=1.0),
+    "growth_factor must be finite and > 1, got 1.0": lambda: dynamic_loss_scale(growth_factor=1.0),
     "growth_factor must be finite and > 1, got inf": lambda: dynamic_loss_scale(growth_factor=np.inf),
     "growth_factor must be finite and > 1, got nan": lambda: dynamic_loss_scale(growth_factor=np.nan),
     "backoff_factor must be in (0, 1), got 1.0": lambda: dynamic_loss_scale(backoff_factor=1.0),
