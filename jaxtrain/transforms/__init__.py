@@ -19,6 +19,7 @@ __all__ = [
     "block",
     "hook",
     "hooked",
+    "jax_internals",
     "jaxpr",
     "kernel",
     "low_precision",
