@@ -16,7 +16,7 @@ from jax._src import xla_bridge
 import jaxtrain as jt
 
 ROOT = Path(__file__).parent.parent.parent
-OURS, _, JAXS = (ROOT / "docs" / "faq.md").read_text().partition("## JAX's own")
+OURS, _, JAXS = (ROOT / "docs" / "faq.md").read_text().partition("## Errors of JAX")
 
 
 def quoted(page):
