@@ -36,9 +36,9 @@ class Code:
 def parts(page: str) -> Iterator[str | Code]:
     """Yield the text and code of a page, in order.
 
-    >>> page = "Print a number:\\n\\n```python\\nprint(7)\\n```\\n\\n```text\\n7\\n```\\n\\n```sh\\nls\\n```\\n"
+    >>> page = "A number:\\n\\n```python\\nprint(7)\\n```\\n\\n```text\\n7\\n```\\n\\n```sh\\nls\\n```\\n"
     >>> list(parts(page))
-    ['Print a number:', Code(source='print(7)', output='7'), '```text\\n7\\n```', Code(source='%%sh -e\\nls', output='')]
+    ['A number:', Code(source='print(7)', output='7'), '```text\\n7\\n```', Code(source='%%sh -e\\nls', output='')]
     """
     end = 0
     for block in _BLOCK.finditer(page):

@@ -52,7 +52,9 @@ def with_table(page: str) -> str:
     names = entries(page)
     if not names:
         return page
-    written = dict(re.findall(r"^\| \[`\w+`\]\(#([\w.]+)\) \| (.+) \|$", page, re.M))  # retained for undocumented constants
+    written = dict(
+        re.findall(r"^\| \[`\w+`\]\(#([\w.]+)\) \| (.+) \|$", page, re.M)
+    )  # retained for undocumented constants
     rows = [f"| [`{name.rpartition('.')[2]}`](#{name}) | {summary(name) or written.get(name, '')} |" for name in names]
     table = "\n".join(["| name | summary |", "| --- | --- |", *rows]) + "\n\n"
     title, introduction, rest = _TABLE.sub("", page, count=1).split("\n\n", 2)

@@ -4,7 +4,6 @@ import ast
 import doctest
 import importlib
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -16,13 +15,13 @@ import pytest
 import yaml
 
 import docs.summaries
+import docs.tiers
 from docs.summaries import resolve
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-TIERS = ("default", "slow", "nightly")
 FENCED = re.compile(r"^(```+).*?^\1\s*$", re.M | re.S)
 
 
@@ -78,32 +77,10 @@ def test_every_test_that_a_page_names_exists():
         assert not function or function in functions_of(path), f"{page}: {path}::{function}"
 
 
-def tiers(path, function):
-    """Return the tiers in which the cases of a test run: "default", "slow" or "nightly".
-
-    A mark of the module, the function or a parameter selects the tier; the longest wins.
-    """
-    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-    marks = [*as_list(getattr(module, "pytestmark", [])), *as_list(getattr(getattr(module, function), "pytestmark", []))]
-    found = {max((TIERS.index(mark.name) for mark in marks if mark.name in TIERS), default=0)}
-    for mark in marks:
-        if mark.name == "parametrize":
-            sets = [getattr(values, "marks", ()) for values in mark.args[1]]
-            ranks = {max((TIERS.index(m.name) for m in of_set if m.name in TIERS), default=0) for of_set in sets}
-            found = {max(pair) for pair in itertools.product(found, ranks)}
-    return [TIERS[rank] for rank in sorted(found)]
-
-
-def as_list(marks):
-    return marks if isinstance(marks, list) else [marks]
-
-
 def test_guarantees_name_the_tier_of_every_test():
-    rows = re.findall(r"^\| `(tests/[\w/]+\.py)::(\w+)` \| ([\w, ]+) \|$", text_of("guarantees.md"), re.M)
-    assert len(rows) == len([function for page, _, function in named_tests() if page == "guarantees.md"])
-    assert {f"{path}::{name}": tier for path, name, tier in rows} == {
-        f"{path}::{name}": ", ".join(tiers(path, name)) for path, name, _ in rows
-    }
+    page = (DOCS / "guarantees.md").read_text()
+    assert len(docs.tiers.ROW.findall(page)) == len([one for one in named_tests() if one[0] == "guarantees.md"])
+    assert page == docs.tiers.with_tiers(page), "update the column with python -m docs.tiers"
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
