@@ -1,7 +1,7 @@
 """Train with Ray Train: python deploy/ray_train.py --workers 2 --gpu -- gpt-stdlib --out /shared/runs/mine …
 
-Ray starts the processes and configures JAX; each process runs `jaxtrain train`. If a worker is lost, Ray restarts all of
-them, and the run continues from its last checkpoint. The run folder must be shared by all workers.
+Ray starts the processes and configures JAX; each process runs `jaxtrain train`. If a worker is lost, Ray restarts all
+of them, and the run continues from its last checkpoint. The run folder must be shared by all workers.
 """
 
 import argparse
