@@ -1,7 +1,7 @@
 """Record docs/first-day.md, a transcript of a newcomer's commands: `python -m docs.first_day`.
 
-Each command runs in a separate terminal, in a folder that contains only the checkout, with an empty environment and empty
-caches. The page shows the final state of each terminal. Needs `pip install pyte`.
+Each command runs in a separate terminal, in a folder that contains only the checkout, with an empty environment and
+empty caches. The page shows the final state of each terminal. Needs `pip install pyte`.
 """
 
 import fcntl
@@ -78,8 +78,8 @@ print(logits.shape, "next byte:", repr(chr(logits[0, -1].argmax())))
 HEAD = """\
 # A first day
 
-This page is a transcript of a newcomer's commands. `python -m docs.first_day` recorded it in a fresh copy of the project,
-with an empty environment and empty caches, on {machine}. Long output is shortened to its last {max_lines} lines.
+This page is a transcript of a newcomer's commands. `python -m docs.first_day` recorded it in a fresh copy of the
+project, with an empty environment and empty caches, on {machine}. Long output is shortened to its last {max_lines} lines.
 
 | | command | first output | longest time without output | total |
 | --- | --- | --- | --- | --- |"""
