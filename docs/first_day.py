@@ -79,7 +79,7 @@ HEAD = """\
 # A first day
 
 This page is a transcript of a newcomer's commands. `python -m docs.first_day` recorded it in a fresh copy of the
-project, with an empty environment and empty caches, on {machine}. Long output is shortened to its last {max_lines} lines.
+project, with an empty environment and empty caches, on {machine}. Long output is cut to its last {max_lines} lines.
 
 | | command | first output | longest time without output | total |
 | --- | --- | --- | --- | --- |"""
