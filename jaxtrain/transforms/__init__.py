@@ -19,6 +19,7 @@ __all__ = [
     "biased_products",
     "block",
     "hook",
+    "jax_internals",
     "jaxpr",
     "kernel",
     "low_precision",

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxtrain.transforms.jax_internals import source_info_util
 
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
 """Evaluates a jaxpr under the rule at hand: `run(jaxpr, consts, args)`."""
