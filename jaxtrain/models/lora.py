@@ -144,7 +144,7 @@ def with_adapters(apply: Callable[..., Any], config: LoraConfig) -> Callable[...
             return [*map(_merged, outs)]
 
         # The inputs are closed over, because some may not be arrays.
-        return jaxpr.retraced(lambda base: apply(base, *inputs), evaluate)(params["base"])
+        return jaxpr.retrace(lambda base: apply(base, *inputs), evaluate)(params["base"])
 
     return apply_adapted
 
