@@ -1,4 +1,4 @@
-"""PyTorch's parameters in and out."""
+"""Conversion of parameters, optimizers, schedulers and checkpoints from and to PyTorch."""
 
 from jaxtrain.interop.metadata import CheckpointMetadata, new_metadata, read_metadata, write_metadata
 from jaxtrain.interop.names import (

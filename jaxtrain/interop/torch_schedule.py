@@ -30,7 +30,7 @@ def advanced(
         return groups, None
     if saved_scheduler(saved).kind == "ReduceLROnPlateau":
         return _plateaus(groups, saved, expression, opt_state, more)
-    torch = installed_torch("its schedulers are stepped by it")
+    torch = installed_torch("steps the scheduler")
     # All that a scheduler asks of an optimizer.
     optimizer = SimpleNamespace(param_groups=groups, step=None)
 

@@ -358,7 +358,7 @@ DAMAGED = {
         "counts 1.5 updates",
     ),
     "a text for a step": (changed("step", "two"), "'two' where a number is to be"),
-    "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 holds inf or NaN"),
+    "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 contains inf or NaN"),
     "too large a moment": (changed("exp_avg_sq", torch.zeros(1).expand(10**15)), "exp_avg_sq of the optimizer: .*mis-"),
     "a moment gone": (
         lambda saved: saved["optimizer"]["state"][3].pop("exp_avg"),

@@ -283,7 +283,7 @@ def test_a_shard_may_not_repeat_another(folder):
 def test_a_header_that_lies_is_refused(folder):
     header = json.dumps({"shared.weight": {"dtype": "F32", "shape": [31, 8], "data_offsets": [0, 16]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    assert "is no safetensors file" in refused(folder)
+    assert "is not a safetensors file" in refused(folder)
 
 
 def test_a_folder_with_weights_is_not_written_over(folder):
