@@ -252,7 +252,7 @@ def changed(part, **entries):
         (lambda: {**checkpoint("AdamW"), "step": endless()}, "must be a count of at least 0"),
         (lambda: {**checkpoint("AdamW"), "step": float("inf")}, "step in .* must be a count of at least 0, got inf"),
         (lambda: {**checkpoint("AdamW"), "step": 2**40}, "must be a count of at least 0"),
-        (lambda: {**checkpoint("AdamW"), "scheduler": {"last_epoch": endless()}}, "contains more than 1,000,000 numbers"),
+        (lambda: {**checkpoint("AdamW"), "scheduler": {"last_epoch": endless()}}, "more than 1,000,000 numbers"),
         (lambda: changed("scheduler", _schedule_phases=[None]), "not as torch writes it"),
         (lambda: changed("scheduler", last_epoch=torch.ones(3)), "the scheduler's part contains a Tensor"),
         (lambda: changed("scaler", scale=b"x"), "the scaler's part contains a bytes"),

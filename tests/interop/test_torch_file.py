@@ -171,9 +171,9 @@ def test_without_torch_only_its_own_files_are_out_of_reach(tmp_path, monkeypatch
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert np.asarray(read_torch(tmp_path / "x.safetensors").model["x"]).tolist() == [1, 1]
-    with pytest.raises(jt.UserError, match="torch, which .*is not installed"):
+    with pytest.raises(jt.UserError, match=r"torch, which .* is not installed"):
         read_torch(tmp_path / "x.pt")
-    with pytest.raises(jt.UserError, match="torch, which .*is not installed"):
+    with pytest.raises(jt.UserError, match=r"torch, which .* is not installed"):
         write_torch(tmp_path / "y.pt", TorchCheckpoint({}))
 
 
