@@ -55,7 +55,7 @@ def main(args: list[str]) -> int:
     print(" · ".join(f"{figure} {value:.4f}" for figure, value in found.figures().items()))
     print(f"\nthe {len(found.predictions.worst(asked.worst))} worst")
     for i in found.predictions.worst(asked.worst):
-        print(f"  {i:>6}  loss {found.means[i]:7.3f}  {found.said(int(i))}")
+        print(f"  {i:>6}  loss {found.losses[i]:7.3f}  {found.describe(int(i))}")
     print(f"\npage      {page}\nexamples  {lines}")
     return 0
 

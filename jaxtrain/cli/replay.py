@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Batch
 from jaxtrain.debug import Place, Watch, Watched
-from jaxtrain.distributed import sizes, ways
+from jaxtrain.distributed import bypass_compilation_cache, run_mesh, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
@@ -62,6 +62,11 @@ def main(args: list[str]) -> int:
     run, step = RunFolder(Path(args[0])), int(args[1])
     name, saved = read_recipe(run)
     recipe = _on_its_mesh(saved, jax.device_count())
+    with bypass_compilation_cache(run_mesh(recipe.mesh)):
+        return _replay(run, name, recipe, step)
+
+
+def _replay(run: RunFolder, name: str, recipe: Recipe, step: int) -> int:
     training, first = build_training(recipe)
     state, batch, then = _before(run, training, first, step)
     print(f"{run.path} · {name} · step {step}")
@@ -118,7 +123,7 @@ def _before(
     kept = read_batch(run.replay, step)
     lines = read_metrics(run.metrics)
     saved_at = saved_steps(run.checkpoints)
-    furthest = max([*saved_at, *(line["step"] for line in lines), step if kept else 0])
+    furthest = max([*saved_at, *(line.step for line in lines), step if kept else 0])
     if step > furthest:
         raise UserError(f"{run.path} is at step {furthest}: choose a step up to that, not {step}")
     state, loader = first, training.loader
@@ -130,9 +135,10 @@ def _before(
         raise UserError(f"{run.path} was imported and has no checkpoint before step {step}: choose a later one")
     begin = int(state.step)
     print(f"from step {begin}: {step - 1 - begin} steps before this one are taken again")
-    jumps = [line for line in lines if "batches_skipped" in line] + ([kept[2]] if kept and kept[2] else [])
+    logged = [line.rollback for line in lines if line.rollback]
+    rollbacks = [*logged, *([kept.rollback] if kept and kept.rollback else [])]
     for i in range(begin, step):
-        skipped = sum(int(jump["batches_skipped"]) for jump in jumps if jump["rolled_back_to"] == i)
+        skipped = sum(rollback.batches_skipped for rollback in rollbacks if rollback.to_step == i)
         if skipped:
             position = loader.state()
             loader.restore({**position, "next_batch": position["next_batch"] + skipped})
@@ -141,9 +147,9 @@ def _before(
             state, _ = training.step(state, batch)
     if kept is None:
         return state, batch, None
-    if any(not _same(batch[name], kept[0].get(name)) for name in batch):
+    if any(not _same(batch[name], kept.batch.get(name)) for name in batch):
         print("the data are not what they were: the batch is the one of then, the state may not be")
-    return state, kept[0], kept[1]
+    return state, kept.batch, kept.metrics
 
 
 def _evaluated(recipe: Recipe, training: Training, state: TrainState, batch: Batch, *, wide: bool) -> Evaluated:

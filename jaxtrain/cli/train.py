@@ -41,7 +41,7 @@ from jaxtrain.planning import in_words, notes, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
 from jaxtrain.run_folder import RunFolder, environment, read_config
-from jaxtrain.runner import Outcome, check_free, fit, read_recipe
+from jaxtrain.runner import Outcome, check_free, fit, stored_recipe
 
 # Examples that TensorBoard shows: those that a classifier does worst on, of so many that it is asked about.
 _WORST, _ASKED = 8, 512
@@ -219,7 +219,7 @@ def _differences(config: dict[str, Any]) -> list[str]:
 
 def _resumed(run: RunFolder, named: str | None, place: argparse.Namespace, flags: list[str]) -> tuple[str, Recipe]:
     """The run's own recipe, with what the flags change of it."""
-    name, saved = read_recipe(run)
+    name, saved = stored_recipe(run)
     _agreed(name, named, run.path)
     recipe = _parse(saved, name, place, flags).recipe
     for field in dataclasses.fields(recipe):

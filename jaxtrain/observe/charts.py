@@ -130,9 +130,7 @@ def _run(record: Record, curves: Mapping[str, Curve]) -> dict[str, Any]:
         "clock": [_short(column) for column in zip(*thin_points(record.clock), strict=True)],
         "series": series,
         "skips": _merged([(line.step, line.skipped) for line in record.metrics if line.skipped]),
-        "rollbacks": [
-            [line.rollback.from_step, line.rollback.to_step] for line in record.metrics if line.rollback
-        ],
+        "rollbacks": [[line.rollback.from_step, line.rollback.to_step] for line in record.metrics if line.rollback],
     }
 
 

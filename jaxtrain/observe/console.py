@@ -101,11 +101,11 @@ class Console:
           references: Losses that a useful model must beat, by name.
           places: Paths and commands, by name.
         """
-        evaluations = [(line, loss) for line in map(LogLine.of, metrics) if (loss := _finite_eval_loss(line)) is not None]
+        evaluations = [line for line in map(LogLine.of, metrics) if line.has_finite_eval_loss]
         if not evaluations:
             return
-        (best, _), (last, _) = min(evaluations, key=lambda pair: pair[1]), evaluations[-1]
-        points = [(line.step, loss) for line, loss in evaluations]
+        best, last = min(evaluations, key=lambda line: line.evaluation["loss"]), evaluations[-1]
+        points = [(line.step, line.evaluation["loss"]) for line in evaluations]
         table = Table.grid(padding=(0, 2))
         table.add_row(Text("best evaluation", style="dim"), f"step {best.step}: {format_evaluation(best)}")
         table.add_row(Text("last evaluation", style="dim"), f"step {last.step}: {format_evaluation(last)}")
@@ -154,10 +154,6 @@ def format_evaluation(line: LogLine) -> str:
     """Format the evaluation of a line."""
     metrics = [f"{name} {value:.4f}" for name, value in line.evaluation.items() if name != "loss"]
     return ", ".join([f"validation loss {line.eval_loss:.3f}", *metrics])
-
-
-def _finite_eval_loss(line: LogLine) -> float | None:
-    return line.eval_loss if line.has_finite_eval_loss else None
 
 
 def _numbers(line: LogLine) -> list[str]:

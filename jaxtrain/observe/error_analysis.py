@@ -41,7 +41,7 @@ class Confusion(NamedTuple):
 
     target: str
     predicted: str
-    count: int
+    times: int
 
 
 @dataclass(frozen=True, eq=False)

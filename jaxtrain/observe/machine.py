@@ -95,9 +95,8 @@ class JsonConsole(Console):
     ) -> None:
         """Print `{"event": "end", "step", "best", "references", …}`; `best` is the line of the lowest eval_loss."""
         lines = [LogLine.of(line) for line in metrics]
-        best = min(
-            (line for line in lines if line.has_finite_eval_loss), key=lambda line: line.evaluation["loss"], default=None
-        )
+        evaluations = [line for line in lines if line.has_finite_eval_loss]
+        best = min(evaluations, key=lambda line: line.evaluation["loss"], default=None)
         step = lines[-1].step if lines else 0
         self._event("end", step=step, best=best and best.to_json(), references=dict(references), **places)
 

@@ -119,7 +119,9 @@ def read_record(run: RunFolder) -> Record:
     if not run.config.exists() and not run.metrics.exists():
         raise UserError(f"{run.path} holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib")
     try:
-        config = json.loads(run.config.read_text()) if run.config.exists() else {"recipe": run.path.name, "settings": {}}
+        config: dict[str, Any] = {"recipe": run.path.name, "settings": {}}
+        if run.config.exists():
+            config = json.loads(run.config.read_text())
         _ = config["recipe"], config["settings"].items()
         result = json.loads(_result(run).read_text()) if _result(run).exists() else {}
         return Record(

@@ -2,7 +2,7 @@
 
 The curves are drawn by report.js, 22 kB, inlined in the page under a policy that forbids fetching and evaluating code.
 Inlined libraries would be larger than most reports: vega, vega-lite and vega-embed 0.83 MB, and vega compiles its
-expressions by `new Function`; plotly.js-basic-dist-min 4.1.1 1.19 MB, and skips, rollbacks and references would still be
+expressions by `new Function`; plotly.js-basic-dist-min 4.1.1 1.19 MB. Skips, rollbacks and references would still be
 drawn by us.
 """
 

@@ -339,7 +339,7 @@ def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
 
 
 def _in_host_memory(state: TrainState) -> bool:
-    """Whether orbax would read the state in place, in this process's memory, which the next steps then could not reuse."""
+    """Whether orbax would read the state in place, in memory of this process that the next steps could not reuse."""
     devices = state.step.devices()
     return processes.count() == 1 and all(device.platform == "cpu" for device in devices)
 

@@ -121,8 +121,8 @@ class Guard:
         """Return the error of a run whose updates are always skipped."""
         micro_batch, leaf = self._nonfinite
         return (
-            f"step {step}: {self._max_skips} updates in a row were skipped because their gradients are inf or NaN, down "
-            f"to loss scale {float(current_scale(state.loss_scale)):g}, the last one first in "
+            f"step {step}: {self._max_skips} updates in a row were skipped, their gradients inf or NaN down to "
+            f"loss scale {float(current_scale(state.loss_scale)):g}, the last one first in "
             f"{leaf_name(state.params, leaf)}, micro-batch {micro_batch}; the state is saved: start again with a lower "
             "--lr or with --precision bf16"
         )

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxtrain.distributed import processes
+from jaxtrain.distributed import bypass_compilation_cache, processes, run_mesh
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console, LogLine, MetricsLog, NoMetricsLog, histograms, metrics_log
 from jaxtrain.profile import LoopTrace, lines_of_now
@@ -77,7 +77,8 @@ def fit(
     """
     preflight.check_settings(recipe)
     retention = Retention(recipe.keep_last, recipe.keep_best, recipe.keep_every)
-    with RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
+    uncached = bypass_compilation_cache(run_mesh(recipe.mesh))
+    with uncached, RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
         resuming = processes.once(lambda: _is_resuming(run, lock, resume))
         with console.phase("reading the data, initializing the model"):
             training, state = build_training(recipe)

@@ -35,10 +35,10 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
     ("command", "said"),
     [
         ("report", "which run? jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
-        ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
+        ("report nowhere", "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib"),
         (
             "report nowhere --serve",
-            "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib",
+            "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib",
         ),
         ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
         ("report a --serve --out x.html", "--out x.html with --serve: one of them, a page is either written or served"),
