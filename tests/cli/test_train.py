@@ -218,7 +218,7 @@ def test_a_cut_short_import_is_not_begun_again_from_random_weights(capsys):
     Path("imported/torch.pt").touch()
     capsys.readouterr()
     assert run(f"{TINY} --resume auto --out imported") == 2
-    assert "imported was not imported to its end" in capsys.readouterr().err
+    assert "imported was not imported completely" in capsys.readouterr().err
 
 
 def test_config_json_repeats_a_run_to_the_same_bits(capsys):
@@ -334,7 +334,7 @@ BAD = {
     "train --steps 0": "steps must be at least 1, got 0",
     "train --steps many": "many",
     "train --precision fp8": "fp8",
-    "train --lr -1": "lr -1.0",
+    "train --lr -1": "lr must be positive and representable in float32, got -1.0",
     "train --stepz 3": "--stepz",
     "train --out a_file": "a_file is a file",
     "sample": "which run?",
