@@ -71,11 +71,11 @@ def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> di
     At a kink (|x| at 0, a clamp at its bound) or at a tie for the maximum frameworks choose differently.
     """
     from parity import torch_side
-    from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, Watch
+    from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, ConditionCounter
     from parity.randomness import dropout_masks
     from parity.weights import with_tables
 
-    case, watch, losses = with_tables(case), Watch(), 0
+    case, watch, losses = with_tables(case), ConditionCounter(), 0
 
     def watched(model: Any, batch: Any) -> Any:
         nonlocal losses

@@ -94,9 +94,9 @@ def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **sett
             return replace(examination, verdict=_placed_low(case, precision, examination.verdict, given))
         return examination
     examination = _training(case, precision, given, reference(given, coverage))
-    from parity.conditions import unmet
+    from parity.conditions import unmet_conditions
 
-    examination = replace(examination, unseen=(*coverage.unseen(case), *unmet(case, given.seed)))
+    examination = replace(examination, unseen=(*coverage.unseen(case), *unmet_conditions(case, given.seed)))
     return _followed_up(case, examination, given, coverage) if locate else examination
 
 
@@ -160,6 +160,7 @@ def live_reference(
     from parity import torch_side
     from parity.attestation import refuse_unlike
     from parity.randomness import dropout_masks
+    from parity.torch_side import Variant
 
     refuse_unlike(precision)
     k, steps, seed = settings.accumulate, settings.steps, settings.seed
@@ -168,13 +169,13 @@ def live_reference(
     weights, long = torch_side.initial_weights(case, seed), steps > judged
     if precision == "fp64":
         theirs = torch_run(precision, watch=coverage)
-        one_ulp = [torch_run(precision, one_ulp=i) for i in range(RUNS if long else 0)]
+        one_ulp = [torch_run(precision, variant=Variant(one_ulp=i)) for i in range(RUNS if long else 0)]
         return Reference(weights, theirs, [], one_ulp, truth=theirs)
     theirs = torch_run(precision)
     permuted = REORDERINGS if _permutable(masks[0], case.rows // k) else 0
-    reordered = [torch_run(precision, reorder=i) for i in range(permuted)]
-    one_ulp = [torch_run(precision, one_ulp=i) for i in range(int(long) if permuted else REORDERINGS)]
-    return Reference(weights, theirs, reordered, one_ulp, truth=torch_run("fp64", skip=theirs.skipped))
+    reordered = [torch_run(precision, variant=Variant(reorder=i)) for i in range(permuted)]
+    one_ulp = [torch_run(precision, variant=Variant(one_ulp=i)) for i in range(int(long) if permuted else REORDERINGS)]
+    return Reference(weights, theirs, reordered, one_ulp, truth=torch_run("fp64", variant=Variant(skip=theirs.skipped)))
 
 
 def _permutable(masks: "Masks", rows: int) -> bool:
@@ -220,9 +221,9 @@ def _followed_up(case: Case, examination: Examination, settings: Settings, cover
 
 def _tried(case: Case, settings: Settings) -> Iterator[str]:
     """Whether the case holds on what its batches never met. That it does not is no fault: it may never meet it."""
-    from parity.conditions import meeting
+    from parity.conditions import cases_that_meet
 
-    for how, changed in meeting(case, settings.seed):
+    for how, changed in cases_that_meet(case, settings.seed):
         verdict = check(changed, steps=2, seed=settings.seed)
         yield f"{how}, tried for that reason: {'holds' if verdict.passed else f'differs, {verdict.faults[0]}'}"
 
@@ -231,17 +232,17 @@ def _placed(case: Case, examination: Examination, settings: Settings) -> Verdict
     """The verdict with the stage at fault, the first operation that differs, and the convention that explains it."""
     from parity.diagnose import diagnose
     from parity.locate import locate
-    from parity.stages import charge, stages
+    from parity.stages import charge, run_stages
 
     # Most differ in the first steps. In later ones the search takes long, and would find chaos too.
     found = locate(case, seed=settings.seed)
     chaos = None if found else _chaos(case, examination, settings)
     if not (found or chaos):
         found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))
-    stagewise = stages(case, accumulate=settings.accumulate, seed=settings.seed)
-    diagnosis = diagnose(case, found, stagewise, accumulate=settings.accumulate, seed=settings.seed)
-    stage, said = charge(stagewise), [] if diagnosis is None else [str(diagnosis)]
-    failing = next((s for s in stagewise if not s.holds), None)
+    stagewise = run_stages(case, accumulate=settings.accumulate, seed=settings.seed)
+    diagnosis, stages = diagnose(stagewise, found), stagewise.stages
+    stage, said = charge(stages), [] if diagnosis is None else [str(diagnosis)]
+    failing = next((s for s in stages if not s.holds), None)
     if failing is not None and failing.name == "gradients":
         met = at_kinks(case, failing.step, accumulate=settings.accumulate, seed=settings.seed)
         if diagnosis is not None:

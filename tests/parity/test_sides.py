@@ -75,7 +75,9 @@ def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
 
 def test_reordered_rows_and_other_splits_are_the_same_mathematics() -> None:
     plain = torch_side.run(small(), "fp64", steps=3)
-    for other in (torch_side.run(small(), "fp64", steps=3, reorder=1, accumulate=k) for k in (1, 2, 8)):
+    for other in (
+        torch_side.run(small(), "fp64", steps=3, variant=torch_side.Variant(reorder=1), accumulate=k) for k in (1, 2, 8)
+    ):
         np.testing.assert_allclose(other.losses, plain.losses, rtol=1e-12)
         np.testing.assert_allclose(other.last.params["1.weight"], plain.last.params["1.weight"], rtol=1e-9)
 
