@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from parity.case import Batch, Case
 from parity.conventions.operations import Arguments, bound, called
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import seeded_model
+from parity.torch_side import seeded_model, tensor
 
 IGNORED, MASKED, PADDED, TIED = "label ignored", "position masked", "token padded", "tie"
 
@@ -127,10 +127,7 @@ def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
     """Count the conditions of PyTorch's loss of one batch, in evaluation mode and in float64."""
     model = seeded_model(case, seed).double().eval()
     batch = case.batch(seed, case.rows)
-    tensors = {
-        name: torch.from_numpy(x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x)
-        for name, x in batch.items()
-    }
+    tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
     with InFloat64(), ConditionCounter() as counter:
         case.torch_loss(model, tensors)
     return counter

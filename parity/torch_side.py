@@ -206,8 +206,8 @@ def _windows(
 
 
 def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
-    """`array`; where it is floating, in the precision that a whole model is taken to, as JAX is given it."""
-    x = torch.from_numpy(array)
+    """`array` as a contiguous tensor, floating ones in the dtype that a whole model is converted to for `precision`."""
+    x = torch.from_numpy(np.asarray(array, order="C"))
     return x.to(WHOLE.get(precision, torch.float32)) if x.is_floating_point() else x
 
 

@@ -48,6 +48,25 @@ def test_batches_differ_by_step_and_by_seed_and_come_again() -> None:
     np.testing.assert_array_equal(drawn, again)
 
 
+def test_a_batch_that_is_a_view_is_contiguous_in_pytorch() -> None:
+    case = small()
+
+    def views(seed: int, rows: int) -> dict[str, np.ndarray]:
+        batch = case.batch(seed, rows)
+        wider = np.concatenate([batch["label"][:, None]] * 3, axis=1)
+        return {"image": np.asfortranarray(batch["image"]), "label": wider[:, :-1]}
+
+    def torch_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return case.torch_loss(model, {"image": batch["image"].view(-1, 6), "label": batch["label"].view(-1)[::2]})
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        return case.loss_fn(params, {**batch, "label": batch["label"][:, 0]}, rng)
+
+    viewed = dataclasses.replace(case, batch=views, torch_loss=torch_loss, loss_fn=loss_fn, names=None)
+    verdict = check(viewed, steps=2)
+    assert verdict.passed, verdict.faults
+
+
 def test_a_batch_drawn_in_float64_is_given_in_float32() -> None:
     case = small()
     drawn = dataclasses.replace(
