@@ -161,10 +161,10 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"precision": "fp8"}, "precision 'fp8' is unknown: choose one of fp64, fp32, bf16, fp16"),
-        ({"accumulate": 3}, "accumulate 3 does not divide the 8 rows of small: choose one of 1, 2, 4, 8"),
+        ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp64, fp32, bf16, fp16"),
+        ({"accumulate": 3}, "the 8 rows of small are not divisible by accumulate 3: use one of 1, 2, 4, 8"),
         ({"accumulate": 0}, "accumulate 0 does not divide"),
-        ({"steps": 0}, "steps 0 train nothing"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"remat": "some"}, "remat 'some' is unknown"),
     ],
 )

@@ -116,7 +116,7 @@ def test_chaos_within_the_steps_that_the_bars_judge_fails_but_is_called_so() -> 
     assert not verdict.passed
     assert verdict.first_divergence is verdict.stage is None
     assert verdict.unlocated is not None
-    assert verdict.unlocated.startswith("chaos: no more than one ulp of PyTorch's weights makes")
+    assert verdict.unlocated.startswith("chaos: the difference is no larger than that of one ulp of PyTorch's weights")
 
 
 def test_in_low_precision_chaos_is_where_one_ulp_makes_as_much_as_the_precision() -> None:
