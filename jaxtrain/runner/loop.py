@@ -84,7 +84,8 @@ def fit(
             training, state = build_training(recipe)
         batch = training.loader.peek()
         preflight.check_labels_in_batch(training.task, batch)
-        console.facts(preflight.describe(training.task, state, batch, recipe))
+        baselines = {} if resuming or not processes.is_first() else training.task.baselines()
+        console.facts({**preflight.describe(training.task, state, batch, recipe), **baselines})
         source = str(recipe.data or name)
         position = Position.start(training, state, batch, source=source, message=console.message)
         first = None

@@ -6,7 +6,17 @@ from typing import Any
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, all_but, built, completed, no_decay, parsed
+from jaxtrain.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Call,
+    Expression,
+    all_but,
+    build_expression,
+    complete_expression,
+    no_decay,
+    parse_expression,
+)
 from jaxtrain.recipes import Recipe
 from jaxtrain.step import LossFn, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
@@ -41,7 +51,7 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
 
 def schedule(recipe: Recipe) -> optax.Schedule:
     """Return the learning rate as a function of the update's number."""
-    return built(schedule_call(recipe), SCHEDULES, {})
+    return build_expression(schedule_call(recipe), SCHEDULES, {})
 
 
 def schedule_call(recipe: Recipe) -> Call:
@@ -64,7 +74,7 @@ def schedule_call(recipe: Recipe) -> Call:
     }
     if recipe.schedule in named:
         return named[recipe.schedule]
-    call = parsed(recipe.schedule)
+    call = parse_expression(recipe.schedule)
     if not isinstance(call, Call) or call.function not in SCHEDULES:
         raise UserError(
             f"schedule {recipe.schedule!r} is unknown: choose from {', '.join(named)}, or call one of "
@@ -76,14 +86,14 @@ def schedule_call(recipe: Recipe) -> Call:
 def optimizer_expression(recipe: Recipe) -> Expression:
     """Return the recipe's optimizer as an expression, completed from the recipe's other settings."""
     defaults = {"learning_rate": schedule_call(recipe), "b2": recipe.beta2, "weight_decay": recipe.weight_decay}
-    return completed(parsed(recipe.optimizer), OPTIMIZERS, defaults)
+    return complete_expression(parse_expression(recipe.optimizer), OPTIMIZERS, defaults)
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
-    return built(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
+    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
 
 
 def loss_scale(recipe: Recipe) -> Any:
     """Build the recipe's loss scale; None for the default of its precision."""
-    return None if recipe.loss_scale is None else built(parsed(recipe.loss_scale), SCALES, {})
+    return None if recipe.loss_scale is None else build_expression(parse_expression(recipe.loss_scale), SCALES, {})

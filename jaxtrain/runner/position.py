@@ -10,7 +10,7 @@ from jaxtrain.runner.batches import Batches, DispatchedStep
 from jaxtrain.runner.guards import Guard, Spike
 from jaxtrain.runner.interval import Interval
 from jaxtrain.runner.training import Training, build_gauges
-from jaxtrain.step import LossScaleState, TrainState, consecutive
+from jaxtrain.step import LossScaleState, TrainState, consecutive_skips
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Position:
         """Continue from `state()`, at the checkpoint that holds the training state `state`."""
         self.batches.restore(saved)
         self.interval.restore(saved.get("interval"))
-        self.guard.restore(saved.get("guard"), skips=int(consecutive(state.loss_scale)))
+        self.guard.restore(saved.get("guard"), skips=int(consecutive_skips(state.loss_scale)))
 
     def roll_back(self, saved: Mapping[str, Any], state: TrainState, spike: Spike) -> Rollback | None:
         """Return to a checkpoint, but in the data to after the spike; None after too many rollbacks to it."""
         target, next_batch = int(state.step), spike.step.batch.next_batch
-        if not self.guard.roll_back(target, saved.get("guard"), skips=int(consecutive(state.loss_scale))):
+        if not self.guard.roll_back(target, saved.get("guard"), skips=int(consecutive_skips(state.loss_scale))):
             return None
         loss = float(spike.step.metrics["loss"])
         rollback = Rollback(spike.step.step, target, loss, next_batch - saved["next_batch"])

@@ -13,7 +13,7 @@ from jaxtrain.distributed import constrained, local_rows, placed_whole, run_mesh
 from jaxtrain.observe import Gauges
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.step import TrainState, TrainStep, checked, eval_step
+from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 from jaxtrain.tasks import Task, build, check_memory, evaluation_batches, means
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -65,7 +65,7 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
     def model_flops() -> int:
         # The backward pass takes two products for each one of the forward pass.
         processes = training.recipe.batch_size // len(next(iter(batch.values())))
-        return 3 * flops(checked(training.task.loss_fn), *shapes) * processes
+        return 3 * flops(validated(training.task.loss_fn), *shapes) * processes
 
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     return Gauges(model_flops, len(devices), training.recipe.precision)
