@@ -157,9 +157,9 @@ def test_what_is_said_in_the_terminal_and_of_other_examples(place, capsys):
 
 
 BAD = {
-    "eval": "which run?",
+    "eval": "a run folder is required",
     "eval nowhere": "nowhere holds no run",
-    "eval digits-mlp --worst 0": "worst 0 shows nothing",
+    "eval digits-mlp --worst 0": "--worst must be positive, got 0",
     "eval digits-mlp --split test": "test",
     "eval digits-mlp --out no/where.html": "no/where.html",
 }

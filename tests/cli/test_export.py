@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from jaxtrain.cli import main
-from jaxtrain.cli.arguments import parse
+from jaxtrain.cli.flags import parse
 from jaxtrain.errors import RunFailed
 from jaxtrain.export import huggingface, onnx_operators, stablehlo, torch_run
 from jaxtrain.export.inference import inference
@@ -188,7 +188,7 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
 def test_the_command_says_what_to_give_and_how_far_off_it_is(exported):
     folder, out, told = exported("gpt-stdlib", "stablehlo")
     assert re.match(
-        rf"{folder} is {out}, after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "
+        rf"exported {folder} to {out} after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "
         r"in batches of 1, 3 and 8 \d\.\de-0\d from float64, JAX's float32 \d\.\de-0\d\n",
         told,
     )
@@ -235,9 +235,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeyp
     folder, out, _ = exported("digits-cnn", "torch")
     before = sorted(place.iterdir())
     for flags, said in {
-        f"--format onnx --out {out}": f"{out} is there already: choose another --out",
+        f"--format onnx --out {out}": f"{out} already exists: choose another --out",
         f"--format huggingface --out {place}/new": "transformers has no CNN: export it as onnx, stablehlo or torch",
-        f"--format onnx --out {place}/a/b": f"{place}/a is no folder: make it, or choose another --out",
+        f"--format onnx --out {place}/a/b": f"{place}/a is not a folder: create it or choose another --out",
         "--format tflite": "invalid choice",
     }.items():
         capsys.readouterr()

@@ -67,7 +67,7 @@ def test_nothing_fits_in_one_line(capsys):
         ("plan gpt-stdlob", "did you mean 'gpt-stdlib'"),
         (f"plan {IMAGES} --accumulate 3", "is not divisible by accumulate 3"),
         (f"plan {IMAGES} --remat nothing", "remat 'nothing' is unknown"),
-        (f"train {IMAGES} --micro-batch 8", "invalid choice: '8'"),
+        (f"train {IMAGES} --micro-batch 8", "invalid choice '8' for argument '--micro-batch'"),
     ],
 )
 def test_wrong_usage_is_one_line(command, said, capsys):

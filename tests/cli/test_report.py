@@ -34,14 +34,14 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("report", "which run? jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
+        ("report", "a run folder is required: jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
         ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
         (
             "report nowhere --serve",
             "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib",
         ),
         ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
-        ("report a --serve --out x.html", "--out x.html with --serve: one of them, a page is either written or served"),
+        ("report a --serve --out x.html", "--out x.html and --serve are mutually exclusive: use one of them"),
         ("report a --serve 99999", "port 99999 cannot be served (bind(): port must be 0-65535.): choose another"),
         ("report a --serve x", "--serve: "),
     ],

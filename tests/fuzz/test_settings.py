@@ -247,8 +247,8 @@ def test_what_a_machine_cannot_hold_after_all_is_one_line_too(monkeypatch, capsy
     monkeypatch.setattr("jaxtrain.cli.sample.main", exhausted)
     assert main(["sample", "run"]) == 1
     assert capsys.readouterr().err == (
-        "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): make batch_size or the model "
-        "smaller\n"
+        "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): reduce batch_size or the "
+        "model's size\n"
     )
     monkeypatch.setattr("jaxtrain.cli.sample.main", lambda args: {}["not ours to hide"])
     with pytest.raises(KeyError):

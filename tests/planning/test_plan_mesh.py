@@ -291,7 +291,7 @@ def test_where_nothing_fits_all_is_told_before(capsys):
         ["✗", "2", "fsdp=2", "8"],
         ["✗", "4", "fsdp=4", "8"],
     ]
-    assert "fsdp grows; all of it is of one device, whose 8 rows of a micro-batch stay" in out
+    assert "fsdp grows; all values are per device, with 8 rows of a micro-batch on each" in out
 
 
 @pytest.mark.usefixtures("of_four_devices")

@@ -48,7 +48,7 @@ def test_an_encoder_trains_on_a_folder_of_text(capsys):
     assert "█" in out
     assert "jaxtrain sample" not in out
     assert run("sample bert") == 2
-    assert "holds a run of bert-stdlib, which writes no text" in capsys.readouterr().err
+    assert "holds a run of bert-stdlib, which generates no text" in capsys.readouterr().err
 
 
 def test_an_encoder_learns_the_classes_of_a_table(write_table):

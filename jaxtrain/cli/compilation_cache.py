@@ -1,4 +1,4 @@
-"""Where compiled programs are kept from one command to the next."""
+"""XLA's persistent compilation cache, shared by the commands."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 
 
-def keep_compiled_programs() -> Path:
-    """Let XLA keep what it compiles from one run to the next, and say where."""
+def enable_compilation_cache() -> Path:
+    """Store compiled programs for later commands, and return the folder they are stored in."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(cache) / "jaxtrain" / "xla")
     jax.config.update("jax_compilation_cache_dir", str(folder))
