@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from jaxtrain.cli.flags import parse
+from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import LanguageRecipe
 from jaxtrain.run_folder import RunFolder
