@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.data import thinned
 from jaxtrain.errors import UserError
-from jaxtrain.observe import Evaluated, judged, summary, write_mistakes, write_page
+from jaxtrain.observe import ErrorAnalysis, error_summary, evaluate_examples, log_error_analysis, write_error_page
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.tasks import build, evaluation_batches
@@ -43,21 +43,21 @@ def main(args: list[str]) -> int:
         folder.mkdir(exist_ok=True)
         lines.write_text("".join(json.dumps(line) + "\n" for line in found.lines()))
         if options.json is not None:
-            options.json.write_text(json.dumps(summary(found, options.worst), indent=2) + "\n")
-        write_page(page, found, options.worst)
-        write_mistakes(run.tensorboard, found, options.worst)
+            options.json.write_text(json.dumps(error_summary(found, options.worst), indent=2) + "\n")
+        write_error_page(page, found, options.worst)
+        log_error_analysis(run.tensorboard, found, options.worst)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): use another path") from error
-    print(f"{run.path} · {found.recipe} · step {found.step} · {options.split}, {len(found.verdicts):,} examples")
+    print(f"{run.path} · {found.recipe} · step {found.step} · {options.split}, {len(found.predictions):,} examples")
     print(" · ".join(f"{figure} {value:.4f}" for figure, value in found.figures().items()))
-    print(f"\nthe {len(found.verdicts.worst(options.worst))} worst")
-    for i in found.verdicts.worst(options.worst):
+    print(f"\nthe {len(found.predictions.worst(options.worst))} worst")
+    for i in found.predictions.worst(options.worst):
         print(f"  {i:>6}  loss {found.means[i]:7.3f}  {found.said(int(i))}")
     print(f"\npage      {page}\nexamples  {lines}")
     return 0
 
 
-def evaluate_run(run: RunFolder, split: str, max_examples: int | None = None) -> Evaluated:
+def evaluate_run(run: RunFolder, split: str, max_examples: int | None = None) -> ErrorAnalysis:
     """Evaluate a run's newest checkpoint on a split, "validation" or "train".
 
     Args:
@@ -76,5 +76,7 @@ def evaluate_run(run: RunFolder, split: str, max_examples: int | None = None) ->
     state = restore_state(run.checkpoints, recipe, task)
     source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
     source = source if max_examples is None else thinned(source, max_examples)
-    means, verdicts = judged(task, state, evaluation_batches(source, task, recipe), precision=recipe.precision)
-    return Evaluated(name, int(state.step), split, task, source, means, verdicts)
+    means, predictions = evaluate_examples(
+        task, state, evaluation_batches(source, task, recipe), precision=recipe.precision
+    )
+    return ErrorAnalysis(name, int(state.step), split, task, source, means, predictions)

@@ -17,7 +17,7 @@ from jaxtrain.cost import ceilings
 from jaxtrain.errors import UserError
 from jaxtrain.profile import INPUT, Row, StepTrace, estimated_table, lines_of_now, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import Checkpoints, build_training, read_recipe, steps
+from jaxtrain.runner import Checkpoints, build_training, read_recipe, saved_steps
 
 NO_OPERATIONS = "the trace has no operations; the driver may restrict profiling to administrators"
 _WARM_UP_STEPS = 2
@@ -43,7 +43,7 @@ def main(args: list[str]) -> int:
     console.print(f"{run.path} · {name} · {jax.devices()[0].device_kind} · {options.steps} steps", markup=False)
     # Compile for the shape of the next batch, whatever the shapes before it were.
     training, state = build_training(dataclasses.replace(recipe, allow_recompile=0))
-    if steps(run.checkpoints):
+    if saved_steps(run.checkpoints):
         with Checkpoints(run.checkpoints) as checkpoints:
             state, saved = checkpoints.restore(state)
         training.loader.restore(saved)

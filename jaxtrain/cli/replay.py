@@ -23,10 +23,10 @@ from jaxtrain.runner import (
     Checkpoints,
     Training,
     build_training,
-    nonfinite_in,
+    find_nonfinite_array,
     read_batch,
     read_recipe,
-    steps,
+    saved_steps,
     training_step,
 )
 from jaxtrain.step import TrainState, leaf_name
@@ -76,7 +76,9 @@ def main(args: list[str]) -> int:
     print(f"loss          {float(loss):.7g} in {recipe.precision}{bits}")
     wide = _interpret(recipe, training, state, batch, wide=True)
     print(f"              {wide.loss:.7g} in float64")
-    finite = bool(jnp.isfinite(metrics["loss"])) and int(metrics["nonfinite_leaf"]) < 0 and not nonfinite_in(new)
+    finite = (
+        bool(jnp.isfinite(metrics["loss"])) and int(metrics["nonfinite_leaf"]) < 0 and not find_nonfinite_array(new)
+    )
     if wide.stage is None and finite:
         print("all values are finite, and so is every operation in float64")
         return 0
@@ -122,7 +124,7 @@ def _before(
     """
     recorded = read_batch(run.replay, step)
     lines = read_metrics(run.metrics)
-    saved_at = steps(run.checkpoints)
+    saved_at = saved_steps(run.checkpoints)
     last = max([*saved_at, *(line["step"] for line in lines), step if recorded else 0])
     if step > last:
         raise UserError(f"STEP must be at most {last}, the last step of {run.path}, got {step}: use an earlier step")

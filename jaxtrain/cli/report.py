@@ -8,7 +8,7 @@ from typing import Annotated
 
 from jaxtrain.cli.flags import optional_value, parse
 from jaxtrain.errors import UserError
-from jaxtrain.observe import HOST, page, read_record, report_server, write_report
+from jaxtrain.observe import HOST, read_record, render_report, report_server, write_report
 from jaxtrain.run_folder import RunFolder
 
 PORT = 8417
@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
 
 def _serve(runs: Sequence[RunFolder], port: int) -> int:
     """Serve the page until Ctrl-C."""
-    live_page = lambda: page([read_record(run) for run in runs], live=True)  # noqa: E731
+    live_page = lambda: render_report([read_record(run) for run in runs], live=True)  # noqa: E731
     live_page()  # reports unreadable files at once
     with report_server(port, lambda: _stamp(runs), live_page) as server:
         print(f"http://{HOST}:{server.server_address[1]}/  (Ctrl-C to stop)", flush=True)

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cost import shown_bytes
-from jaxtrain.observe import amount
 from jaxtrain.planning import Share, first_axis
 
 
@@ -113,7 +112,7 @@ class ScalingTables:
 
     def _compute(self) -> str:
         own, share = self.own, self.communication_share(self.own)
-        compute = f"compute: {amount(own.flops)} FLOP/step, {_time(own.seconds)} by the roofline of {self.device}"
+        compute = f"compute: {format_count(own.flops)} FLOP/step, {_time(own.seconds)} by the roofline of {self.device}"
         return compute if share is None else f"{compute}; communication is {share:.0%} of a step without overlap"
 
     def _growth_table(self) -> Table:

@@ -28,11 +28,11 @@ from jaxtrain.observe import (
     QuietConsole,
     Tracker,
     WandB,
-    followed,
+    log_error_analysis,
+    log_final,
     read_metrics,
     read_record,
-    write_end,
-    write_mistakes,
+    track_run,
     write_report,
     write_result,
 )
@@ -114,7 +114,7 @@ def _train(args: list[str]) -> int:
             console.message(f"{options.from_} was written with {difference}: results may not be bit-identical")
     if options.micro_batch and not resumes:
         recipe = _planned_recipe(recipe, run, console)
-    with followed(run, trackers, console.message) as ended:
+    with track_run(run, trackers, console.message) as ended:
         outcome = fit(name, recipe, run, resume=options.resume, console=console, trace=trace)
         if not processes.is_first():
             return outcome.exit_status
@@ -143,10 +143,10 @@ def _write_end(run: RunFolder, recipe: Recipe, outcome: Outcome) -> None:
     try:
         write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
         record = read_record(run)
-        write_end(run.tensorboard, record)
+        log_final(run.tensorboard, record)
         # With several processes, none can restore the checkpoint alone.
         if not outcome.exit_status and isinstance(recipe, ImageRecipe) and processes.count() == 1:
-            write_mistakes(run.tensorboard, evaluate_run(run, "validation", _EVALUATED), _WORST)
+            log_error_analysis(run.tensorboard, evaluate_run(run, "validation", _EVALUATED), _WORST)
         write_report(run.report, [record])
     except OSError as error:
         raise RunFailed(

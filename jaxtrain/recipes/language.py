@@ -16,7 +16,7 @@ class LanguageRecipe(Recipe):
     seq_len: int = 128
     """Context length in tokens; bytes without a tokenizer."""
     packing: bool = False
-    """Pack whole texts into rows, without attention between them, instead of windows over all text; always for tables."""
+    """Pack whole texts into rows, without attention between them, instead of windows; always on for tables."""
     tokenizer: Path | None = None
     """Path of a tokenizer.json; without one, tokens are bytes."""
     text_column: str = "text"

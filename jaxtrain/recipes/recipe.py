@@ -22,7 +22,7 @@ class Recipe:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
     """Dtype of matrix products and convolutions; parameters are float32, except with bf16_params."""
     mesh: str | None = None
-    """Device mesh, such as "data=2,fsdp=4" (also tensor, sequence); None: one device, or all devices of all processes."""
+    """Device mesh, such as "data=2,fsdp=4" (also tensor, sequence); None: one device, or all of several processes."""
     remat: str = "none"
     """Rematerialization of blocks: none, full, or all but dots, dots_no_batch, names:A,B or offload:A,B."""
     unroll: bool = False
