@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cost import shown_bytes
+from jaxtrain.observe import format_count
 from jaxtrain.planning import Share, first_axis
 
 
