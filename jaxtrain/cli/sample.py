@@ -39,30 +39,20 @@ def main(args: list[str]) -> int:
     if not isinstance(recipe, LanguageRecipe):
         raise UserError(f"{run.path} holds a run of {name}, which generates no text: use a run of a language model")
     from jaxtrain.data import tokenizer
-    from jaxtrain.tasks.language import decoder, generate, printable
+    from jaxtrain.models import Sampling, stream
+    from jaxtrain.tasks.language import decoder
+    from jaxtrain.tasks.text_stream import decode_stream, replace_unprintable
 
     texts = tokenizer(recipe.tokenizer)
-    tokens, shown = texts.encode(options.prompt).tolist(), ""
+    prompt, sampling = texts.encode(options.prompt).tolist(), Sampling(options.temperature)
     with Console(stderr=True).status(f"reading {run.path}"):
-        apply, init, _ = decoder(recipe)
-        params = restore_params(run.checkpoints, jax.eval_shape(init))
-        written = generate(
-            apply,
-            params,
-            recipe.seq_len,
-            list(tokens),
-            options.length,
-            temperature=options.temperature,
-            seed=options.seed,
-        )
-        first = next(written)  # for which it is compiled
-    for token in itertools.chain([first], written):
-        tokens.append(token)
-        # A character may be of several tokens: until it is whole it decodes to U+FFFD.
-        text = texts.decode(tokens).rstrip("\ufffd")
-        sys.stdout.write(printable(text[len(shown) :]))
+        model = decoder(recipe)
+        params = restore_params(run.checkpoints, jax.eval_shape(model.init))
+        tokens = stream(model.model, params, prompt, options.length, sampling=sampling, seed=options.seed)
+        first = next(tokens)  # compiles
+    for text in decode_stream(texts, prompt, itertools.chain([first], tokens)):
+        sys.stdout.write(replace_unprintable(text))
         sys.stdout.flush()
-        shown = text
     sys.stdout.write("\n")
     return 0
 

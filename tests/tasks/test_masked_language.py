@@ -13,7 +13,7 @@ from jaxtrain.data.loader import epoch_batches
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.recipes.masked_language import MaskedLanguageRecipe
-from jaxtrain.tasks.masked_language import bert, bert_config, enclosed, masked, masked_language_task
+from jaxtrain.tasks.masked_language import bert, bert_config, enclosed, mask_tokens, masked_language_task
 from jaxtrain.tasks.task import Task
 
 PAD, START, END, MASK = (ByteTokenizer().special(role) for role in ("pad", "start", "end", "mask"))
@@ -30,7 +30,7 @@ def task(tmp_path: Path) -> Task:
 def shown(count: int, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tokens = jnp.arange(count, dtype=np.int32) % 100
     keys = jax.random.key(3)
-    seen, predicted = masked(keys, tokens, tokens != 50, mask=MASK, vocabulary=260, share=share)
+    seen, predicted = mask_tokens(keys, tokens, tokens != 50, mask=MASK, vocabulary=260, share=share)
     return np.asarray(tokens), np.asarray(seen), np.asarray(predicted)
 
 
@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_the_predicted_tokens(task: Task) -> None:
     example = task.validation[4]
     batch = {name: np.asarray(value)[None] for name, value in example.items()}
     loss, metrics = task.loss_fn(task.params, batch, None)
-    hide = partial(masked, mask=MASK, vocabulary=260, share=SMALL.masked)
+    hide = partial(mask_tokens, mask=MASK, vocabulary=260, share=SMALL.masked)
     seen, predicted = hide(jax.random.fold_in(jax.random.key(0), 4), jnp.asarray(example["tokens"]), jnp.ones(16, bool))
     apply, _ = bert(bert_config(SMALL, ByteTokenizer(), 16, num_labels=None), 0)
     logits = apply(task.params, seen[None], jnp.ones((1, 16), bool))[0]
