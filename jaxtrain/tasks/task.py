@@ -47,8 +47,8 @@ class Task:
     """Initial parameters, loss, and data of a training run."""
 
     init: Callable[[], tuple[Any, Any]]
-    """Creates the initial (params, model_state); model_state, BatchNorm's running statistics, is None if there are none,
-    else the loss takes and returns it."""
+    """Creates the initial (params, model_state); model_state holds the running statistics of BatchNorm, None without.
+    With a model_state, the loss takes and returns it."""
     loss_fn: LossFn
     predict: Callable[[Any, Any, Any], Predicted]
     """`predict(params, batch, model_state)` returns the predictions in evaluation mode."""

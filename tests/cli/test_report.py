@@ -158,7 +158,7 @@ def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
 def test_ways_to_be_told_that_cannot_be(monkeypatch, capsys):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     for flags, said in (
-        ("--quiet --json", "--quiet with --json: one of them"),
+        ("--quiet --json", "--quiet and --json are mutually exclusive: use one of them"),
         ("--wandb", "--wandb needs the package wandb: pip install 'jaxtrain[wandb]'"),
         ("--mlflow http://here", "--mlflow needs the package mlflow: pip install 'jaxtrain[mlflow]'"),
     ):

@@ -140,9 +140,9 @@ def test_each_process_is_told_its_place_and_its_devices() -> None:
     assert ids(Launch(processes=2)) == ["0,1,2,3", "4,5,6,7"]
     assert ids(Launch(processes=3, devices_per_process=2)) == ["0,1", "2,3", "4,5"]
     for launch, says in {
-        Launch(processes=3): "8 GPUs cannot be shared evenly by 3 processes",
-        Launch(processes=9): "8 GPUs cannot be shared evenly by 9 processes",
-        Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs each need 9 and 8 are visible",
+        Launch(processes=3): "8 GPUs are not divisible by 3 processes",
+        Launch(processes=9): "8 GPUs are not divisible by 9 processes",
+        Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs need 9, but 8 are visible",
     }.items():
         with pytest.raises(UserError, match=says):
             _settings(launch, {}, gpus=8)
