@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.cli.flags import parse
 from jaxtrain.data.loader import Batch
 from jaxtrain.debug import Place, Watch, Watched
-from jaxtrain.distributed import sizes, ways
+from jaxtrain.distributed import bypass_compilation_cache, run_mesh, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
@@ -66,6 +66,11 @@ def main(args: list[str]) -> int:
     run, step = RunFolder(Path(args[0])), int(args[1])
     name, saved = read_recipe(run)
     recipe = _with_available_mesh(saved, jax.device_count())
+    with bypass_compilation_cache(run_mesh(recipe.mesh)):
+        return _replay(run, name, recipe, step)
+
+
+def _replay(run: RunFolder, name: str, recipe: Recipe, step: int) -> int:
     training, initial = build_training(recipe)
     state, batch, recorded = _before(run, training, initial, step)
     print(f"{run.path} · {name} · step {step}")
