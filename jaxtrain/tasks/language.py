@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,18 +10,17 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import (
-    Example,
-    Mapped,
     Packed,
     Source,
     Text,
+    TokenizedDocuments,
     Tokenizer,
-    Tokens,
     is_table,
     pack,
     split_documents,
     split_table,
     thinned,
+    tokenized_rows,
     tokenizer,
     unigram_entropy,
 )
@@ -125,25 +123,25 @@ def vocabulary(recipe: LanguageRecipe) -> int:
 def _sources(recipe: LanguageRecipe, texts: Tokenizer) -> tuple[Source, Source, float]:
     """Return (train, validation, unigram entropy of the validation tokens): windows over all text, or packed rows."""
     if recipe.data is not None and is_table(recipe.data):
-        encode = partial(_encoded, recipe, texts)
-        train, validation = (Mapped(rows, encode) for rows in split_table(recipe.data, [recipe.text_column]))
+        rows = split_table(recipe.data, [recipe.text_column])
+        train, validation = (
+            tokenized_rows(recipe.data, part, recipe.text_column, texts, name)
+            for part, name in zip(rows, ("train", "validation"), strict=True)
+        )
         return _packed(recipe, train, validation)
     train_texts, validation_texts = split_documents(recipe.data, texts)
     if recipe.packing:
         return _packed(recipe, train_texts, validation_texts)
-    tokens = np.concatenate(validation_texts)
-    windows = Text(np.concatenate(train_texts), recipe.seq_len), Text(tokens, recipe.seq_len)
-    return *windows, unigram_entropy(tokens)
+    windows = Text(train_texts.tokens, recipe.seq_len), Text(validation_texts.tokens, recipe.seq_len)
+    return *windows, unigram_entropy(validation_texts.tokens)
 
 
-def _packed(recipe: LanguageRecipe, train: Any, validation: Any) -> tuple[Packed, Source, float]:
+def _packed(
+    recipe: LanguageRecipe, train: TokenizedDocuments, validation: TokenizedDocuments
+) -> tuple[Packed, Source, float]:
     rows = thinned(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
     targets = [rows[i]["targets"][rows[i]["segments"] > 0] for i in range(len(rows))]
     return pack(train, recipe.seq_len, pad=0), rows, unigram_entropy(np.concatenate(targets))
-
-
-def _encoded(recipe: LanguageRecipe, texts: Tokenizer, row: Example) -> Tokens:
-    return texts.encode(str(row[recipe.text_column]))
 
 
 def _decoder(create: Callable[[nnx.Rngs], nnx.Module], seed: int, names: NameTable) -> Decoder:

@@ -171,8 +171,8 @@ def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, So
         encode = partial(_encoded, recipe, texts)
         train, validation = split_table(recipe.data, [recipe.text_column])
         return Mapped(train, encode), Mapped(validation, encode)
-    train_text, validation_text = (np.concatenate(files) for files in split_documents(recipe.data, texts))
-    return Text(train_text, recipe.seq_len - 1), Text(validation_text, recipe.seq_len - 1)
+    train_texts, validation_texts = split_documents(recipe.data, texts)
+    return Text(train_texts.tokens, recipe.seq_len - 1), Text(validation_texts.tokens, recipe.seq_len - 1)
 
 
 def _encoded(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:
