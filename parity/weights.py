@@ -36,7 +36,7 @@ from jaxtrain.interop import (
     linear_out_of_heads,
     unflattened,
 )
-from jaxtrain.step import checked
+from jaxtrain.step import validated
 from parity.case import Case
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
@@ -124,7 +124,7 @@ def probe_of(case: Case) -> Probe:
 
     @jax.jit
     def compute(params: Any, state: Any) -> Any:
-        loss, *_ = in_float64(checked(case.loss_fn))(params, batch, None, state)
+        loss, *_ = in_float64(validated(case.loss_fn))(params, batch, None, state)
         return loss.total / loss.weight
 
     def jax_loss(params: Any, state: Any) -> float:

@@ -12,7 +12,7 @@ from jaxtrain.cli.flags import check_recipe_name, parse_known, parse_with_recipe
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 from jaxtrain.interop import KINDS, TorchRun, read_torch, torch_run, write_outline
-from jaxtrain.optim import Call, parsed, text
+from jaxtrain.optim import Call, format_expression, parse_expression
 from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, check_free, preflight, schedule_call, training_step
@@ -58,7 +58,7 @@ def main(args: list[str]) -> int:
         found.pop("lr", None)
     recipe = dataclasses.replace(recipe, **{field: value for field, value in found.items() if field not in given})
     if theirs.expression is not None:
-        recipe = dataclasses.replace(recipe, optimizer=text(theirs.expression))
+        recipe = dataclasses.replace(recipe, optimizer=format_expression(theirs.expression))
     _save(run, name, recipe, task, theirs)
     count = theirs.outline.count
     steps = "" if count < recipe.steps else f" --steps {2 * count}"
@@ -120,7 +120,7 @@ def _settings(theirs: TorchRun) -> dict[str, Any]:
 
 def _kind(written: str) -> str:
     """Return PyTorch's class of the optimizer that --optimizer names."""
-    call = parsed(written)
+    call = parse_expression(written)
     kinds = {kind.lower(): kind for kind in KINDS}
     if not isinstance(call, Call) or call.arguments or call.function not in kinds:
         raise UserError(

@@ -71,7 +71,7 @@ def main(args: list[str]) -> int:
         jaxpr = jax.make_jaxpr(training.step.pure)(state, batch).jaxpr
         console.print(NO_OPERATIONS)
         console.print(f"{1e3 * elapsed / options.steps:.2f} ms per step, wall-clock time")
-        title = f"estimated with the roofline of {device.device_kind}, not measured"
+        title = f"estimated by the roofline of {device.device_kind}, not measured"
         print_table(console, estimated_table(jaxpr, ceilings(device), options.steps), options.steps, title)
     console.print(f"trace: {trace}", markup=False, soft_wrap=True)
     console.print(f"view it with: xprof --logdir {out}", markup=False, soft_wrap=True)

@@ -39,11 +39,11 @@ from jaxtrain.step import (
     LossScaleState,
     TrainState,
     TrainStep,
-    checked,
-    consecutive,
+    consecutive_skips,
     current_scale,
     eval_step,
     leaf_name,
+    validated,
 )
 from jaxtrain.tasks import Task, build, check_memory, evaluation_batches, means
 
@@ -166,7 +166,7 @@ def _gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
     def model_flops() -> int:
         # A backward pass takes two products for each of the forward pass's.
         shares = training.recipe.batch_size // len(next(iter(batch.values())))
-        return 3 * flops(checked(training.task.loss_fn), *shapes) * shares
+        return 3 * flops(validated(training.task.loss_fn), *shapes) * shares
 
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     return Gauges(model_flops, len(devices), training.recipe.precision)
@@ -323,13 +323,13 @@ class Position:
     def restore(self, saved: dict[str, Any], state: TrainState) -> None:
         """Go on from `state()`, at the checkpoint that holds `state`."""
         self.batches.restore(saved)
-        self.interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+        self.interval.restore(saved.get("interval"), skips=int(consecutive_skips(state.loss_scale)))
         self.guard.restore(saved.get("guard"))
 
     def roll_back(self, saved: dict[str, Any], state: TrainState, spike: Spike) -> bool:
         """Go back to a checkpoint, but in the data past the spike. False where that was done too often."""
         self.batches.restore({**saved, "next_batch": spike.taken.next_batch})
-        self.interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+        self.interval.restore(saved.get("interval"), skips=int(consecutive_skips(state.loss_scale)))
         return self.guard.roll_back(int(state.step), spike, saved)
 
 

@@ -357,9 +357,9 @@ def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
         return fn if policy == "none" else lambda params, *args: fn(jax.tree.map(lambda p: 1.1 * p, params), *args)
 
     if "accumulate" in settings:
-        monkeypatch.setattr(jaxtrain.step.accumulate, "mean_gradient", averaged_twice)
+        monkeypatch.setattr(jaxtrain.step.step, "mean_gradient", averaged_twice)
     else:
-        monkeypatch.setattr(jaxtrain.step.step, "rematerialise", in_other_units)
+        monkeypatch.setattr(jaxtrain.step.loss_program, "remat", in_other_units)
     verdict = check(small(), precision, steps=2, locate=True, **settings)
     assert not verdict.passed
     assert verdict.first_divergence is None

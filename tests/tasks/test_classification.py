@@ -30,5 +30,5 @@ def test_batch_norms_statistics_move_in_training_and_hold_in_evaluation() -> Non
 
 def test_images_without_channels_are_refused(tmp_path) -> None:
     np.savez(tmp_path / "flat.npz", x=np.zeros((20, 5), np.float32), y=np.arange(20) % 10)
-    with pytest.raises(UserError, match=r"images of shape \[5\] have no height, width and channels"):
+    with pytest.raises(UserError, match=r"images must have height, width and channels, got shape \[5\]"):
         classification_task(ResNetRecipe(width=4, data=tmp_path / "flat.npz"))

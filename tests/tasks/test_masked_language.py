@@ -110,7 +110,7 @@ def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
     ("settings", "says"),
     [
         ({"hidden_size": 9}, "hidden_size 9 is not divisible by num_attention_heads 2"),
-        ({"seq_len": 2}, "seq_len is 2"),
+        ({"seq_len": 2}, "seq_len must be at least 3, got 2"),
         ({"data": Path("nowhere.txt")}, "nowhere.txt does not exist"),
     ],
 )

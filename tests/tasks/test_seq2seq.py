@@ -28,7 +28,7 @@ def test_pairs_are_ended_then_padded_and_not_cut() -> None:
     pair = encoded(recipe, ByteTokenizer(), {"source": "abc", "target": "xyz"})
     assert pair["source"].tolist() == [97, 98, 99, END, PAD]
     assert pair["target"].tolist() == [120, 121, 122, END]
-    with pytest.raises(UserError, match="the target 'wxyz' has 5 tokens with its end, more than target_len 4"):
+    with pytest.raises(UserError, match="the target 'wxyz' has 5 tokens with its end token, more than target_len 4"):
         encoded(recipe, ByteTokenizer(), {"source": "a", "target": "wxyz"})
 
 

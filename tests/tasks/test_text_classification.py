@@ -109,5 +109,5 @@ def test_what_makes_no_classes_is_named(write_table) -> None:
         text_classification_task(of(path))
     with pytest.raises(UserError, match="has no column 'kind', only body, label"):
         text_classification_task(of(path, label_column="kind"))
-    with pytest.raises(UserError, match="seq_len is 0"):
+    with pytest.raises(UserError, match="seq_len must be positive, got 0"):
         text_classification_task(of(path, seq_len=0))
