@@ -1,4 +1,4 @@
-"""`jaxtrain import-torch` and `export`: a run between PyTorch's loop and `jaxtrain train`, and back."""
+"""`jaxtrain import-torch` and `export`: runs moved between PyTorch's loop and `jaxtrain train`."""
 
 import json
 from pathlib import Path
@@ -165,7 +165,7 @@ RESNET = "--model digits-resnet --width 4 --batch-size 16 --clip-norm 0.5 --step
 
 
 class Pictures(torch.nn.Module):
-    """The recipe's ResNet, of transformers' parts, for pictures as the loader gives them."""
+    """The recipe's ResNet built from transformers' parts, taking images in the loader's layout."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Pictures(torch.nn.Module):
 
 def test_running_statistics_go_along_in_both_directions():
     pictures = Pictures()
-    # Without eps a bias before a BatchNorm, whose gradient is rounding alone, would take steps of lr.
+    # Without eps, a bias before a BatchNorm, whose gradient is pure rounding error, would move by lr per step.
     optimizer = torch.optim.AdamW(pictures.parameters(), lr=1e-2, eps=1e-4)
     scheduler = LambdaLR(optimizer, lambda t: 1 - t / 10)
     loader = Loader(digits()[0], 16, 0)

@@ -88,7 +88,7 @@ def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     assert chosen.batch_size == 8
     assert chosen.precision == "fp32"
     assert f"chosen: micro-batch {8 // chosen.accumulate} × {chosen.accumulate}, remat {chosen.remat}, fp32: " in out
-    # A run that is there is refused before anything is compiled for it, and a resumed one keeps what it has.
+    # An existing run is rejected before anything is compiled; a resumed run keeps its settings.
     status, out, err = ran(capsys, f"train {recipe} --micro-batch auto --out run")
     assert (status, "compiling" in out) == (2, False)
     assert "already holds a run" in err

@@ -1,4 +1,4 @@
-"""`jaxtrain replay` as a user drives it, on runs that ended and on sound ones."""
+"""`jaxtrain replay` on failed and on finite runs."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def test_dropout_draws_what_it_drew(text_folder, capsys):
     command = f"train gpt-stdlib {TINY_GPT} --data {text_folder} --dropout 0.5 --accumulate 2 --steps 2 --log-every 1"
     assert run(f"{command} --out run") == 0
     own, wide = printed_losses(replayed(capsys, "run 2", 0))
-    # Other masks of half of everything move the loss by far more than rounding does.
+    # Different dropout masks would change the loss far more than rounding does.
     assert wide == pytest.approx(own, rel=1e-6)
     assert own == float(f"{lines('run')[2]['loss']:.7g}")
 
@@ -73,7 +73,7 @@ def test_an_overflow_is_one_of_the_runs_own_precision(capsys):
 
 
 def with_more(loss_of):
-    """`build`, of a task that adds a loss of its parameters."""
+    """Return a `build` whose task adds a loss of its parameters."""
 
     def patched(recipe):
         task = build(recipe)

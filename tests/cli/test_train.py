@@ -1,4 +1,4 @@
-"""`jaxtrain train` and `sample` as a user drives them."""
+"""`jaxtrain train` and `sample` from the command line."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SMALL = "--batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
 
 
 class Killed(BaseException):
-    """Nothing catches it."""
+    """An exception that nothing catches."""
 
 
 def run(command: str) -> int:
@@ -47,7 +47,7 @@ def final_params(folder: str):
 
 
 def stop_after(step: int, monkeypatch) -> None:
-    """Send this process SIGINT while it takes that step."""
+    """Send SIGINT to this process during that step."""
     add, seen = loop.Interval.add, []
 
     def signalling(self, metrics):
@@ -140,7 +140,7 @@ def test_the_logged_learning_rate_is_the_one_used():
     assert run(f"train digits-mlp --steps 10 --hidden 16 --warmup-steps 3 {SMALL}") == 0
     recipe = read_recipe(RunFolder(Path("runs/digits-mlp")))[1]
     logged = {m["step"]: m["lr"] for m in lines("runs/digits-mlp") if "lr" in m}
-    # The update of step n is the n-th, and a schedule counts from 0.
+    # Step n makes the n-th update; schedules count from 0.
     assert logged == pytest.approx({n: float(schedule(recipe)(n - 1)) for n in (2, 4, 6, 8, 10)}, rel=1e-6)
 
 
@@ -174,7 +174,7 @@ def test_own_arrays_and_image_folders_train(tmp_path, capsys):
 
 
 def shown(folder: str) -> list[dict]:
-    """The lines without what no two runs have in common."""
+    """Return the lines without values that differ between any two runs."""
     timed = ("step_time_s", "examples_per_s", "input_wait_s", "peak_memory_bytes")
     return [{k: v for k, v in m.items() if k not in timed} for m in lines(folder)]
 
@@ -188,7 +188,7 @@ TINY = f"train digits-mlp --steps 6 --hidden 8 {SMALL}"
 
 
 def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
-    """Begun, killed before it had a checkpoint, begun again, stopped, resumed, done."""
+    """Started, killed before its first checkpoint, started again, stopped, resumed, finished."""
     command = f"{TINY} --log-every 3 --resume auto --out looped"
     assert run(f"{TINY} --log-every 3 --out whole") == 0
     with monkeypatch.context() as patched:
@@ -232,7 +232,7 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
     assert shown("first") == shown("second")
     config = json.loads(Path("first/config.json").read_text())
     assert json.loads(Path("second/config.json").read_text())["settings"] == config["settings"]
-    # What is asked for besides is changed, what is different here is told.
+    # Other flags override settings; differences of the environment are reported.
     config["versions"]["jax"] = "0.1"
     Path("first/config.json").write_text(json.dumps(config))
     assert run("train digits-mlp --from=first/config.json --out third --hidden 9 --seed 4 --steps 2") == 0

@@ -1,4 +1,4 @@
-"""Rows of whole texts: a packed row is to a decoder what its texts are alone."""
+"""Packed rows: a decoder computes the same for a packed row as for its texts alone."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ LLAMA = LlamaRecipe(
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """Files of several lengths, some longer than a row."""
+    """Files of different lengths, some longer than a row."""
     for i in range(30):
         (tmp_path / f"{i:02}.txt").write_text("abcdefghijklmnopqrstuvwxyz"[i % 7 : 3 + i % 24] + "!" * (i % 3) * 9)
     return tmp_path
@@ -53,7 +53,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_texts_alone(recipe: LanguageRe
             total += float(alone(tokens, targets, real))
             weight += places.sum()
     assert float(loss.weight) == weight
-    assert packed["segments"].max() > 1  # there is something to keep apart
+    assert packed["segments"].max() > 1  # at least one row holds two texts
     np.testing.assert_allclose(loss.total, total, rtol=1e-5)
 
 

@@ -52,7 +52,7 @@ def test_padding_changes_no_prediction(write_table) -> None:
         float(task.loss_fn(task.params, batch(task.train, 8), None)[0].total)
         for task in (text_classification_task(of(path, seq_len=14)), text_classification_task(of(path, seq_len=8)))
     ]
-    # The longer rows' position embeddings differ in number, so in values: give both the same parameters.
+    # The numbers of position embeddings differ, and so do their initial values: use the same parameters for both.
     long, short = text_classification_task(of(path, seq_len=14)), text_classification_task(of(path, seq_len=8))
     params = jax.tree.map(lambda x: x, long.params)
     params["embeddings"]["position"] = params["embeddings"]["position"][:10]
@@ -81,7 +81,7 @@ def test_the_standard_library_is_read_where_no_data_is_given(monkeypatch: pytest
 
 
 def test_naive_bayes_is_laplaces() -> None:
-    """Two words say "a", the prior says "b": worked out by hand."""
+    """Two words favor "a", the prior favors "b"; computed by hand."""
     train = [{"text": t, "label": c} for t, c in [("x x", "a"), ("y z", "b"), ("y", "b")]]
     # p(a) (2 + 1)/(2 + 3) = 1/5 against p(b) 1/(3 + 3) = 1/9 for "x"; 1/15 against 2/9 for "z".
     held_out = [{"text": t, "label": c} for t, c in [("x", "a"), ("z", "b"), ("z", "a")]]
