@@ -16,7 +16,7 @@ COPY parity parity
 COPY benchmarks benchmarks
 # constraints.txt pins it.
 # hadolint ignore=DL3013
-RUN --mount=type=cache,target=/root/.cache/pip pip install ".${EXTRA:+[$EXTRA]}" tensorboard
+RUN --mount=type=cache,target=/root/.cache/pip pip install ".[recipes${EXTRA:+,$EXTRA}]" tensorboard
 
 FROM build AS build-notebook
 ARG JUPYTERLAB=4.6.6

@@ -24,7 +24,7 @@ def steps_per_step(feature: str) -> int:
 def engine(job: Job) -> Engine:
     """Return a run's loop reduced to the feature of `job`, one of `STEPS` or `SAVES`."""
     from jaxtrain.recipes import RECIPES
-    from jaxtrain.runner import Checkpoints, Guard, Interval, Taken, build_training
+    from jaxtrain.runner import Checkpoints, DispatchedStep, Guard, Interval, build_training
 
     recipe = RECIPES[RECIPE]
     training, state = build_training(recipe)
@@ -40,7 +40,7 @@ def engine(job: Job) -> Engine:
             state, metrics = training.step(state, batch)
             interval.add(metrics)
             if guarded:
-                guard.add(Taken(number, batch, number, metrics))
+                guard.add(DispatchedStep(number, batch, number, metrics))
         interval.close()
 
     def begin_save() -> None:

@@ -24,6 +24,8 @@ COMMANDS = {
 
 
 _LONGEST = 1000  # characters of an error
+# Packages of the extra `run`: the base install is what `train_step` needs.
+_RUN_PACKAGES = frozenset({"flax", "grain", "jinja2", "orbax", "PIL", "rich", "safetensors", "tensorboardX", "tyro"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +67,13 @@ def _dispatch(args: list[str]) -> int:
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
     keep_host_memory()  # before anything heavier is imported
-    return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
+    try:
+        return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _RUN_PACKAGES:
+            raise
+        raise UserError(f"jaxtrain {args[0]} needs {package}: pip install 'jaxtrain[run]'") from error
 
 
 def nearest(word: str, known: Sequence[str] | dict[str, str]) -> str:

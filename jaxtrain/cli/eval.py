@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data import thinned
 from jaxtrain.errors import UserError
-from jaxtrain.observe import Evaluated, judged, summary, write_mistakes, write_page
+from jaxtrain.observe import ErrorAnalysis, error_summary, evaluate_examples, log_error_analysis, write_error_page
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.tasks import build, evaluation_batches
@@ -46,26 +46,28 @@ def main(args: list[str]) -> int:
         folder.mkdir(exist_ok=True)
         lines.write_text("".join(json.dumps(line) + "\n" for line in found.lines()))
         if asked.json is not None:
-            asked.json.write_text(json.dumps(summary(found, asked.worst), indent=2) + "\n")
-        write_page(page, found, asked.worst)
-        write_mistakes(run.tensorboard, found, asked.worst)
+            asked.json.write_text(json.dumps(error_summary(found, asked.worst), indent=2) + "\n")
+        write_error_page(page, found, asked.worst)
+        log_error_analysis(run.tensorboard, found, asked.worst)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): choose another place") from error
-    print(f"{run.path} · {found.recipe} · step {found.step} · {asked.split}, {len(found.verdicts):,} examples")
+    print(f"{run.path} · {found.recipe} · step {found.step} · {asked.split}, {len(found.predictions):,} examples")
     print(" · ".join(f"{figure} {value:.4f}" for figure, value in found.figures().items()))
-    print(f"\nthe {len(found.verdicts.worst(asked.worst))} worst")
-    for i in found.verdicts.worst(asked.worst):
+    print(f"\nthe {len(found.predictions.worst(asked.worst))} worst")
+    for i in found.predictions.worst(asked.worst):
         print(f"  {i:>6}  loss {found.means[i]:7.3f}  {found.said(int(i))}")
     print(f"\npage      {page}\nexamples  {lines}")
     return 0
 
 
-def evaluated(run: RunFolder, split: str, most: int | None = None) -> Evaluated:
+def evaluated(run: RunFolder, split: str, most: int | None = None) -> ErrorAnalysis:
     """The run's newest checkpoint on a split, "validation" or "train": on `most` of its examples, None for all."""
     name, recipe = read_recipe(run)
     task = build(recipe)
     state = restore_state(run.checkpoints, recipe, task)
     source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
     source = source if most is None else thinned(source, most)
-    means, verdicts = judged(task, state, evaluation_batches(source, task, recipe), precision=recipe.precision)
-    return Evaluated(name, int(state.step), split, task, source, means, verdicts)
+    means, predictions = evaluate_examples(
+        task, state, evaluation_batches(source, task, recipe), precision=recipe.precision
+    )
+    return ErrorAnalysis(name, int(state.step), split, task, source, means, predictions)

@@ -17,7 +17,7 @@ from jaxtrain.cost import ceilings
 from jaxtrain.errors import UserError
 from jaxtrain.profile import INPUT, Row, StepTrace, estimated_table, lines_of_now, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import Checkpoints, build_training, read_recipe, steps
+from jaxtrain.runner import Checkpoints, build_training, read_recipe, saved_steps
 
 NO_OPERATIONS = "the trace has no operations; the driver may let only administrators profile"
 _WARM_UP = 2
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
     console.print(f"{run.path} · {name} · {jax.devices()[0].device_kind} · {asked.steps} steps", markup=False)
     # Compiled whatever the last batches' shapes were.
     training, state = build_training(dataclasses.replace(recipe, allow_recompile=0))
-    if steps(run.checkpoints):
+    if saved_steps(run.checkpoints):
         with Checkpoints(run.checkpoints) as checkpoints:
             state, saved = checkpoints.restore(state)
         training.loader.restore(saved)

@@ -23,10 +23,10 @@ from jaxtrain.runner import (
     Checkpoints,
     Training,
     build_training,
-    nonfinite_in,
+    find_nonfinite_array,
     read_batch,
     read_recipe,
-    steps,
+    saved_steps,
     training_step,
 )
 from jaxtrain.step import TrainState, leaf_name
@@ -71,7 +71,7 @@ def main(args: list[str]) -> int:
     print(f"loss          {float(loss):.7g} in {recipe.precision}{bits}")
     wide = _evaluated(recipe, training, state, batch, wide=True)
     print(f"              {wide.loss:.7g} in float64")
-    sound = bool(jnp.isfinite(metrics["loss"])) and int(metrics["nonfinite_leaf"]) < 0 and not nonfinite_in(new)
+    sound = bool(jnp.isfinite(metrics["loss"])) and int(metrics["nonfinite_leaf"]) < 0 and not find_nonfinite_array(new)
     if wide.stage is None and sound:
         print("all is finite, in float64 every operation of it")
         return 0
@@ -117,7 +117,7 @@ def _before(
     """
     kept = read_batch(run.replay, step)
     lines = read_metrics(run.metrics)
-    saved_at = steps(run.checkpoints)
+    saved_at = saved_steps(run.checkpoints)
     furthest = max([*saved_at, *(line["step"] for line in lines), step if kept else 0])
     if step > furthest:
         raise UserError(f"{run.path} is at step {furthest}: choose a step up to that, not {step}")

@@ -11,7 +11,7 @@ import tyro
 
 from jaxtrain.cli.arguments import parse
 from jaxtrain.errors import UserError
-from jaxtrain.observe import HOST, page, read_record, report_server, write_report
+from jaxtrain.observe import HOST, read_record, render_report, report_server, write_report
 from jaxtrain.run_folder import RunFolder
 
 PORT = 8417
@@ -65,7 +65,7 @@ def _with_port(flags: list[str]) -> list[str]:
 
 def _serve(runs: Sequence[RunFolder], port: int) -> int:
     """Until Ctrl-C."""
-    live_page = lambda: page([read_record(run) for run in runs], live=True)  # noqa: E731
+    live_page = lambda: render_report([read_record(run) for run in runs], live=True)  # noqa: E731
     live_page()  # what cannot be read is told at once
     with report_server(port, lambda: _stamp(runs), live_page) as server:
         print(f"http://{HOST}:{server.server_address[1]}/  until Ctrl-C", flush=True)

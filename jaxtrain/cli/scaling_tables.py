@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cost import shown_bytes
-from jaxtrain.observe import amount
+from jaxtrain.observe import format_count
 from jaxtrain.planning import Share, first_axis
 
 
@@ -136,7 +136,9 @@ def _traffic_table(scaled: Scaled) -> Table:
 
 def _arithmetic(scaled: Scaled) -> str:
     own, part = scaled.own, scaled.communication_share(scaled.own)
-    said = f"its arithmetic: {amount(own.flops)} FLOP a step, {_time(own.seconds)} by a roofline of {scaled.device}"
+    said = (
+        f"its arithmetic: {format_count(own.flops)} FLOP a step, {_time(own.seconds)} by a roofline of {scaled.device}"
+    )
     return said if part is None else f"{said}; communication is {part:.0%} of a step if none is hidden behind that"
 
 

@@ -29,11 +29,11 @@ from jaxtrain.observe import (
     QuietConsole,
     Tracker,
     WandB,
-    followed,
+    log_error_analysis,
+    log_final,
     read_metrics,
     read_record,
-    write_end,
-    write_mistakes,
+    track_run,
     write_report,
     write_result,
 )
@@ -110,7 +110,7 @@ def _train(args: list[str]) -> int:
             console.message(f"{place.from_} was made with {difference}: the bits may differ")
     if place.micro_batch and not resumed:
         recipe = _fitted(recipe, run, console)
-    with followed(run, trackers if processes.is_first() else [], console.message) as ended:
+    with track_run(run, trackers if processes.is_first() else [], console.message) as ended:
         outcome = fit(name, recipe, run, resume=place.resume, console=console, trace=trace)
         if not processes.is_first():
             return outcome.exit_status
@@ -139,10 +139,10 @@ def _write_end(run: RunFolder, recipe: Recipe, outcome: Outcome) -> None:
     try:
         write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
         record = read_record(run)
-        write_end(run.tensorboard, record)
+        log_final(run.tensorboard, record)
         # Of several processes none could read the checkpoint alone.
         if not outcome.exit_status and isinstance(recipe, ImageRecipe) and processes.count() == 1:
-            write_mistakes(run.tensorboard, evaluated(run, "validation", _ASKED), _WORST)
+            log_error_analysis(run.tensorboard, evaluated(run, "validation", _ASKED), _WORST)
         write_report(run.report, [record])
     except OSError as error:
         raise RunFailed(

@@ -10,7 +10,7 @@ from jaxtrain.interop import NameTable, Outline, new_outline, read_outline, read
 from jaxtrain.optim import no_decay
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import expression, loss_scale
+from jaxtrain.runner import loss_scale, optimizer_expression
 from jaxtrain.step import LossScaleState, TrainState, applied, dynamic_loss_scale, state_dict
 from jaxtrain.tasks import Task
 
@@ -18,7 +18,7 @@ from jaxtrain.tasks import Task
 def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:
     """Write the run as it stands in `state`. Raises `RunFailed` where the file, read again, holds other weights."""
     outline = read_outline(run.torch) if run.torch.exists() else _outline(recipe, task, names, state)
-    write_torch(path, to_torch(state, outline, expression(recipe), names, task.buffers))
+    write_torch(path, to_torch(state, outline, optimizer_expression(recipe), names, task.buffers))
     written = read_torch(path).model
     buffers = task.buffers or NameTable({})
     held = {*buffers.torch_order(state.model_state)}
@@ -34,7 +34,7 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
 def _outline(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> Outline:
     scaled = isinstance(state.loss_scale, LossScaleState)
     return new_outline(
-        expression(recipe),
+        optimizer_expression(recipe),
         names,
         task.params,
         buffer_names=task.buffers.torch_order(task.model_state) if task.buffers else [],

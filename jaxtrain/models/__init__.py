@@ -5,7 +5,7 @@ from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.folder import CONFIG, read_json, write_json, write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
-from jaxtrain.models.generation import Sampling, generate
+from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.models.lora import LoraConfig
@@ -61,6 +61,7 @@ __all__ = [
     "resnet",
     "save_adapters",
     "save_pretrained",
+    "stream",
     "t5",
     "vit",
     "write_json",

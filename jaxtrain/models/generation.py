@@ -1,11 +1,12 @@
-"""Texts from a decoder: what it is given is read once, then every token is computed from the last and the cache.
+"""Autoregressive generation with a key-value cache.
 
-For any model called as `jaxtrain.models.llama.Llama`, with an `empty_cache`, which goes on from prompts; and for
-`jaxtrain.models.t5.T5`, which answers to sources. Everything runs in one compiled program, whose shapes are those of
-the prompts and of the longest text; what is chosen is what `transformers.generate` chooses.
+`generate` writes a batch of texts in one compiled program; `stream` yields the tokens of one text as they are
+computed. Both read the prompt once, then compute every token from the last one and the cache, and choose tokens as
+`transformers.generate` does. They take any decoder called as `jaxtrain.models.llama.Llama` that has an `empty_cache`;
+`generate` takes a `jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,18 +18,27 @@ from flax import nnx
 from jax import lax
 
 from jaxtrain.errors import UserError
+from jaxtrain.models.decoder import KVCache
 from jaxtrain.models.t5 import T5
 
-GoOn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(the last token [B, 1], how many there are, what is remembered) → (its logits [B, 1, vocabulary], what is then)."""
+DecodeStep = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(last token int32 [B, 1], number of tokens written int32 [], cache) → (logits [B, 1, vocabulary], cache)."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its logits: at `temperature` 0 the likeliest, at others drawn.
+    """Rule by which a token is chosen from its logits, as the samplers of `transformers`.
 
-    Drawn from the `top_k` likeliest, and of these from the fewest whose probabilities reach `top_p`; None: from all.
-    Ties are kept by `top_k`, as in `transformers`. Raises `UserError` for values that choose nothing.
+    Tokens are drawn from the `top_k` most likely ones (ties at the edge included), and of these from the smallest set
+    whose probabilities add up to `top_p`.
+
+    Args:
+      temperature: Divisor of the logits; 0 chooses the most likely token.
+      top_k: Number of most likely tokens to draw from; None for all.
+      top_p: Probability mass to draw from, in (0, 1]; None for all.
+
+    Raises:
+      UserError: A value is outside its range.
     """
 
     temperature: float = 0.0
@@ -37,35 +47,44 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise UserError(f"temperature {self.temperature} is negative: choose 0 for the likeliest token, or more")
+            raise UserError(f"temperature must be at least 0, got {self.temperature}: use 0 for the most likely token")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k {self.top_k} leaves no token to draw: make it 1 or more")
+            raise UserError(f"top_k must be at least 1, got {self.top_k}: use None to draw from all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} is no probability to reach: choose one above 0, at most 1")
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}: use None to draw from all tokens")
 
     def scores(self, logits: jax.Array) -> jax.Array:
-        """The logits [B, vocabulary] to draw with: over the temperature, −∞ where not to be drawn.
+        """Return the logits to draw with: divided by the temperature, −∞ for excluded tokens.
 
-        >>> Sampling(temperature=0.5, top_k=2).scores(jnp.array([[1.0, 3.0, 2.0]])).tolist()
-        [[-inf, 6.0, 4.0]]
+        Args:
+          logits: Floating [B, vocabulary].
+
+        Returns:
+          Scores of the same shape and dtype.
+
+        Example:
+          >>> Sampling(temperature=0.5, top_k=2).scores(jnp.array([[1.0, 3.0, 2.0]])).tolist()
+          [[-inf, 6.0, 4.0]]
         """
         logits = logits / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = lax.top_k(logits, self.top_k)[0][..., -1:]
-            logits = jnp.where(logits < least, -jnp.inf, logits)
+            threshold = lax.top_k(logits, self.top_k)[0][..., -1:]
+            logits = jnp.where(logits < threshold, -jnp.inf, logits)
         if self.top_p is not None and self.top_p < 1:
             order = jnp.argsort(logits, axis=-1)
-            less_likely = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, -1), axis=-1), axis=-1)
-            # The likeliest is drawn from whatever it alone reaches.
-            dropped = (less_likely <= 1 - self.top_p).at[..., -1].set(False)
-            dropped = jnp.take_along_axis(dropped, jnp.argsort(order, axis=-1), -1)
-            logits = jnp.where(dropped, -jnp.inf, logits)
+            cumulative = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, -1), axis=-1), axis=-1)
+            # The most likely token always stays.
+            excluded = (cumulative <= 1 - self.top_p).at[..., -1].set(False)
+            excluded = jnp.take_along_axis(excluded, jnp.argsort(order, axis=-1), -1)
+            logits = jnp.where(excluded, -jnp.inf, logits)
         return logits
 
     def choose(self, logits: jax.Array, rng: jax.Array) -> jax.Array:
-        """Tokens int32 [B] for logits [B, vocabulary]."""
+        """Return tokens int32 [B] for logits [B, vocabulary]."""
         if self.temperature == 0:
             return logits.argmax(axis=-1).astype(np.int32)
+        # In float32 at least, as `transformers` does.
+        logits = logits.astype(np.promote_types(logits.dtype, np.float32))
         return jax.random.categorical(rng, self.scores(logits)).astype(np.int32)
 
 
@@ -85,105 +104,220 @@ def generate(
     pad: int = 0,
     seed: int = 0,
 ) -> jax.Array:
-    """What follows the prompts int [B, T]: tokens int32 [B, new_tokens]; behind a first `stop`, `pad`.
+    """Generate a continuation of every prompt, as `transformers.generate`, in one compiled program.
 
-    `params` are `model`'s, as `jaxtrain.models.functional` returns them; of `model` only the structure is used, so
-    that `nnx.eval_shape` is enough of one. Prompts shorter than others are padded where `mask` bool [B, T] is False:
-    on the left, but for a T5, whose prompts are its encoder's; there the text is the decoder's, behind its start.
-    Before `min_new_tokens` are written, `stop` is not chosen. Raises `UserError` for a mask that is not of that kind,
-    and for prompts too long for the model.
+    For a `T5`, prompts are the encoder's inputs and the text is the decoder's, after its start token.
+
+    Args:
+      model: Decoder or `T5`. Only its structure is used, so the result of `nnx.eval_shape` will do.
+      params: Parameters of `model`, as `jaxtrain.models.functional` returns them.
+      prompts: Tokens int [B, T].
+      new_tokens: Number of tokens to generate for every row.
+      mask: bool [B, T], False at padding. Decoders take padding on the left only; a `T5` takes it anywhere.
+      sampling: Rule by which tokens are chosen.
+      stop: Token that ends a text; None generates `new_tokens` always.
+      min_new_tokens: Number of tokens before which `stop` is not chosen.
+      pad: Token that follows `stop`.
+      seed: Seed of the draws.
+
+    Returns:
+      Tokens int32 [B, new_tokens], without the prompts.
+
+    Raises:
+      UserError: The mask does not have the shape of the prompts or pads a decoder's prompt elsewhere than on the
+        left, or a text exceeds the positions of the model.
     """
     tokens = np.asarray(prompts, np.int32)
     real = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
-    _check(tokens, real, new_tokens)
+    _check_prompts(tokens, real)
+    _check_new_tokens(new_tokens)
     if not isinstance(model, T5):
-        _check_padding(real)
+        _check_left_padding(real)
     graphdef, _ = nnx.split(model)
-    key, ending = jax.random.key(seed), Ending(stop, min_new_tokens, pad)
-    return _generated(graphdef, params, tokens, real, key, new_tokens, sampling, ending)
+    options = _Options(new_tokens, sampling, stop, min_new_tokens, pad)
+    return _generate(graphdef, params, tokens, real, jax.random.key(seed), options)
 
 
-class Ending(NamedTuple):
-    """The token that ends a text, how many come before it at least, and what stands behind it."""
+def stream(
+    model: nnx.Module,
+    params: Any,
+    prompt: Sequence[int],
+    new_tokens: int,
+    *,
+    context: int | None = None,
+    sampling: Sampling = GREEDY,
+    stop: int | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Generate a continuation of one prompt of any length and yield its tokens as they are computed.
 
+    As long as prompt and text fit into the context, the tokens are those of `generate`. Beyond it, the cache is filled
+    again from the last half of the context whenever it is full, so that every token is computed from at least that
+    many. Two programs are compiled, whatever the lengths.
+
+    Args:
+      model: Decoder. Only its structure is used, so the result of `nnx.eval_shape` will do.
+      params: Parameters of `model`, as `jaxtrain.models.functional` returns them.
+      prompt: Tokens, at least one. Of a prompt longer than the context the end is used.
+      new_tokens: Number of tokens to generate.
+      context: Largest number of tokens that a token is computed from; None for `model.context_length`.
+      sampling: Rule by which tokens are chosen.
+      stop: Token that ends the text, yielded last; None generates `new_tokens` always.
+      seed: Seed of the draws.
+
+    Returns:
+      An iterator of tokens.
+
+    Raises:
+      UserError: The prompt is empty, `new_tokens` or `context` is not positive, `context` exceeds the positions of
+        the model, or the model is a `T5`.
+    """
+    tokens = np.asarray(prompt, np.int32)[None]
+    _check_prompts(tokens, np.ones(tokens.shape, bool))
+    _check_new_tokens(new_tokens)
+    if isinstance(model, T5):
+        raise UserError("stream needs a decoder, got a T5: use generate")
+    decoder: Any = model
+    context = decoder.context_length if context is None else context
+    if not 0 < context <= decoder.context_length:
+        raise UserError(f"context must be in [1, {decoder.context_length}], got {context}: use None for the model's")
+    graphdef, _ = nnx.split(model)
+    slots = min(context, tokens.size + new_tokens)
+    return _stream(_Program(graphdef, params, slots, sampling), tokens[0].tolist(), new_tokens, stop, seed)
+
+
+class _Options(NamedTuple):
+    """What a compiled `_generate` is specialized to."""
+
+    new_tokens: int
+    sampling: Sampling
     stop: int | None
     min_new_tokens: int
     pad: int
 
 
-def _check(tokens: np.ndarray, real: np.ndarray, new_tokens: int) -> None:
+def _check_prompts(tokens: np.ndarray, real: np.ndarray) -> None:
     if tokens.ndim != 2 or tokens.size == 0:
-        raise UserError(f"prompts of shape {list(tokens.shape)} are no rows of tokens: give [rows, tokens], 1 or more")
+        raise UserError(f"prompts must be [rows, tokens] with at least one token, got shape {list(tokens.shape)}")
     if real.shape != tokens.shape:
-        raise UserError(
-            f"the mask {list(real.shape)} is not of the shape of the prompts, {list(tokens.shape)}: make it"
-        )
+        raise UserError(f"mask must have the shape of the prompts, {list(tokens.shape)}, got {list(real.shape)}")
+
+
+def _check_new_tokens(new_tokens: int) -> None:
     if new_tokens < 1:
-        raise UserError(f"{new_tokens} new tokens are none: ask for 1 or more")
+        raise UserError(f"new_tokens must be at least 1, got {new_tokens}")
 
 
-def _check_padding(real: np.ndarray) -> None:
+def _check_left_padding(real: np.ndarray) -> None:
     if (real[:, :-1] & ~real[:, 1:]).any() or not real[:, -1].all():
         row = int(((real[:, :-1] & ~real[:, 1:]).any(axis=1) | ~real[:, -1]).argmax())
-        raise UserError(f"prompt {row} is not padded on the left only: move its tokens to the end of the row")
+        raise UserError(f"prompt {row} must be padded on the left only: move its tokens to the end of the row")
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6, 7))
-def _generated(
-    graphdef: Any,
-    params: Any,
-    prompts: jax.Array,
-    real: jax.Array,
-    rng: jax.Array,
-    new_tokens: int,
-    sampling: Sampling,
-    ending: Ending,
+@partial(jax.jit, static_argnums=(0, 5))
+def _generate(
+    graphdef: Any, params: Any, prompts: jax.Array, real: jax.Array, rng: jax.Array, options: _Options
 ) -> jax.Array:
     model: Any = nnx.merge(graphdef, params)
-    begin = _answering if isinstance(model, T5) else _continuing
-    logits, memory, go_on = begin(model, prompts, real, new_tokens)
-    stop, min_new_tokens, pad = ending
+    new_tokens, sampling, stop, min_new_tokens, pad = options
+    begin = _encode_sources if isinstance(model, T5) else _read_prompts
+    logits, cache, decode = begin(model, prompts, real, new_tokens)
 
-    def chosen(i: jax.Array, logits: jax.Array, running: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(i: jax.Array, logits: jax.Array, unfinished: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits[:, -1]
         if stop is not None and min_new_tokens:
             logits = jnp.where(i < min_new_tokens, logits.at[:, stop].set(-jnp.inf), logits)
-        token = jnp.where(running, sampling.choose(logits, jax.random.fold_in(rng, i)), pad)
-        return token, running if stop is None else running & (token != stop)
+        token = jnp.where(unfinished, sampling.choose(logits, jax.random.fold_in(rng, i)), pad)
+        return token, unfinished if stop is None else unfinished & (token != stop)
 
-    def going_on(state: tuple[Any, ...]) -> jax.Array:
-        i, _, running, _ = state
-        return (i < new_tokens) & running.any()
+    def condition(state: tuple[Any, ...]) -> jax.Array:
+        i, _, unfinished, _ = state
+        return (i < new_tokens) & unfinished.any()
 
     def step(state: tuple[jax.Array, jax.Array, jax.Array, Any]) -> tuple[Any, ...]:
-        i, text, running, memory = state
-        logits, memory = go_on(lax.dynamic_slice_in_dim(text, i - 1, 1, axis=1), i, memory)
-        token, running = chosen(i, logits, running)
-        return i + 1, lax.dynamic_update_slice_in_dim(text, token[:, None], i, axis=1), running, memory
+        i, text, unfinished, cache = state
+        logits, cache = decode(lax.dynamic_slice_in_dim(text, i - 1, 1, axis=1), i, cache)
+        token, unfinished = choose(i, logits, unfinished)
+        return i + 1, lax.dynamic_update_slice_in_dim(text, token[:, None], i, axis=1), unfinished, cache
 
-    token, running = chosen(jnp.zeros([], np.int32), logits, jnp.ones(len(prompts), bool))
+    token, unfinished = choose(jnp.zeros([], np.int32), logits, jnp.ones(len(prompts), bool))
     text = jnp.full((len(prompts), new_tokens), pad, np.int32).at[:, 0].set(token)
-    _, text, _, _ = lax.while_loop(going_on, step, (jnp.ones([], np.int32), text, running, memory))
+    _, text, _, _ = lax.while_loop(condition, step, (jnp.ones([], np.int32), text, unfinished, cache))
     return text
 
 
-def _continuing(model: Any, prompts: jax.Array, real: jax.Array, new_tokens: int) -> tuple[jax.Array, Any, GoOn]:
-    """The logits behind the prompts, the cache that holds them, and how it goes on."""
+def _read_prompts(
+    model: Any, prompts: jax.Array, real: jax.Array, new_tokens: int
+) -> tuple[jax.Array, Any, DecodeStep]:
+    """Return the logits of a decoder after its prompts, its cache, and its step."""
     rows, length = prompts.shape
     lengths = real.sum(axis=1, dtype=np.int32)
     positions = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0)
     cache = model.empty_cache(rows, length + new_tokens - 1)
     logits, cache = model(prompts, None, positions, real.astype(np.int32), cache)
 
-    def go_on(last: jax.Array, written: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def decode(last: jax.Array, written: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return model(last, None, (lengths + written - 1)[:, None], None, cache)
 
-    return logits, cache, go_on
+    return logits, cache, decode
 
 
-def _answering(model: T5, sources: jax.Array, real: jax.Array, new_tokens: int) -> tuple[jax.Array, Any, GoOn]:
-    """The logits behind the decoder's start, what it remembers of the sources, and how it goes on."""
-    memory = model.remember(model.encode(sources, real), real, new_tokens)
+def _encode_sources(
+    model: T5, sources: jax.Array, real: jax.Array, new_tokens: int
+) -> tuple[jax.Array, Any, DecodeStep]:
+    """Return the logits of a T5's decoder after its start token, its cache, and its step."""
+    cache = model.remember(model.encode(sources, real), real, new_tokens)
     start = jnp.full((len(sources), 1), model.config.decoder_start_token_id, np.int32)
-    logits, memory = model.go_on(start, memory)
-    return logits, memory, lambda last, written, memory: model.go_on(last, memory)
+    logits, cache = model.go_on(start, cache)
+    return logits, cache, lambda last, written, cache: model.go_on(last, cache)
+
+
+class _Program(NamedTuple):
+    """A decoder, its parameters, the slots of its cache, and how it chooses tokens."""
+
+    graphdef: Any
+    params: Any
+    slots: int
+    sampling: Sampling
+
+
+def _stream(program: _Program, text: list[int], new_tokens: int, stop: int | None, seed: int) -> Iterator[int]:
+    graphdef, params, slots, sampling = program
+    key, length = jax.random.key(seed), slots
+    for i in range(new_tokens):
+        rng = jax.random.fold_in(key, i)
+        if length == slots:
+            recent = text[-slots:] if i == 0 else text[-max(slots // 2, 1) :]
+            length = len(recent)
+            window = np.zeros((1, slots), np.int32)
+            window[0, :length] = recent
+            token, cache = _read_window(graphdef, params, window, np.int32(length), rng, sampling)
+        else:
+            length += 1
+            token, cache = _read_token(graphdef, params, np.array([text[-1:]], np.int32), cache, rng, sampling)
+        text.append(int(token))
+        yield text[-1]
+        if text[-1] == stop:
+            return
+
+
+@partial(jax.jit, static_argnums=(0, 5))
+def _read_window(
+    graphdef: Any, params: Any, window: jax.Array, length: jax.Array, rng: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, KVCache]:
+    """Return the token that follows the first `length` tokens of a window int [1, S], and a cache that holds them."""
+    model: Any = nnx.merge(graphdef, params)
+    real = (jnp.arange(window.shape[1]) < length).astype(np.int32)[None]
+    logits, cache = model(window, None, None, real, model.empty_cache(*window.shape))
+    last = lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
+    # The tokens to come overwrite the padding.
+    return sampling.choose(last, rng)[0], cache._replace(length=length)
+
+
+@partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
+def _read_token(
+    graphdef: Any, params: Any, last: jax.Array, cache: KVCache, rng: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, KVCache]:
+    """Return the token that follows `last` int [1, 1] and those in the cache, and the cache that holds them all."""
+    logits, cache = nnx.merge(graphdef, params)(last, None, None, None, cache)
+    return sampling.choose(logits[:, -1], rng)[0], cache

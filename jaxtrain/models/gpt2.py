@@ -80,6 +80,11 @@ class GPT2(nnx.Module):
         logits = product(self.ln_f(x), self.wte[...].T)
         return logits if cache is None or kept is None else (logits, cache.holding(kept, t))
 
+    @property
+    def context_length(self) -> int:
+        """Largest number of tokens of a text."""
+        return self.config.n_positions
+
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
         config, dtype = self.config, self.wte[...].dtype

@@ -265,6 +265,11 @@ class Llama(nnx.Module):
         del told
         return logits
 
+    @property
+    def context_length(self) -> int:
+        """Largest number of tokens of the texts that the model is trained on."""
+        return self.config.max_position_embeddings
+
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
         config, dtype = self.config, self.embed_tokens[...].dtype

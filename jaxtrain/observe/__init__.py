@@ -1,24 +1,24 @@
 """What a run shows: the console, metrics.jsonl, TensorBoard, the report."""
 
 from jaxtrain.observe.console import Console
-from jaxtrain.observe.follow import Tracker, followed
+from jaxtrain.observe.error_analysis import ErrorAnalysis, error_summary, write_error_page
+from jaxtrain.observe.formatting import format_count
 from jaxtrain.observe.gauges import Gauges
 from jaxtrain.observe.histograms import histograms
 from jaxtrain.observe.machine import JsonConsole, QuietConsole
 from jaxtrain.observe.metrics import MetricsLog, NoMetricsLog, metrics_log, read_metrics
-from jaxtrain.observe.mistakes import Evaluated, summary, write_page
+from jaxtrain.observe.predictions import evaluate_examples
 from jaxtrain.observe.record import read_record, write_result
-from jaxtrain.observe.report import page, write_report
+from jaxtrain.observe.report import render_report, write_report
 from jaxtrain.observe.serve import HOST, report_server
-from jaxtrain.observe.tensorboard import write_end, write_mistakes
+from jaxtrain.observe.tensorboard import log_error_analysis, log_final
 from jaxtrain.observe.trackers import MLflow, WandB
-from jaxtrain.observe.verdicts import judged
-from jaxtrain.observe.words import amount
+from jaxtrain.observe.tracking import Tracker, track_run
 
 __all__ = [
     "HOST",
     "Console",
-    "Evaluated",
+    "ErrorAnalysis",
     "Gauges",
     "JsonConsole",
     "MLflow",
@@ -27,19 +27,19 @@ __all__ = [
     "QuietConsole",
     "Tracker",
     "WandB",
-    "amount",
-    "followed",
+    "error_summary",
+    "evaluate_examples",
+    "format_count",
     "histograms",
-    "judged",
+    "log_error_analysis",
+    "log_final",
     "metrics_log",
-    "page",
     "read_metrics",
     "read_record",
+    "render_report",
     "report_server",
-    "summary",
-    "write_end",
-    "write_mistakes",
-    "write_page",
+    "track_run",
+    "write_error_page",
     "write_report",
     "write_result",
 ]

@@ -108,7 +108,7 @@ def _losses(records: Sequence[Record]) -> list[Chart]:
     ]
 
 
-def drawn(records: Sequence[Record]) -> dict[str, Any]:
+def chart_data(records: Sequence[Record]) -> dict[str, Any]:
     """The charts and all their points, as JSON: what the page draws."""
     of_runs = charts(records)
     curves = {curve.metric: curve for chart in of_runs for curve in chart.curves}
@@ -120,11 +120,11 @@ def _run(record: Record, curves: Mapping[str, Curve]) -> dict[str, Any]:
     for name, curve in curves.items():
         points = [(line["step"], line[name]) for line in record.metrics if name in line]
         if points and (record.scaled or name != "loss_scale"):
-            series[name] = averaged(points) if curve.smooth else _columns(thinned(points))
+            series[name] = average_points(points) if curve.smooth else _columns(thin_points(points))
     return {
         "name": record.name,
         "unit": record.unit,
-        "clock": [_short(column) for column in zip(*thinned(record.clock), strict=True)],
+        "clock": [_short(column) for column in zip(*thin_points(record.clock), strict=True)],
         "series": series,
         "skips": _merged([(line["step"], line["skipped"]) for line in record.metrics if line.get("skipped")]),
         "rollbacks": [
@@ -133,12 +133,12 @@ def _run(record: Record, curves: Mapping[str, Curve]) -> dict[str, Any]:
     }
 
 
-def averaged(points: Sequence[_Point], most: int = _POINTS) -> dict[str, list[float | None]]:
+def average_points(points: Sequence[_Point], most: int = _POINTS) -> dict[str, list[float | None]]:
     """`steps` and `values`; of more than `most` points the mean of each stretch, with its `low` and `high`.
 
     A mean hides no spike beside its highest, and smoothing it is smoothing all the points.
 
-    >>> averaged([(0, 1.0), (1, 3.0), (2, None), (3, 2.0)], most=2)
+    >>> average_points([(0, 1.0), (1, 3.0), (2, None), (3, 2.0)], most=2)
     {'steps': [1, 3], 'values': [2.0, 2.0], 'low': [1.0, 2.0], 'high': [3.0, 2.0]}
     """
     if len(points) <= most:
@@ -153,10 +153,10 @@ def averaged(points: Sequence[_Point], most: int = _POINTS) -> dict[str, list[fl
     return found
 
 
-def thinned(points: Sequence[_Point], most: int = _POINTS) -> list[_Point]:
+def thin_points(points: Sequence[_Point], most: int = _POINTS) -> list[_Point]:
     """At most about `most` of the points: of every stretch the lowest and the highest, and the ends.
 
-    >>> thinned([(step, 9.0 if step == 5 else 1.0) for step in range(12)], most=4)
+    >>> thin_points([(step, 9.0 if step == 5 else 1.0) for step in range(12)], most=4)
     [(0, 1.0), (5, 9.0), (6, 1.0), (11, 1.0)]
     """
     if len(points) <= most:

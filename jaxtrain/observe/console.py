@@ -16,8 +16,8 @@ from rich.text import Text
 
 from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.curve import curve
+from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.live import LivePanel
-from jaxtrain.observe.words import amount, duration
 
 
 class ProgressView(Protocol):
@@ -104,7 +104,7 @@ class _Lines:
         if not line:
             return
         left = (time.perf_counter() - self._begin) / (step - self._start) * (self._total - step)
-        self._console.message(f"step {step}/{self._total}  {_numbers(line, self._unit)}  {duration(left)} left")
+        self._console.message(f"step {step}/{self._total}  {_numbers(line, self._unit)}  {format_duration(left)} left")
         if "eval_loss" in line:
             self._console.message(f"step {step}/{self._total}  evaluation: {evaluated(line)}")
 
@@ -138,7 +138,7 @@ def _numbers(line: Mapping[str, Any], unit: str) -> str:
         f"grad {line['grad_norm']:.2f}",
         scale,
         skips,
-        f"{amount(line[f'{unit}_per_s'])} {unit}/s",
+        f"{format_count(line[f'{unit}_per_s'])} {unit}/s",
         *(f"{name} {line[key]:.0%}" for key, name in (("mfu", "MFU"), ("gpu_utilisation", "GPU")) if key in line),
         shown_bytes(line["peak_memory_bytes"]),
     ]

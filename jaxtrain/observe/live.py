@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.curve import sparkline
-from jaxtrain.observe.words import amount, duration
+from jaxtrain.observe.formatting import format_count, format_duration
 
 _SPARK = 32  # logged losses in the curve, the latest
 # Of a step, spent waiting for its batch: from here on worth a word.
@@ -59,7 +59,7 @@ class LivePanel:
         row.add_column(no_wrap=True)
         share = (self._step - self._start) / max(self._total - self._start, 1)
         passed = time.perf_counter() - self._begin
-        left = f"{duration(passed / share - passed)} left" if share else "first step …"
+        left = f"{format_duration(passed / share - passed)} left" if share else "first step …"
         steps = Text(f"step {self._step:,} of {self._total:,}", style="bold")
         row.add_row(steps, ProgressBar(total=self._total, completed=self._step, complete_style="cyan"), Text(left))
         return row
@@ -83,7 +83,7 @@ class LivePanel:
         shares = {"mfu": "MFU", "gpu_utilisation": "GPU"}
         waited = line.get("input_wait_s", 0.0) / line["step_time_s"]
         return {
-            f"{self._unit}/s": amount(line[f"{self._unit}_per_s"]),
+            f"{self._unit}/s": format_count(line[f"{self._unit}_per_s"]),
             **{name: f"{line[key]:.0%}" for key, name in shares.items() if key in line},
             "memory": shown_bytes(line["peak_memory_bytes"]),
             **({"waiting for input": f"{waited:.0%}"} if waited > _WAITING else {}),

@@ -14,7 +14,7 @@ from jaxtrain.observe.metrics import read_metrics
 from jaxtrain.run_folder import RunFolder
 
 
-class Tick(NamedTuple):
+class ClockPoint(NamedTuple):
     """How long a run had been in its steps at `step`: without compiling, evaluating and saving."""
 
     step: int
@@ -81,14 +81,14 @@ class Record:
         return float(np.median(rates)) if rates else None
 
     @cached_property
-    def clock(self) -> list[Tick]:
+    def clock(self) -> list[ClockPoint]:
         """One tick a logged step, and one at 0."""
-        ticks = [Tick(0, 0.0, 0.0)]
+        ticks = [ClockPoint(0, 0.0, 0.0)]
         for line in self.metrics:
             if line.get("step_time_s") and line["step"] > ticks[-1].step:
                 spent = (line["step"] - ticks[-1].step) * line["step_time_s"]
                 units = spent * (line.get(f"{self.unit}_per_s") or 0.0)
-                ticks.append(Tick(line["step"], ticks[-1].seconds + spent, ticks[-1].units + units))
+                ticks.append(ClockPoint(line["step"], ticks[-1].seconds + spent, ticks[-1].units + units))
         return ticks
 
     def _all(self, name: str) -> list[float]:

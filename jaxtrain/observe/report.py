@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jinja2
 
 from jaxtrain.cost import shown_bytes
-from jaxtrain.observe.charts import drawn
+from jaxtrain.observe.charts import chart_data
+from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.record import Record
-from jaxtrain.observe.words import amount, duration
 from jaxtrain.recipes import RECIPES
 
 _PACKAGE = resources.files("jaxtrain.observe")
@@ -32,11 +32,11 @@ class Row(NamedTuple):
 def write_report(path: Path, records: Sequence[Record]) -> None:
     """Write the page, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(page(records), encoding="utf-8")
+    partial.write_text(render_report(records), encoding="utf-8")
     partial.replace(path)
 
 
-def page(records: Sequence[Record], *, live: bool = False) -> str:
+def render_report(records: Sequence[Record], *, live: bool = False) -> str:
     """The page as HTML: its figures, curves, samples, settings and environment. It fetches nothing.
 
     `live`: whether the page is to ask whoever serves it for a newer one, every few seconds.
@@ -48,15 +48,15 @@ def page(records: Sequence[Record], *, live: bool = False) -> str:
     return template.render(
         records=records,
         live=live,
-        data=drawn(records),
+        data=chart_data(records),
         columns=columns,
         settings=settings,
         environment=_rows([_flat(_environment(record.config)) for record in records]),
         script=_PACKAGE.joinpath("report.js").read_text(),
         style=_PACKAGE.joinpath("report.css").read_text(),
-        amount=amount,
+        format_count=format_count,
         memory=shown_bytes,
-        duration=duration,
+        format_duration=format_duration,
     )
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtrain.observe.histograms import Histogram
 from jaxtrain.observe.pictures import READABLE, Pixels, confusion_picture, image_of
-from jaxtrain.observe.verdicts import confusion
+from jaxtrain.observe.predictions import confusion
 
 if TYPE_CHECKING:
-    from jaxtrain.observe.mistakes import Evaluated
+    from jaxtrain.observe.error_analysis import ErrorAnalysis
     from jaxtrain.observe.record import Record
 
 
@@ -108,7 +108,7 @@ class Events:
         write_all(self._file, size + checks[0] + data + checks[1])
 
 
-def write_end(folder: Path, record: "Record") -> None:
+def log_final(folder: Path, record: "Record") -> None:
     """What the end of a run adds: its settings beside its last evaluation, and its sample."""
     with Events(folder) as events:
         evaluated = record.evaluations[-1] if record.evaluations else {}
@@ -118,10 +118,10 @@ def write_end(folder: Path, record: "Record") -> None:
             events.text(record.sample_step, "sample", record.sample)
 
 
-def write_mistakes(folder: Path, evaluated: "Evaluated", worst: int) -> None:
+def log_error_analysis(folder: Path, evaluated: "ErrorAnalysis", worst: int) -> None:
     """What an evaluation adds: its worst examples in words and, where they have any, their images; and a picture of who
     is taken for whom."""
-    of, step, split = evaluated.verdicts, evaluated.step, evaluated.split
+    of, step, split = evaluated.predictions, evaluated.step, evaluated.split
     shown = [int(i) for i in of.worst(worst)]
     names = evaluated.task.class_names
     with Events(folder) as events:

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.recipes import Recipe
-from jaxtrain.runner.manifest import Damaged, sync, verify, write_manifest
+from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.step import TrainState
 from jaxtrain.tasks import Task
@@ -39,10 +39,10 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
-class Keep:
+class Retention:
     """Which checkpoints stay: the `last` ones, the `best` ones by eval_loss, and those of every `every`th step.
 
-    >>> sorted(Keep(last=1, best=1, every=10).of({0: 2.3, 4: 0.7, 8: 0.9, 10: None, 12: 0.8}))
+    >>> sorted(Retention(last=1, best=1, every=10).of({0: 2.3, 4: 0.7, 8: 0.9, 10: None, 12: 0.8}))
     [4, 10, 12]
 
     Raises UserError for a number out of range.
@@ -71,10 +71,10 @@ class Keep:
 class Checkpoints:
     """The checkpoints of one run. Nothing is written, moved or deleted but by `save`, and `restore(set_aside=…)`."""
 
-    def __init__(self, path: Path, keep: Keep | None = None) -> None:
+    def __init__(self, path: Path, keep: Retention | None = None) -> None:
         self._path = path.absolute()
         self._run = path.parent
-        self._keep = keep or Keep()
+        self._keep = keep or Retention()
         # Compressing what is nearly random takes the steps' cores for a fifth of the size.
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -148,7 +148,7 @@ class Checkpoints:
         """Whether it is; what an interrupted save has left is removed."""
         for remains in self._path.glob(f"*{_PARTIAL}"):
             shutil.rmtree(remains, ignore_errors=True)
-        return step in steps(self._path)
+        return step in saved_steps(self._path)
 
     def restore(
         self, like: TrainState, set_aside: Callable[[str], None] | None = None, *, before: int | None = None
@@ -206,10 +206,10 @@ class Checkpoints:
         self._evict()
 
     def _evict(self) -> None:
-        for step in steps(self._path):
+        for step in saved_steps(self._path):
             if step not in self._losses:
                 self._losses[step] = _eval_loss(self._path / str(step))
-        self._losses = {step: self._losses[step] for step in steps(self._path)}
+        self._losses = {step: self._losses[step] for step in saved_steps(self._path)}
         for step in self._losses.keys() - self._keep.of(self._losses):
             # Renamed first: a kill leaves no half of a checkpoint under a step's name. What cannot go now goes later.
             shutil.rmtree((self._path / str(step)).rename(self._partial(step)), ignore_errors=True)
@@ -218,7 +218,7 @@ class Checkpoints:
         self._broken = True
         # On a full disk, what else is to be written needs the room.
         shutil.rmtree(self._partial(step), ignore_errors=True)
-        newest = max(steps(self._path), default=None)
+        newest = max(saved_steps(self._path), default=None)
         left = "there is none before it" if newest is None else f"the checkpoint of step {newest} is whole"
         return RunFailed(
             f"step {step} could not be saved in {self._run} ({_reason(error)}): {left}; mend that, then --resume auto"
@@ -227,11 +227,11 @@ class Checkpoints:
     def _verified(self, set_aside: Callable[[str], None] | None, before: int | None = None) -> Path:
         """The newest step's folder that matches its manifest."""
         damaged = self._path / "damaged"
-        for step in sorted((s for s in steps(self._path) if before is None or s < before), reverse=True):
+        for step in sorted((s for s in saved_steps(self._path) if before is None or s < before), reverse=True):
             folder = self._path / str(step)
             try:
                 verify(folder)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 if not folder.exists():  # evicted by the run while it was read
                     return self._verified(set_aside, before)
                 if set_aside is None:
@@ -252,7 +252,7 @@ class Checkpoints:
         )
 
 
-def steps(path: Path) -> list[int]:
+def saved_steps(path: Path) -> list[int]:
     """The steps that have a checkpoint under `path`, whole or damaged."""
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 

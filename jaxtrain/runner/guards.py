@@ -30,7 +30,7 @@ MOST_ROLLBACKS = 3
 
 
 @dataclass(frozen=True)
-class Taken:
+class DispatchedStep:
     """A step that was dispatched: its number, batch and metrics, and the data's position after it."""
 
     step: int
@@ -39,15 +39,15 @@ class Taken:
     metrics: Mapping[str, jax.Array]
 
 
-class Spoiled(Exception):  # noqa: N818
+class RunInvalid(Exception):  # noqa: N818
     """A step after which the run cannot go on, and what is wrong with it in words."""
 
-    def __init__(self, taken: Taken, what: str) -> None:
+    def __init__(self, taken: DispatchedStep, what: str) -> None:
         super().__init__(what)
         self.taken, self.what = taken, what
 
 
-class Spike(Spoiled):
+class Spike(RunInvalid):
     """A step whose loss leapt."""
 
 
@@ -61,13 +61,13 @@ class Guard:
         self._factor = recipe.spike_factor
         self._params = jax.eval_shape(lambda: params)
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._taken: Taken | None = None
+        self._taken: DispatchedStep | None = None
         self._judged = True
         self._target, self._rollbacks = -1, 0
         self.event: dict[str, float] = {}
 
-    def add(self, taken: Taken) -> None:
-        """Take note of a dispatched step and judge the one before it. Raises `Spoiled`, or `Spike`."""
+    def add(self, taken: DispatchedStep) -> None:
+        """Take note of a dispatched step and judge the one before it. Raises `RunInvalid`, or `Spike`."""
         # On their way before they are asked for, so that asking costs no wait of its own.
         taken.metrics["loss"].copy_to_host_async()
         taken.metrics["nonfinite_leaf"].copy_to_host_async()
@@ -75,18 +75,18 @@ class Guard:
         self._taken, self._judged = taken, False
 
     def settle(self) -> None:
-        """Judge the newest step, waiting for it. Raises `Spoiled`, or `Spike`."""
+        """Judge the newest step, waiting for it. Raises `RunInvalid`, or `Spike`."""
         if not self._judged and self._taken is not None:
             self._judged = True
             self._judge(self._taken)
 
     def check(self, state: TrainState) -> None:
-        """Judge the newest step and all that it left, before that is saved. Raises `Spoiled`, or `Spike`."""
+        """Judge the newest step and all that it left, before that is saved. Raises `RunInvalid`, or `Spike`."""
         self.settle()
-        if self._taken is not None and (where := nonfinite_in(state)):
-            raise Spoiled(self._taken, f"{where} holds inf or NaN, though loss and gradient were finite")
+        if self._taken is not None and (where := find_nonfinite_array(state)):
+            raise RunInvalid(self._taken, f"{where} holds inf or NaN, though loss and gradient were finite")
 
-    def _judge(self, taken: Taken) -> None:
+    def _judge(self, taken: DispatchedStep) -> None:
         # An array's conversion by NumPy is the cheapest there is.
         loss, leaf = float(np.asarray(taken.metrics["loss"])), int(np.asarray(taken.metrics["nonfinite_leaf"]))
         if leaf < 0 and math.isfinite(loss):
@@ -97,9 +97,9 @@ class Guard:
             if leaf >= 0:
                 micro_batch = int(taken.metrics["nonfinite_micro_batch"])
                 where = f"has its first inf or NaN in {leaf_name(self._params, leaf)}, micro-batch {micro_batch}"
-            raise Spoiled(taken, f"the loss is {loss:g} and its gradient {where}")
+            raise RunInvalid(taken, f"the loss is {loss:g} and its gradient {where}")
 
-    def _judge_loss(self, taken: Taken, loss: float, factor: float) -> None:
+    def _judge_loss(self, taken: DispatchedStep, loss: float, factor: float) -> None:
         if len(self._losses) >= FEWEST and loss > factor * (usual := median(self._losses)) > 0:
             raise Spike(taken, f"the loss is {loss:g}, more than {factor:g} times {usual:g}, the median before it")
         self._losses.append(loss)
@@ -135,7 +135,7 @@ class Guard:
             self._target, self._rollbacks = state["rollbacks"]
 
 
-def write_batch(folder: Path, taken: Taken, event: Mapping[str, float]) -> Path:
+def write_batch(folder: Path, taken: DispatchedStep, event: Mapping[str, float]) -> Path:
     """Write `step-N.npz` for `jaxtrain replay`: the batch, the step's metrics, and a rollback no line tells of.
 
     Raises `OSError` where the system refuses.
@@ -170,7 +170,7 @@ def read_batch(folder: Path, step: int) -> tuple[Batch, dict[str, Any], dict[str
     return parts["batch"], parts["metrics"], {name: float(x) for name, x in parts["event"].items()}
 
 
-def nonfinite_in(state: TrainState) -> str | None:
+def find_nonfinite_array(state: TrainState) -> str | None:
     """The first array of the state that holds inf or NaN. Scalars may: the best loss so far begins at inf."""
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "ema")}
     arrays = [(path, x) for path, x in jax.tree.leaves_with_path(parts) if x.ndim]

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from jaxtrain.errors import UserError
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner.checkpoint import steps
+from jaxtrain.runner.checkpoint import saved_steps
 
 
 def check_free(run: RunFolder) -> None:
@@ -18,7 +18,7 @@ def check_free(run: RunFolder) -> None:
         raise UserError(f"{run.path} already holds a run: continue it with --resume, or choose another --out")
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file: choose another --out")
-    if steps(run.checkpoints):
+    if saved_steps(run.checkpoints):
         raise UserError(f"{run.path} has checkpoints but no config.json: put it back, or choose another --out")
     parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):

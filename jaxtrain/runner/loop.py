@@ -21,11 +21,11 @@ from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import preflight
 from jaxtrain.runner.batches import Batches
-from jaxtrain.runner.checkpoint import Checkpoints, Keep, steps
-from jaxtrain.runner.guards import Guard, Spike, Spoiled, Taken, write_batch
+from jaxtrain.runner.checkpoint import Checkpoints, Retention, saved_steps
+from jaxtrain.runner.guards import DispatchedStep, Guard, RunInvalid, Spike, write_batch
 from jaxtrain.runner.lock import RunLock, check_free
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.runner.out_of_memory import told_out_of_memory
+from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.step import (
     LossScaleState,
@@ -81,8 +81,8 @@ def fit(
     not suffice or nothing can be written any more.
     """
     preflight.check_settings(recipe)
-    keep = Keep(recipe.keep_last, recipe.keep_best, recipe.keep_every)
-    with RunLock(run.path) as lock, told_out_of_memory(name, recipe, run):
+    keep = Retention(recipe.keep_last, recipe.keep_best, recipe.keep_every)
+    with RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
         resuming = processes.once(lambda: _resuming(run, lock, resume))
         with console.phase("reading the data, initialising the model"):
             training, state = build_training(recipe)
@@ -125,7 +125,7 @@ def _resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
         check_free(run)
         return False
     lock.take()
-    begun = bool(steps(run.checkpoints)) or (run.checkpoints / "damaged").exists()
+    begun = bool(saved_steps(run.checkpoints)) or (run.checkpoints / "damaged").exists()
     if resume == "auto" and not begun and run.torch.exists():
         raise UserError(f"{run.path} was not imported to its end: delete it and import it again")
     # Killed before its first checkpoint, a run has nothing to lose: it is begun again.
@@ -165,7 +165,7 @@ def _gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 def _first_evaluation(training: Training, state: TrainState, console: Console) -> dict[str, float]:
     with console.phase("compiling the evaluation, taking the first loss"):
         first = training.evaluate(state)
-    console.facts(preflight.judge_first_loss(first["loss"], training.task))
+    console.facts(preflight.check_first_loss(first["loss"], training.task))
     return first
 
 
@@ -198,13 +198,13 @@ def _train_through(
                 checkpoints.save(state, position.state(), first["loss"])
             try:
                 return _train(training, state, position, checkpoints, log, console)
-            except Spoiled as error:
+            except RunInvalid as error:
                 spoiled = error.with_traceback(None)  # whose frames hold on to a state
         checkpoints.wait()
         if not (isinstance(spoiled, Spike) and training.recipe.on_spike == "rollback"):
             raise _spoiled(spoiled, run, position)
         # A stop saves out of turn: an undisturbed run would not have that checkpoint to go back to.
-        saved_at = processes.once(lambda: steps(run.checkpoints))
+        saved_at = processes.once(lambda: saved_steps(run.checkpoints))
         in_turn = [step for step in saved_at if step % training.recipe.save_every == 0] or saved_at
         state, saved = checkpoints.restore(like, console.message, before=max(in_turn) + 1)
         if not position.roll_back(saved, state, spoiled):
@@ -216,7 +216,7 @@ def _train_through(
         first = None
 
 
-def _spoiled(spoiled: Spoiled, run: RunFolder, position: "Position") -> RunFailed:
+def _spoiled(spoiled: RunInvalid, run: RunFolder, position: "Position") -> RunFailed:
     taken = replace(spoiled.taken, batch=position.batches.whole(spoiled.taken.batch))
 
     def kept() -> str:
@@ -226,7 +226,7 @@ def _spoiled(spoiled: Spoiled, run: RunFolder, position: "Position") -> RunFaile
             return f" (its batch could not be saved: {error.strerror})"
         return ""
 
-    lost, newest, step = *processes.once(lambda: (kept(), max(steps(run.checkpoints)))), taken.step
+    lost, newest, step = *processes.once(lambda: (kept(), max(saved_steps(run.checkpoints)))), taken.step
     return RunFailed(
         f"step {step}: {spoiled.what}: stopped{lost}, the checkpoint of step {newest} is sound; jaxtrain replay "
         f"{run.path} {step} says where it arose; then start again, with a lower --lr or another --precision, say"
@@ -243,7 +243,7 @@ def _train(
 ) -> tuple[TrainState, int]:
     """Take the steps that are left: the last state, its checkpoint committed, and the exit status.
 
-    Raises `Spoiled` for a step after which it cannot go on.
+    Raises `RunInvalid` for a step after which it cannot go on.
     """
     recipe, task = training.recipe, training.task
     batches, interval, guard = position.batches, position.interval, position.guard
@@ -257,7 +257,7 @@ def _train(
             state, metrics = training.step(state, batch)
             interval.add(metrics)
             interval.waited += batches.waited
-            guard.add(Taken(i, batch, batches.next_batch, metrics))
+            guard.add(DispatchedStep(i, batch, batches.next_batch, metrics))
             line: dict[str, Any] = {}
             last = i == recipe.steps or interval.stuck
             # The first step after a rollback has a line, so that what was skipped is told at once.

@@ -9,7 +9,7 @@ from jaxtrain.run_folder import sync
 NAME = "manifest.json"
 
 
-class Damaged(Exception):  # noqa: N818
+class DamagedCheckpoint(Exception):  # noqa: N818
     """What differs from the manifest, in a few words."""
 
 
@@ -26,27 +26,27 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Read every file that the manifest names. Raises `Damaged` where one is not what was written."""
+    """Read every file that the manifest names. Raises `DamagedCheckpoint` where one is not what was written."""
     for name, written in _files(folder).items():
         path = folder / name
         try:
             if path.stat().st_size != written["bytes"]:
-                raise Damaged(f"{name} has {path.stat().st_size} bytes of {written['bytes']}")
+                raise DamagedCheckpoint(f"{name} has {path.stat().st_size} bytes of {written['bytes']}")
             if _sha256(path) != written["sha256"]:
-                raise Damaged(f"{name} does not match its checksum")
+                raise DamagedCheckpoint(f"{name} does not match its checksum")
         except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
+            raise DamagedCheckpoint(f"{name} is missing") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{name} cannot be read: {error}") from None
+            raise DamagedCheckpoint(f"{name} cannot be read: {error}") from None
 
 
 def _files(folder: Path) -> dict[str, dict[str, int | str]]:
     try:
         return dict(json.loads((folder / NAME).read_bytes())["files"])
     except FileNotFoundError:
-        raise Damaged(f"{NAME} is missing") from None
+        raise DamagedCheckpoint(f"{NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{NAME} cannot be read: {error!r}") from None
+        raise DamagedCheckpoint(f"{NAME} cannot be read: {error!r}") from None
 
 
 def _sha256(path: Path) -> str:

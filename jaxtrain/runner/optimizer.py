@@ -61,7 +61,7 @@ def schedule_call(recipe: Recipe) -> Call:
     return call
 
 
-def expression(recipe: Recipe) -> Expression:
+def optimizer_expression(recipe: Recipe) -> Expression:
     """The recipe's optimizer with what it leaves to the other settings."""
     left_out = {"learning_rate": schedule_call(recipe), "b2": recipe.beta2, "weight_decay": recipe.weight_decay}
     return completed(parsed(recipe.optimizer), OPTIMIZERS, left_out)
@@ -69,7 +69,7 @@ def expression(recipe: Recipe) -> Expression:
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """The recipe's optimizer, which decays matrices but neither biases nor norms, unless it says otherwise."""
-    return built(expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
+    return built(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
 
 
 def loss_scale(recipe: Recipe) -> Any:

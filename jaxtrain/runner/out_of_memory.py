@@ -13,7 +13,7 @@ from jaxtrain.run_folder import RunFolder
 
 
 @contextlib.contextmanager
-def told_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[None]:
+def explain_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[None]:
     """Raises `RunFailed`, one line, where the host or a device has no memory left."""
     try:
         yield
@@ -23,7 +23,7 @@ def told_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[No
         if not is_out_of_memory(error):
             raise
         said = str(error).partition("\n")[0] or type(error).__name__
-        flags = smaller(recipe)
+        flags = flags_for_less_memory(recipe)
         if flags is None:
             line = "the micro-batch is one example already: make the model smaller"
         elif run.config.exists():
@@ -36,14 +36,14 @@ def told_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[No
         raise RunFailed(f"out of memory ({said}): {line}") from error
 
 
-def smaller(recipe: Recipe) -> str | None:
+def flags_for_less_memory(recipe: Recipe) -> str | None:
     """Flags under which the same update takes less memory; None where there are none left.
 
     At most half the examples to a micro-batch, the same number to an update; where it is one already, blocks computed
     again instead of kept.
 
     >>> from jaxtrain.recipes import RECIPES
-    >>> smaller(RECIPES["gpt-stdlib"])
+    >>> flags_for_less_memory(RECIPES["gpt-stdlib"])
     '--accumulate 2'
     """
     finer = [k for k in range(2 * recipe.accumulate, recipe.batch_size + 1) if recipe.batch_size % k == 0]

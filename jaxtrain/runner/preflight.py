@@ -17,7 +17,7 @@ from jaxtrain.fields import mistyped, shown
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, built
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder, read_config
-from jaxtrain.runner.optimizer import expression, loss_scale, schedule, schedule_call
+from jaxtrain.runner.optimizer import loss_scale, optimizer_expression, schedule, schedule_call
 from jaxtrain.step import TrainState
 from jaxtrain.tasks import Task
 from jaxtrain.transforms import remat
@@ -114,7 +114,7 @@ def _check_expressions(recipe: Recipe) -> None:
         if callable(rate := schedule(recipe)):
             jax.eval_shape(rate, jax.ShapeDtypeStruct((), np.int32))
     with _naming("optimizer", recipe.optimizer):
-        whole = expression(recipe)
+        whole = optimizer_expression(recipe)
         for member in [whole] if isinstance(whole, Call) else whole.values():
             _check_arguments(member)
             _check_update(built(member, OPTIMIZERS, {}))
@@ -193,7 +193,7 @@ def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
             raise UserError(f"{name} runs from {x.min()} to {x.max()}, outside 0..{bound - 1}: mend the data")
 
 
-def judge_first_loss(loss: float, task: Task) -> dict[str, str]:
+def check_first_loss(loss: float, task: Task) -> dict[str, str]:
     """The first loss beside what it should be near and below. Raises `UserError` where it is not finite."""
     if not math.isfinite(loss):
         raise UserError(f"the first loss is {loss}: look for inf or NaN in the data")

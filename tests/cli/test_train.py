@@ -17,7 +17,7 @@ from jaxtrain.cli import main
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import loop, read_recipe
-from jaxtrain.runner.checkpoint import restore_params, steps
+from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.optimizer import schedule
 from jaxtrain.tasks import build
@@ -255,10 +255,10 @@ def test_what_is_kept_is_a_setting_and_may_change_on_the_way(capsys):
     kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
     command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"
     assert run(f"{command} --steps 6") == 0
-    assert sorted(steps(Path("kept/checkpoints"))) == [4, 6]
+    assert sorted(saved_steps(Path("kept/checkpoints"))) == [4, 6]
     assert run("train --resume --out kept --steps 9 --keep-best 1 --keep-last 2") == 0
     best = min((m for m in lines("kept") if "eval_loss" in m and m["step"] >= 4), key=lambda m: m["eval_loss"])
-    assert set(steps(Path("kept/checkpoints"))) == {4, 8, 9, best["step"]}
+    assert set(saved_steps(Path("kept/checkpoints"))) == {4, 8, 9, best["step"]}
     capsys.readouterr()
     assert run("train --resume --out kept --keep-last 0") == 2
     assert "keep_last 0" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
     assert "resuming hurt at step 4" in told
     assert same_bits("whole", "hurt")
     assert shown("whole") == shown("hurt")
-    for step in steps(Path("hurt/checkpoints")):
+    for step in saved_steps(Path("hurt/checkpoints")):
         Path(f"hurt/checkpoints/{step}/run.json").unlink()
     for command in ("train --resume --out hurt", "train --resume auto --out hurt"):
         assert run(command) == 2

@@ -21,7 +21,7 @@ from jaxtrain.cli import main
 from jaxtrain.distributed import processes
 from jaxtrain.distributed.processes import arguments
 from jaxtrain.errors import UserError
-from jaxtrain.runner.checkpoint import steps
+from jaxtrain.runner.checkpoint import saved_steps
 from tests.soak.test_kills import assert_same_run, state, untimed
 
 RECIPE = (
@@ -321,7 +321,7 @@ def test_a_process_killed_ends_the_run_and_the_next_one_goes_on_to_the_bit(
         with subprocess.Popen(
             command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as process:
-            while max(steps(tmp_path / "run" / "checkpoints"), default=-1) < kill_at:
+            while max(saved_steps(tmp_path / "run" / "checkpoints"), default=-1) < kill_at:
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.02)
             os.kill(children(process.pid)[victim], signal.SIGKILL)
@@ -360,7 +360,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_to_the_bit(
         assert "jaxtrain:" not in process.stderr.read()
     stopped = re.search(r"stopped and saved at step (\d+)", out)
     assert stopped
-    assert max(steps(tmp_path / "run" / "checkpoints")) == int(stopped[1]) < 120
+    assert max(saved_steps(tmp_path / "run" / "checkpoints")) == int(stopped[1]) < 120
     assert launched(f"{RECIPE} --steps 120 --out run --resume", tmp_path).returncode == 0
     assert untimed(undisturbed) == untimed(tmp_path / "run")
     assert_same_state(undisturbed, tmp_path / "run")
@@ -382,10 +382,10 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(undisturbed: Path
 
 def assert_same_state(one: Path, other: Path) -> None:
     """Not the checkpoints kept: a stop adds one out of turn."""
-    newest = max(steps(one / "checkpoints"))
+    newest = max(saved_steps(one / "checkpoints"))
     copies = [Path(shutil.copytree(folder, other.parent / f"copy-{i}")) for i, folder in enumerate((one, other))]
     for folder in copies:
-        for step in set(steps(folder / "checkpoints")) - {newest}:
+        for step in set(saved_steps(folder / "checkpoints")) - {newest}:
             shutil.rmtree(folder / "checkpoints" / str(step))
     assert_same_run(*copies)
 

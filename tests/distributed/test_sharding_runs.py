@@ -13,7 +13,7 @@ from jaxtrain.observe import Console
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import fit, preflight
-from jaxtrain.runner.checkpoint import steps
+from jaxtrain.runner.checkpoint import saved_steps
 from tests.distributed.test_sharding_step import in_a_process_of
 
 RECIPE = dataclasses.replace(
@@ -65,7 +65,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_goes_on_on_another(tmp_path):
     assert re.fullmatch(
         r"data 1 × fsdp 4 × sequence 1 × tensor 1; of parameters and .* state 0\.0 MiB a device", told["mesh"]
     )
-    assert steps(meshed / "checkpoints") == [0, 4]
+    assert saved_steps(meshed / "checkpoints") == [0, 4]
     trained(meshed, resume=True, mesh="data=2,tensor=2")
     assert_alike(meshed, alone)
 

@@ -12,9 +12,9 @@ import torch
 from torch.optim import lr_scheduler as theirs
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.interop import NameTable, TorchParam, from_torch
 from jaxtrain.interop.names import CONV, LINEAR
-from jaxtrain.optim import expression, from_torch, muon, used_learning_rate, used_learning_rates
+from jaxtrain.optim import expression, muon, used_learning_rate, used_learning_rates
 from tests.optim.test_optimizers import CASES, OPTIMIZERS
 
 STEPS = 30

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import jax
 import numpy as np
@@ -12,7 +13,6 @@ from torch.optim import lr_scheduler as S
 import jaxtrain as jt
 from jaxtrain import optim
 from jaxtrain.interop import AS_IS, LINEAR, NameTable, TorchParam
-from jaxtrain.interop import torch_run as torch_run_module
 from jaxtrain.interop.torch_file import read_torch, write_torch
 from jaxtrain.interop.torch_run import to_torch, torch_run
 from jaxtrain.optim import expression, muon
@@ -473,13 +473,13 @@ def test_arrays_of_the_state_are_there_once(tmp_path, monkeypatch):
     torch.save({"model": holder.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
     run = torch_run(read_torch(tmp_path / "in.pt"), table, like)
     step = jt.train_step(lambda params, batch, rng: (jt.Loss(batch, 1.0), {}), run.optimizer())
-    put, most, before = torch_run_module._put, [], sum(x.nbytes for x in jax.live_arrays())
+    put, most, before = sys.modules[torch_run.__module__]._put, [], sum(x.nbytes for x in jax.live_arrays())
 
     def counted(array, wanted):
         most.append(sum(x.nbytes for x in jax.live_arrays()) - before)
         return put(array, wanted)
 
-    monkeypatch.setattr(torch_run_module, "_put", counted)
+    monkeypatch.setattr(sys.modules[torch_run.__module__], "_put", counted)
     state = run.state(step)
     assert len(jax.tree.leaves(state.opt_state[0].mu)) == 4
     # Parameters and two moments, of four leaves each.

@@ -16,7 +16,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from jaxtrain.cost.flops import flops
 from jaxtrain.errors import UserError
 from jaxtrain.models import GPT2, T5, GPT2Config, T5Config, functional, generation, gpt2, llama, mixtral, t5
-from jaxtrain.models.generation import Sampling, generate
+from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.llama import Llama
 from jaxtrain.models.mixtral import Mixtral
 from parity.cases import gpt2 as gpt2_case
@@ -257,10 +257,10 @@ def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
     one, again, other = (np.asarray(generate(model, params, PROMPTS, 8, sampling=sampling, seed=s)) for s in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
     assert not np.array_equal(one, other)
-    compiled = generation._generated._cache_size()
+    compiled = generation._generate._cache_size()
     moved = nnx.eval_shape(lambda: GPT2(GPT2_CONFIG, rngs=nnx.Rngs(1)))
     generate(moved, jax.tree.map(lambda p: p + 1, params), PROMPTS + 1, 8, sampling=sampling)
-    assert generation._generated._cache_size() == compiled
+    assert generation._generate._cache_size() == compiled
     greedy = generate(model, params, PROMPTS, 8)
     np.testing.assert_array_equal(generate(model, params, PROMPTS, 8, sampling=Sampling(1.0, top_k=1)), greedy)
 
@@ -268,11 +268,11 @@ def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": ~MASK}, "prompt 0 is not padded on the left only"),
-        ({"mask": MASK[:, ::-1]}, "prompt 1 is not padded on the left only"),
-        ({"mask": MASK[:2]}, r"the mask \[2, 9\] is not of the shape of the prompts, \[3, 9\]"),
-        ({"prompts": PROMPTS[0]}, r"prompts of shape \[9\] are no rows of tokens"),
-        ({"new_tokens": 0}, "0 new tokens are none"),
+        ({"mask": ~MASK}, "prompt 0 must be padded on the left only"),
+        ({"mask": MASK[:, ::-1]}, "prompt 1 must be padded on the left only"),
+        ({"mask": MASK[:2]}, r"mask must have the shape of the prompts, \[3, 9\], got \[2, 9\]"),
+        ({"prompts": PROMPTS[0]}, r"prompts must be \[rows, tokens\] with at least one token, got shape \[9\]"),
+        ({"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
         ({"new_tokens": 89}, "97 tokens are more than n_positions 96"),
     ],
 )
@@ -285,11 +285,99 @@ def test_what_cannot_be_generated_is_refused(options, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, r"temperature -1\.0 is negative"),
-        ({"top_k": 0}, "top_k 0 leaves no token"),
-        ({"top_p": 0.0}, r"top_p 0\.0 is no probability to reach"),
+        ({"temperature": -1.0}, r"temperature must be at least 0, got -1\.0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
     ],
 )
 def test_samplings_that_choose_nothing_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         Sampling(**values)
+
+
+def window_of(i, prompt, context):
+    """The number of tokens that the i-th token of a stream is computed from."""
+    size = min(prompt, context)
+    for _ in range(i):
+        size = size + 1 if size < context else max(context // 2, 1)
+    return size
+
+
+def by_full_passes(model, params, prompt, new_tokens, context):
+    """The tokens of a stream drawn at temperature 1, each by a forward pass over its whole window."""
+    apply, _ = functional(model)
+    apply, text, window = jax.jit(apply), list(prompt), np.zeros((1, context), np.int32)
+    for i in range(new_tokens):
+        size = window_of(i, len(prompt), context)
+        window[0, :size] = text[-size:]
+        logits = apply(params, window)[:, size - 1]
+        text.append(int(DRAWN.choose(logits, jax.random.fold_in(jax.random.key(1), i))[0]))
+    return text[len(prompt) :]
+
+
+DRAWN = Sampling(temperature=1.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_a_stream_has_the_tokens_of_generate(name):
+    model, _, params = made(DECODERS[name])
+    for sampling, seed in ((generation.GREEDY, 0), (Sampling(1.0, top_k=20), 3)):
+        together = np.asarray(generate(model, params, PROMPTS[:1], 24, sampling=sampling, seed=seed))
+        assert [*stream(model, params, PROMPTS[0], 24, sampling=sampling, seed=seed)] == together[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("prompt", [1, 3, 7, 8, 9], ids=lambda n: f"prompt-{n}")
+def test_a_stream_beyond_the_context_has_the_tokens_of_full_passes_over_its_windows(name, prompt):
+    model, _, params = made(DECODERS[name])
+    prompt = PROMPTS[0, :prompt].tolist()
+    streamed = [*stream(model, params, prompt, 21, context=8, sampling=DRAWN, seed=1)]
+    assert streamed == by_full_passes(model, params, prompt, 21, context=8)
+
+
+@pytest.mark.parametrize("context", [None, 1])
+def test_a_stream_takes_a_prompt_longer_than_the_context(context):
+    model, _, params = made(GPT2_CONFIG)
+    prompt = np.random.default_rng(5).integers(61, size=120).tolist()
+    streamed = [*stream(model, params, prompt, 3, context=context, sampling=DRAWN, seed=1)]
+    assert streamed == by_full_passes(model, params, prompt, 3, context or 96)
+
+
+def test_a_stream_yields_a_token_before_it_computes_the_next_and_ends_at_its_stop():
+    model, _, params = made(GPT2_CONFIG)
+    options = {"context": 33, "sampling": DRAWN}
+    whole = [*stream(model, params, PROMPTS[0], 24, **options)]
+    tokens = stream(model, params, PROMPTS[0], 10**9, **options)
+    assert [next(tokens) for _ in range(24)] == whole
+    ended = [*stream(model, params, PROMPTS[0], 24, stop=whole[5], **options)]
+    assert ended == whole[: whole.index(whole[5]) + 1]
+
+
+def test_a_stream_compiles_two_programs_whatever_the_lengths():
+    model, _, params = made(GPT2_CONFIG)
+    programs = (generation._read_window, generation._read_token)
+    [*stream(model, params, PROMPTS[0], 12, context=10)]
+    compiled = [program._cache_size() for program in programs]
+    [*stream(model, params, PROMPTS[0, :4], 30, context=10, seed=2)]
+    assert [program._cache_size() for program in programs] == compiled
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, r"prompts must be \[rows, tokens\] with at least one token, got shape \[1, 0\]"),
+        ({"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
+        ({"context": 0}, r"context must be in \[1, 96\], got 0"),
+        ({"context": 97}, r"context must be in \[1, 96\], got 97"),
+    ],
+)
+def test_a_stream_of_invalid_arguments_is_refused_before_the_first_token(options, message):
+    model, _, params = made(GPT2_CONFIG)
+    with pytest.raises(UserError, match=message):
+        stream(model, params, **{"prompt": [1, 2], "new_tokens": 2, **options})
+
+
+def test_a_stream_of_a_t5_is_refused():
+    model, _, params = made(T5S["t5"])
+    with pytest.raises(UserError, match="stream needs a decoder, got a T5"):
+        stream(model, params, [1], 2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.observe.charts import averaged, charts, drawn, thinned
+from jaxtrain.observe.charts import average_points, chart_data, charts, thin_points
 from jaxtrain.observe.record import read_record
 
 from .runs import write_run
@@ -17,7 +17,7 @@ values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_si
 @given(values, st.integers(2, 20))
 def test_a_thinned_curve_keeps_its_ends_its_highest_and_its_lowest(values, most):
     points = list(enumerate(values))
-    kept = thinned(points, most)
+    kept = thin_points(points, most)
     assert len(kept) <= max(most + 4, 6)
     assert set(kept) <= set(points)
     assert (kept[0], kept[-1]) == (points[0], points[-1])
@@ -28,7 +28,7 @@ def test_a_thinned_curve_keeps_its_ends_its_highest_and_its_lowest(values, most)
 
 @given(values, st.integers(1, 20))
 def test_an_averaged_curve_has_the_mean_of_all_its_points_and_their_range(values, most):
-    of = averaged(list(enumerate(values)), most)
+    of = average_points(list(enumerate(values)), most)
     known = [v for v in values if v is not None]
     if len(values) <= most:
         assert of["steps"] == list(range(len(values)))
@@ -49,7 +49,7 @@ def test_an_averaged_curve_has_the_mean_of_all_its_points_and_their_range(values
 
 def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
     record = read_record(write_run(tmp_path / "run"))
-    page = drawn([record])
+    page = chart_data([record])
     titles = [chart["title"] for chart in page["charts"]]
     assert titles[:2] == ["loss", "validation accuracy"]
     assert {"learning rate", "gradient norm", "loss scale", "examples a second", "peak memory"} <= set(titles)
@@ -75,7 +75,7 @@ def test_of_several_runs_only_scaled_ones_have_a_scale_and_each_curve_a_chart(tm
     scaled, plain = (read_record(write_run(tmp_path / name)) for name in ("scaled", "plain"))
     for line in plain.metrics:
         line["loss_scale"] = 1.0
-    page = drawn([scaled, plain])
+    page = chart_data([scaled, plain])
     assert ["loss_scale" in run["series"] for run in page["runs"]] == [True, False]
     assert all(len(chart["curves"]) == 1 for chart in page["charts"])
-    assert "loss scale" not in [chart["title"] for chart in drawn([plain])["charts"]]
+    assert "loss scale" not in [chart["title"] for chart in chart_data([plain])["charts"]]

@@ -12,10 +12,10 @@ from PIL import Image
 
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_record, write_report, write_result
-from jaxtrain.observe.charts import drawn
-from jaxtrain.observe.mistakes import Evaluated, write_page
-from jaxtrain.observe.report import page
-from jaxtrain.observe.verdicts import Verdicts
+from jaxtrain.observe.charts import chart_data
+from jaxtrain.observe.error_analysis import ErrorAnalysis, write_error_page
+from jaxtrain.observe.predictions import Predictions
+from jaxtrain.observe.report import render_report
 
 from .runs import write_run
 
@@ -28,7 +28,7 @@ def text_of(html: str) -> str:
 def test_a_page_tells_the_figures_and_what_was_changed_of_the_recipe(tmp_path):
     run = write_run(tmp_path / "run")
     write_result(run, step=40, references={"class entropy": 2.302}, sample=None)
-    seen = text_of(page([read_record(run)]))
+    seen = text_of(render_report([read_record(run)]))
     for told in (
         *("digits-mlp", "step 40 of 40", "best validation loss 0.07317 step 40", "validation accuracy 1 step 40"),
         *("class entropy 2.302 to be beaten", "examples a second 400 median", "training time 0:01 320 examples"),
@@ -39,32 +39,32 @@ def test_a_page_tells_the_figures_and_what_was_changed_of_the_recipe(tmp_path):
 
 def test_the_curves_are_in_the_page_to_the_digit_and_nothing_is_fetched(tmp_path):
     record = read_record(write_run(tmp_path / "run"))
-    html = page([record])
+    html = render_report([record])
     (data,) = re.findall(r'<script type="application/json" id="data"[^>]*>(.*?)</script>', html, re.DOTALL)
-    assert json.loads(data) == json.loads(json.dumps(drawn([record])))
-    assert html.count('<svg class="plot"') == len(drawn([record])["charts"])
+    assert json.loads(data) == json.loads(json.dumps(chart_data([record])))
+    assert html.count('<svg class="plot"') == len(chart_data([record])["charts"])
     assert "default-src 'none'" in html
     assert "connect-src 'none'" in html
-    assert "connect-src 'self'" in page([record], live=True)
+    assert "connect-src 'self'" in render_report([record], live=True)
     assert not re.findall(r"(?:src|href)\s*=", html)
     assert not re.findall(r"url\((?!#)", html)
 
 
 def test_runs_beside_each_other_show_what_differs(tmp_path):
     records = [read_record(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 0.01), ("b", 0.1))]
-    html = page(records)
+    html = render_report(records)
     seen = text_of(html)
     assert "2 runs compared" in seen
     (differing,) = re.findall(r"What differs</h2>(.*?)<details>", html, re.DOTALL)
     assert re.findall(r'scope="row">([^<]*)', differing) == ["lr"]
-    assert "Nothing: the runs have the same settings." in page([records[0], records[0]])
+    assert "Nothing: the runs have the same settings." in render_report([records[0], records[0]])
 
 
 def test_what_a_model_writes_is_text_and_no_markup(tmp_path):
     run = write_run(tmp_path / "run")
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     write_result(run, step=40, references={evil: 1.0}, sample=evil)
-    html = page([read_record(run)])
+    html = render_report([read_record(run)])
     assert "alert(1)</script>" not in html
     assert "<img" not in html
     assert html.count("</script>") == 2
@@ -79,7 +79,7 @@ def test_the_worst_of_the_newest_evaluation_are_shown(tmp_path):
         (run.path / f"eval/step-{step}-{split}.worst.json").write_text(
             json.dumps({"step": step, "split": split, "examples": [example]})
         )
-    seen = text_of(page([read_record(run)]))
+    seen = text_of(render_report([read_record(run)]))
     assert "What it is worst at at step 40, of the validation examples" in seen
     assert "validation at 40" in seen
     assert "train at 40" not in seen
@@ -94,7 +94,7 @@ def test_a_run_that_has_told_little_yet_has_a_page(lines, tmp_path):
     write_report(run.report, [read_record(run)])
     assert "digits-mlp" in run.report.read_text()
     run.metrics.unlink()
-    assert "digits-mlp" in page([read_record(run)])
+    assert "digits-mlp" in render_report([read_record(run)])
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"recipe": "digits-mlp", "settings": 3}'])
@@ -111,12 +111,12 @@ def test_the_pictures_that_an_evaluation_leaves_are_in_the_page(tmp_path):
         class_names=names, classes=2, given=None, texts=None, references={}, validation=[{"image": x} for x in images]
     )
     ones = np.ones(2, np.float32)
-    verdicts = Verdicts(np.array([0.5, 2.0], np.float32), ones, np.array([0, 1]), np.array([0, 0]), 0.75 * ones)
-    evaluated = Evaluated("digits-mlp", 40, "validation", task, task.validation, {"loss": 1.25}, verdicts)
+    predictions = Predictions(np.array([0.5, 2.0], np.float32), ones, np.array([0, 1]), np.array([0, 0]), 0.75 * ones)
+    evaluated = ErrorAnalysis("digits-mlp", 40, "validation", task, task.validation, {"loss": 1.25}, predictions)
     run = write_run(tmp_path / "run")
     (run.path / "eval").mkdir()
-    write_page(run.path / "eval/step-40-validation.html", evaluated, worst=2)
-    html = page([read_record(run)])
+    write_error_page(run.path / "eval/step-40-validation.html", evaluated, worst=2)
+    html = render_report([read_record(run)])
     assert "one taken for zero, 75% sure" in html
     first, _ = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
     with Image.open(io.BytesIO(base64.b64decode(first))) as picture:

@@ -8,7 +8,7 @@ from math import log
 import pytest
 
 from jaxtrain.observe import read_record, write_report
-from jaxtrain.observe.report import page
+from jaxtrain.observe.report import render_report
 from jaxtrain.observe.serve import report_server
 
 from .browser import CHROMIUM, DRIVER, browser
@@ -118,7 +118,7 @@ def test_a_live_page_follows_and_leaves_the_reader_where_he_was(window, tmp_path
     def stamp():
         return str(run.metrics.stat().st_mtime_ns)
 
-    with report_server(0, stamp, lambda: page([read_record(run)], live=True)) as server:
+    with report_server(0, stamp, lambda: render_report([read_record(run)], live=True)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         window.open(f"http://127.0.0.1:{server.server_address[1]}/")
         window.run("document.querySelector('details').open = true; document.querySelector('figure input').click()")

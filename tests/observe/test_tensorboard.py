@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.observe import MetricsLog, read_record, write_result
+from jaxtrain.observe.error_analysis import ErrorAnalysis
 from jaxtrain.observe.histograms import BINS, histograms
-from jaxtrain.observe.mistakes import Evaluated
 from jaxtrain.observe.pictures import confusion_picture
-from jaxtrain.observe.tensorboard import Events, write_end, write_mistakes
-from jaxtrain.observe.verdicts import Verdicts
+from jaxtrain.observe.predictions import Predictions
+from jaxtrain.observe.tensorboard import Events, log_error_analysis, log_final
 from jaxtrain.recipes import RECIPES
 from jaxtrain.tasks import build
 
@@ -36,7 +36,7 @@ def test_the_end_of_a_run_adds_its_settings_and_its_sample_and_takes_nothing_awa
     with MetricsLog(tmp_path / "metrics.jsonl", run.tensorboard, from_step=0) as log:
         for step in (10, 20):
             log.write({k: v for k, v in line(step).items() if v is not None})
-    write_end(run.tensorboard, read_record(run))
+    log_final(run.tensorboard, read_record(run))
     events = read(run.tensorboard)
     assert [e.step for e in events.Scalars("loss")] == [10, 20]
     (text,) = events.Tensors("sample/text_summary")
@@ -57,9 +57,9 @@ def test_the_end_of_a_run_adds_its_settings_and_its_sample_and_takes_nothing_awa
     assert metrics == ["eval/loss", "eval/accuracy"]
 
 
-def evaluated(verdicts, **task) -> Evaluated:
+def evaluated(predictions, **task) -> ErrorAnalysis:
     digits = build(RECIPES["digits-mlp"])
-    return Evaluated("digits-mlp", 12, "validation", replace(digits, **task), digits.validation, {}, verdicts)
+    return ErrorAnalysis("digits-mlp", 12, "validation", replace(digits, **task), digits.validation, {}, predictions)
 
 
 def test_what_a_model_gets_wrong_is_shown_in_words_and_as_images(tmp_path):
@@ -68,8 +68,8 @@ def test_what_a_model_gets_wrong_is_shown_in_words_and_as_images(tmp_path):
     predicted, loss = target.copy(), np.zeros(n, np.float32)
     wrong = np.flatnonzero(target == 3)[:4]
     predicted[wrong], loss[wrong] = 8, [5, 7, 4, 6]
-    found = Verdicts(loss, np.ones(n, np.float32), target, predicted, np.full(n, 0.75, np.float32))
-    write_mistakes(tmp_path / "tb", evaluated(found), worst=3)
+    found = Predictions(loss, np.ones(n, np.float32), target, predicted, np.full(n, 0.75, np.float32))
+    log_error_analysis(tmp_path / "tb", evaluated(found), worst=3)
     events = read(tmp_path / "tb")
     worst = wrong[[1, 3, 0]]
     tags = {f"validation/worst/image/{place}" for place in range(3)}
@@ -100,8 +100,8 @@ def test_of_a_language_model_the_worst_are_texts(tmp_path):
     source = build(RECIPES["digits-mlp"]).validation
     tokens = np.tile(np.frombuffer(b"def f", np.uint8).astype(np.int32), (len(source), 1))
     ones = np.ones(tokens.shape, np.float32)
-    found = Verdicts(ones * np.arange(len(source))[:, None], ones, tokens, tokens, ones / 2)
-    write_mistakes(tmp_path / "tb", evaluated(found, texts=ByteTokenizer(), class_names=()), worst=1)
+    found = Predictions(ones * np.arange(len(source))[:, None], ones, tokens, tokens, ones / 2)
+    log_error_analysis(tmp_path / "tb", evaluated(found, texts=ByteTokenizer(), class_names=()), worst=1)
     events = read(tmp_path / "tb")
     (text,) = events.Tensors("validation/worst/text_summary")
     last = len(source) - 1

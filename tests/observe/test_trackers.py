@@ -5,9 +5,9 @@ import struct
 
 import pytest
 
-from jaxtrain.observe import follow, write_result
-from jaxtrain.observe.follow import followed
+from jaxtrain.observe import tracking, write_result
 from jaxtrain.observe.trackers import MLflow, WandB
+from jaxtrain.observe.tracking import track_run
 
 from .runs import write_run
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the wa
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """On a busy machine their first import takes its time."""
-    monkeypatch.setattr(follow, "_PATIENCE", 600.0)
-    monkeypatch.setattr(follow, "_IN_HASTE", 600.0)
+    monkeypatch.setattr(tracking, "_PATIENCE", 600.0)
+    monkeypatch.setattr(tracking, "_IN_HASTE", 600.0)
 
 
 def wandb_records(path) -> list:
@@ -50,7 +50,7 @@ def test_wandb_offline_holds_the_run_without_a_key(tmp_path, monkeypatch):
     run, said = write_run(tmp_path / "run"), []
     write_result(run, step=40, references={}, sample="a sample")
     for _ in range(2):  # the second time there is nothing new
-        with followed(run, [WandB("digits")], said.append) as ended:
+        with track_run(run, [WandB("digits")], said.append) as ended:
             ended(0)
     wandb.teardown()
     files = sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
@@ -83,7 +83,7 @@ def test_mlflow_holds_the_run(tmp_path, monkeypatch):
     run, said = write_run(tmp_path / "run"), []
     write_result(run, step=40, references={}, sample="a sample")
     for status in (143, 0):
-        with followed(run, [MLflow(uri)], said.append) as ended:
+        with track_run(run, [MLflow(uri)], said.append) as ended:
             ended(status)
     client = MlflowClient(uri)
     (experiment,) = [e for e in client.search_experiments() if e.name == "digits-mlp"]
@@ -103,7 +103,7 @@ def test_a_disk_that_refuses_is_told_once(tmp_path):
     pytest.importorskip("mlflow")
     run, said = write_run(tmp_path / "run"), []
     (tmp_path / "file").touch()
-    with followed(run, [MLflow(f"sqlite:///{tmp_path}/file/mlflow.db")], said.append) as ended:
+    with track_run(run, [MLflow(f"sqlite:///{tmp_path}/file/mlflow.db")], said.append) as ended:
         ended(0)
     (warning,) = said
     assert warning.startswith("warning: mlflow follows no further: ")

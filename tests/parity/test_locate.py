@@ -340,8 +340,8 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
 @pytest.mark.parametrize(
     ("what", "settings", "said"),
     [
-        ("accumulate.mean_gradient", {"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
-        ("step.rematerialise", {"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
+        ("step.accumulate.mean_gradient", {"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
+        ("step.step.rematerialise", {"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])

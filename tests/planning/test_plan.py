@@ -21,7 +21,6 @@ from jaxtrain.cost.memory import host_memory, parsed_bytes, shown_bytes
 from jaxtrain.cost.roofline import CPU, ceilings, seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.planning import plan as planning
 from jaxtrain.planning.plan import Candidate, notes, plan
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
@@ -29,6 +28,8 @@ from jaxtrain.runner.optimizer import training_step
 from jaxtrain.tasks import build
 
 MIB = 2**20
+# The package exports a function of the module's name.
+planning = sys.modules[plan.__module__]
 ROOT = Path(__file__).parents[2]
 
 

@@ -95,7 +95,7 @@ def compiled_step():
 def test_operations_have_the_line_that_asked_for_them():
     program, _ = compiled_step()
     found = operations(program.as_text())
-    here = f"tests/profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
+    here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
     assert {(o.kind, o.line) for o in found.values() if o.line == here} == {("matmul", here), ("elementwise", here)}
     assert {o.kind for o in found.values() if o.line.startswith("models/attention.py")} >= {"attention"}
     assert {o.kind for o in found.values()} <= set(KINDS)
@@ -131,7 +131,7 @@ def test_a_trace_adds_up_to_the_clock(tmp_path):
     assert {"matmul", "elementwise", "attention", "idle", "input"} <= set(rows)
     assert sum(row.share for row in rows.values()) == pytest.approx(1)
     assert rows["matmul"].count >= 3
-    here = f"tests/profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
+    here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
     assert rows["matmul"].top[0].line == here
     assert 0 < rows["input"].seconds < 10
     # Another program's text leaves the kinds to the names.
@@ -163,8 +163,8 @@ def test_the_estimate_is_the_rooflines_divided_among_its_operations():
     first = layered.__code__.co_firstlineno
     products = {top.line: top.count for top in table["matmul"].top}
     assert products == {
-        f"tests/profile/test_profile.py:{first + 2}": 50,
-        f"tests/profile/test_profile.py:{first + 3}": 10,
+        f"profile/test_profile.py:{first + 2}": 50,
+        f"profile/test_profile.py:{first + 3}": 10,
     }
     assert {top.line.partition(":")[0] for top in table["attention"].top} == {"models/attention.py"}
     assert "transpose" in {top.name for top in table["copy"].top}

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.runner import checkpoint
-from jaxtrain.runner.checkpoint import Checkpoints, Keep, restore_params, steps
-from jaxtrain.runner.manifest import Damaged, verify
+from jaxtrain.runner.checkpoint import Checkpoints, Retention, restore_params, saved_steps
+from jaxtrain.runner.manifest import DamagedCheckpoint, verify
 from jaxtrain.step.step import TrainState
 
 
@@ -42,7 +42,7 @@ def same(one: TrainState, other: TrainState) -> bool:
     )
 
 
-def save(folder: Path, *saved: int, keep: Keep | None = None) -> None:
+def save(folder: Path, *saved: int, keep: Retention | None = None) -> None:
     with Checkpoints(folder / "checkpoints", keep) as checkpoints:
         for step in saved:
             checkpoints.save(state(step), {"next_batch": step})
@@ -126,7 +126,7 @@ def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
             assert len(told) == 1
             assert "step 2 is damaged" in told[0]
             assert "\n" not in told[0]
-            assert steps(folder / "checkpoints") == [1]
+            assert saved_steps(folder / "checkpoints") == [1]
             assert (folder / "checkpoints/damaged/2").is_dir()
         else:
             harmless += 1
@@ -143,7 +143,7 @@ def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
 def test_a_damaged_file_is_named(two, tmp_path, name):
     folder = shutil.copytree(two, tmp_path / "run") / "checkpoints/2"
     (folder / name).unlink()
-    with pytest.raises(Damaged, match=f"{name} is missing"):
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is missing"):
         verify(folder)
 
 
@@ -153,7 +153,7 @@ def test_who_only_reads_moves_nothing(two, tmp_path):
     for read in (lambda: restore(folder), lambda: restore_params(folder / "checkpoints", state(0).params)):
         with pytest.raises(UserError, match=r"step 2 in .*run is damaged \(run.json has 2 bytes of .*--resume"):
             read()
-    assert sorted(steps(folder / "checkpoints")) == [1, 2]
+    assert sorted(saved_steps(folder / "checkpoints")) == [1, 2]
 
 
 def test_where_none_is_left_it_says_where_they_are(two, tmp_path):
@@ -212,11 +212,11 @@ LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 1
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [
-        (Keep(last=1, best=0), {14}),
-        (Keep(last=3, best=0), {10, 12, 14}),
-        (Keep(last=1, best=2), {4, 10, 14}),
-        (Keep(last=1, best=1, every=6), {4, 6, 12, 14}),
-        (Keep(last=9, best=0), set(LOSSES)),
+        (Retention(last=1, best=0), {14}),
+        (Retention(last=3, best=0), {10, 12, 14}),
+        (Retention(last=1, best=2), {4, 10, 14}),
+        (Retention(last=1, best=1, every=6), {4, 6, 12, 14}),
+        (Retention(last=9, best=0), set(LOSSES)),
     ],
 )
 def test_what_is_kept(keep, kept, tmp_path):
@@ -225,7 +225,7 @@ def test_what_is_kept(keep, kept, tmp_path):
         with Checkpoints(tmp_path / "checkpoints", keep) as checkpoints:
             for step in part:
                 checkpoints.save(state(step), {}, LOSSES[step])
-    assert set(steps(tmp_path / "checkpoints")) == kept
+    assert set(saved_steps(tmp_path / "checkpoints")) == kept
 
 
 @pytest.mark.parametrize(
@@ -233,24 +233,24 @@ def test_what_is_kept(keep, kept, tmp_path):
 )
 def test_keeping_nothing_is_refused(wrong, told):
     with pytest.raises(UserError, match=told):
-        Keep(**wrong)
+        Retention(**wrong)
 
 
 def test_nothing_is_evicted_before_the_next_one_is_whole(tmp_path, monkeypatch):
-    save(tmp_path, 1, keep=Keep(last=1))
+    save(tmp_path, 1, keep=Retention(last=1))
 
     def full(folder):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "write_manifest", full)
-        with Checkpoints(tmp_path / "checkpoints", Keep(last=1)) as checkpoints:
+        with Checkpoints(tmp_path / "checkpoints", Retention(last=1)) as checkpoints:
             checkpoints.save(state(2), {})
             with pytest.raises(
                 RunFailed, match=r"step 2 .*\(No space left on device\): the checkpoint of step 1 is whole"
             ):
                 checkpoints.save(state(3), {})
-    assert steps(tmp_path / "checkpoints") == [1]
+    assert saved_steps(tmp_path / "checkpoints") == [1]
     assert same(restore(tmp_path)[0], state(1))
 
 

@@ -18,12 +18,12 @@ from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
 from jaxtrain.runner import loop
 from jaxtrain.runner.batches import Batches
-from jaxtrain.runner.checkpoint import restore_params, steps
-from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, Spike, Spoiled, Taken, read_batch
-from jaxtrain.runner.out_of_memory import smaller
+from jaxtrain.runner.checkpoint import restore_params, saved_steps
+from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, DispatchedStep, Guard, RunInvalid, Spike, read_batch
+from jaxtrain.runner.out_of_memory import flags_for_less_memory
 from jaxtrain.runner.preflight import check_settings
 from jaxtrain.tasks import build
-from tests.runner import heard
+from tests.runner import recording
 
 RECIPE = dataclasses.replace(
     RECIPES["digits-mlp"], hidden=8, batch_size=8, lr=1e-3, log_every=7, eval_every=40, save_every=5, steps=30
@@ -68,7 +68,7 @@ def plant(monkeypatch, factors, recipe=RECIPE):
 
 
 def train(folder, recipe=RECIPE, **how):
-    return heard.train(folder, recipe, **how)
+    return recording.train(folder, recipe, **how)
 
 
 def lines(folder):
@@ -101,7 +101,7 @@ def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, l
         f"jaxtrain replay {tmp_path / 'run'} 12 ",
     ):
         assert part in told
-    assert steps(tmp_path / "run" / "checkpoints")[-1:] == [10 if save_every == 5 else 0]
+    assert saved_steps(tmp_path / "run" / "checkpoints")[-1:] == [10 if save_every == 5 else 0]
     assert finite(tmp_path / "run")
     assert max(line["step"] for line in lines(tmp_path / "run")) < 12
     batch, metrics, event = read_batch(tmp_path / "run" / "replay", 12)
@@ -123,7 +123,7 @@ def test_in_fp16_it_is_skipped_and_no_more(tmp_path, monkeypatch):
 def taken(step, loss=1.0, leaf=-1, skipped=False):
     scalars = {"loss": np.float32(loss), "nonfinite_leaf": np.int32(leaf), "nonfinite_micro_batch": np.int32(leaf)}
     metrics = {name: jnp.asarray(x) for name, x in {**scalars, "skipped": np.bool_(skipped)}.items()}
-    return Taken(step, {"x": np.zeros(1)}, step, metrics)
+    return DispatchedStep(step, {"x": np.zeros(1)}, step, metrics)
 
 
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones(3)}
@@ -149,7 +149,7 @@ def test_what_is_said_of_a_step(step, said):
     if said is None:
         judged.settle()
         return
-    with pytest.raises(Spoiled, match=said):
+    with pytest.raises(RunInvalid, match=said):
         judged.settle()
     judged.settle()  # once
 
@@ -181,7 +181,7 @@ def test_a_state_that_is_not_finite_is_not_to_be_saved(part):
     last = max(i for i, x in enumerate(named) if x.ndim)
     named[last] = named[last].at[0].set(jnp.inf)
     judged.add(taken(8))
-    with pytest.raises(Spoiled, match=f"^{part}/.* holds inf or NaN, though loss and gradient were finite") as error:
+    with pytest.raises(RunInvalid, match=f"^{part}/.* holds inf or NaN, though loss and gradient were finite") as error:
         judged.check(state._replace(**{part: jax.tree.unflatten(at, named)}))
     assert error.value.taken.step == 8
 
@@ -260,7 +260,7 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(loop.Interval, "add", stopping)
         train(tmp_path / "stopped", ROLLBACK)
-    assert max(steps(tmp_path / "stopped/checkpoints")) == 22
+    assert max(saved_steps(tmp_path / "stopped/checkpoints")) == 22
     assert train(tmp_path / "stopped", ROLLBACK, resume=True)[1] is None
     assert [*map(untimed, lines(tmp_path / "stopped"))] == [*map(untimed, whole)]
     like = build(ROLLBACK).params
@@ -360,13 +360,15 @@ def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_p
     assert told.endswith(f"; {command('plan', 'digits-mlp', RECIPE)} says what fits")
     assert "\n" not in told
     monkeypatch.setattr(loop.Interval, "add", add)
-    assert sorted(steps(run / "checkpoints")) == [0, 5]
+    assert sorted(saved_steps(run / "checkpoints")) == [0, 5]
     assert train(run, resume=True)[1] is None
 
 
 def test_what_takes_less_memory():
     def flags(batch_size, accumulate, remat="none"):
-        return smaller(dataclasses.replace(RECIPE, batch_size=batch_size, accumulate=accumulate, remat=remat))
+        return flags_for_less_memory(
+            dataclasses.replace(RECIPE, batch_size=batch_size, accumulate=accumulate, remat=remat)
+        )
 
     assert flags(64, 4) == "--accumulate 8"
     assert flags(15, 1) == "--accumulate 3"

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import loop
-from jaxtrain.runner.optimizer import expression, loss_scale, optimizer, schedule
+from jaxtrain.runner.optimizer import loss_scale, optimizer, optimizer_expression, schedule
 from jaxtrain.step.step import TrainState
 
 
@@ -64,13 +64,13 @@ def test_schedules_by_name(name, first, peak, last):
 
 def test_an_optimizer_by_name_takes_what_it_knows_of_the_other_settings():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], optimizer="sgd(momentum=0.9)", schedule="constant", lr=0.5)
-    assert str(expression(recipe)) == (
+    assert str(optimizer_expression(recipe)) == (
         "sgd(learning_rate=wsd(lr=0.5, warmup_steps=20, stable_steps=580, decay_steps=0, final_lr=0.5), "
         "weight_decay=0.1, momentum=0.9)"
     )
     own = dataclasses.replace(recipe, optimizer="adamw(weight_decay=0.3)", beta2=0.7)
-    assert expression(own).arguments["weight_decay"] == 0.3
-    assert expression(own).arguments["b2"] == 0.7
+    assert optimizer_expression(own).arguments["weight_decay"] == 0.3
+    assert optimizer_expression(own).arguments["b2"] == 0.7
 
 
 def test_a_loss_scale_is_read_like_an_optimizer():

@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import preflight
 from jaxtrain.runner.loop import Interval
-from tests.runner.heard import train
+from tests.runner.recording import train
 
 # After one update at this rate nothing is finite any more.
 RUINED = dataclasses.replace(

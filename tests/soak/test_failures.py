@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.runner.checkpoint import steps
+from jaxtrain.runner.checkpoint import saved_steps
 from jaxtrain.runner.manifest import verify
 
 from .test_kills import untimed
@@ -69,7 +69,7 @@ def told(text: str) -> str:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    found = sorted(steps(folder / "checkpoints"))
+    found = sorted(saved_steps(folder / "checkpoints"))
     for step in found:
         verify(folder / "checkpoints" / str(step))
     return found

@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
-from jaxtrain.runner.checkpoint import Checkpoints, steps
+from jaxtrain.runner.checkpoint import Checkpoints, saved_steps
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.tasks import build
 
@@ -82,8 +82,8 @@ def at_a_commit(life: Life, folder: Path, rng: random.Random) -> None:
     """As a checkpoint gets its name, and an old one goes."""
     life.until(lambda: "compiling the training step:" in life.text)
     for _ in range(rng.randint(1, 4)):
-        before = max(steps(folder / "checkpoints"), default=-1)
-        life.until(lambda before=before: max(steps(folder / "checkpoints"), default=-1) > before)
+        before = max(saved_steps(folder / "checkpoints"), default=-1)
+        life.until(lambda before=before: max(saved_steps(folder / "checkpoints"), default=-1) > before)
     time.sleep(rng.choice([0, rng.uniform(0, 0.01)]))
 
 
@@ -109,7 +109,7 @@ MOMENTS = {
 
 
 def assert_same_run(whole: Path, other: Path) -> None:
-    assert sorted(steps(whole / "checkpoints")) == sorted(steps(other / "checkpoints"))
+    assert sorted(saved_steps(whole / "checkpoints")) == sorted(saved_steps(other / "checkpoints"))
     one, two = state(whole), state(other)
     assert int(one.step) == read_recipe(RunFolder(whole))[1].steps
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):

@@ -1,10 +1,10 @@
 """Amounts and times for a person."""
 
 
-def amount(value: float) -> str:
+def format_count(value: float) -> str:
     """A number of things.
 
-    >>> amount(12345.0), amount(640.0), amount(7.25)
+    >>> format_count(12345.0), format_count(640.0), format_count(7.25)
     ('12.3k', '640', '7.2')
     """
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -13,10 +13,10 @@ def amount(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time.
 
-    >>> duration(59.6), duration(3725), duration(90061)
+    >>> format_duration(59.6), format_duration(3725), format_duration(90061)
     ('1:00', '1:02:05', '1 d 1:01:01')
     """
     minutes, second = divmod(round(seconds), 60)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from jaxtrain.observe import follow, write_result
-from jaxtrain.observe.follow import followed
+from jaxtrain.observe import tracking, write_result
+from jaxtrain.observe.tracking import track_run
 
 from .runs import line, write_run
 
@@ -44,7 +44,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    monkeypatch.setattr(follow, "_EVERY", 0.01)
+    monkeypatch.setattr(tracking, "_EVERY", 0.01)
 
 
 def append(run, *lines: dict) -> None:
@@ -62,7 +62,7 @@ def until(true) -> None:
 
 def test_lines_are_told_as_they_come_and_the_end_with_its_sample(tmp_path):
     run, tracker, said = write_run(tmp_path / "run", steps=20), Told(), []
-    with followed(run, [tracker], said.append) as ended:
+    with track_run(run, [tracker], said.append) as ended:
         until(lambda: tracker.steps == [0, 10, 20])
         with run.metrics.open("a") as file:
             file.write(json.dumps(line(30))[:20])
@@ -80,12 +80,12 @@ def test_lines_are_told_as_they_come_and_the_end_with_its_sample(tmp_path):
 
 def test_another_process_of_the_run_goes_on_where_the_last_one_was(tmp_path):
     run, first, second = write_run(tmp_path / "run", steps=30), Told(), Told()
-    with followed(run, [first], print) as ended:
+    with track_run(run, [first], print) as ended:
         ended(143)
     assert first.ended == (143, None)
     # Killed, it goes back to its checkpoint at 20: the lines since are written anew, the same.
     kept = run.metrics.read_text().splitlines(keepends=True)[:3]
-    with followed(run, [second], print) as ended:
+    with track_run(run, [second], print) as ended:
         partial = run.metrics.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(run.metrics)
@@ -96,7 +96,7 @@ def test_another_process_of_the_run_goes_on_where_the_last_one_was(tmp_path):
 
 def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
     run, tracker = write_run(tmp_path / "run", steps=30), Told()
-    with followed(run, [tracker], print) as ended:
+    with track_run(run, [tracker], print) as ended:
         until(lambda: tracker.steps == [0, 10, 20, 30])
         kept = run.metrics.read_text().splitlines(keepends=True)[:2]
         partial = run.metrics.with_suffix(".partial")
@@ -106,7 +106,7 @@ def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
         ended(0)
     assert tracker.steps == [0, 10, 20, 30, 11, 20, 30, 40]
     again = Told()
-    with followed(run, [again], print) as ended:
+    with track_run(run, [again], print) as ended:
         ended(0)
     assert again.steps == []
 
@@ -116,7 +116,7 @@ def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
 def test_one_that_fails_is_told_once_and_harms_neither_the_run_nor_another(fail, error, tmp_path):
     run, tracker, other, said = write_run(tmp_path / "run", steps=20), Told(fail, error), Told(), []
     other.name = "other"
-    with followed(run, [tracker, other], said.append) as ended:
+    with track_run(run, [tracker, other], said.append) as ended:
         append(run, line(30), line(40))
         ended(0)
     assert other.steps == [0, 10, 20, 30, 40]
@@ -126,11 +126,11 @@ def test_one_that_fails_is_told_once_and_harms_neither_the_run_nor_another(fail,
 
 
 def test_one_that_hangs_is_not_waited_for_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "_IN_HASTE", 0.2)
+    monkeypatch.setattr(tracking, "_IN_HASTE", 0.2)
     run, tracker, said, go = write_run(tmp_path / "run"), Told(), [], threading.Event()
     tracker.log = lambda lines: go.wait(20)
     begin = time.monotonic()
-    with pytest.raises(KeyError), followed(run, [tracker], said.append):
+    with pytest.raises(KeyError), track_run(run, [tracker], said.append):
         raise KeyError("what the run itself says")
     assert time.monotonic() - begin < 5
     assert said == ["warning: told has not taken all within 0 s: the run is whole, its copy may not be"]
@@ -142,6 +142,6 @@ def test_one_that_hangs_is_not_waited_for_for_long(tmp_path, monkeypatch):
 def test_a_run_that_never_begins_is_told_to_no_one(tmp_path):
     run, tracker, said = write_run(tmp_path / "run"), Told("begin"), []
     run.metrics.unlink()
-    with pytest.raises(KeyError), followed(run, [tracker], said.append):
+    with pytest.raises(KeyError), track_run(run, [tracker], said.append):
         raise KeyError
     assert said == []

@@ -33,7 +33,7 @@ class Tracker(Protocol):
 
 
 @contextmanager
-def followed(
+def track_run(
     run: RunFolder, trackers: Sequence[Tracker], say: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
     """Have the trackers follow `run` while this lasts; what it gives is to be told the exit status.

@@ -6,7 +6,7 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import fit
 
 
-class Heard(Console):
+class RecordingConsole(Console):
     def __init__(self):
         super().__init__()
         self.messages = []
@@ -17,7 +17,7 @@ class Heard(Console):
 
 def train(folder, recipe, *, resume=False):
     """The messages of the run, and the line that it fails with, None if it does not."""
-    console = Heard()
+    console = RecordingConsole()
     try:
         fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
     except RunFailed as error:

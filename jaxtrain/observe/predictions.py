@@ -19,7 +19,7 @@ BINS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Verdicts:
+class Predictions:
     """Of each example [N], or of each of its tokens [N, T].
 
     `loss`, in nats; `weight`, 0 where there is nothing to predict; `target`; `predicted`, the likeliest; `confidence`,
@@ -60,10 +60,10 @@ class Bin(NamedTuple):
     accuracy: float
 
 
-def judged(
+def evaluate_examples(
     task: Task, state: TrainState, batches: Iterable[Batch], *, precision: str
-) -> tuple[dict[str, float], Verdicts]:
-    """The means of the loss and of the task's metrics over `batches`, and the verdicts they are of.
+) -> tuple[dict[str, float], Predictions]:
+    """The means of the loss and of the task's metrics over `batches`, and the predictions they are of.
 
     The means are those of the run's own evaluation, by the same programs on the same batches.
     """
@@ -78,7 +78,9 @@ def judged(
         )
     of_metrics = means(sums)
     of_loss = {"loss": of_metrics.pop("loss")}  # which comes first
-    return of_loss | of_metrics, Verdicts(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    return of_loss | of_metrics, Predictions(
+        **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    )
 
 
 def _judged(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, jax.Array]:
@@ -92,30 +94,30 @@ def _judged(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, 
     }
 
 
-def confusion(verdicts: Verdicts, classes: int) -> NDArray[np.int64]:
+def confusion(predictions: Predictions, classes: int) -> NDArray[np.int64]:
     """[classes, classes]: how many of each target (row) were taken for each class (column).
 
     >>> one = np.ones(3, np.float32)
-    >>> confusion(Verdicts(one, one, np.array([0, 1, 1]), np.array([0, 0, 1]), one), 2).tolist()
+    >>> confusion(Predictions(one, one, np.array([0, 1, 1]), np.array([0, 0, 1]), one), 2).tolist()
     [[1, 0], [1, 1]]
     """
     counts = np.zeros((classes, classes), np.int64)
-    np.add.at(counts, (verdicts.target, verdicts.predicted), 1)
+    np.add.at(counts, (predictions.target, predictions.predicted), 1)
     return counts
 
 
-def calibration(verdicts: Verdicts) -> tuple[list[Bin], float]:
+def calibration(predictions: Predictions) -> tuple[list[Bin], float]:
     """(a reliability diagram, the expected calibration error): of `BINS` equal widths of confidence, and the mean
     distance of confidence to accuracy over them, each weighed by its predictions (Guo et al. 2017, arXiv:1706.04599).
 
     >>> one, sure = np.ones(2, np.float32), np.array([0.75, 0.75], np.float32)
-    >>> bins, error = calibration(Verdicts(one, one, np.array([0, 1]), np.array([0, 0]), sure))
+    >>> bins, error = calibration(Predictions(one, one, np.array([0, 1]), np.array([0, 0]), sure))
     >>> bins[7], error
     (Bin(predictions=2, confidence=0.75, accuracy=0.5), 0.25)
     """
-    counted = verdicts.weight > 0
-    sure = verdicts.confidence[counted].astype(np.float64)
-    right = (verdicts.target == verdicts.predicted)[counted].astype(np.float64)
+    counted = predictions.weight > 0
+    sure = predictions.confidence[counted].astype(np.float64)
+    right = (predictions.target == predictions.predicted)[counted].astype(np.float64)
     place = np.clip((sure * BINS).astype(int), 0, BINS - 1)
     counts, sums, hits = (np.bincount(place, weights, BINS) for weights in (None, sure, right))
     bins = [
@@ -126,24 +128,24 @@ def calibration(verdicts: Verdicts) -> tuple[list[Bin], float]:
     return bins, float(error)
 
 
-def by_position(verdicts: Verdicts) -> list[float | None]:
+def by_position(predictions: Predictions) -> list[float | None]:
     """The mean loss of the tokens at each place; None where none is predicted."""
-    totals = (verdicts.loss.astype(np.float64) * verdicts.weight).sum(0)
-    weights = verdicts.weight.astype(np.float64).sum(0)
+    totals = (predictions.loss.astype(np.float64) * predictions.weight).sum(0)
+    weights = predictions.weight.astype(np.float64).sum(0)
     return [float(total / weight) if weight else None for total, weight in zip(totals, weights, strict=True)]
 
 
-def by_kind(verdicts: Verdicts, texts: Mapping[int, str]) -> dict[str, tuple[int, float]]:
+def by_kind(predictions: Predictions, texts: Mapping[int, str]) -> dict[str, tuple[int, float]]:
     """(tokens, mean loss) of each kind of target; `texts`: those of the tokens.
 
     >>> one = np.ones((1, 3), np.float32)
-    >>> by_kind(Verdicts(one, one, np.array([[0, 1, 1]]), np.zeros((1, 3)), one), {0: "a", 1: " "})
+    >>> by_kind(Predictions(one, one, np.array([[0, 1, 1]]), np.zeros((1, 3)), one), {0: "a", 1: " "})
     {'letters': (1, 1.0), 'space': (2, 1.0)}
     """
     kinds = {token: _kind(text) for token, text in texts.items()}
     found: dict[str, tuple[int, float]] = {}
-    counted = verdicts.weight > 0
-    tokens, losses = verdicts.target[counted], verdicts.loss[counted].astype(np.float64)
+    counted = predictions.weight > 0
+    tokens, losses = predictions.target[counted], predictions.loss[counted].astype(np.float64)
     for token, text in sorted(kinds.items(), key=lambda pair: pair[1]):
         of_token = losses[tokens == token]
         if len(of_token):

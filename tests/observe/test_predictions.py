@@ -1,23 +1,23 @@
-"""Figures over verdicts, against their definitions."""
+"""Figures over predictions, against their definitions."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.observe.verdicts import Verdicts, by_kind, by_position, calibration, confusion
+from jaxtrain.observe.predictions import Predictions, by_kind, by_position, calibration, confusion
 
 
-def verdicts(target, predicted, confidence=None, loss=None, weight=None):
+def predictions(target, predicted, confidence=None, loss=None, weight=None):
     target = np.array(target, np.int32)
     ones = np.ones(target.shape, np.float32)
     given = [ones if x is None else np.array(x, np.float32) for x in (loss, weight, confidence)]
-    return Verdicts(given[0], given[1], target, np.array(predicted, np.int32), given[2])
+    return Predictions(given[0], given[1], target, np.array(predicted, np.int32), given[2])
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1, width=32)), min_size=1, max_size=50))
 def test_the_calibration_error_is_the_definition(pairs):
-    bins, error = calibration(verdicts([1] * len(pairs), [right for right, _ in pairs], [sure for _, sure in pairs]))
+    bins, error = calibration(predictions([1] * len(pairs), [right for right, _ in pairs], [sure for _, sure in pairs]))
     expected = 0.0
     for low in range(10):
         inside = [(r, s) for r, s in pairs if low / 10 <= s < (low + 1) / 10 or (low == 9 and s == 1)]
@@ -30,13 +30,13 @@ def test_the_calibration_error_is_the_definition(pairs):
 
 
 def test_a_model_that_is_as_right_as_it_is_sure_has_no_error():
-    sure = verdicts([1] * 4, [1, 1, 1, 0], [0.75] * 4)
+    sure = predictions([1] * 4, [1, 1, 1, 0], [0.75] * 4)
     assert calibration(sure)[1] == 0
-    assert calibration(verdicts([1] * 4, [0] * 4, [1.0] * 4))[1] == 1
+    assert calibration(predictions([1] * 4, [0] * 4, [1.0] * 4))[1] == 1
 
 
 def test_what_is_not_predicted_counts_nowhere():
-    of = verdicts(
+    of = predictions(
         [[0, 1], [1, 1]], [[0, 0], [0, 0]], [[0.5, 0.9]] * 2, loss=[[1.0, 9.0], [5.0, 7.0]], weight=[[1, 0], [0, 0]]
     )
     np.testing.assert_array_equal(of.means(), [1.0, np.nan])
@@ -49,11 +49,11 @@ def test_what_is_not_predicted_counts_nowhere():
 
 
 def test_the_worst_come_first_and_equals_in_their_order():
-    assert verdicts([0] * 4, [0] * 4, loss=[1, 3, 3, 2]).worst(3).tolist() == [1, 2, 3]
+    assert predictions([0] * 4, [0] * 4, loss=[1, 3, 3, 2]).worst(3).tolist() == [1, 2, 3]
 
 
 def test_rows_of_a_confusion_matrix_are_targets():
-    assert confusion(verdicts([2, 0, 2], [1, 0, 1]), 3).tolist() == [[1, 0, 0], [0, 0, 0], [0, 2, 0]]
+    assert confusion(predictions([2, 0, 2], [1, 0, 1]), 3).tolist() == [[1, 0, 0], [0, 0, 0], [0, 2, 0]]
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_rows_of_a_confusion_matrix_are_targets():
     ],
 )
 def test_tokens_are_told_apart_by_what_they_read(text, kind):
-    assert [*by_kind(verdicts([[0]], [[0]]), {0: text})] == [kind]
+    assert [*by_kind(predictions([[0]], [[0]]), {0: text})] == [kind]

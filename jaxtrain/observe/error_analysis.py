@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.data import Source, Tokenizer
 from jaxtrain.observe.pictures import READABLE, image_of
-from jaxtrain.observe.verdicts import Bin, Verdicts, by_kind, by_position, calibration, confusion
+from jaxtrain.observe.predictions import Bin, Predictions, by_kind, by_position, calibration, confusion
 from jaxtrain.tasks import Task
 
 _SHOWN = 70  # characters of a text in the terminal
@@ -42,8 +42,8 @@ class Confusion(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluated:
-    """A checkpoint on the examples of a split: `metrics`, means over all of them; `verdicts`, of each."""
+class ErrorAnalysis:
+    """A checkpoint on the examples of a split: `metrics`, means over all of them; `predictions`, of each."""
 
     recipe: str
     step: int
@@ -51,33 +51,33 @@ class Evaluated:
     task: Task
     source: Source
     metrics: dict[str, float]
-    verdicts: Verdicts
+    predictions: Predictions
 
     @cached_property
     def means(self) -> NDArray[np.float64]:
         """The mean loss of each example."""
-        return self.verdicts.means()
+        return self.predictions.means()
 
     @cached_property
     def calibration(self) -> tuple[list[Bin], float]:
         """The reliability diagram and the expected calibration error."""
-        return calibration(self.verdicts)
+        return calibration(self.predictions)
 
     def figures(self) -> dict[str, float]:
         """The numbers of the whole."""
-        perplexity = {"perplexity": math.exp(min(self.metrics["loss"], 700))} if self.verdicts.of_tokens() else {}
+        perplexity = {"perplexity": math.exp(min(self.metrics["loss"], 700))} if self.predictions.of_tokens() else {}
         return {**self.metrics, **perplexity, "calibration error": self.calibration[1]}
 
     def said(self, i: int) -> str:
         """One example in one line."""
-        if self.verdicts.of_tokens():
+        if self.predictions.of_tokens():
             text = "".join(piece.text for piece in self.pieces(i))
             return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
         names, given = self.task.class_names, self.given(i)
-        target, predicted = (names[int(x[i])] for x in (self.verdicts.target, self.verdicts.predicted))
+        target, predicted = (names[int(x[i])] for x in (self.predictions.target, self.predictions.predicted))
         what = f"{target} taken for {predicted}" if target != predicted else f"{target}, rightly"
         text = f": {given[:_SHOWN]!r}" if given else ""
-        return f"{what}, {self.verdicts.confidence[i]:.0%} sure{text}"
+        return f"{what}, {self.predictions.confidence[i]:.0%} sure{text}"
 
     def given(self, i: int) -> str:
         """The text that the model was given."""
@@ -85,7 +85,7 @@ class Evaluated:
 
     def pieces(self, i: int) -> list[Piece]:
         """The tokens of an example, without those that stand for no text and were not to be predicted."""
-        texts, of = self.task.texts, self.verdicts
+        texts, of = self.task.texts, self.predictions
         assert texts is not None
         found = []
         for t in range(of.target.shape[1]):
@@ -100,7 +100,7 @@ class Evaluated:
     def confusions(self) -> list[Confusion]:
         """The commonest."""
         names = self.task.class_names
-        counts = confusion(self.verdicts, len(names))
+        counts = confusion(self.predictions, len(names))
         np.fill_diagonal(counts, 0)
         order = np.argsort(-counts, axis=None, kind="stable")[:_CONFUSIONS]
         pairs = zip(*np.unravel_index(order, counts.shape), strict=True)
@@ -110,11 +110,11 @@ class Evaluated:
         """Tokens and mean loss by kind of token."""
         texts = self.task.texts
         assert texts is not None
-        return by_kind(self.verdicts, {int(t): texts.decode([int(t)]) for t in np.unique(self.verdicts.target)})
+        return by_kind(self.predictions, {int(t): texts.decode([int(t)]) for t in np.unique(self.predictions.target)})
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """One object an example, for a file."""
-        of, names = self.verdicts, self.task.class_names
+        of, names = self.predictions, self.task.class_names
         for i in range(len(of)):
             line = {"index": i, "loss": _finite(self.means[i])}
             if of.of_tokens():
@@ -130,10 +130,10 @@ class Evaluated:
                 yield {**line, **said, "confidence": _finite(of.confidence[i])}
 
 
-def summary(evaluated: Evaluated, worst: int) -> dict[str, Any]:
+def error_summary(evaluated: ErrorAnalysis, worst: int) -> dict[str, Any]:
     """The figures, as JSON."""
     bins, error = evaluated.calibration
-    of = evaluated.verdicts
+    of = evaluated.predictions
     more: dict[str, Any] = {}
     if of.of_tokens():
         more["loss_by_position"] = by_position(of)
@@ -154,11 +154,11 @@ def summary(evaluated: Evaluated, worst: int) -> dict[str, Any]:
     }
 
 
-def write_page(path: Path, evaluated: Evaluated, worst: int) -> None:
+def write_error_page(path: Path, evaluated: ErrorAnalysis, worst: int) -> None:
     """Write the page, whole or not at all; beside it the worst as JSON, for the run's report."""
-    task, of = evaluated.task, evaluated.verdicts
+    task, of = evaluated.task, evaluated.predictions
     template = jinja2.Template(
-        resources.files("jaxtrain.observe").joinpath("mistakes.html.j2").read_text(),
+        resources.files("jaxtrain.observe").joinpath("error_analysis.html.j2").read_text(),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -181,7 +181,7 @@ def write_page(path: Path, evaluated: Evaluated, worst: int) -> None:
     _write(path.with_suffix(".worst.json"), json.dumps(_worst(evaluated, worst)))
 
 
-def _worst(evaluated: Evaluated, count: int) -> dict[str, Any]:
+def _worst(evaluated: ErrorAnalysis, count: int) -> dict[str, Any]:
     """The worst, each with its picture, if it has one."""
     examples = [
         {
@@ -190,7 +190,7 @@ def _worst(evaluated: Evaluated, count: int) -> dict[str, Any]:
             "said": evaluated.said(int(i)),
             "picture": _picture(evaluated.source[int(i)]),
         }
-        for i in evaluated.verdicts.worst(count)
+        for i in evaluated.predictions.worst(count)
     ]
     return {"step": evaluated.step, "split": evaluated.split, "examples": examples}
 
