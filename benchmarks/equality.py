@@ -106,17 +106,16 @@ def check_same_work(jobs: Sequence[Job], losses: Sequence[Sequence[float]]) -> N
             )
 
 
-def main(line: str) -> None:
-    """Check the jobs of a JSON list; print their difference, "" if they do the same work."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+def difference(line: str) -> str:
+    """Run a JSON list of float64 jobs; return the message on their difference, "" if they do the same work."""
     jobs = [Job(**fields) for fields in json.loads(line)]
     try:
         check_same_work(jobs, [losses(job) for job in jobs])
     except RunFailed as error:
-        print(json.dumps({"difference": str(error)}), flush=True)
-    else:
-        print(json.dumps({"difference": ""}), flush=True)
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    print(json.dumps({"difference": difference(sys.argv[1])}), flush=True)
