@@ -10,7 +10,7 @@ import optax
 import jaxtrain
 from benchmarks.job import Job
 from jaxtrain.cpu.products import cpu_products
-from jaxtrain.step import checked, dynamic_loss_scale
+from jaxtrain.step import dynamic_loss_scale, validated
 from jaxtrain.transforms import policy, unroll
 from parity.case import Case
 from parity.oracle.in_jax import in_float64
@@ -111,7 +111,7 @@ class MicroSteps:
 
 
 def _mean_loss(case: Case, job: Job) -> Callable[..., jax.Array]:
-    compute = cpu_products(unroll(policy(job.precision).apply(checked(_loss_fn(case, job)))))
+    compute = cpu_products(unroll(policy(job.precision).apply(validated(_loss_fn(case, job)))))
 
     def mean(params: Any, batch: Any, rng: Any) -> Any:
         loss, *_ = compute(params, batch, rng, None)

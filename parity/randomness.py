@@ -15,8 +15,8 @@ from jax.extend.core import JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.step import LossFn, checked, micro_batch_key
-from jaxtrain.transforms.jaxpr import Run, bind, called, calls, inner_jaxprs, transform, unrolled
+from jaxtrain.step import LossFn, micro_batch_key, validated
+from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
 from parity.jax_side import arrays
 
@@ -65,12 +65,12 @@ def drawn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             if not _draws(eqn):
                 return bind(eqn, args)
-            if calls(eqn, DRAW):
+            if is_call(eqn, DRAW):
                 found.extend(outs := bind(eqn, args))
                 return outs
             return _inlined(eqn, args, run)
 
-        transform(checked(loss_fn), rule)(params, batch, rng, model_state)
+        transform(validated(loss_fn), rule)(params, batch, rng, model_state)
         return found
 
     return masks
@@ -139,20 +139,20 @@ def _zeros(like: Any) -> np.ndarray:
 
 
 def _draws(eqn: JaxprEqn) -> bool:
-    return calls(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    return is_call(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     """The equation evaluated here, so that the masks drawn in it can be seen outside."""
     name = eqn.primitive.name
     if name == "scan":
-        return unrolled(eqn, args, run)
+        return unroll_scan(eqn, args, run)
     if name not in CALLS:
         raise UserError(
             f"a dropout mask is drawn inside {name}, where PyTorch cannot be given it: use scan, or no loop"
         )
     body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-    return called(body, args, run)
+    return evaluate_inner(body, args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:

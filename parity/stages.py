@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.step import checked, clip_grad_norm, in_float32, micro_batch_key
+from jaxtrain.step import clip_grad_norm, micro_batch_key, optimizer_in_float32, validated
 from parity import jax_side, torch_side
+from parity.bars import FIRST_BAR
 from parity.case import Case
-from parity.compare import FIRST_BAR, relative
+from parity.compare import relative
 from parity.oracle.in_jax import in_float64
 from parity.randomness import dropout_masks
 from parity.record import Step, Tensors
+from parity.weights import with_tables
 
 STEPS = 5
 """The first few show what the first does not: dampening, a schedule, momentum outside the learning rate."""
@@ -46,6 +48,7 @@ def stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0
 
     Of a stage that differs, the first step at which it does.
     """
+    case = with_tables(case)
     masks = dropout_masks(case, "fp64", accumulate=accumulate, steps=steps, seed=seed)
     seen: list[Step] = []
     torch_side.run(case, "fp64", accumulate=accumulate, steps=steps, seed=seed, masks=masks, watch=seen.append)
@@ -81,7 +84,7 @@ LOOK_AT = {
 
 def compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[tuple[int, str, Tensors, Tensors]]:
     """(step, stage, ours, theirs), in the order of a run, of the steps of a float64 reference."""
-    backward, clip, optimizer = jax.jit(_backward(case)), jax.jit(_clip(case)), in_float32(case.optimizer.jax)
+    backward, clip, optimizer = jax.jit(_backward(case)), jax.jit(_clip(case)), optimizer_in_float32(case.optimizer.jax)
     update = jax.jit(optimizer.update)
     key, opt_state, micro_step = jax.random.key(seed), None, 0
     for number, step in enumerate(seen, start=1):
@@ -123,7 +126,7 @@ def _worst(compared: Iterable[tuple[int, str, Tensors, Tensors]]) -> list[Stage]
 
 def _backward(case: Case) -> Callable[..., tuple[Any, Any, Any]]:
     """(mean loss, its gradient, model state) of one micro-batch."""
-    compute = in_float64(checked(case.loss_fn))
+    compute = in_float64(validated(case.loss_fn))
 
     def mean(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any]:
         loss, _, model_state = compute(params, batch, rng, model_state)

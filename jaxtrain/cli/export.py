@@ -17,7 +17,7 @@ from jaxtrain.export.verify import Verified, trials, verified
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
-from jaxtrain.step import TrainState, applied
+from jaxtrain.step import TrainState, applied_updates
 from jaxtrain.tasks import Task, build
 
 
@@ -69,7 +69,7 @@ def main(args: list[str]) -> int:
         restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task))
         status.update(f"writing {out}, and checking that it computes the same")
         told = write(partial, restored)
-    print(f"{run.path} is {out}, after {int(applied(restored.state))} updates: {told}")
+    print(f"{run.path} is {out}, after {int(applied_updates(restored.state))} updates: {told}")
     if asked.format == "stablehlo":
         print(f"\n{out / 'load.py'}:\n\n{stablehlo.LOADER}", end="")
     return 0

@@ -12,7 +12,7 @@ from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 from jaxtrain.interop import KINDS, TorchRun, read_torch, torch_run, write_outline
-from jaxtrain.optim import Call, parsed, text
+from jaxtrain.optim import Call, format_expression, parse_expression
 from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, check_free, preflight, schedule_call, training_step
@@ -56,7 +56,7 @@ def main(args: list[str]) -> int:
     )
     recipe = _parse(_recipe_of(theirs, asked.recipe, given), name, flags).recipe
     if theirs.expression is not None:
-        recipe = dataclasses.replace(recipe, optimizer=text(theirs.expression))
+        recipe = dataclasses.replace(recipe, optimizer=format_expression(theirs.expression))
     _save(run, name, recipe, task, theirs)
     count = theirs.outline.count
     onward = "" if count < recipe.steps else f" --steps {2 * count}"
@@ -100,7 +100,7 @@ def _recipe_of(theirs: TorchRun, recipe: Recipe, given: set[str]) -> Recipe:
 
 def _kind(written: str) -> str:
     """PyTorch's class of the optimizer that --optimizer names."""
-    call = parsed(written)
+    call = parse_expression(written)
     kinds = {kind.lower(): kind for kind in KINDS}
     if not isinstance(call, Call) or call.arguments or call.function not in kinds:
         raise UserError(f"--optimizer {written!r}: name one of {', '.join(kinds)}; its arguments are in the checkpoint")

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.jaxpr import Run, bind, called, cast_like, interpret
+from jaxtrain.transforms.jaxpr import Run, bind, cast_like, evaluate_inner, interpret
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 # Their results are computed elsewhere, in the dtypes they declare; or are of a number's bits.
@@ -126,7 +126,7 @@ class Watch:
         if name in _CALLS:
             self._calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
+                return evaluate_inner(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
             finally:
                 self._calls.pop()
         if name == "scan":
@@ -134,7 +134,7 @@ class Watch:
         if name == "while":
             return self._while(eqn, given, run)
         if name == "cond":
-            return called(eqn.params["branches"][int(given[0].value)], given[1:], run)
+            return evaluate_inner(eqn.params["branches"][int(given[0].value)], given[1:], run)
         values = [x.value for x in given]
         outs = _in_float64(eqn, values) if self._wide else bind(eqn, values)
         return [self._made(eqn, given, out) for out in outs]
@@ -155,15 +155,15 @@ class Watch:
         consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
         ys: list[list[Watched]] = [[]] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            outs = [self._watched(x) for x in called(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
+            outs = [self._watched(x) for x in evaluate_inner(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
             carry, ys[i] = outs[:n_carry], outs[n_carry:]
         return [*carry, *(_stack(y) for y in zip(*ys, strict=True))]
 
     def _while(self, eqn: JaxprEqn, args: list[Watched], run: Run) -> list[Watched]:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-        while bool(self._watched(called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-            carry = [self._watched(x) for x in called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
+        while bool(self._watched(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
+            carry = [self._watched(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
         return carry
 
     def _line(self, eqn: JaxprEqn) -> str:

@@ -12,7 +12,15 @@ from jax.sharding import Mesh
 
 from jaxtrain.cost import flops, peak_memory_bytes
 from jaxtrain.data.loader import Loader
-from jaxtrain.distributed import constrained, local_rows, placed_whole, processes, run_mesh, shard
+from jaxtrain.distributed import (
+    bypass_compilation_cache,
+    constrained,
+    local_rows,
+    placed_whole,
+    processes,
+    run_mesh,
+    shard,
+)
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console, Gauges, MetricsLog, NoMetricsLog, histograms, metrics_log
 from jaxtrain.optim import used_learning_rate, used_learning_rates
@@ -31,11 +39,11 @@ from jaxtrain.step import (
     LossScaleState,
     TrainState,
     TrainStep,
-    checked,
-    consecutive,
+    consecutive_skips,
     current_scale,
     eval_step,
     leaf_name,
+    validated,
 )
 from jaxtrain.tasks import Task, build, check_memory, evaluation_batches, means
 
@@ -82,7 +90,8 @@ def fit(
     """
     preflight.check_settings(recipe)
     keep = Retention(recipe.keep_last, recipe.keep_best, recipe.keep_every)
-    with RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
+    uncached = bypass_compilation_cache(run_mesh(recipe.mesh))
+    with uncached, RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
         resuming = processes.once(lambda: _resuming(run, lock, resume))
         with console.phase("reading the data, initialising the model"):
             training, state = build_training(recipe)
@@ -156,7 +165,7 @@ def _gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
     def model_flops() -> int:
         # A backward pass takes two products for each of the forward pass's.
         shares = training.recipe.batch_size // len(next(iter(batch.values())))
-        return 3 * flops(checked(training.task.loss_fn), *shapes) * shares
+        return 3 * flops(validated(training.task.loss_fn), *shapes) * shares
 
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     return Gauges(model_flops, len(devices), training.recipe.precision)
@@ -313,13 +322,13 @@ class Position:
     def restore(self, saved: dict[str, Any], state: TrainState) -> None:
         """Go on from `state()`, at the checkpoint that holds `state`."""
         self.batches.restore(saved)
-        self.interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+        self.interval.restore(saved.get("interval"), skips=int(consecutive_skips(state.loss_scale)))
         self.guard.restore(saved.get("guard"))
 
     def roll_back(self, saved: dict[str, Any], state: TrainState, spike: Spike) -> bool:
         """Go back to a checkpoint, but in the data past the spike. False where that was done too often."""
         self.batches.restore({**saved, "next_batch": spike.taken.next_batch})
-        self.interval.restore(saved.get("interval"), skips=int(consecutive(state.loss_scale)))
+        self.interval.restore(saved.get("interval"), skips=int(consecutive_skips(state.loss_scale)))
         return self.guard.roll_back(int(state.step), spike, saved)
 
 

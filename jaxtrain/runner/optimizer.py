@@ -6,7 +6,17 @@ from typing import Any
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, all_but, built, completed, no_decay, parsed
+from jaxtrain.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Call,
+    Expression,
+    all_but,
+    build_expression,
+    complete_expression,
+    no_decay,
+    parse_expression,
+)
 from jaxtrain.recipes import Recipe
 from jaxtrain.step import LossFn, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
@@ -33,7 +43,7 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
 
 def schedule(recipe: Recipe) -> optax.Schedule:
     """The learning rate of the update numbered so."""
-    return built(schedule_call(recipe), SCHEDULES, {})
+    return build_expression(schedule_call(recipe), SCHEDULES, {})
 
 
 def schedule_call(recipe: Recipe) -> Call:
@@ -52,7 +62,7 @@ def schedule_call(recipe: Recipe) -> Call:
     }
     if recipe.schedule in named:
         return named[recipe.schedule]
-    call = parsed(recipe.schedule)
+    call = parse_expression(recipe.schedule)
     if not isinstance(call, Call) or call.function not in SCHEDULES:
         raise UserError(
             f"schedule {recipe.schedule!r} is unknown: choose from {', '.join(named)}, or call one of "
@@ -64,14 +74,14 @@ def schedule_call(recipe: Recipe) -> Call:
 def optimizer_expression(recipe: Recipe) -> Expression:
     """The recipe's optimizer with what it leaves to the other settings."""
     left_out = {"learning_rate": schedule_call(recipe), "b2": recipe.beta2, "weight_decay": recipe.weight_decay}
-    return completed(parsed(recipe.optimizer), OPTIMIZERS, left_out)
+    return complete_expression(parse_expression(recipe.optimizer), OPTIMIZERS, left_out)
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """The recipe's optimizer, which decays matrices but neither biases nor norms, unless it says otherwise."""
-    return built(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
+    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
 
 
 def loss_scale(recipe: Recipe) -> Any:
     """The recipe's loss scale; None for that of its precision."""
-    return None if recipe.loss_scale is None else built(parsed(recipe.loss_scale), SCALES, {})
+    return None if recipe.loss_scale is None else build_expression(parse_expression(recipe.loss_scale), SCALES, {})

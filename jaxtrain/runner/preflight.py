@@ -14,7 +14,7 @@ import optax
 from jaxtrain.distributed import resolved, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.fields import mistyped, shown
-from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, built
+from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder, read_config
 from jaxtrain.runner.optimizer import loss_scale, optimizer_expression, schedule, schedule_call
@@ -117,7 +117,7 @@ def _check_expressions(recipe: Recipe) -> None:
         whole = optimizer_expression(recipe)
         for member in [whole] if isinstance(whole, Call) else whole.values():
             _check_arguments(member)
-            _check_update(built(member, OPTIMIZERS, {}))
+            _check_update(build_expression(member, OPTIMIZERS, {}))
 
 
 def _check_arguments(call: Any) -> None:

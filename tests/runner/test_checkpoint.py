@@ -17,7 +17,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.runner import checkpoint
 from jaxtrain.runner.checkpoint import Checkpoints, Retention, restore_params, saved_steps
 from jaxtrain.runner.manifest import DamagedCheckpoint, verify
-from jaxtrain.step.step import TrainState
+from jaxtrain.step import TrainState
 
 
 def state(step: int, sharding=None) -> TrainState:

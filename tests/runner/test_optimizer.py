@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import loop
 from jaxtrain.runner.optimizer import loss_scale, optimizer, optimizer_expression, schedule
-from jaxtrain.step.step import TrainState
+from jaxtrain.step import TrainState
 
 
 def test_the_schedule_rises_to_lr_and_falls_to_a_tenth():
