@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,8 +59,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from benchmarks.suites import select
 
     suite = select(arguments.suite, arguments.workload, arguments.precision)
-    if not arguments.minutes > 0:
-        raise UserError(f"--minutes must be positive, got {arguments.minutes:g}")
+    if not 0 < arguments.minutes < math.inf:
+        raise UserError(f"--minutes must be positive and finite, got {arguments.minutes:g}")
     for path in (arguments.json, arguments.html, arguments.png):
         _check_writable(path)
     # Workers share the accelerator with this process.

@@ -21,7 +21,7 @@ class Engine:
       step: Runs one whole step and waits for its results.
       losses: The losses of all steps so far; empty for work without a loss.
       device: Name of the device.
-      peak_bytes: Returns the device's peak memory in bytes, None for a device without memory of its own.
+      peak_bytes: Returns the device's peak memory in bytes, None for a device without its own memory.
       compile_s: Seconds to compile with an empty cache; None where nothing is compiled.
       warm_compile_s: Seconds to compile with the persistent cache filled; None likewise.
       flops: FLOPs of a step as the mathematics has them, without rematerialization; None if unknown.

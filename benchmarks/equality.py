@@ -1,7 +1,7 @@
 """The float64 check that engines do the same work: where their losses differ, their times mean nothing.
 
-`python -m benchmarks.equality JOBS` checks the jobs of one workload, in a process of its own since it enables JAX's
-x64 mode and since its memory must not be missing to the engines that are timed.
+`python -m benchmarks.equality JOBS` checks the jobs of one workload in a separate process, which enables JAX's x64 mode
+and releases its memory before anything is timed.
 """
 
 import json

@@ -59,18 +59,20 @@ def measure(suite: Suite, budget: Budget, progress: Report, note: Report, save: 
         for engine in ("jax", "torch_eager")
     ]
     checked = [name for name in dict.fromkeys(job.workload for job in jobs) if name in WORKLOADS]
-    parts = len(checked) + len(ceiling_jobs) + len(suite.groups)
+    parts = len(checked) + 1 + len(suite.groups)
     skipped = set()
     for name in checked:
         progress(f"{name}: checking in float64 that the engines do the same work")
         if not equality.verify([job for job in jobs if job.workload == name], budget.share(parts), report):
             skipped.add(name)
         parts -= 1
-    for job in ceiling_jobs:
+    ceiling_budget = budget.share(parts)
+    for i, job in enumerate(ceiling_jobs):
         progress(f"ceiling: {job.workload} by {job.engine} in {job.precision}")
-        results.ceilings += timing.time_jobs([job], CEILING_ROUNDS, budget.share(parts), report)
-        parts -= 1
+        share = ceiling_budget.share(len(ceiling_jobs) - i)
+        results.ceilings += timing.time_jobs([job], CEILING_ROUNDS, share, report)
     save(results)
+    parts -= 1
     for group in suite.groups:
         if group[0].workload not in skipped:
             progress(f"{group[0].workload} in {group[0].precision}: timing {', '.join(job.engine for job in group)}")

@@ -92,11 +92,11 @@ TINY = {"vocab_size": 256, "width": 128, "depth": 4, "heads": 4, "rows": 12, "le
 # The vocabulary of 50257 is padded to a multiple of 128, on both sides.
 SMALL = {"vocab_size": 50304, "width": 768, "depth": 12, "heads": 12, "rows": 16, "length": 1024}
 LLAMA = {**SMALL, "vocab_size": 32000, "hidden": 3072, "keys": 4}
-FEW_TOKENS = {"rows": 2, "length": 64}
+SMALL_CHECK = {"depth": 2, "rows": 2, "length": 64}
 WORKLOADS = {
     "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}),
-    "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=FEW_TOKENS),
-    "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=FEW_TOKENS),
+    "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK),
+    "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK),
     "resnet18": Workload(
         _resnet, {"depth": 18, "side": 64, "rows": 16}, "images", images=True, check_sizes={"rows": 4}
     ),
@@ -107,7 +107,7 @@ WORKLOADS = {
         _vit,
         {"side": 224, "patch": 16, "width": 384, "depth": 12, "heads": 6, "rows": 128},
         "images",
-        check_sizes={"rows": 2},
+        check_sizes={"depth": 2, "rows": 2},
     ),
     "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "examples"),
     "mlp-host": Workload(_mlp, {"rows": 1, "side": 2, "hidden": 4}, "examples"),

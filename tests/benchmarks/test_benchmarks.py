@@ -1,4 +1,4 @@
-"""Engines, features, updates and inputs do the work that they name, and their figures are what they are called."""
+"""Engines, features, updates and inputs do the work that they name, and figures are computed as documented."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def timing(job, wall):
     "job", [short("jax", accumulate=2), short("jax", remat="full"), short("jax", precision="bf16")]
 )
 def test_engines_take_the_same_steps_under_every_setting(job):
-    ours, theirs = (engine(each, WORKLOADS[job.workload]) for each in (job, job.by("torch_eager")))
+    ours, theirs = (engine(each, WORKLOADS[job.workload]) for each in (job, job.with_engine("torch_eager")))
     for _ in range(3):
         ours.step()
         theirs.step()
@@ -56,7 +56,7 @@ def test_features_change_no_loss_but_for_clipping(feature):
 
 
 def test_an_engine_that_fails_is_reported_by_its_last_line():
-    with pytest.raises(RunFailed, match=r"by torch_eager.*remat dots has no counterpart"):
+    with pytest.raises(RunFailed, match=r"by torch_eager.*remat 'dots' has no counterpart"):
         time_jobs([short("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)
 
 

@@ -52,7 +52,7 @@ def test_the_check_is_in_float64_and_compares_jax_with_pytorch(name):
 
 
 def test_losses_of_different_rounding_are_the_same_work():
-    # What fp32 told apart: 0.000511597 and 0.000511642.
+    # In float32 the second one was 0.000511642 on another CPU.
     losses = [0.51, 0.000511597, 0.1745156]
     check_same_work([JAX, TORCH], [losses, [x * (1 + 1e-10) for x in losses]])
 
