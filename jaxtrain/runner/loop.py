@@ -98,7 +98,8 @@ def fit(
         task = training.task
         batch = _peek(training.loader)
         preflight.check_labels_in_batch(task, batch)
-        console.facts(preflight.describe(task, state, batch, recipe))
+        baselines = {} if resuming or not processes.is_first() else task.baselines()
+        console.facts({**preflight.describe(task, state, batch, recipe), **baselines})
         position = Position(
             Batches(training.loader, str(recipe.data or name), recipe.stall_seconds, console.message),
             Interval(recipe, task),
