@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.jaxpr import Run, bind, called, cast_like, interpret
+from jaxtrain.transforms.jaxpr import Run, bind, cast_like, evaluate_inner, interpret
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 # Computed outside JAX in the dtypes they declare, or defined on the bits of a number: not lifted to float64.
@@ -154,7 +154,7 @@ class NonfiniteTracer:
         if name in _CALLS:
             self._calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], inputs, run)
+                return evaluate_inner(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], inputs, run)
             finally:
                 self._calls.pop()
         if name == "scan":
@@ -162,7 +162,7 @@ class NonfiniteTracer:
         if name == "while":
             return self._while(eqn, inputs, run)
         if name == "cond":
-            return called(eqn.params["branches"][int(inputs[0].value)], inputs[1:], run)
+            return evaluate_inner(eqn.params["branches"][int(inputs[0].value)], inputs[1:], run)
         values = [x.value for x in inputs]
         outs = _in_float64(eqn, values) if self._wide else bind(eqn, values)
         return [self._output(eqn, inputs, out) for out in outs]
@@ -187,15 +187,15 @@ class NonfiniteTracer:
         consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
         ys: list[list[TracedValue]] = [[]] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            outs = [self._traced(x) for x in called(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
+            outs = [self._traced(x) for x in evaluate_inner(body, [*consts, *carry, *(_slice(x, i) for x in xs)], run)]
             carry, ys[i] = outs[:n_carry], outs[n_carry:]
         return [*carry, *(_stack(y) for y in zip(*ys, strict=True))]
 
     def _while(self, eqn: JaxprEqn, args: list[TracedValue], run: Run) -> list[TracedValue]:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-        while bool(self._traced(called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-            carry = [self._traced(x) for x in called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
+        while bool(self._traced(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
+            carry = [self._traced(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
         return carry
 
     def _line(self, eqn: JaxprEqn) -> str:
