@@ -81,7 +81,7 @@ class ErrorAnalysis:
 
     def given(self, i: int) -> str:
         """The text that the model was given."""
-        return self.task.given(self.source[i]) if self.task.given else ""
+        return self.task.input_text(self.source[i]) if self.task.input_text else ""
 
     def pieces(self, i: int) -> list[Piece]:
         """The tokens of an example, without those that stand for no text and were not to be predicted."""

@@ -177,7 +177,7 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
         shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
         shared = {"mesh": f"{shape}; of parameters and optimizer state {kept / 2**20:.1f} MiB a device"}
     return {
-        **task.facts,
+        **task.description,
         **arrays,
         "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB",
         **shared,
