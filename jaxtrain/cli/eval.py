@@ -48,9 +48,8 @@ def main(args: list[str]) -> int:
         log_error_analysis(run.tensorboard, analysis, options.worst)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): use another path") from error
-    print(
-        f"{run.path} · {analysis.recipe} · step {analysis.step} · {options.split}, {len(analysis.predictions):,} examples"
-    )
+    count = len(analysis.predictions)
+    print(f"{run.path} · {analysis.recipe} · step {analysis.step} · {options.split}, {count:,} examples")
     print(" · ".join(f"{figure} {value:.4f}" for figure, value in analysis.figures().items()))
     worst = analysis.predictions.worst(options.worst)
     print(f"\nthe {len(worst)} worst")
