@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
     worst = analysis.predictions.worst(options.worst)
     print(f"\nthe {len(worst)} worst")
     for i in worst:
-        print(f"  {i:>6}  loss {analysis.means[i]:7.3f}  {analysis.said(int(i))}")
+        print(f"  {i:>6}  loss {analysis.losses[i]:7.3f}  {analysis.describe(int(i))}")
     print(f"\npage      {page}\nexamples  {lines}")
     return 0
 

@@ -130,7 +130,7 @@ def _before(
     recorded = read_batch(run.replay, step)
     lines = read_metrics(run.metrics)
     saved_at = saved_steps(run.checkpoints)
-    last = max([*saved_at, *(line["step"] for line in lines), step if recorded else 0])
+    last = max([*saved_at, *(line.step for line in lines), step if recorded else 0])
     if step > last:
         raise UserError(f"STEP must be at most {last}, the last step of {run.path}, got {step}: use an earlier step")
     state, loader = initial, training.loader
@@ -142,9 +142,10 @@ def _before(
         raise UserError(f"{run.path} was imported and has no checkpoint before step {step}: use a later step")
     begin = int(state.step)
     print(f"starting at step {begin}: {step - 1 - begin} steps to rerun before step {step}")
-    jumps = [line for line in lines if "batches_skipped" in line] + ([recorded[2]] if recorded and recorded[2] else [])
+    logged = [line.rollback for line in lines if line.rollback]
+    rollbacks = [*logged, *([recorded.rollback] if recorded and recorded.rollback else [])]
     for i in range(begin, step):
-        skipped = sum(int(jump["batches_skipped"]) for jump in jumps if jump["rolled_back_to"] == i)
+        skipped = sum(rollback.batches_skipped for rollback in rollbacks if rollback.to_step == i)
         if skipped:
             position = loader.state()
             loader.restore({**position, "next_batch": position["next_batch"] + skipped})
@@ -153,9 +154,9 @@ def _before(
             state, _ = training.step(state, batch)
     if recorded is None:
         return state, batch, None
-    if any(not _equal_bits(batch[name], recorded[0].get(name)) for name in batch):
+    if any(not _equal_bits(batch[name], recorded.batch.get(name)) for name in batch):
         print("the data have changed since the run: using the recorded batch; the state may differ")
-    return state, recorded[0], recorded[1]
+    return state, recorded.batch, recorded.metrics
 
 
 def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Batch, *, wide: bool) -> Interpreted:

@@ -128,7 +128,7 @@ def test_the_page_stands_alone_and_shows_the_worst(run):
         assert f"example {worst['index']} · loss {worst['loss']:.3f}" in page.text
     tokens = "loss_by_kind" in written
     assert bool(page.titles) == tokens
-    assert ("taken for" in page.text) != tokens
+    assert ("predicted as" in page.text) != tokens
     assert len(page.images) == (3 if run.name.startswith("digits") else 0)
     if run.name in ("gpt-stdlib", "llama-stdlib"):
         assert re.search("</?b>", page.text)  # as text, not as an element

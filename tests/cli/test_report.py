@@ -35,14 +35,14 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
     ("command", "error_line"),
     [
         ("report", "a run folder is required: jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
-        ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
+        ("report nowhere", "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib"),
         (
             "report nowhere --serve",
-            "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib",
+            "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib",
         ),
         ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
         ("report a --serve --out x.html", "--out x.html and --serve are mutually exclusive: use one of them"),
-        ("report a --serve 99999", "port 99999 cannot be served (bind(): port must be 0-65535.): choose another"),
+        ("report a --serve 99999", "port 99999 cannot be opened (bind(): port must be 0-65535.): choose another"),
         ("report a --serve x", "--serve: "),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_port_in_use_is_told(served, capsys):
     _, port, _ = served
     capsys.readouterr()
     assert run(f"report a --serve {port}") == 2
-    assert f"port {port} cannot be served (Address already in use): choose another" in capsys.readouterr().err
+    assert f"port {port} cannot be opened (Address already in use): choose another" in capsys.readouterr().err
 
 
 class RecordingTracker:
@@ -127,7 +127,7 @@ class RecordingTracker:
         return "id"
 
     def log(self, lines):
-        self.calls += [line["step"] for line in lines]
+        self.calls += [line.step for line in lines]
 
     def end(self, record, exit_status):
         self.calls += [exit_status, record.references]
