@@ -13,7 +13,7 @@ from jaxtrain.data.loader import epoch_batches
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.recipes.masked_language import MaskedLanguageRecipe
-from jaxtrain.tasks.masked_language import bert, bert_config, enclosed, mask_tokens, masked_language_task
+from jaxtrain.tasks.masked_language import bert, bert_config, encode_text, mask_tokens, masked_language_task
 from jaxtrain.tasks.task import Task
 
 PAD, START, END, MASK = (ByteTokenizer().special(role) for role in ("pad", "start", "end", "mask"))
@@ -95,7 +95,7 @@ def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
     # Only bytes of the text are predicted.
     weights = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].weight) for seed in range(6)]
     assert max(weights) == (tokens < 256).sum()
-    assert enclosed(ByteTokenizer(), "abcdef", 5).tolist() == [START, 97, 98, 99, END]
+    assert encode_text(ByteTokenizer(), "abcdef", 5).tolist() == [START, 97, 98, 99, END]
 
 
 def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
