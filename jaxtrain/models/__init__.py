@@ -1,6 +1,6 @@
 """Models in flax.nnx, one file a family. Dtypes follow the parameters and inputs: none is hard-wired."""
 
-from jaxtrain.models.batch_norm import BatchNorm, set_batch_norm_groups
+from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.folder import CONFIG, read_json, write_json, write_tensors
@@ -58,6 +58,7 @@ __all__ = [
     "peft",
     "read_json",
     "resnet",
+    "running_statistics",
     "save_adapters",
     "save_pretrained",
     "set_batch_norm_groups",
