@@ -354,7 +354,7 @@ def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
     def in_other_units(fn: Any, policy: str) -> Any:
         return fn if policy == "none" else lambda params, *args: fn(jax.tree.map(lambda p: 1.1 * p, params), *args)
 
-    wrong = averaged_twice if what.startswith("accumulate") else in_other_units
+    wrong = averaged_twice if what.startswith("step.accumulate") else in_other_units
     monkeypatch.setattr(f"jaxtrain.{what}", wrong)
     verdict = check(small(), precision, steps=2, locate=True, **settings)
     assert not verdict.passed
