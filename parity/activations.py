@@ -19,15 +19,16 @@ from jaxtrain.step import checked, micro_batch_key
 from jaxtrain.transforms import KERNEL, policy
 from jaxtrain.transforms.jaxpr import Run, bind, called, calls, transform, unrolled
 from parity import jax_side, torch_side
+from parity.bars import RATIO_BAR
 from parity.case import Case
-from parity.compare import RATIO_BAR
+from parity.divergence import Divergence, Line
 from parity.fingerprint import Trace, counterparts
 from parity.jax_trace import line_of
-from parity.locate import Divergence, Line
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.source import described
+from parity.weights import with_tables
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def activations(case: Case, precision: str, *, accumulate: int = 1, seed: int = 
 
     Without dropout: in float64 JAX draws other masks. None where JAX traces another program in float64.
     """
+    case = with_tables(case)
     theirs, true = (_torch_outputs(case, p, accumulate, seed) for p in (precision, "fp64"))
     weights = torch_side.initial_weights(case, seed)
     values, wide = _jax_values(case, weights, "fp64", accumulate, seed)

@@ -27,8 +27,9 @@ def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any)
     """
     from jaxtrain.errors import UserError
     from parity.attestation import environment
+    from parity.weights import with_tables
 
-    given = Settings(**settings)
+    given, case = Settings(**settings), with_tables(case)
     for precision in precisions:
         validate(case, precision, given)
     if (folder / INDEX).exists():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,14 +47,21 @@ class Case:
     state_like: Any = None
     buffers: "NameTable | None" = None
 
-    @cached_property
-    def tables(self) -> "tuple[NameTable, NameTable | None]":
-        """The tables of the parameters and of the buffers, as given or proposed; None for a model without state."""
-        if self.names is not None and (self.state_like is None or self.buffers is not None):
-            return self.names, self.buffers
-        from parity.weights import tables  # which imports both frameworks
+    @property
+    def has_tables(self) -> bool:
+        """Whether the case names all its tables."""
+        return self.names is not None and (self.buffers is not None or self.state_like is None)
 
-        return tables(self)
+    @property
+    def tables(self) -> "tuple[NameTable, NameTable | None]":
+        """The tables of the parameters and of the buffers; None for a model without state.
+
+        Raises:
+          ValueError: A table was left out: `parity.weights.with_tables` proposes it.
+        """
+        if not self.has_tables:
+            raise ValueError(f"{self.name} has no name table: pass the case through parity.weights.with_tables")
+        return self.names, self.buffers
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """A different effective batch for each step, the same ones for the same seed."""

@@ -96,8 +96,7 @@ def _record(options: argparse.Namespace, console: Console) -> int:
 def _prove(options: argparse.Namespace, console: Console) -> int:
     from parity.weights import prove
 
-    case = case_of(options.case)
-    _print_proposal(case, console)
+    case = _with_tables(case_of(options.case), console)
     with console.status(f"{case.name}: moving each tensor on both sides"):
         proof = prove(case)
     console.print(
@@ -168,8 +167,7 @@ def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     """Everything asked for; nothing is run before all of it is found possible."""
     with console.status("importing"):
         cases = [case_of(name, **_made_with(options)) for name in options.cases or CASES]
-    for case in cases:
-        _print_proposal(case, console)
+    cases = [_with_tables(case, console) for case in cases]
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
     settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
     for case, precision in checks:
@@ -177,18 +175,19 @@ def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     return [_timed(case, precision, settings, options, console, _live) for case, precision in checks]
 
 
-def _print_proposal(case: Case, console: Console) -> None:
-    """The name tables that a case leaves out, as the Python to keep."""
-    if case.names is not None:
-        return
-    from parity.weights import as_source
+def _with_tables(case: Case, console: Console) -> Case:
+    """Return the case with its name tables; print those that it leaves out as Python source to copy."""
+    if case.has_tables:
+        return case
+    from parity.weights import as_source, with_tables
 
     with console.status(f"{case.name}: matching parameters"):
-        names, buffers = case.tables
-    for field, proposed in {"names": names, "buffers": buffers}.items():
-        if proposed is not None:
+        complete = with_tables(case)
+    for field, proposed in {"names": complete.names, "buffers": complete.buffers}.items():
+        if proposed is not None and getattr(case, field) is None:
             console.print(f"{case.name} is compared under these names; keep them as its {field}:", markup=False)
             console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
+    return complete
 
 
 def _live(case: Case, precision: str, settings: Settings) -> Examination:

@@ -7,29 +7,13 @@ precisions PyTorch itself is the measure: its own distance to the float64 truth.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parity.bars import FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE
+from parity.divergence import Divergence
 from parity.record import Record, Snapshot, Tensors
 from parity.trajectory import JUDGED, Trajectory, trajectory
-
-if TYPE_CHECKING:
-    from parity.locate import Divergence
-
-FIRST_BAR = 1e-10
-"""Relative distance in float64 up to the end of the first step: rounding is 1e-16, a wrong epsilon 1e-6."""
-LAST_BAR = 1e-8
-"""The same after more steps, each of which feeds on the roundings of those before; the noise of a long run may be more
-(`parity.trajectory`)."""
-NEGLIGIBLE = 1e-12
-"""A tensor of so small a part of the whole's norm may be zero in mathematics (the gradient of an attention key
-bias) and rounding noise in fact: it is judged on the scale of the whole."""
-SINGLE = float(np.finfo(np.float32).eps)
-"""The rounding of a loss, which is float32 in low precisions: one may be nearer to the truth by luck."""
-RATIO_BAR = 2.0
-"""How far from the truth, in units of PyTorch's own distance, a low-precision run may be: the factor that PyTorch's
-compiler tests allow a compiled model (`torch/_dynamo/utils.py`, `same`)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +34,7 @@ class Verdict:
     param_rel_max: float
     error_ratio: float | None
     faults: tuple[str, ...]
-    first_divergence: "Divergence | None" = None
+    first_divergence: Divergence | None = None
     stage: str | None = None
     diagnosis: str | None = None
     unlocated: str | None = None

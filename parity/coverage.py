@@ -73,8 +73,9 @@ def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> di
     from parity import torch_side
     from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, Watch
     from parity.randomness import dropout_masks
+    from parity.weights import with_tables
 
-    watch, losses = Watch(), 0
+    case, watch, losses = with_tables(case), Watch(), 0
 
     def watched(model: Any, batch: Any) -> Any:
         nonlocal losses

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from parity.bars import FIRST_BAR
 from parity.case import Case
-from parity.compare import FIRST_BAR, relative
+from parity.compare import relative
 
 if TYPE_CHECKING:
     from parity.conventions.optimizers import Recipe
-    from parity.locate import Divergence
+    from parity.divergence import Divergence
     from parity.randomness import Masks
     from parity.record import Step, Tensors
     from parity.stages import Stage
@@ -70,12 +71,12 @@ def diagnose(
     """
     from parity.randomness import dropout_masks
     from parity.stages import STEPS
+    from parity.weights import with_tables
 
     failing = next((stage for stage in stages if not stage.holds), None)
     if failing is None:
         return None
-    table, buffers = case.tables
-    case = replace(case, names=table, buffers=buffers)  # proposed once
+    case = with_tables(case)
     steps = failing.step if failing.name in OF_PROGRAM else max(failing.step + 3, STEPS)
     masks = dropout_masks(case, "fp64", accumulate=accumulate, steps=steps, seed=seed)
     trial = _Trial(case, failing, accumulate, steps, seed, masks)

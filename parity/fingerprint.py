@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from parity.compare import NEGLIGIBLE
+from parity.bars import NEGLIGIBLE
 
 TOLERANCE = 1e-10
 """Relative, on each number: the bar that `parity.compare` sets to losses, gradients and parameters."""

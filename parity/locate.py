@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from parity.case import Case
+from parity.divergence import Divergence
 
 if TYPE_CHECKING:
     from parity.fingerprint import Sources, Trace
@@ -24,31 +25,6 @@ ORDER = {"loss": 0, "raw gradient": 1, "gradient": 2, "state": 3, "parameter": 4
 """What a step leaves behind, from what goes wrong first; the optimizer's state goes by PyTorch's own names."""
 STEPS = 2
 """Training steps compared: what a momentum or a running average does shows in the second."""
-Line = tuple[str, int]
-"""A file and the number of a line, counted from 1."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first value that PyTorch computes and JAX does not.
-
-    `stage`: forward, backward, clip, update or buffers, of training step `step`, counted from 1. `torch`: the module
-    and the operation, `torch_source` its line; a backward operation has those of the forward one it differentiates.
-    `jax_source`: the line of JAX's first equation after the last agreement whose value PyTorch does not compute.
-    `torch_at` and `jax_at`: the files and numbers of both lines, None where they are not known.
-    `last_match`: the operation before, whose value both have. `parameters`: where the loss agrees, those whose
-    gradients do not, in the order in which the backward pass finds them.
-    """
-
-    stage: str
-    step: int
-    torch: str
-    torch_source: str
-    jax_source: str
-    last_match: str
-    parameters: tuple[str, ...]
-    torch_at: Line | None
-    jax_at: Line | None
 
 
 def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | None:
@@ -70,7 +46,9 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     from parity.jax_trace import jax_trace
     from parity.randomness import dropout_masks
     from parity.torch_trace import torch_trace
+    from parity.weights import with_tables
 
+    case = with_tables(case)
     masks = dropout_masks(case, "fp64", accumulate=1, steps=steps, seed=seed)
     ours, our_ends = jax_trace(case, torch_side.initial_weights(case, seed), steps=steps, seed=seed)
     theirs, their_ends = torch_trace(case, steps=steps, seed=seed, masks=masks)

@@ -86,6 +86,7 @@ def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **sett
     """`check`, with the runs that it compared."""
     given, coverage = Settings(**settings), Coverage()
     validate(case, precision, given)
+    case = _with_tables(case)
     reference = partial(live_reference, case, precision)
     if precision != "fp64":
         examination = _repeated(case, precision, given, reference)
@@ -103,9 +104,19 @@ def replay(case: Case, precision: str, reference: Callable[[Settings], Reference
     """`examine` beside what PyTorch did elsewhere (`parity.bundle`), without PyTorch."""
     given = Settings(**settings)
     validate(case, precision, given)
+    case = _with_tables(case)
     if precision != "fp64":
         return _repeated(case, precision, given, reference)
     return _training(case, precision, given, reference(given))
+
+
+def _with_tables(case: Case) -> Case:
+    """The case with the tables that it leaves out. They are proposed with PyTorch, which a replay may do without."""
+    if case.has_tables:
+        return case
+    from parity.weights import with_tables
+
+    return with_tables(case)
 
 
 def _repeated(

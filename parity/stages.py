@@ -14,11 +14,13 @@ import numpy as np
 
 from jaxtrain.step import checked, clip_grad_norm, in_float32, micro_batch_key
 from parity import jax_side, torch_side
+from parity.bars import FIRST_BAR
 from parity.case import Case
-from parity.compare import FIRST_BAR, relative
+from parity.compare import relative
 from parity.oracle.in_jax import in_float64
 from parity.randomness import dropout_masks
 from parity.record import Step, Tensors
+from parity.weights import with_tables
 
 STEPS = 5
 """The first few show what the first does not: dampening, a schedule, momentum outside the learning rate."""
@@ -46,6 +48,7 @@ def stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0
 
     Of a stage that differs, the first step at which it does.
     """
+    case = with_tables(case)
     masks = dropout_masks(case, "fp64", accumulate=accumulate, steps=steps, seed=seed)
     seen: list[Step] = []
     torch_side.run(case, "fp64", accumulate=accumulate, steps=steps, seed=seed, masks=masks, watch=seen.append)

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -63,14 +63,24 @@ class Probe:
     jax_loss: Callable[[Any, Any], float]
 
 
-def tables(case: Case) -> tuple[NameTable, NameTable | None]:
-    """The tables of parameters and buffers, proposed where the case leaves them out."""
-    stateful = case.state_like is not None
-    if case.names is not None and (case.buffers is not None or not stateful):
-        return case.names, case.buffers
-    return _propose(
+def with_tables(case: Case) -> Case:
+    """Return the case with the name tables that it leaves out.
+
+    Args:
+      case: A case, with or without `names` and `buffers`.
+
+    Returns:
+      The same case if it has all its tables, else a copy with the missing ones proposed (`propose`).
+
+    Raises:
+      UserError: Some tensors or leaves have no counterpart.
+    """
+    if case.has_tables:
+        return case
+    names, buffers = _propose(
         seeded_model(case, 0), case.params_like, case.state_like, probe_of(case), (case.names, case.buffers)
     )
+    return replace(case, names=names, buffers=buffers)
 
 
 def propose(torch_model: torch.nn.Module, params_like: Any, probe: Probe | None = None) -> NameTable:
@@ -147,6 +157,7 @@ def prove(case: Case) -> Proof:
     its shape. Raises `UserError` for tensors and leaves that are left over, used twice or mis-shaped, all in one line;
     for models that differ at the same weights; and for tensors that move the losses differently.
     """
+    case = with_tables(case)
     model, (table, buffers) = _jittered(seeded_model(case, 0)), case.tables
     weights = {name: x.numpy().copy() for name, x in model.state_dict().items()}
     ties = {**_ties(model), **table.tied}

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.cli.arguments import parse
 from jaxtrain.data.loader import Batch
 from jaxtrain.debug import Place, Watch, Watched
-from jaxtrain.distributed import sizes, ways
+from jaxtrain.distributed import bypass_compilation_cache, run_mesh, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
@@ -62,6 +62,11 @@ def main(args: list[str]) -> int:
     run, step = RunFolder(Path(args[0])), int(args[1])
     name, saved = read_recipe(run)
     recipe = _on_its_mesh(saved, jax.device_count())
+    with bypass_compilation_cache(run_mesh(recipe.mesh)):
+        return _replay(run, name, recipe, step)
+
+
+def _replay(run: RunFolder, name: str, recipe: Recipe, step: int) -> int:
     training, first = build_training(recipe)
     state, batch, then = _before(run, training, first, step)
     print(f"{run.path} · {name} · step {step}")

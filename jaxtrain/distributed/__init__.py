@@ -1,6 +1,7 @@
 """Training over many devices: a mesh, what it divides, and a training step on it."""
 
 from jaxtrain.cost import Memory, memory_per_device
+from jaxtrain.distributed.compilation import bypass_compilation_cache
 from jaxtrain.distributed.mesh import AXES, DATA, FSDP, TENSOR, make_mesh, resolved, run_mesh, sizes, ways
 from jaxtrain.distributed.processes import is_first, together
 from jaxtrain.distributed.program import constrained
@@ -15,6 +16,7 @@ __all__ = [
     "TENSOR",
     "Memory",
     "Rules",
+    "bypass_compilation_cache",
     "constrained",
     "is_first",
     "local_rows",

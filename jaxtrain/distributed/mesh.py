@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.errors import UserError
@@ -51,9 +50,8 @@ def sizes(spec: str) -> dict[str, int]:
 def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that `spec` says, as "data=2,fsdp=4", of `devices`, all there are by default; without, all on `data`.
 
-    Neighbours on the last axes are neighbours in hardware: what they say to each other is the most. Of several CPUs it
-    turns off JAX's persistent compilation cache. Raises `UserError` where the sizes do not multiply to the number of
-    devices.
+    Neighbours on the last axes are neighbours in hardware: what they say to each other is the most. Raises `UserError`
+    where the sizes do not multiply to the number of devices.
 
     >>> dict(make_mesh("data=1", jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
@@ -65,17 +63,8 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
         raise UserError(
             f"mesh {shown(spec)} is of {product} devices and there are {len(devices)}: make its sizes multiply to that"
         )
-    if len(devices) > 1 and devices[0].platform == "cpu":
-        _compile_anew()
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())
-
-
-def _compile_anew() -> None:
-    """What XLA's CPU backend has compiled itself keeps collectives in order. A program that it loads from a file begins
-    them in any: devices then wait for each other for ever, one in this, one in that."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # or JAX, which looks once, would not see it
 
 
 def resolved(spec: str | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
 from jaxtrain.distributed.program import constrained
 from jaxtrain.distributed.rows import placed
 from jaxtrain.distributed.sharding import Rules, state_shardings
@@ -50,7 +51,7 @@ class ShardedStep(TrainStep):
 
         def jitted(function: Step, *names: str) -> Any:
             budget = budgeted(function, names, step.allow_recompile)
-            return _Jitted(budget, partial(state_shardings, mesh=mesh, rules=rules), NamedSharding(mesh, P()))
+            return _Jitted(budget, partial(state_shardings, mesh=mesh, rules=rules), mesh)
 
         self.jitted = jitted(functions.window, "state", "batch")
         self._micro = jitted(functions.micro, "state", "micro_batch")
@@ -60,10 +61,11 @@ class ShardedStep(TrainStep):
         """As `TrainStep.init`; what it is given and what it makes is divided from the first."""
         shapes = self.shapes(params, model_state=model_state, seed=seed, streaming=streaming)
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
-        params = _on_devices(params, shardings.params)
-        model_state = _on_devices(model_state, shardings.model_state)
         init = partial(self._init, seed=seed, streaming=streaming)
-        state: TrainState = jax.jit(init, out_shardings=shardings)(params, model_state)
+        with bypass_compilation_cache(self._mesh):
+            params = _on_devices(params, shardings.params)
+            model_state = _on_devices(model_state, shardings.model_state)
+            state: TrainState = jax.jit(init, out_shardings=shardings)(params, model_state)
         return state
 
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
@@ -81,7 +83,8 @@ class ShardedStep(TrainStep):
 
     def compile(self, state: TrainState, batch: Any) -> Any:
         """As `TrainStep.compile`."""
-        return self.jitted.lower(state, self.place(batch)).compile()
+        with bypass_compilation_cache(self._mesh):
+            return self.jitted.lower(state, self.place(batch)).compile()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.__call__`; the metrics are whole on every device."""
@@ -95,14 +98,21 @@ class ShardedStep(TrainStep):
 
 
 class _Jitted:
-    """`jax.jit` of a function of a state and more, for states of any structure: their shardings follow from it."""
+    """`jax.jit` of a function of a state and a batch, for states of any structure: their shardings follow from it."""
 
-    def __init__(self, function: Callable[..., Any], shardings: Callable[[Any], Any], whole: NamedSharding) -> None:
-        self._function, self._shardings, self._whole = function, shardings, whole
-        self._known: dict[Any, Any] = {}
+    def __init__(self, function: Callable[..., Any], shardings: Callable[[Any], Any], mesh: Mesh) -> None:
+        self._function, self._shardings, self._mesh = function, shardings, mesh
+        self._by_kind: dict[Any, Any] = {}
+        self._compiled: set[Any] = set()
 
     def __call__(self, state: TrainState, *batch: Any) -> Any:
-        return self._of(state, batch)(state, *batch)
+        function = self._of(state, batch)
+        if not needs_fresh_programs(self._mesh) or (kind := _kind((state, batch))) in self._compiled:
+            return function(state, *batch)
+        with bypass_compilation_cache(self._mesh):
+            new = function(state, *batch)
+        self._compiled.add(kind)
+        return new
 
     def lower(self, state: TrainState, *batch: Any) -> Any:
         """As that of `jax.jit`."""
@@ -111,16 +121,22 @@ class _Jitted:
     def _of(self, state: TrainState, batch: tuple[Any, ...]) -> Any:
         leaves, structure = jax.tree.flatten(state)
         kind = (structure, *(x.shape for x in leaves))
-        if kind not in self._known:
+        if kind not in self._by_kind:
             shardings = self._shardings(state)
-            self._known[kind] = jax.jit(
+            self._by_kind[kind] = jax.jit(
                 self._function,
                 # A batch is where `placed` has put it.
                 in_shardings=(shardings, *[None] * len(batch)),
-                out_shardings=(shardings, self._whole),
+                out_shardings=(shardings, NamedSharding(self._mesh, P())),
                 donate_argnums=0,
             )
-        return self._known[kind]
+        return self._by_kind[kind]
+
+
+def _kind(arguments: Any) -> Any:
+    """A key that differs wherever `jax.jit` compiles another program."""
+    leaves, structure = jax.tree.flatten(arguments)
+    return (structure, *((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves))
 
 
 def _on_devices(tree: Any, shardings: Any) -> Any:

@@ -12,7 +12,15 @@ from jax.sharding import Mesh
 
 from jaxtrain.cost import flops, peak_memory_bytes
 from jaxtrain.data.loader import Loader
-from jaxtrain.distributed import constrained, local_rows, placed_whole, processes, run_mesh, shard
+from jaxtrain.distributed import (
+    bypass_compilation_cache,
+    constrained,
+    local_rows,
+    placed_whole,
+    processes,
+    run_mesh,
+    shard,
+)
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console, Gauges, MetricsLog, NoMetricsLog, histograms, metrics_log
 from jaxtrain.optim import used_learning_rate, used_learning_rates
@@ -82,7 +90,8 @@ def fit(
     """
     preflight.check_settings(recipe)
     keep = Retention(recipe.keep_last, recipe.keep_best, recipe.keep_every)
-    with RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
+    uncached = bypass_compilation_cache(run_mesh(recipe.mesh))
+    with uncached, RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
         resuming = processes.once(lambda: _resuming(run, lock, resume))
         with console.phase("reading the data, initialising the model"):
             training, state = build_training(recipe)

@@ -55,6 +55,7 @@ __all__ = [
     "split",
     "state_dict",
     "static_loss_scale",
+    "step",
     "train_step",
     "used_learning_rate",
     "used_learning_rates",

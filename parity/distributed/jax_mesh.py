@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain
-from jaxtrain.distributed import is_first, local_rows, make_mesh, shard, together
+from jaxtrain.distributed import bypass_compilation_cache, is_first, local_rows, make_mesh, shard, together
 from jaxtrain.step import current_scale
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
@@ -28,8 +28,10 @@ from parity.torch_side import initial_weights
 def run(training: Training, devices: Sequence[Any] | None = None) -> Record:
     """Train on a mesh of `devices`, all there are by default: of all processes, each of which has to call it."""
     # Strict promotion would refuse a model's float32 constants in float64.
-    with jax.enable_x64(training.precision == "fp64"), jax.numpy_dtype_promotion("standard"):
-        return _run(training, make_mesh(training.mesh, devices))
+    mesh = make_mesh(training.mesh, devices)
+    double = jax.enable_x64(training.precision == "fp64")
+    with bypass_compilation_cache(mesh), double, jax.numpy_dtype_promotion("standard"):
+        return _run(training, mesh)
 
 
 def run_in_processes(trainings: Sequence[Training], processes: int, devices_per_process: int) -> list[Record]:

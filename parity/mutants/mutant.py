@@ -1,19 +1,44 @@
-"""A bug that is planted on purpose: one convention of PyTorch's got wrong, in the smallest case that can show it."""
+"""A deliberate bug: one convention of PyTorch implemented wrongly, in the smallest case that can show it."""
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from parity.case import Case
 
 if TYPE_CHECKING:
-    from parity.locate import Divergence
+    from parity.divergence import Divergence
 
 Patch = Callable[[], AbstractContextManager[Any]]
+
+
+def patched(function: Callable[..., Any], wrong: Any, within: ModuleType | None = None) -> Patch:
+    """Return a patch that replaces `function` by `wrong` while it is entered.
+
+    The function is given by reference, so that renaming it fails in the type checker or at import, not during a run.
+
+    Args:
+      function: Function or class to replace.
+      wrong: Its replacement.
+      within: Module whose name for `function` is replaced; None for the module that defines it.
+
+    Returns:
+      A function without arguments that creates the context manager.
+
+    Raises:
+      AttributeError: `within` does not know `function` under its own name.
+    """
+    module, name = within or sys.modules[function.__module__], function.__name__
+    if getattr(module, name, None) is not function:
+        raise AttributeError(f"{module.__name__} has no {name} that is {function!r}")
+    return lambda: mock.patch.object(module, name, wrong)
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import optax
 from torch import Tensor, float64, nn, ones
 from torch import optim as T
 from torch.nn.functional import mse_loss
+from torch.optim import nadam
 
 from jaxtrain import optim
 from parity.case import Case
 from parity.mutants.losses import square
-from parity.mutants.mutant import Mutant, Patch
+from parity.mutants.mutant import Mutant, Patch, patched
 from parity.mutants.network import criterion, layered, normal
 from parity.optimizer import Optimizer
 
@@ -147,8 +147,8 @@ MUTANTS = [
     *mutants(
         partial(T.NAdam, lr=LR),
         optim.nadam(LR),
-        # Which PyTorch keeps its product of momenta in, in whatever precision it trains.
-        around=lambda: mock.patch("torch.optim.nadam._get_scalar_dtype", return_value=float64),
+        # PyTorch stores its product of momenta in this dtype, whatever the precision of training.
+        around=patched(nadam._get_scalar_dtype, lambda *_: float64, within=nadam),
         nadam_without_momentum_decay=optax.nadam(LR),
     ),
     *mutants(partial(T.RAdam, lr=LR), optim.radam(LR), radam_threshold=optax.radam(LR, threshold=3.0)),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,10 @@ from torch.optim import lr_scheduler as S
 
 from jaxtrain import optim
 from jaxtrain.optim import schedules
-from jaxtrain.step import accumulate, clip_grad_norm, clip_grad_value, dynamic_loss_scale
+from jaxtrain.step import accumulate, clip_grad_norm, clip_grad_value, dynamic_loss_scale, step
 from parity.case import Case
 from parity.mutants.losses import square
-from parity.mutants.mutant import Mutant, Patch
+from parity.mutants.mutant import Mutant, Patch, patched
 from parity.mutants.network import SGD, criterion, normal
 from parity.mutants.optimizers import squares
 from parity.optimizer import Optimizer
@@ -37,28 +36,21 @@ def linear(ours: Callable[..., Any] = square, optimizer: Any = SGD, clip_norm: f
     return criterion(squares, ours, normal, optimizer=optimizer, clip_norm=clip_norm)
 
 
-def patched(name: str, wrong: Any) -> Patch:
-    """While entered, what is called `name` is `wrong`."""
-    return lambda: mock.patch(name, wrong)
-
-
-def stepped(
-    name: str, what: str, wrong: Any, stage: str = "", clip_norm: float | None = None, **settings: Any
-) -> Mutant:
-    """A step of which the part called `what` is `wrong`."""
+def stepped(name: str, patch: Patch, stage: str = "", clip_norm: float | None = None, **settings: Any) -> Mutant:
+    """A training step with one part patched."""
     case = partial(linear, clip_norm=clip_norm)
-    return Mutant(name, case, case, stage, patch=patched(what, wrong), settings=settings)
+    return Mutant(name, case, case, stage, patch=patch, settings=settings)
 
 
 def clipped(name: str, wrong: Callable[[Any, float], Any], bound: float = 0.01) -> Mutant:
     """A step that clips by `wrong`; where PyTorch's factor is 1 its clipping computes nothing new."""
     both = lambda grads, bound: (wrong(grads, bound), optax.tree.norm(grads))  # noqa: E731
-    return stepped(name, "jaxtrain.step.step.clip_grad_norm", both, "clip|update", bound)
+    return stepped(name, patched(clip_grad_norm, both, within=step), "clip|update", bound)
 
 
-def accumulated(name: str, what: str, wrong: Any) -> Mutant:
-    """A window of four that does `what` by `wrong`."""
-    return stepped(name, f"jaxtrain.step.accumulate.{what}", wrong, accumulate=4)
+def accumulated(name: str, function: Callable[..., Any], wrong: Any, **settings: Any) -> Mutant:
+    """A window of four micro-batches, with `wrong` for one function of `jaxtrain.step.accumulate`."""
+    return stepped(name, patched(function, wrong), accumulate=4, **settings)
 
 
 HIGH = 2.0**24
@@ -70,13 +62,14 @@ def scalers(start: float) -> Iterator[None]:
     """On both sides the scale starts at `start`, and grows after two clean updates."""
     ours = partial(dynamic_loss_scale, start, growth_interval=2)
     theirs = partial(GradScaler, init_scale=start, growth_interval=2)
-    with mock.patch("torch.amp.GradScaler", theirs), mock.patch("jaxtrain.step.step.dynamic_loss_scale", ours):
+    scaler = patched(dynamic_loss_scale, ours, within=step)
+    with patched(GradScaler, theirs, within=torch.amp)(), scaler():
         yield
 
 
 def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
     """A step whose scaler is `wrong()`, and should be that of `scalers`."""
-    patch = patched("jaxtrain.step.step.dynamic_loss_scale", wrong)
+    patch = patched(dynamic_loss_scale, wrong, within=step)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, linear, linear, patch=patch, around=partial(scalers, start), settings=settings)
 
@@ -84,7 +77,7 @@ def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
 def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
     """A step that does `wrong` where it overflows."""
     case = partial(linear, optimizer=optimizer)
-    patch = patched("jaxtrain.step.step._keep_if", wrong)
+    patch = patched(step._keep_if, wrong)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, case, case, patch=patch, around=partial(scalers, HIGH), settings=settings)
 
@@ -140,27 +133,23 @@ MUTANTS = [
         lambda grads, bound: jax.tree.map(lambda g: g * bound / optax.tree.norm(grads), grads),
         bound=100.0,
     ),
-    accumulated("window-summed", "mean_gradient", lambda w: jax.tree.map(lambda g: 4 * g, mean_gradient(w))),
-    accumulated("window-averaged-twice", "mean_gradient", lambda w: jax.tree.map(lambda g: g / 4, mean_gradient(w))),
-    accumulated("window-without-its-last", "split", last_repeated),
+    accumulated("window-summed", mean_gradient, lambda w: jax.tree.map(lambda g: 4 * g, mean_gradient(w))),
+    accumulated("window-averaged-twice", mean_gradient, lambda w: jax.tree.map(lambda g: g / 4, mean_gradient(w))),
+    accumulated("window-without-its-last", split, last_repeated),
     accumulated(
         "window-only-its-last",
-        "add",
+        add,
         lambda window, grads, loss, k: add(
             window._replace(sums=jax.tree.map(jnp.zeros_like, window.sums)), grads, loss, k
         ),
     ),
-    Mutant(
+    accumulated(
         "window-in-bfloat16",
-        linear,
-        linear,
-        patch=patched(
-            "jaxtrain.step.accumulate.add",
-            lambda window, grads, loss, k: add(
-                window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
-            ),
+        add,
+        lambda window, grads, loss, k: add(
+            window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
         ),
-        settings={"accumulate": 4, "precision": "fp32"},
+        precision="fp32",
     ),
     scaled("scale-grows-one-update-late", partial(dynamic_loss_scale, 1024.0, growth_interval=3)),
     scaled("scale-grows-fourfold", partial(dynamic_loss_scale, 1024.0, 4.0, growth_interval=2)),

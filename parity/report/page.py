@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from parity.compare import relative
-from parity.locate import Divergence, Line
+from parity.divergence import Divergence, Line
 from parity.report.result import Result
 from parity.report.terminal import bars
 from parity.source import imported

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from parity.compare import FIRST_BAR, LAST_BAR, RATIO_BAR
-from parity.locate import Divergence
+from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR
+from parity.divergence import Divergence
 from parity.report.result import Result
 
 

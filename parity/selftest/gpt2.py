@@ -18,8 +18,9 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.gpt2 import torch_names
 from parity import jax_side
+from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR, SINGLE
 from parity.case import AdamW, Batch, Case
-from parity.compare import FIRST_BAR, LAST_BAR, RATIO_BAR, SINGLE, relative
+from parity.compare import relative
 from parity.record import Record, Tensors
 from parity.selftest.bits import in_words, on_host, unlike
 from parity.selftest.finding import Finding, within

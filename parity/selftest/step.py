@@ -11,7 +11,8 @@ import optax
 from jaxtrain import Loss, TrainStep, train_step
 from jaxtrain.step import dynamic_loss_scale
 from jaxtrain.transforms import block
-from parity.compare import FIRST_BAR, relative
+from parity.bars import FIRST_BAR
+from parity.compare import relative
 from parity.selftest.bits import in_words, on_host, unlike
 from parity.selftest.finding import Finding, within
 

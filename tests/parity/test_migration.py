@@ -14,8 +14,9 @@ import jaxtrain as jt
 import parity
 from jaxtrain.interop.torch_file import read_torch, write_torch
 from jaxtrain.interop.torch_run import to_torch, torch_run
+from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR
 from parity.cases import gpt2, migration
-from parity.compare import FIRST_BAR, LAST_BAR, RATIO_BAR, relative
+from parity.compare import relative
 from parity.jax_side import arrays
 from parity.torch_side import seeded_model
 

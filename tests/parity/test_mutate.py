@@ -7,7 +7,9 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.errors import UserError
+from jaxtrain.step import accumulate, clip_grad_norm
 from parity.mutants import MUTANTS
+from parity.mutants.mutant import patched
 from parity.mutate import clean_runs, document, main, mutate
 
 FEW = [
@@ -44,6 +46,11 @@ def test_every_other_bug_is_too(name: str) -> None:
 @pytest.mark.slow
 def test_a_hundred_clean_runs_raise_no_alarm() -> None:
     assert [verdict.faults for verdict in clean_runs(100) if not verdict.passed] == []
+
+
+def test_a_patch_of_a_function_that_a_module_does_not_have_is_refused_when_it_is_made() -> None:
+    with pytest.raises(AttributeError, match=r"jaxtrain.step.accumulate has no clip_grad_norm"):
+        patched(clip_grad_norm, None, within=accumulate)
 
 
 def test_there_are_enough_of_them() -> None:

@@ -12,9 +12,9 @@ import torch
 import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity import torch_side
+from parity.bars import LAST_BAR
 from parity.case import Case
 from parity.cases import gpt2, mlp
-from parity.compare import LAST_BAR
 from parity.optimizer import AdamW, Optimizer
 from parity.run import check, examine
 from parity.trajectory import trajectory

@@ -18,7 +18,7 @@ from parity import check
 from parity.case import AdamW, Case
 from parity.cases import CASES
 from parity.cases.mlp import case as mlp
-from parity.weights import as_source, probe_of, propose, prove
+from parity.weights import as_source, probe_of, propose, prove, with_tables
 
 WIDTH = 6
 
@@ -93,17 +93,17 @@ def attention(names: NameTable | None = None) -> Case:
 def test_the_proposal_is_the_table_written_by_hand(name: str) -> None:
     written = CASES[name]()
     left_out = dataclasses.replace(written, names=None, buffers=None)
-    assert left_out.tables == (written.names, written.buffers)
+    assert with_tables(left_out).tables == (written.names, written.buffers)
 
 
 @pytest.mark.parametrize("name", ["gradient-penalty", "maml", "autograd.double-backward"])
 def test_other_losses_are_probed_as_well(name: str) -> None:
     written = CASES[name]()
-    assert dataclasses.replace(written, names=None).tables[0] == written.names
+    assert with_tables(dataclasses.replace(written, names=None)).names == written.names
 
 
 def test_equal_shapes_and_squares_are_told_apart_by_value_alone() -> None:
-    proposed = attention().tables[0]
+    proposed = with_tables(attention()).names
     # A key's bias moves nothing: what is left for it is what is left.
     assert proposed == BLIND
     by_name = propose(Attention(), attention().params_like)
@@ -138,7 +138,7 @@ def test_a_proposed_case_is_checked_like_any_other() -> None:
 
 
 def test_the_proposal_is_python() -> None:
-    for table in (attention().tables[0], CASES["cnn"]().names, CASES["gpt2"]().names):
+    for table in (with_tables(attention()).names, CASES["cnn"]().names, CASES["gpt2"]().names):
         assert eval(as_source(table), vars(interop)) == table
 
 
@@ -146,7 +146,7 @@ def test_models_that_differ_a_little_are_still_matched() -> None:
     def other(params: Any, batch: Any, rng: Any) -> Any:
         return attention_loss(params, {**batch, "x": batch["x"] * (1 + 1e-4)}, rng)
 
-    proposed = dataclasses.replace(attention(), loss_fn=other).tables[0]
+    proposed = with_tables(dataclasses.replace(attention(), loss_fn=other)).names
     assert proposed == BLIND
 
 
@@ -284,7 +284,7 @@ def test_convolutions_over_time_and_heads_with_an_axis_of_their_own_are_proposed
     case = dataclasses.replace(
         attention(), torch_model=Sequence, loss_fn=sequence_loss, params_like=like, name="sequence"
     )
-    table, _ = case.tables
+    table, _ = with_tables(case).tables
     found = {path: (param.name, param.layout.source) for path, param in table.params.items()}
     assert found.pop("kernel") == ("conv.weight", "CONV")
     assert found.pop("a/kernel") == ("query.weight", "linear_into_heads(2, 3)")

@@ -1,0 +1,17 @@
+"""The bars of a verdict: how far apart two runs may be. No tolerance is taken from the caller."""
+
+import numpy as np
+
+FIRST_BAR = 1e-10
+"""Relative distance in float64 up to the end of the first step. Rounding is 1e-16, a wrong epsilon 1e-6."""
+LAST_BAR = 1e-8
+"""The same after more steps, which amplify the rounding of the steps before. A long run may be allowed more
+(`parity.trajectory`)."""
+NEGLIGIBLE = 1e-12
+"""A tensor whose norm is a smaller part of the whole may be zero in mathematics (the gradient of an attention key bias)
+and rounding noise in practice: its distance is measured on the scale of the whole."""
+SINGLE = float(np.finfo(np.float32).eps)
+"""Rounding of a loss, which is float32 in low precisions: a single loss may be closer to the truth by chance."""
+RATIO_BAR = 2.0
+"""Largest distance of a low-precision run from the float64 truth, in units of PyTorch's own distance. It is the factor
+that PyTorch's compiler tests allow a compiled model (`torch/_dynamo/utils.py`, `same`)."""
