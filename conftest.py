@@ -24,26 +24,57 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+import ctypes  # noqa: E402
+import gc  # noqa: E402
+import platform  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
-from tests.slowest import listed  # noqa: E402
+import jaxtrain.cli  # noqa: E402
 
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+# A worker above this resident size drops its compiled programs at the end of a module.
+MAX_RESIDENT_BYTES = 1.5e9
+
+# The commands have glibc keep what they free, for the whole process: a worker would only ever grow.
+jaxtrain.cli.keep_host_memory = lambda: False
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what was measured to be."""
-    slow = listed()
+    """Mark the cases of a `sampled(n)` test beyond its first n as slow."""
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
+        if marker := item.get_closest_marker("sampled"):
+            function = item.nodeid.partition("[")[0]
+            cases[function] += 1
+            if cases[function] > marker.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let no race of the workers fail a test."""
-    # Two workers may meet over one entry of the compilation cache: the loser compiles again, and says so.
+    """Ignore the warning of two workers that write one entry of the compilation cache at a time."""
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_memory() -> Iterator[None]:
+    """Return the memory of compiled programs to the system once a worker has grown."""
+    yield
+    if platform.libc_ver()[0] == "glibc" and resident_bytes() > MAX_RESIDENT_BYTES:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """The resident size of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
