@@ -7,11 +7,13 @@ CACHE = Path(__file__).parent / ".cache"
 
 for name, value in {
     "JAX_PLATFORMS": "cpu",
-    # Four devices for sharding; LLVM's optimisations take longer than our tiny programs run.
+    # Four devices for sharding; collectives may wait long for a device whose thread gets no core.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
-    # Of a program divided over devices some wait for the others, whose turn may be long in coming.
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # Compiling is what tests cost: without LLVM's optimizations and with the former emitters it takes a fifth.
+    # `parity selftest` runs with the flags that users have.
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
     # PyTorch's threads, two to a worker, would wait for each other.
     "OMP_NUM_THREADS": "1",
     # Workers and later runs share what is compiled, however fast it compiled.
