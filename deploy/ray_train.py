@@ -1,7 +1,7 @@
-"""A run as a job of Ray Train: python deploy/ray_train.py --workers 2 --gpu -- gpt-stdlib --out /shared/runs/mine …
+"""Train with Ray Train: python deploy/ray_train.py --workers 2 --gpu -- gpt-stdlib --out /shared/runs/mine …
 
-Ray starts the processes and tells JAX of them, `jaxtrain train` does the rest. After a worker is lost Ray starts all
-of them again, and the run goes on from its last checkpoint: its folder must be one that all workers see.
+Ray starts the processes and configures JAX; each process runs `jaxtrain train`. If a worker is lost, Ray restarts all
+of them, and the run continues from its last checkpoint. The run folder must be shared by all workers.
 """
 
 import argparse
@@ -13,19 +13,19 @@ from ray.train.v2.jax.config import JaxConfig
 
 
 def train(config: dict[str, Any]) -> None:
-    """On each worker. Raises `RuntimeError` where the run did not end well, for Ray to count as a failure."""
+    """Train on a worker; raise `RuntimeError` if the run fails, so that Ray counts a failure."""
     from jaxtrain.cli import main
 
     if status := main(["train", *config["args"], "--resume", "auto"]):
-        raise RuntimeError(f"jaxtrain train ended with {status}: what it says stands in the workers' logs")
+        raise RuntimeError(f"jaxtrain train exited with status {status}: see the logs of the workers")
 
 
 def trainer(args: list[str], workers: int, gpu: bool, failures: int) -> JaxTrainer:
-    """The job: `args` are those of `jaxtrain train`."""
+    """Return the job; `args` are the arguments of `jaxtrain train`."""
     return JaxTrainer(
         train,
         train_loop_config={"args": args},
-        # Without it Ray tells JAX nothing of the other workers; JAX_PLATFORMS says where they compute.
+        # Required for Ray to connect the workers, also on CPUs; JAX_PLATFORMS selects the platform.
         jax_config=JaxConfig(use_gpu=True),
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpu),
         run_config=RunConfig(
@@ -37,14 +37,14 @@ def trainer(args: list[str], workers: int, gpu: bool, failures: int) -> JaxTrain
 
 
 def main() -> None:
-    """Start it and wait for its end."""
+    """Start the job and wait for its end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=1, help="processes, each with one GPU where --gpu is given")
-    parser.add_argument("--gpu", action="store_true", help="train on GPUs, not on the CPU")
-    parser.add_argument("--failures", type=int, default=3, help="workers lost after which Ray gives up")
-    parser.add_argument("args", nargs="+", help="after --: what jaxtrain train is given, --out among it")
-    asked = parser.parse_args()
-    trainer(asked.args, asked.workers, asked.gpu, asked.failures).fit()
+    parser.add_argument("--workers", type=int, default=1, help="number of processes, each with one GPU if --gpu is set")
+    parser.add_argument("--gpu", action="store_true", help="train on GPUs instead of CPUs")
+    parser.add_argument("--failures", type=int, default=3, help="number of failures before Ray gives up")
+    parser.add_argument("args", nargs="+", help="after --: arguments of jaxtrain train, including --out")
+    arguments = parser.parse_args()
+    trainer(arguments.args, arguments.workers, arguments.gpu, arguments.failures).fit()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A newcomer's first day, taken down: `python -m docs.first_day` writes docs/first-day.md.
+"""Record docs/first-day.md, a transcript of a newcomer's commands: `python -m docs.first_day`.
 
-Every command is typed into a terminal of its own, in a folder that holds the checkout and nothing else, with an empty
-environment and empty caches; what the terminal shows at the end is what the page shows. Needs `pip install pyte`.
+Each command runs in a separate terminal, in a folder that contains only the checkout, with an empty environment and
+empty caches. The page shows the final state of each terminal. Needs `pip install pyte`.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ import pyte
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "first-day.md"
-COLUMNS, ROWS, KEPT = 110, 60, 24
+COLUMNS, ROWS, MAX_LINES = 110, 60, 24
 
 PORT = """\
 import jax, jax.numpy as jnp, numpy as np, torch
@@ -78,18 +78,18 @@ print(logits.shape, "next byte:", repr(chr(logits[0, -1].argmax())))
 HEAD = """\
 # A first day
 
-Written by `python -m docs.first_day`, which types these commands into a terminal, in a fresh copy of the project, with
-an empty environment and empty caches, on {where}. What is long is cut to its last {kept} lines.
+This page is a transcript of a newcomer's commands. `python -m docs.first_day` recorded it in a fresh copy of the
+project, with an empty environment and empty caches, on {machine}. Long output is cut to its last {max_lines} lines.
 
-| | command | first sign of life | longest without one | in all |
+| | command | first output | longest time without output | total |
 | --- | --- | --- | --- | --- |"""
 FILES = f"""
-The port, `mine.py`, has a mistake in it that its writer has not seen:
+The port, `mine.py`, contains a mistake:
 
 ```py
 {PORT}```
 
-And `read.py`:
+`read.py` loads the exported model:
 
 ```py
 {READ}```"""
@@ -97,7 +97,14 @@ And `read.py`:
 
 @dataclass(frozen=True)
 class Stage:
-    """What is typed, and why; `stopped_by`, on the screen, is when Ctrl-C is pressed; `status`, the exit status due."""
+    """A command.
+
+    Attributes:
+      title: Heading of its section.
+      command: Shell command.
+      stopped_by: Regular expression of the output at which Ctrl-C is pressed; None runs the command to its end.
+      status: Expected exit status.
+    """
 
     title: str
     command: str
@@ -106,8 +113,15 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the terminal showed, and after how many seconds; `silence`, the longest without a change."""
+class Transcript:
+    """The output of a command.
+
+    Attributes:
+      lines: Final content of the terminal.
+      first: Seconds to the first output.
+      silence: Longest time without output, in seconds.
+      total: Duration in seconds.
+    """
 
     lines: list[str]
     first: float
@@ -117,28 +131,28 @@ class Seen:
 
 STAGES = [
     Stage("Install", "pip install '.[parity,onnx]'"),
-    Stage("Is this machine fit for it?", "jaxtrain doctor"),
+    Stage("Check the machine", "jaxtrain doctor"),
     Stage(
-        "Train on a folder of my own texts, and stop",
+        "Train on a folder of texts, and stop",
         "jaxtrain train --data docs --out runs/mine --steps 300 --eval-every 100",
         stopped_by=r"step 1[2-9]\d of 300",
     ),
-    Stage("Go on where it stopped", "jaxtrain train --resume --out runs/mine"),
-    Stage("What was it like?", "jaxtrain report runs/mine"),
-    Stage("Let it write", "jaxtrain sample runs/mine"),
-    Stage("Give it to another program", "jaxtrain export runs/mine --format onnx"),
-    Stage("Run it there", "python read.py"),
-    Stage("Is my port of a PyTorch module right?", "parity run mine.py::case", status=1),
-    Stage("Where is it wrong?", "parity locate mine.py::case", status=1),
+    Stage("Resume the run", "jaxtrain train --resume --out runs/mine"),
+    Stage("Write the report", "jaxtrain report runs/mine"),
+    Stage("Generate text", "jaxtrain sample runs/mine"),
+    Stage("Export the model", "jaxtrain export runs/mine --format onnx"),
+    Stage("Run it in ONNX Runtime", "python read.py"),
+    Stage("Verify a port of a PyTorch module", "parity run mine.py::case", status=1),
+    Stage("Locate the difference", "parity locate mine.py::case", status=1),
     Stage(
-        "PyTorch's GELU is the exact one",
+        "Fix the port: PyTorch's GELU is exact by default",
         "sed -i 's/gelu(\\(.*\\))$/gelu(\\1, approximate=False)/' mine.py && parity run mine.py::case",
     ),
 ]
 
 
 def main() -> None:
-    """Live the day, and write it down."""
+    """Run all commands and write the page."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "jaxtrain"
         checkout.mkdir()
@@ -147,15 +161,15 @@ def main() -> None:
         (checkout / "mine.py").write_text(PORT)
         (checkout / "read.py").write_text(READ)
         subprocess.run(["python3", "-m", "venv", ".venv"], cwd=checkout, check=True)
-        seen = []
+        transcripts = []
         for stage in STAGES:
             print(stage.title, flush=True)
-            seen.append(_typed(stage, checkout, Path(folder)))
-            print(*seen[-1].lines[-3:], f"{seen[-1].total:.0f} s", sep="\n", flush=True)
-    PAGE.write_text(_page(seen))
+            transcripts.append(_run(stage, checkout, Path(folder)))
+            print(*transcripts[-1].lines[-3:], f"{transcripts[-1].total:.0f} s", sep="\n", flush=True)
+    PAGE.write_text(_page(transcripts))
 
 
-def _typed(stage: Stage, checkout: Path, home: Path) -> Seen:
+def _run(stage: Stage, checkout: Path, home: Path) -> Transcript:
     screen = pyte.HistoryScreen(COLUMNS, ROWS, history=10_000)
     stream = pyte.ByteStream(screen)
     child, terminal = pty.fork()
@@ -174,7 +188,7 @@ def _typed(stage: Stage, checkout: Path, home: Path) -> Seen:
             continue
         try:
             data = os.read(terminal, 65536)
-        except OSError:  # the child has closed it
+        except OSError:  # closed by the child
             break
         if not data:
             break
@@ -187,33 +201,38 @@ def _typed(stage: Stage, checkout: Path, home: Path) -> Seen:
             os.kill(child, signal.SIGINT)
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) not in (stage.status, 130 if pressed else stage.status):
-        raise SystemExit(f"{stage.command}: {os.waitstatus_to_exitcode(status)}\n" + "\n".join(_shown(screen)))
+        raise SystemExit(f"{stage.command}: {os.waitstatus_to_exitcode(status)}\n" + "\n".join(_lines(screen)))
     total = time.monotonic() - begin
-    lines = [line.replace(str(checkout), "~/jaxtrain") for line in _shown(screen)]
-    return Seen(lines, first or total, silence, total)
+    lines = [line.replace(str(checkout), "~/jaxtrain") for line in _lines(screen)]
+    return Transcript(lines, first or total, silence, total)
 
 
-def _shown(screen: pyte.HistoryScreen) -> list[str]:
-    """All lines that the terminal has, those scrolled away too."""
-    past = ["".join(line[i].data for i in range(COLUMNS)) for line in screen.history.top]
-    lines = [line.rstrip() for line in [*past, *screen.display]]
+def _lines(screen: pyte.HistoryScreen) -> list[str]:
+    """Return all lines of the terminal, including those scrolled out of view."""
+    scrolled = ["".join(line[i].data for i in range(COLUMNS)) for line in screen.history.top]
+    lines = [line.rstrip() for line in [*scrolled, *screen.display]]
     while lines and not lines[-1]:
         lines.pop()
     return lines
 
 
-def _page(seen: list[Seen]) -> str:
-    where = f"{os.cpu_count()} CPU cores ({platform.system()}, Python {platform.python_version()}, no GPU)"
-    told = list(zip(STAGES, seen, strict=True))
-    rows = [f"| {s.title} | `{s.command}` | {o.first:.1f} s | {o.silence:.1f} s | {o.total:.0f} s |" for s, o in told]
-    return "\n".join([HEAD.format(where=where, kept=KEPT), *rows, FILES, *(_section(*one) for one in told)]) + "\n"
+def _page(transcripts: list[Transcript]) -> str:
+    machine = f"{os.cpu_count()} CPU cores ({platform.system()}, Python {platform.python_version()}, no GPU)"
+    pairs = list(zip(STAGES, transcripts, strict=True))
+    rows = [f"| {s.title} | `{s.command}` | {o.first:.1f} s | {o.silence:.1f} s | {o.total:.0f} s |" for s, o in pairs]
+    return (
+        "\n".join(
+            [HEAD.format(machine=machine, max_lines=MAX_LINES), *rows, FILES, *(_section(*pair) for pair in pairs)]
+        )
+        + "\n"
+    )
 
 
-def _section(stage: Stage, one: Seen) -> str:
-    lines = one.lines if len(one.lines) <= KEPT else ["…", *one.lines[-KEPT:]]
-    pressed = "Ctrl-C is pressed on the way.\n\n" if stage.stopped_by else ""
-    shown = "\n".join(lines)
-    return f"\n## {stage.title}\n\n{pressed}```sh\n{stage.command}\n```\n\n```\n{shown}\n```"
+def _section(stage: Stage, transcript: Transcript) -> str:
+    lines = transcript.lines if len(transcript.lines) <= MAX_LINES else ["…", *transcript.lines[-MAX_LINES:]]
+    interruption = "Ctrl-C is pressed during training.\n\n" if stage.stopped_by else ""
+    output = "\n".join(lines)
+    return f"\n## {stage.title}\n\n{interruption}```sh\n{stage.command}\n```\n\n```\n{output}\n```"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""The notebooks of the tutorials, made from their pages.
+"""Generate the notebooks of the tutorials from their pages: `python -m docs.notebooks`.
 
-    python docs/notebooks.py
-
-A page is what is written; its notebook is the same text, with its blocks as cells:
+A notebook has the text of its page, with each block as a cell:
 
 | block | cell |
 | --- | --- |
 | `python` | its code |
 | `python title="FILE"` | `%%writefile FILE` |
-| `sh` | `%%sh -e`, which stops at a command that fails |
-| `text`, what the block before it prints | stays text |
+| `sh` | `%%sh -e`, which stops at the first failing command |
+| `text`, the output of the preceding block | Markdown |
 """
 
 import re
@@ -22,42 +20,42 @@ from nbformat.notebooknode import NotebookNode
 
 DOCS = Path(__file__).parent
 PAGES = sorted((DOCS / "tutorials").glob("*.md"))
-# Jupyter asks all programs for colours, which rich takes for a terminal: this is its way to say that there is none.
+# Jupyter requests colored output, which rich mistakes for a terminal; this disables it.
 _PLAIN = "%env TTY_COMPATIBLE=0"
 _BLOCK = re.compile(r'^```(python|sh)(?: title="([^"]+)")?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?', re.M | re.S)
 
 
 @dataclass(frozen=True)
 class Code:
-    """A block of a page that is run: `source` of a cell, and of its output what the page shows."""
+    """A block that is executed: the `source` of its cell, and the `output` shown on the page."""
 
     source: str
-    shown: str
+    output: str
 
 
 def parts(page: str) -> Iterator[str | Code]:
-    """A page's text and code, in order.
+    """Yield the text and code of a page, in order.
 
-    >>> page = "Say it:\\n\\n```python\\nprint(7)\\n```\\n\\n```text\\n7\\n```\\n\\n```sh\\nls\\n```\\n"
+    >>> page = "A number:\\n\\n```python\\nprint(7)\\n```\\n\\n```text\\n7\\n```\\n\\n```sh\\nls\\n```\\n"
     >>> list(parts(page))
-    ['Say it:', Code(source='print(7)', shown='7'), '```text\\n7\\n```', Code(source='%%sh -e\\nls', shown='')]
+    ['A number:', Code(source='print(7)', output='7'), '```text\\n7\\n```', Code(source='%%sh -e\\nls', output='')]
     """
     end = 0
     for block in _BLOCK.finditer(page):
-        language, title, source, shown = block.groups()
+        language, title, source, output = block.groups()
         if text := page[end : block.start()].strip():
             yield text
         magic = "%%sh -e\n" if language == "sh" else f"%%writefile {title}\n" if title else ""
-        yield Code(magic + source.rstrip(), (shown or "").rstrip())
-        if shown:
-            yield f"```text\n{shown.rstrip()}\n```"
+        yield Code(magic + source.rstrip(), (output or "").rstrip())
+        if output:
+            yield f"```text\n{output.rstrip()}\n```"
         end = block.end()
     if text := page[end:].strip():
         yield text
 
 
 def notebook(page: str) -> NotebookNode:
-    """The notebook of a page, not yet run. Links to other tutorials lead to their notebooks."""
+    """Return the notebook of a page, without outputs. Links to other tutorials become links to their notebooks."""
     cells = [nbformat.v4.new_code_cell(_PLAIN)]
     for part in parts(page):
         if isinstance(part, Code):
@@ -65,13 +63,13 @@ def notebook(page: str) -> NotebookNode:
         else:
             cells.append(nbformat.v4.new_markdown_cell(re.sub(r"\]\((\w+)\.md\)", r"](\1.ipynb)", part)))
     for i, cell in enumerate(cells):
-        cell["id"] = f"cell-{i}"  # nbformat's own are random
+        cell["id"] = f"cell-{i}"  # nbformat's ids are random
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
 
 
 def path_of(page: Path) -> Path:
-    """Where the notebook of a page is kept."""
+    """Return the path of the notebook of a page."""
     return DOCS / "notebooks" / f"{page.stem}.ipynb"
 
 

@@ -1,8 +1,8 @@
-"""A Wasserstein critic with gradient penalty (Gulrajani et al. 2017): a gradient inside the loss.
+"""Train a Wasserstein critic with gradient penalty (Gulrajani et al. 2017), a gradient inside the loss.
 
     python examples/gradient_penalty.py
 
-PyTorch's `torch.autograd.grad(…, create_graph=True)` is `jax.grad` called within the loss function.
+`jax.grad` inside the loss function corresponds to PyTorch's `torch.autograd.grad(…, create_graph=True)`.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, D103
 
@@ -11,13 +11,13 @@ import numpy as np
 import optax
 
 import jaxtrain as jt
-from jaxtrain.losses.subgradients import norm
+from jaxtrain.losses import subgradients
 
 PENALTY = 10.0
 
 
 def critic(params, x):
-    """The score of one point [2]."""
+    """Return the score of a point [2]."""
     hidden = jax.nn.softplus(x @ params["w1"] + params["b1"])
     return hidden @ params["w2"]
 
@@ -25,7 +25,7 @@ def critic(params, x):
 def loss_fn(params, batch, rng):
     def loss(real, fake, mix):
         slope = jax.grad(critic, argnums=1)(params, mix * real + (1 - mix) * fake)
-        penalty = PENALTY * (norm(slope) - 1) ** 2
+        penalty = PENALTY * (subgradients.norm(slope) - 1) ** 2
         return critic(params, fake) - critic(params, real) + penalty
 
     losses = jax.vmap(loss)(batch["real"], batch["fake"], batch["mix"])
@@ -33,7 +33,7 @@ def loss_fn(params, batch, rng):
 
 
 def batches(steps, rows=256):
-    """Real points lie on a circle, fake ones around its centre."""
+    """Yield batches with real points on a circle and fake points around its center."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         angle = rng.uniform(0, 2 * np.pi, rows)

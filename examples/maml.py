@@ -1,8 +1,8 @@
-"""Meta-learning by MAML (Finn et al. 2017): learn the weights from which one step of gradient descent fits a new task.
+"""Meta-learning with MAML (Finn et al. 2017): learn weights from which one gradient step fits a new task.
 
     python examples/maml.py
 
-Each row of a batch is a task, a sine wave: the inner step is a plain function, differentiated like any other.
+Each row of a batch is a task, a sine wave. The inner step is a function that is differentiated like any other.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, D103
 
@@ -26,13 +26,13 @@ def error(params, x, y):
 
 
 def loss_fn(params, batch, rng):
-    def after_a_step(support_x, support_y, query_x, query_y):
+    def adapted_loss(support_x, support_y, query_x, query_y):
         grads = jax.grad(error)(params, support_x, support_y)
         adapted = jax.tree.map(lambda p, g: p - INNER_LR * g, params, grads)
         return error(adapted, query_x, query_y)
 
     tasks = (batch[name] for name in ("support_x", "support_y", "query_x", "query_y"))
-    losses = jax.vmap(after_a_step)(*tasks)
+    losses = jax.vmap(adapted_loss)(*tasks)
     return jt.Loss(losses.sum(), weight=len(losses)), {}
 
 

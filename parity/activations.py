@@ -15,9 +15,9 @@ import torch
 from jax.extend.core import JaxprEqn
 from torch.utils._pytree import tree_leaves
 
-from jaxtrain.step import checked, micro_batch_key
+from jaxtrain.step import micro_batch_key, validated
 from jaxtrain.transforms import KERNEL, policy
-from jaxtrain.transforms.jaxpr import Run, bind, called, calls, transform, unrolled
+from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, is_call, transform, unroll_scan
 from parity import jax_side, torch_side
 from parity.bars import RATIO_BAR
 from parity.case import Case
@@ -139,7 +139,7 @@ def _jax_values(
         params, model_state = jax_side.from_torch(case, weights)
         batch = {name: x[: case.rows // accumulate] for name, x in next(case.batches(seed, 1)).items()}
         numerics, made = policy(precision), list[_Made]()
-        recorded = _recorded(checked(case.loss_fn), made, wanted)
+        recorded = _recorded(validated(case.loss_fn), made, wanted)
         compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded)
         values = jax.jit(compute)(
             numerics.cast_params(params),
@@ -162,12 +162,12 @@ def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int]
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             name = eqn.primitive.name
             if name == "scan":
-                return unrolled(eqn, args, run)
-            if name in CALLS and not calls(eqn, KERNEL):
+                return unroll_scan(eqn, args, run)
+            if name in CALLS and not is_call(eqn, KERNEL):
                 body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
                 # What JAX traced once, for an earlier caller, has that one's lines.
                 lines.append(line_of(eqn) or (lines[-1] if lines else None))
-                outs = called(body, args, run)
+                outs = evaluate_inner(body, args, run)
                 lines.pop()
                 return outs
             outs = bind(eqn, args)

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 import jaxtrain
 from jaxtrain.interop import LAYER
 from jaxtrain.paths import path_name
-from jaxtrain.transforms.jaxpr import Run, bind, called, interpret
+from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, interpret
 from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
@@ -131,7 +131,7 @@ class _Recorder:
         if name in CALLS:
             self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return called(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
+                return evaluate_inner(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
             finally:
                 self.calls.pop()
         if name == "scan":
@@ -139,7 +139,7 @@ class _Recorder:
         if name == "while":
             return _looped(eqn, given, run)
         if name == "cond":
-            return called(eqn.params["branches"][int(given[0].value)], given[1:], run)
+            return evaluate_inner(eqn.params["branches"][int(given[0].value)], given[1:], run)
         where = Equation(name, self._line(eqn))
         return [self._recorded(out, given, where) for out in bind(eqn, [x.value for x in given])]
 
@@ -204,7 +204,7 @@ def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     ys: list[list[_Traced]] = [[]] * length
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        outs = [_traced(x) for x in called(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
+        outs = [_traced(x) for x in evaluate_inner(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
     stacks = (
         _Traced(jnp.stack([y.value for y in layers]), tuple(y.all for y in layers)) for layers in zip(*ys, strict=True)
@@ -215,8 +215,8 @@ def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
 def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts, carry = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
-    while bool(_traced(called(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
-        carry = [_traced(x) for x in called(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
+    while bool(_traced(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
+        carry = [_traced(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
     return carry
 
 

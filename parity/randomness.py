@@ -15,8 +15,8 @@ from jax.extend.core import JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
-from jaxtrain.step import LossFn, checked, micro_batch_key
-from jaxtrain.transforms.jaxpr import Run, bind, called, calls, inner_jaxprs, transform, unrolled
+from jaxtrain.step import LossFn, micro_batch_key, validated
+from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
 from parity.jax_side import arrays
 
@@ -40,8 +40,12 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         # Shapes and the key decide what is drawn: zeros and one batch do for all.
         params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), precision)
         batch = arrays(case.batch(seed, case.rows // accumulate), precision)
-        draw = jax.jit(drawn(case.loss_fn))
-        keys = [micro_batch_key(jax.random.key(seed), i) for i in range(steps * accumulate)]
+        key = jax.random.key(seed)
+        draw = jax.jit(drawn(case.loss_fn)).trace(params, batch, key, model_state)
+        if not draw.jaxpr.out_avals:
+            return [[] for _ in range(steps * accumulate)]  # without dropout there is nothing to compile
+        draw = draw.lower().compile()
+        keys = [micro_batch_key(key, i) for i in range(steps * accumulate)]
         return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
 
 
@@ -65,12 +69,12 @@ def drawn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             if not _draws(eqn):
                 return bind(eqn, args)
-            if calls(eqn, DRAW):
+            if is_call(eqn, DRAW):
                 found.extend(outs := bind(eqn, args))
                 return outs
             return _inlined(eqn, args, run)
 
-        transform(checked(loss_fn), rule)(params, batch, rng, model_state)
+        transform(validated(loss_fn), rule)(params, batch, rng, model_state)
         return found
 
     return masks
@@ -139,20 +143,20 @@ def _zeros(like: Any) -> np.ndarray:
 
 
 def _draws(eqn: JaxprEqn) -> bool:
-    return calls(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    return is_call(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     """The equation evaluated here, so that the masks drawn in it can be seen outside."""
     name = eqn.primitive.name
     if name == "scan":
-        return unrolled(eqn, args, run)
+        return unroll_scan(eqn, args, run)
     if name not in CALLS:
         raise UserError(
             f"a dropout mask is drawn inside {name}, where PyTorch cannot be given it: use scan, or no loop"
         )
     body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-    return called(body, args, run)
+    return evaluate_inner(body, args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:

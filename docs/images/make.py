@@ -1,4 +1,4 @@
-"""Make docs/images/train.svg, the README's picture, from a real run: `python docs/images/make.py`."""
+"""Draw docs/images/train.svg, the README's picture, from a training run: `python docs/images/make.py`."""
 
 import dataclasses
 import io
@@ -19,7 +19,7 @@ WIDTH = 96
 
 
 def main() -> None:
-    """Train the default recipe and keep what the console showed."""
+    """Train the default recipe and save the console output as an image."""
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], log_every=100, eval_every=100)
     rich = RichConsole(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console = Console(rich)
@@ -29,7 +29,7 @@ def main() -> None:
         console.sample(outcome.sample or "")
         console.summary(read_metrics(run.metrics), outcome.references, {})
     svg = rich.export_svg(title="jaxtrain train")
-    # rich would have the reader's browser fetch a font.
+    # Remove the fonts that rich links to, so that the image has no external resources.
     (HERE / "train.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
 
 

@@ -1,4 +1,4 @@
-"""Make docs/images/migration.svg, of what docs/migration.md computes: `python docs/images/migration.py`."""
+"""Draw docs/images/migration.svg from the results of docs/migration.md: `python docs/images/migration.py`."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ TORCH, JAX, INK = "#c2410c", "#1d4ed8", "#52525b"
 
 
 def main() -> None:
-    """Run the page and draw its two curves."""
+    """Run the code of the page and draw its two loss curves."""
     page: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (HERE.parent / "migration.md").read_text(), re.DOTALL):
         exec(block, page)

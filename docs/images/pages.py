@@ -1,4 +1,4 @@
-"""Make pictures of the pages, from real runs: `python -m docs.images.pages`; needs chromium and chromium-driver."""
+"""Take screenshots of reports of training runs: `python -m docs.images.pages`; needs chromium and chromium-driver."""
 
 import dataclasses
 import io
@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console as RichConsole
 
 from jaxtrain.cli import main as jaxtrain
-from jaxtrain.observe import Console, QuietConsole, read_record, write_report, write_result
+from jaxtrain.observe import Console, LogLine, QuietConsole, read_record, write_report, write_result
 from jaxtrain.observe.console import ProgressView
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.recipes import RECIPES
@@ -32,8 +32,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-class Portrait(QuietConsole):
-    """Keeps the panel as a terminal would show it after a step."""
+class PanelConsole(QuietConsole):
+    """Record the panel as a terminal shows it after a given step."""
 
     def __init__(self, step: int) -> None:
         self.rich = RichConsole(record=True, width=88, file=io.StringIO(), highlight=False, force_terminal=True)
@@ -41,49 +41,49 @@ class Portrait(QuietConsole):
 
     @contextmanager
     def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:
-        """The panel, looked at after the step."""
+        """Create the panel."""
         self._panel = LivePanel(start, total, unit)
         yield self
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
-        """A step is done."""
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
+        """Update the panel, and record it at the given step."""
         self._panel.advance(step, line)
         if step == self._at:
             self.rich.print(self._panel)
 
 
 def main() -> None:
-    """Train, write the pages, take their pictures."""
+    """Train the runs, write their reports and take screenshots."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        portrait = Portrait(step=280)
+        panel = PanelConsole(step=280)
         for name, settings in RUNS.items():
-            train("gpt-stdlib", name, portrait if name == "fp16" else QuietConsole(), **SMALL, **settings)
-        svg = portrait.rich.export_svg(title="jaxtrain train")
-        # rich would have the reader's browser fetch a font.
+            train("gpt-stdlib", name, panel if name == "fp16" else QuietConsole(), **SMALL, **settings)
+        svg = panel.rich.export_svg(title="jaxtrain train")
+        # Remove the fonts that rich links to, so that the image has no external resources.
         (HERE / "live.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
         train("digits-cnn", "digits", QuietConsole(), steps=150)
         for command in ("eval digits --worst 12", "report digits", "report fp16 fp32 lr-0.03"):
             assert jaxtrain(command.split()) == 0
         assert parity(["run", "mlp", "cnn", "gpt2", "llama", "--html", "parity.html"]) == 0
         with browser(Path(folder, "profile")) as window:
-            picture(window, Path("fp16/report.html"), "report.png", 1100, 1240)
-            picture(window, Path("comparison.html"), "report-compared.png", 1100, 665, dark=True)
-            picture(window, Path("digits/report.html"), "report-narrow.png", 420, 1168)
-            picture(window, Path("parity.html"), "parity.png", 1100, 440)
+            screenshot(window, Path("fp16/report.html"), "report.png", 1100, 1240)
+            screenshot(window, Path("comparison.html"), "report-compared.png", 1100, 665, dark=True)
+            screenshot(window, Path("digits/report.html"), "report-narrow.png", 420, 1168)
+            screenshot(window, Path("parity.html"), "parity.png", 1100, 440)
         os.chdir(HERE)
 
 
 def train(name: str, out: str, console: Console, **settings: Any) -> None:
-    """A run of the recipe, with its page."""
+    """Train a recipe and write its report."""
     run = RunFolder(Path(out))
     outcome = fit(name, dataclasses.replace(RECIPES[name], **settings), run, resume=False, console=console)
     write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
     write_report(run.report, [read_record(run)])
 
 
-def picture(window: Browser, page: Path, name: str, width: int, height: int, *, dark: bool = False) -> None:
-    """The upper part of the page, in as many colours as it takes."""
+def screenshot(window: Browser, page: Path, name: str, width: int, height: int, *, dark: bool = False) -> None:
+    """Save the upper part of a page as an image with 256 colors."""
     window.open(page.absolute().as_uri())
     window.screenshot(HERE / name, width, dark=dark)
     assert window.complaints() == []

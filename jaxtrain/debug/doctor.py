@@ -193,6 +193,21 @@ def collectives() -> Iterator[Finding]:
         yield Finding("collectives", "fine", ", ".join(said))
 
 
+def internals() -> Iterator[Finding]:
+    """Check that JAX still has the private names that this package uses."""
+    import jax
+
+    from jaxtrain.transforms.jax_internals import INTERNALS, missing_internals
+
+    missing = missing_internals()
+    if missing:
+        names = "; ".join(f"{internal.name} (used by {internal.used_by})" for internal in missing)
+        fix = "install a JAX version that jaxtrain is tested with: pip install 'jax>=0.10,<0.11'"
+        yield Finding("JAX internals", "problem", f"jax {jax.__version__} lacks {names}", fix)
+    else:
+        yield Finding("JAX internals", "fine", f"all {len(INTERNALS)} are present in jax {jax.__version__}")
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python,
     packages,
@@ -203,6 +218,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     compiler,
     cache,
     collectives,
+    internals,
 )
 
 

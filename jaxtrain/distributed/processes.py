@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed  # the key-value store has no public name
 
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.transforms import jax_internals
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _ALWAYS = 2**31 - 1  # milliseconds: if the other dies before, so do we
 # What XLA's collectives raise when the other end of a connection is gone.
 _BROKEN = re.compile("Gloo|NCCL")
 _turns = itertools.count()
-_runtime: Any = distributed.global_state
+_runtime: Any = getattr(jax_internals.distributed, "global_state", None)
 
 
 def count() -> int:

@@ -19,7 +19,7 @@ from jaxtrain.distributed.division import Division
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_ways
 from jaxtrain.distributed.sharding import Rules, param_shardings, without
 from jaxtrain.errors import UserError
-from jaxtrain.transforms import BLOCK, Apart, jaxpr, precision
+from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
 def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:
@@ -40,10 +40,10 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             layers = {id(v) for v in _scanned(closed.jaxpr)}
             division = Division(mesh, count, _lengths(closed.jaxpr, count) if sequence_ways(mesh.shape) > 1 else ())
-            apart = Apart()
+            apart = UnmergeRows()
 
             def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-                if jaxpr.calls(eqn, BLOCK):
+                if jaxpr.is_call(eqn, BLOCK):
                     # Weights may happen to have as many rows.
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
                     args = [x if of_layer else division(x) for x, of_layer in zip(args, own, strict=True)]
@@ -59,7 +59,7 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
                         f"the mesh axis {SEQUENCE} divides tokens, and experts take theirs from all rows together: "
                         f"put its devices on {DATA} or {FSDP}"
                     )
-                if precision.low_operation(eqn) and all(x.ndim == 4 for x in args):
+                if precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
                     return division.of_fused(lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _as_it_is), args)
                 if eqn.primitive.name == "reduce_max":
                     return jaxpr.bind(eqn, [division.of_scores(args[0], eqn.params["axes"])])
@@ -67,7 +67,7 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
 
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
-        return jaxpr.retraced(compute, evaluate)(params, batch, *rest)
+        return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
 
     return computed
 
@@ -98,7 +98,7 @@ def _lengths(traced: Jaxpr, count: int | None) -> set[int]:
 
 def _made_by_blocks(traced: Jaxpr) -> Iterator[Any]:
     for eqn in traced.eqns:
-        if jaxpr.calls(eqn, BLOCK):
+        if jaxpr.is_call(eqn, BLOCK):
             yield from eqn.outvars
         for inner in jaxpr.inner_jaxprs(eqn):
             yield from _made_by_blocks(inner)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.distributed.mesh import ROWS, ways
 from jaxtrain.errors import UserError
-from jaxtrain.step import split
+from jaxtrain.step import split_batch
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
@@ -34,7 +34,7 @@ def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
     def leaf(x: Any) -> jax.Array:
         if np.ndim(x) == 0 and accumulate == 1:
             return jax.device_put(x, NamedSharding(mesh, P()))
-        window = split(x, accumulate)
+        window = split_batch(x, accumulate)
         rows = window.shape[len(sharding.spec) - 1]
         if isinstance(x, jax.Array):
             _check(rows, mesh)
@@ -65,7 +65,7 @@ def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.i
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
     _check(batch_size // accumulate, mesh)
-    window = split(np.arange(batch_size), accumulate)
+    window = split_batch(np.arange(batch_size), accumulate)
     shards = window_sharding(mesh, accumulate).addressable_devices_indices_map(window.shape).values()
     columns = {(index[-1].start, index[-1].stop): window[index] for index in shards if index is not None}
     return np.concatenate([columns[place] for place in sorted(columns, key=lambda p: p[0] or 0)], axis=-1).reshape(-1)

@@ -17,7 +17,7 @@ from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fre
 from jaxtrain.distributed.program import constrained
 from jaxtrain.distributed.rows import placed
 from jaxtrain.distributed.sharding import Rules, state_shardings
-from jaxtrain.step import Step, TrainState, TrainStep, budgeted, makes
+from jaxtrain.step import Step, TrainState, TrainStep, init_state, is_factory, limit_recompilation, window_step
 
 
 def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
@@ -44,24 +44,20 @@ class ShardedStep(TrainStep):
     """A `TrainStep` whose states and batches are divided over a mesh. `jitted` takes windows that `place` has made."""
 
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
-        self.build, self.accumulate, self.allow_recompile = step.build, step.accumulate, step.allow_recompile
         self._mesh, self._rules = mesh, rules
-        functions = step.build(partial(constrained, mesh=mesh, rules=rules))
-        self._init, self.pure = functions.init, functions.whole
+        super().__init__(step.parts.constrained(partial(constrained, mesh=mesh, rules=rules)), step.allow_recompile)
+        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch")
 
-        def jitted(function: Step, *names: str) -> Any:
-            budget = budgeted(function, names, step.allow_recompile)
-            return _Jitted(budget, partial(state_shardings, mesh=mesh, rules=rules), mesh)
-
-        self.jitted = jitted(functions.window, "state", "batch")
-        self._micro = jitted(functions.micro, "state", "micro_batch")
-        self._flush = jitted(functions.flush, "state")
+    def _jit(self, step: Step, *names: str) -> Any:
+        limited = limit_recompilation(step, names, self.allow_recompile)
+        shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
+        return _Jitted(limited, shardings, self._mesh)
 
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """As `TrainStep.init`; what it is given and what it makes is divided from the first."""
         shapes = self.shapes(params, model_state=model_state, seed=seed, streaming=streaming)
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
-        init = partial(self._init, seed=seed, streaming=streaming)
+        init = partial(init_state, self.parts, seed=seed, streaming=streaming)
         with bypass_compilation_cache(self._mesh):
             params = _on_devices(params, shardings.params)
             model_state = _on_devices(model_state, shardings.model_state)
@@ -79,7 +75,7 @@ class ShardedStep(TrainStep):
 
     def place(self, batch: Any) -> Any:
         """A batch [k·B, …] as the window that `jitted` takes."""
-        return placed(batch, self._mesh, 1 if callable(self.accumulate) else self.accumulate)
+        return placed(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
 
     def compile(self, state: TrainState, batch: Any) -> Any:
         """As `TrainStep.compile`."""
@@ -88,13 +84,11 @@ class ShardedStep(TrainStep):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.__call__`; the metrics are whole on every device."""
-        new: tuple[TrainState, dict[str, jax.Array]] = self.jitted(state, self.place(batch))
-        return new
+        return self._call(lambda state, batch: self.jitted(state, self.place(batch)), state, batch)
 
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.micro`."""
-        new: tuple[TrainState, dict[str, jax.Array]] = self._micro(state, placed(micro_batch, self._mesh))
-        return new
+        return self._call(lambda state, batch: self._micro(state, placed(batch, self._mesh)), state, micro_batch)
 
 
 class _Jitted:
@@ -141,4 +135,4 @@ def _kind(arguments: Any) -> Any:
 
 def _on_devices(tree: Any, shardings: Any) -> Any:
     """A tree of arrays, or what makes one, divided so."""
-    return jax.jit(tree, out_shardings=shardings)() if makes(tree) else jax.device_put(tree, shardings)
+    return jax.jit(tree, out_shardings=shardings)() if is_factory(tree) else jax.device_put(tree, shardings)

@@ -11,7 +11,7 @@ from jaxtrain.optim import no_decay
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import loss_scale, optimizer_expression
-from jaxtrain.step import LossScaleState, TrainState, applied, dynamic_loss_scale, state_dict
+from jaxtrain.step import LossScaleState, TrainState, applied_updates, dynamic_loss_scale, state_dict
 from jaxtrain.tasks import Task
 
 
@@ -38,7 +38,7 @@ def _outline(recipe: Recipe, task: Task, names: NameTable, state: TrainState) ->
         names,
         task.params,
         buffer_names=task.buffers.torch_order(task.model_state) if task.buffers else [],
-        count=int(applied(state)),
+        count=int(applied_updates(state)),
         lr=recipe.lr,
         scaler=state_dict(loss_scale(recipe) or dynamic_loss_scale(), state.loss_scale) if scaled else {},
         decays=lambda path: not no_decay(path),

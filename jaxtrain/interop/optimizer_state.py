@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop.names import LINEAR, NameTable, leaves, unflattened
-from jaxtrain.optim import SCHEDULES, Call, Expression, PlateauState, built
+from jaxtrain.optim import SCHEDULES, Call, Expression, PlateauState, build_expression
 from jaxtrain.step import rate_at
 
 MOMENTS: dict[str, dict[str, str]] = {
@@ -216,7 +216,7 @@ def rate(call: Call, count: int) -> jax.Array:
     schedule = call.arguments["learning_rate"]
     if isinstance(schedule, Call) and schedule.function == "reduce_lr_on_plateau":
         schedule = schedule.arguments["learning_rate"]
-    made = built(schedule, SCHEDULES, {}) if isinstance(schedule, Call) else schedule
+    made = build_expression(schedule, SCHEDULES, {}) if isinstance(schedule, Call) else schedule
     return rate_at(made, jnp.array(count, np.int32))
 
 

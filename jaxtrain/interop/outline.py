@@ -17,7 +17,7 @@ from jaxtrain.fields import mistyped
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import installed_torch, load, save
 from jaxtrain.interop.torch_optimizer import KINDS
-from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, built
+from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, build_expression
 
 
 @dataclass(frozen=True)
@@ -141,4 +141,4 @@ def _scheduled(call: Call) -> bool:
 def _double(schedule: Call, count: int) -> float:
     """Its value for the update numbered `count`."""
     with jax.enable_x64(True):
-        return float(built(schedule, SCHEDULES, {})(jnp.array(count, np.int32)))
+        return float(build_expression(schedule, SCHEDULES, {})(jnp.array(count, np.int32)))

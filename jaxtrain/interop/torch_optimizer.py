@@ -16,7 +16,7 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop.names import AS_IS, LAYER, LINEAR, NameTable
-from jaxtrain.optim import OPTIMIZERS, Call, Expression, built
+from jaxtrain.optim import OPTIMIZERS, Call, Expression, build_expression
 
 Names = NameTable | Mapping[str, str] | Callable[[str], str | None]
 """From a PyTorch parameter's name to the path of the JAX leaf it is, or is stacked in."""
@@ -149,9 +149,9 @@ def from_torch(
     if names is None:
         if len(param_groups) > 1:
             raise UserError(f"{kind} has {len(param_groups)} parameter groups: give names")
-        return built(described(kind, param_groups, live), OPTIMIZERS, {})
+        return build_expression(described(kind, param_groups, live), OPTIMIZERS, {})
     group_names = _names_of_groups(optimizer.param_groups, model)
-    return built(described(kind, param_groups, live, names, group_names), OPTIMIZERS, {})
+    return build_expression(described(kind, param_groups, live, names, group_names), OPTIMIZERS, {})
 
 
 def described(

@@ -27,8 +27,8 @@ from jaxtrain.interop.outline import Outline
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
 from jaxtrain.interop.torch_optimizer import described, saved_kind, saved_scheduler
 from jaxtrain.interop.torch_schedule import advanced
-from jaxtrain.optim import OPTIMIZERS, Call, Expression, PlateauState, built
-from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied, load_state_dict
+from jaxtrain.optim import OPTIMIZERS, Call, Expression, PlateauState, build_expression
+from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied_updates, load_state_dict
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TorchRun:
         if self.expression is None:
             raise UserError("the checkpoint has no optimizer: choose one, its weights start a new run")
         with _as_torch_writes_it():
-            return built(self.expression, OPTIMIZERS, {})
+            return build_expression(self.expression, OPTIMIZERS, {})
 
     def loss_scale(self) -> optax.GradientTransformation | None:
         """The loss scale of the GradScaler; None without one, or where it was disabled."""
@@ -283,7 +283,7 @@ def to_torch(
     Without an update since, it is what was read. After some, PyTorch's scheduler itself is stepped as often, so that
     torch must be installed.
     """
-    count = int(applied(state))
+    count = int(applied_updates(state))
     tensors = names.to_torch(state.params)
     tensors |= {alias: tensors[name] for alias, name in names.tied.items() if name in tensors}
     if buffers is not None and state.model_state is not None:

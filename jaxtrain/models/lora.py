@@ -116,7 +116,7 @@ def adapted(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]
             return [*map(_whole, outs)]
 
         # The inputs are closed over: some of them may be no arrays.
-        return jaxpr.retraced(lambda base: apply(base, *inputs), evaluate)(params["base"])
+        return jaxpr.retrace(lambda base: apply(base, *inputs), evaluate)(params["base"])
 
     return apply_adapted
 

@@ -11,7 +11,16 @@ from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw, scale_by_adam
 from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.batch_size import EffectiveBatch
-from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, Expression, built, completed, parsed, text
+from jaxtrain.optim.expression import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Call,
+    Expression,
+    build_expression,
+    complete_expression,
+    format_expression,
+    parse_expression,
+)
 from jaxtrain.optim.groups import all_but, groups, no_decay
 from jaxtrain.optim.moments import average, squares, zeros
 from jaxtrain.optim.muon import muon
@@ -39,13 +48,14 @@ __all__ = [
     "all_but",
     "asgd",
     "average",
-    "built",
-    "completed",
+    "build_expression",
+    "complete_expression",
+    "format_expression",
     "groups",
     "muon",
     "nadam",
     "no_decay",
-    "parsed",
+    "parse_expression",
     "radam",
     "reduce_lr_on_plateau",
     "rmsprop",
@@ -55,7 +65,6 @@ __all__ = [
     "schedules",
     "sgd",
     "squares",
-    "text",
     "used_learning_rate",
     "used_learning_rates",
     "zeros",

@@ -2,7 +2,7 @@
 
 import optax
 
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -22,7 +22,7 @@ def adadelta(
     -0.003162
     """
     return optax.chain(
-        *seen(weight_decay, maximize),
+        *gradient_preprocessing(weight_decay, maximize),
         optax.scale_by_adadelta(rho, eps),
         scale_by_learning_rate(learning_rate),
     )

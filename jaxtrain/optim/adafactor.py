@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.step import rate_at
 
 
@@ -82,7 +82,7 @@ def adafactor(
         updates = jax.tree.map(change, grads, params, row, col, variance)
         return updates, AdafactorState(count, lr, row, col, variance)
 
-    return optax.chain(*seen(0.0, maximize), optax.GradientTransformation(init, update))
+    return optax.chain(*gradient_preprocessing(0.0, maximize), optax.GradientTransformation(init, update))
 
 
 def _mean_square(x: jax.Array, axis: int) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -51,4 +51,6 @@ def adagrad(
         return jax.tree.map(direction, grads, total), AdagradState(optax.safe_increment(state.count), total)
 
     scale_by_adagrad = optax.GradientTransformation(init, update)
-    return optax.chain(*seen(weight_decay, maximize), scale_by_adagrad, scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        *gradient_preprocessing(weight_decay, maximize), scale_by_adagrad, scale_by_learning_rate(learning_rate)
+    )

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.moments import at, average, one_minus_power, zeros
+from jaxtrain.optim.gradient import gradient_preprocessing
+from jaxtrain.optim.moments import average, one_minus_power, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -44,7 +44,7 @@ def adamax(
 
     def update(grads: Any, state: AdamaxState, params: Any = None) -> tuple[Any, AdamaxState]:
         del params
-        beta1 = at(b1, state.count)
+        beta1 = value_at(b1, state.count)
         count = optax.safe_increment(state.count)
         mu = average(beta1, state.mu, grads)
         norm = jax.tree.map(lambda u, g: jnp.maximum(b2 * u, jnp.abs(g) + eps), state.norm, grads)
@@ -52,4 +52,6 @@ def adamax(
         return direction, AdamaxState(count, mu, norm)
 
     scale_by_adamax = optax.GradientTransformation(init, update)
-    return optax.chain(*seen(weight_decay, maximize), scale_by_adamax, scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        *gradient_preprocessing(weight_decay, maximize), scale_by_adamax, scale_by_learning_rate(learning_rate)
+    )

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import Mask, seen
-from jaxtrain.optim.moments import at, average, one_minus_power, squares
+from jaxtrain.optim.gradient import Mask, gradient_preprocessing
+from jaxtrain.optim.moments import average, one_minus_power, squares, value_at
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -57,7 +57,7 @@ def adam(
     -0.1
     """
     return optax.chain(
-        *seen(weight_decay, maximize, mask),
+        *gradient_preprocessing(weight_decay, maximize, mask),
         scale_by_adam(b1, b2, eps, amsgrad=amsgrad, moments_dtype=moments_dtype),
         scale_by_learning_rate(learning_rate),
     )
@@ -88,7 +88,7 @@ def adamw(
     -0.1
     """
     return optax.chain(
-        *seen(0.0, maximize),
+        *gradient_preprocessing(0.0, maximize),
         scale_by_adam(b1, b2, eps, amsgrad=amsgrad, moments_dtype=moments_dtype),
         optax.add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
@@ -117,7 +117,7 @@ def scale_by_adam(
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, AdamState | AmsgradState]:
         del params
-        beta1 = at(b1, state.count)
+        beta1 = value_at(b1, state.count)
         count = optax.safe_increment(state.count)
         mu = average(beta1, _like(state.mu, grads), grads)
         nu = average(b2, _like(state.nu, grads), squares(grads))

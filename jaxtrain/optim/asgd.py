@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import zeros
 from jaxtrain.step import descend, rate_at
 
@@ -61,4 +61,4 @@ def asgd(
         eta, mu = lr / (1 + lambd * lr * t) ** alpha, 1 / jnp.maximum(1, t - t0)
         return updates, AsgdState(count, lr, eta, mu, jax.tree.map(averaged, state.ax, params, updates))
 
-    return optax.chain(*seen(weight_decay, maximize), optax.GradientTransformation(init, update))
+    return optax.chain(*gradient_preprocessing(weight_decay, maximize), optax.GradientTransformation(init, update))

@@ -79,7 +79,7 @@ class Call:
     >>> call = Call("sgd", {"learning_rate": Call("step_lr", {"lr": 0.1, "step_size": 30}), "momentum": 0.9})
     >>> str(call)
     'sgd(learning_rate=step_lr(lr=0.1, step_size=30), momentum=0.9)'
-    >>> parsed(str(call)) == call
+    >>> parse_expression(str(call)) == call
     True
     """
 
@@ -94,14 +94,14 @@ Expression: TypeAlias = Call | dict[str, Call]
 """A call, or one for each parameter group, by the group's paths parted by spaces."""
 
 
-def text(expression: Expression) -> str:
+def format_expression(expression: Expression) -> str:
     """What `parsed` reads. Raises `UserError` where an argument is a function, which has no text."""
     if isinstance(expression, Call):
         return str(expression)
     return "{" + ", ".join(f"{paths!r}: {call}" for paths, call in expression.items()) + "}"
 
 
-def parsed(written: str) -> Expression:
+def parse_expression(written: str) -> Expression:
     """The expression that is written, its functions by name only. Raises `UserError` for any other Python."""
     try:
         body = ast.parse(written.strip(), mode="eval").body
@@ -118,36 +118,38 @@ def parsed(written: str) -> Expression:
     return value
 
 
-def completed(
+def complete_expression(
     expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]
 ) -> Expression:
     """The expression with the arguments that it leaves out, for whichever function takes them.
 
-    >>> str(completed(parsed("sgd"), OPTIMIZERS, {"learning_rate": 0.1, "b2": 0.9}))
+    >>> str(complete_expression(parse_expression("sgd"), OPTIMIZERS, {"learning_rate": 0.1, "b2": 0.9}))
     'sgd(learning_rate=0.1)'
     """
     if not isinstance(expression, Call):
-        whole = {paths: completed(call, known, left_out) for paths, call in expression.items()}
+        whole = {paths: complete_expression(call, known, left_out) for paths, call in expression.items()}
         return {paths: call for paths, call in whole.items() if isinstance(call, Call)}
     takes = inspect.signature(_function(expression, known)).parameters
     arguments = {name: value for name, value in left_out.items() if name in takes}
     return Call(expression.function, {**arguments, **expression.arguments})
 
 
-def built(expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]) -> Any:
+def build_expression(
+    expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]
+) -> Any:
     """What the expression makes of the `known` functions.
 
     `left_out`: arguments by name, for whichever function takes them and is not given them. Raises `UserError` for a
     function that is not known and for arguments that it does not take.
 
     >>> import jax.numpy as jnp
-    >>> tx = built(parsed("sgd(momentum=0.9)"), OPTIMIZERS, {"learning_rate": 0.5})
+    >>> tx = build_expression(parse_expression("sgd(momentum=0.9)"), OPTIMIZERS, {"learning_rate": 0.5})
     >>> float(tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))[0][0])
     -0.5
     """
     if not isinstance(expression, Call):
         group_of = {path: str(i) for i, paths in enumerate(expression) for path in paths.split()}
-        members = {str(i): built(call, known, left_out) for i, call in enumerate(expression.values())}
+        members = {str(i): build_expression(call, known, left_out) for i, call in enumerate(expression.values())}
         return groups(lambda path: group_of.get(path, FROZEN), {**members, FROZEN: optax.set_to_zero()})
     function = _function(expression, known)
     takes = inspect.signature(function).parameters
@@ -171,7 +173,7 @@ def _made(value: Any) -> Any:
     """An argument: a schedule made of its call, anything else as it is."""
     if isinstance(value, list):
         return [_made(entry) for entry in value]
-    return built(value, SCHEDULES, {}) if isinstance(value, Call) else value
+    return build_expression(value, SCHEDULES, {}) if isinstance(value, Call) else value
 
 
 def _text(value: Any) -> str:

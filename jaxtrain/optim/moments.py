@@ -13,7 +13,7 @@ def zeros(params: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, params)
 
 
-def at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
+def value_at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     """A hyperparameter at the update numbered `count`: a schedule's value there, or itself."""
     return value(count) if callable(value) else value
 

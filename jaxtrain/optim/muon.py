@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.optim.moments import at, average, zeros
+from jaxtrain.optim.moments import average, value_at, zeros
 from jaxtrain.optim.sgd import MomentumState
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
@@ -56,7 +56,7 @@ def muon(
         return MomentumState(jnp.zeros([], np.int32), zeros(params))
 
     def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
-        mu = at(momentum, state.count)
+        mu = value_at(momentum, state.count)
         buffer = average(mu, state.momentum_buffer, grads)
         ahead = average(1 - mu, grads, buffer) if nesterov else buffer
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import decayed
-from jaxtrain.optim.moments import at, average, one_minus_power, squares, zeros
+from jaxtrain.optim.gradient import with_weight_decay
+from jaxtrain.optim.moments import average, one_minus_power, squares, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -44,7 +44,8 @@ def nadam(
     """
     direction = _scale_by_nadam(b1, b2, eps, momentum_decay)
     return optax.chain(
-        *decayed(direction, weight_decay, decoupled_weight_decay, maximize), scale_by_learning_rate(learning_rate)
+        *with_weight_decay(direction, weight_decay, decoupled_weight_decay, maximize),
+        scale_by_learning_rate(learning_rate),
     )
 
 
@@ -59,7 +60,7 @@ def _scale_by_nadam(
 
     def update(grads: Any, state: NadamState, params: Any = None) -> tuple[Any, NadamState]:
         del params
-        beta1 = at(b1, state.count)
+        beta1 = value_at(b1, state.count)
         count = optax.safe_increment(state.count)
         t = count.astype(state.mu_product.dtype)
         now, later = momentum(beta1, t), momentum(beta1, t + 1)

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.adamw import AdamState
-from jaxtrain.optim.gradient import decayed
-from jaxtrain.optim.moments import at, average, one_minus_power, squares, zeros
+from jaxtrain.optim.gradient import with_weight_decay
+from jaxtrain.optim.moments import average, one_minus_power, squares, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -36,7 +36,8 @@ def radam(
     """
     direction = _scale_by_radam(b1, b2, eps)
     return optax.chain(
-        *decayed(direction, weight_decay, decoupled_weight_decay, maximize), scale_by_learning_rate(learning_rate)
+        *with_weight_decay(direction, weight_decay, decoupled_weight_decay, maximize),
+        scale_by_learning_rate(learning_rate),
     )
 
 
@@ -48,7 +49,7 @@ def _scale_by_radam(b1: optax.ScalarOrSchedule, b2: float, eps: float) -> optax.
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         del params
-        beta1 = at(b1, state.count)
+        beta1 = value_at(b1, state.count)
         count = optax.safe_increment(state.count)
         mu = average(beta1, state.mu, grads)
         nu = average(b2, state.nu, squares(grads))

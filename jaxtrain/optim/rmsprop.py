@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
-from jaxtrain.optim.moments import at, average, squares, zeros
+from jaxtrain.optim.gradient import gradient_preprocessing
+from jaxtrain.optim.moments import average, squares, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -60,11 +60,13 @@ def rmsprop(
         direction = jax.tree.map(lambda g, v: g / (jnp.sqrt(v) + eps), grads, variance)
         buffer = None
         if buffered:
-            decay = at(momentum, state.count)
+            decay = value_at(momentum, state.count)
             direction = buffer = jax.tree.map(
                 lambda b, d: jnp.asarray(decay, d.dtype) * b + d, state.momentum_buffer, direction
             )
         return direction, RmspropState(optax.safe_increment(state.count), nu, mu, buffer)
 
     scale_by_rmsprop = optax.GradientTransformation(init, update)
-    return optax.chain(*seen(weight_decay, maximize), scale_by_rmsprop, scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        *gradient_preprocessing(weight_decay, maximize), scale_by_rmsprop, scale_by_learning_rate(learning_rate)
+    )

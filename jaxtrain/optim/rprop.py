@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.gradient import seen
+from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import zeros
 from jaxtrain.step import rate_at
 
@@ -55,4 +55,4 @@ def rprop(
         kept = jax.tree.map(lambda g, sign: jnp.where(sign < 0, 0, g), grads, agree)
         return jax.tree.map(lambda g, s: -jnp.sign(g) * s, kept, size), RpropState(kept, size)
 
-    return optax.chain(*seen(0.0, maximize), optax.GradientTransformation(init, update))
+    return optax.chain(*gradient_preprocessing(0.0, maximize), optax.GradientTransformation(init, update))

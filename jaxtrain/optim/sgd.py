@@ -8,8 +8,8 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.optim.gradient import Mask, seen
-from jaxtrain.optim.moments import at, zeros
+from jaxtrain.optim.gradient import Mask, gradient_preprocessing
+from jaxtrain.optim.moments import value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
@@ -47,7 +47,7 @@ def sgd(
         raise UserError(f"nesterov with momentum {momentum}, dampening {dampening}: give momentum and no dampening")
     buffered = callable(momentum) or momentum
     return optax.chain(
-        *seen(weight_decay, maximize, mask),
+        *gradient_preprocessing(weight_decay, maximize, mask),
         *([_momentum(momentum, dampening, nesterov)] if buffered else []),
         scale_by_learning_rate(learning_rate),
     )
@@ -59,7 +59,7 @@ def _momentum(momentum: optax.ScalarOrSchedule, dampening: float, nesterov: bool
 
     def update(grads: Any, state: MomentumState, params: Any = None) -> tuple[Any, MomentumState]:
         del params
-        mu = at(momentum, state.count)
+        mu = value_at(momentum, state.count)
         undamped = jnp.where(state.count == 0, 1.0, 1 - dampening)
 
         def heavy(buffer: jax.Array, g: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxtrain.distributed import make_mesh, run_mesh, shard, sizes, window_shard
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import check_settings, training_step
-from jaxtrain.step import TrainState, TrainStep, split
+from jaxtrain.step import TrainState, TrainStep, split_batch
 from jaxtrain.tasks import Task, build
 
 REMATS = ("none", "dots", "full")
@@ -169,7 +169,7 @@ def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct
 
 def _window(batch: Any, mesh: Mesh, accumulate: int) -> Any:
     """The batch as `jaxtrain.distributed.placed` would place it."""
-    sharding, shapes = window_sharding(mesh, accumulate), jax.eval_shape(lambda x: split(x, accumulate), batch)
+    sharding, shapes = window_sharding(mesh, accumulate), jax.eval_shape(lambda x: split_batch(x, accumulate), batch)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 

@@ -1,8 +1,8 @@
-"""An accumulation window: gradients of k micro-batches summed, each with its weight, by `optax.MultiSteps`.
+"""The accumulation window: the weighted gradients of k micro-batches, summed by `optax.MultiSteps`.
 
-MultiSteps does the summing only. It is opened anew for every window and never asked to emit: its own reset is a
-multiplication, which one inf turns into NaN for good, its own update would run the optimizer k times and average
-micro-batches of different weights as equals. So the optimizer's arithmetic runs once a window, outside.
+MultiSteps only adds. It is initialized for every window and never emits an update: its own reset multiplies by zero,
+which turns one inf into NaN for good, and its own update would run the optimizer k times and average micro-batches of
+different weights as equals. The optimizer therefore runs once per window, outside.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,22 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.step.nonfinite import Nonfinite, earlier, locate, nowhere
+from jaxtrain.paths import path_name
+from jaxtrain.step.nonfinite import Nonfinite, earliest, locate_nonfinite, none_nonfinite
 from jaxtrain.step.objective import Loss
 
-Schedule = Callable[[jax.Array], Any]
-"""From the number of applied updates, int32[], to the micro-batches of the next window."""
+WindowSchedule = Callable[[jax.Array], Any]
+"""From the number of applied updates, int32[], to the number of micro-batches of the next window."""
 
 
 class Window(NamedTuple):
-    """`sums` of weighted gradients and the summed `loss`, in float32; in float64 for float64 parameters. `nonfinite`:
-    where the first inf or NaN came in."""
+    """The sums over the micro-batches of a window, in float32; in float64 for float64 parameters.
+
+    Attributes:
+      sums: Sum of the weighted gradients.
+      loss: Sum of the losses and weights.
+      nonfinite: Location of the first inf or NaN.
+    """
 
     sums: optax.MultiStepsState
     loss: Loss
@@ -31,63 +37,81 @@ class Window(NamedTuple):
 
 
 def open_window(params: Any) -> Window:
-    """An empty window for gradients shaped like `params`."""
+    """Return an empty window for gradients shaped like `params`."""
     dtype = _sum_dtype(params)
-    return Window(_summing(params).init(params), Loss(jnp.zeros([], dtype), jnp.zeros([], dtype)), nowhere())
+    loss = Loss(jnp.zeros([], dtype), jnp.zeros([], dtype))
+    return Window(_accumulator(params).init(params), loss, none_nonfinite())
 
 
-def add(window: Window, grads: Any, loss: Loss, k: jax.Array | int) -> Window:
-    """The window with one more of its k micro-batches: the gradient of its mean loss over k, and its summed loss.
+def add_micro_batch(window: Window, grads: Any, loss: Loss, k: jax.Array | int) -> Window:
+    """Add one of a window's k micro-batches.
 
-    >>> params = jnp.zeros(1)
-    >>> window = add(open_window(params), jnp.array([3.0 / 2]), Loss(jnp.float32(5), jnp.float32(1)), k=2)
-    >>> window = add(window, jnp.array([1.0 / 2]), Loss(jnp.float32(7), jnp.float32(3)), k=2)
-    >>> float(mean_gradient(window)[0])      # (3·1 + 1·3) / (1 + 3)
-    1.5
+    Args:
+      window: The window so far.
+      grads: Gradient of the micro-batch's mean loss over k.
+      loss: The micro-batch's summed loss and weight.
+      k: Number of micro-batches of the window.
+
+    Returns:
+      The window with the micro-batch added.
+
+    Example:
+      >>> params = jnp.zeros(1)
+      >>> window = open_window(params)
+      >>> window = add_micro_batch(window, jnp.array([3.0 / 2]), Loss(jnp.float32(5), jnp.float32(1)), k=2)
+      >>> window = add_micro_batch(window, jnp.array([1.0 / 2]), Loss(jnp.float32(7), jnp.float32(3)), k=2)
+      >>> float(mean_gradient(window)[0])      # (3·1 + 1·3) / (1 + 3)
+      1.5
     """
-    nonfinite = earlier(window.nonfinite, locate(grads, count(window)))
+    nonfinite = earliest(window.nonfinite, locate_nonfinite(grads, micro_batch_count(window)))
     factor = loss.weight * jnp.asarray(k, loss.weight.dtype)
     weighted = jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
     # optax multiplies by booleans, which JAX's strict promotion forbids.
     with jax.numpy_dtype_promotion("standard"):
-        _, sums = _summing(grads).update(weighted, window.sums)
+        _, sums = _accumulator(grads).update(weighted, window.sums)
     return Window(sums, Loss(*(a + b.astype(a.dtype) for a, b in zip(window.loss, loss, strict=True))), nonfinite)
 
 
-def count(window: Window) -> jax.Array:
-    """int32[]: the micro-batches in the window."""
+def micro_batch_count(window: Window) -> jax.Array:
+    """Return the number of micro-batches in the window, int32[]."""
     return jnp.asarray(window.sums.mini_step)
 
 
 def mean_gradient(window: Window) -> Any:
-    """The gradient of the window's mean loss: the sum of the weighted gradients over the sum of the weights."""
-    weight = nonzero(window.loss.weight)
+    """Return the gradient of the window's mean loss: the sum of weighted gradients over the sum of weights."""
+    weight = nonzero_weight(window.loss.weight)
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), window.sums.acc_grads)
 
 
-def split(batch: Any, k: int) -> Any:
-    """`batch` [B, …] as k micro-batches [k, B/k, …], in order; as it is where k is 1.
+def split_batch(batch: Any, k: int) -> Any:
+    """Split a batch [B, …] into k micro-batches [k, B/k, …], in order; return it unchanged if k is 1.
 
-    Raises `UserError` where k does not divide B.
+    Raises:
+      UserError: k does not divide B, or an array of the batch is a scalar.
     """
     if k == 1:
         return batch
 
-    def leaf(x: Any) -> Any:
-        if np.ndim(x) == 0 or x.shape[0] % k:
-            rows = "no rows" if np.ndim(x) == 0 else f"{x.shape[0]} rows"
-            raise UserError(f"a batch of {rows} is not divisible into {k} micro-batches: make it a multiple of {k}")
+    def split(path: Any, x: Any) -> Any:
+        if np.ndim(x) == 0:
+            name = path_name(path) or "batch"
+            raise UserError(
+                f"{name} is a scalar, which cannot be split into {k} micro-batches: "
+                "give every array of the batch a leading axis of rows, or use accumulate=1"
+            )
+        if x.shape[0] % k:
+            raise UserError(f"batch_size {x.shape[0]} is not divisible by accumulate {k}: use a multiple of {k}")
         return x.reshape(k, x.shape[0] // k, *x.shape[1:])
 
-    return jax.tree.map(leaf, batch)
+    return jax.tree_util.tree_map_with_path(split, batch)
 
 
-def nonzero(weight: jax.Array) -> jax.Array:
-    """`weight`, or 1 where it is 0: an all-masked batch has gradient 0, not 0/0."""
+def nonzero_weight(weight: jax.Array) -> jax.Array:
+    """Return `weight`, or 1 where it is 0: a fully masked batch has gradient 0, not 0/0."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))
 
 
-def _summing(tree: Any) -> optax.MultiSteps:
+def _accumulator(tree: Any) -> optax.MultiSteps:
     never = np.iinfo(np.int32).max
     return optax.MultiSteps(optax.identity(), never, use_grad_mean=False, accumulator_dtype=_sum_dtype(tree))
 

@@ -1,7 +1,7 @@
-"""How the step runs an optimizer: in float32 arithmetic, whatever its parameters and its state are kept in.
+"""The optimizer's arithmetic is float32, whatever dtype its parameters and its state are stored in.
 
-In float16 the eps of Adam and RMSprop is 0, so that a gradient of 0 becomes 0/0 (PyTorch's fused kernels compute in
-float32 for the same reason, `aten/src/ATen/native/cuda/fused_adam_utils.cuh`).
+In float16 the eps of Adam and RMSprop is 0, so that a zero gradient becomes 0/0. PyTorch's fused kernels compute in
+float32 for the same reason (`aten/src/ATen/native/cuda/fused_adam_utils.cuh`).
 """
 
 from collections.abc import Callable
@@ -13,29 +13,38 @@ import numpy as np
 import optax
 
 
-def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, its low-precision inputs and state widened before, its state rounded back once after.
+def optimizer_in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Compute an optimizer's updates in float32 and round its state back to its dtype once.
 
-    Updates are float32. What is float32 or float64 is untouched. optax relies on JAX's ordinary promotion: it is in
-    force inside, whatever the caller's mode.
+    float32 and float64 inputs are unchanged. optax relies on JAX's standard promotion, which is in force inside
+    whatever the caller's mode.
 
-    >>> adam = in_float32(optax.adam(0.1))
-    >>> params = jnp.ones(1, np.float16)
-    >>> updates, state = adam.update(jnp.zeros(1, np.float16), adam.init(params), params)
-    >>> abs(float(updates[0])), state[0].mu.dtype.name
-    (0.0, 'float16')
+    Args:
+      optimizer: An optax transformation.
+
+    Returns:
+      A transformation with the same state, whose updates are float32 for low-precision inputs.
+
+    Example:
+      >>> adam = optimizer_in_float32(optax.adam(0.1))
+      >>> params = jnp.ones(1, np.float16)
+      >>> updates, state = adam.update(jnp.zeros(1, np.float16), adam.init(params), params)
+      >>> abs(float(updates[0])), state[0].mu.dtype.name
+      (0.0, 'float16')
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, new = optimizer.update(wide(grads), wide(state), wide(params), **extra)
+        updates, new = optimizer.update(widen(grads), widen(state), widen(params), **extra)
         return updates, jax.tree.map(lambda x, old: x.astype(old.dtype) if _is_low(old) else x, new, state)
 
-    return optax.GradientTransformationExtraArgs(_permissive(optimizer.init), _permissive(update))
+    return optax.GradientTransformationExtraArgs(
+        _with_standard_promotion(optimizer.init), _with_standard_promotion(update)
+    )
 
 
-def wide(tree: Any) -> Any:
-    """`tree` with its low-precision leaves in float32."""
+def widen(tree: Any) -> Any:
+    """Convert the low-precision leaves of `tree` to float32."""
     return jax.tree.map(lambda x: x.astype(np.float32) if _is_low(x) else x, tree)
 
 
@@ -43,9 +52,9 @@ def _is_low(x: Any) -> bool:
     return getattr(x, "dtype", None) in (np.float16, jnp.bfloat16)
 
 
-def _permissive(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
+def _with_standard_promotion(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return fn(*args, **kwargs)
 
-    return called
+    return call

@@ -1,4 +1,4 @@
-"""The exponential moving average of the parameters, as `torch.optim.swa_utils.AveragedModel` keeps it."""
+"""Exponential moving average of the parameters, as `torch.optim.swa_utils.AveragedModel`."""
 
 from typing import Any
 
@@ -7,19 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def moved(average: Any, params: Any, decay: float, first: jax.Array | bool) -> Any:
-    """`average` moved towards `params` by 1 − `decay`; at the `first` update it is `params`.
+def update_ema(ema: Any, params: Any, decay: float, is_first: jax.Array | bool) -> Any:
+    """Update a moving average of parameters, as PyTorch's `get_ema_multi_avg_fn(decay)`.
 
-    `get_ema_multi_avg_fn(decay)` of PyTorch, which copies the model the first time. Leaves that are no floats are
-    taken over.
+    Args:
+      ema: Pytree of averages.
+      params: Pytree of parameters.
+      decay: Decay in [0, 1).
+      is_first: Whether this is the first update, which copies the parameters.
 
-    >>> moved({"w": jnp.array([0.0])}, {"w": jnp.array([1.0])}, decay=0.75, first=False)["w"].tolist()
-    [0.25]
+    Returns:
+      decay · ema + (1 − decay) · params. Leaves that are not floating-point are copied from `params`.
+
+    Example:
+      >>> ema, params = {"w": jnp.array([0.0])}, {"w": jnp.array([1.0])}
+      >>> update_ema(ema, params, decay=0.75, is_first=False)["w"].tolist()
+      [0.25]
     """
 
-    def move(a: jax.Array, p: jax.Array) -> jax.Array:
+    def average(a: jax.Array, p: jax.Array) -> jax.Array:
         if not jnp.issubdtype(p.dtype, np.inexact):
             return p
-        return jnp.where(first, p, a + (1 - decay) * (p - a))
+        return jnp.where(is_first, p, a + (1 - decay) * (p - a))
 
-    return jax.tree.map(move, average, params)
+    return jax.tree.map(average, ema, params)

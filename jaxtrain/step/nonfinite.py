@@ -1,8 +1,8 @@
 """Where a window's gradient first stopped being finite: in which micro-batch, and there in which parameter.
 
-Squares are summed to find out: these sums are the gradient norm's, so that the compiler makes them once. Only where one
-of them is not finite are the elements looked at, for it may have overflowed. `measured`, where it is given, is what the
-norm is wanted of anyway: the gradient times something, finite only where the gradient is.
+The check sums squares, because the gradient norm needs the same sums and the compiler computes them once. A sum of
+finite squares may overflow, so the elements are inspected if a sum is not finite. `norm_of` is the tree whose norm is
+computed anyway: the gradient times a factor, finite only where the gradient is.
 """
 
 from typing import Any, NamedTuple
@@ -17,60 +17,73 @@ from jaxtrain.paths import path_name
 
 
 class Nonfinite(NamedTuple):
-    """`micro_batch` int32[], of the window; `leaf` int32[], of the gradient's leaves in order; −1 where none is."""
+    """Location of the first inf or NaN.
+
+    Attributes:
+      micro_batch: int32[], index of the micro-batch in its window; −1 if everything is finite.
+      leaf: int32[], index among the gradient's leaves; −1 if everything is finite.
+    """
 
     micro_batch: jax.Array
     leaf: jax.Array
 
 
-def nowhere() -> Nonfinite:
-    """Everything is finite so far."""
+def none_nonfinite() -> Nonfinite:
+    """Return the location that stands for a finite gradient."""
     return Nonfinite(jnp.full([], -1, np.int32), jnp.full([], -1, np.int32))
 
 
-def locate(grads: Any, micro_batch: jax.Array | int, measured: Any = None) -> Nonfinite:
-    """The first leaf of a micro-batch's gradient that holds an inf or a NaN.
+def locate_nonfinite(grads: Any, micro_batch: jax.Array | int, norm_of: Any = None) -> Nonfinite:
+    """Locate the first leaf of a micro-batch's gradient that holds an inf or a NaN.
 
-    >>> found = locate({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}, micro_batch=3)
-    >>> int(found.micro_batch), int(found.leaf)
+    >>> location = locate_nonfinite({"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}, micro_batch=3)
+    >>> int(location.micro_batch), int(location.leaf)
     (3, 1)
     """
 
-    def found() -> Nonfinite:
+    def search() -> Nonfinite:
         finite = finite_leaves(grads)
         first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
-        return _choose(jnp.all(finite), nowhere(), first)
+        return _select(jnp.all(finite), none_nonfinite(), first)
 
-    return lax.cond(_finite_norm(grads, measured), nowhere, found)
+    return lax.cond(_has_finite_norm(grads, norm_of), none_nonfinite, search)
 
 
-def all_finite(grads: Any, measured: Any = None) -> jax.Array:
-    """bool[]: whether no leaf holds an inf or a NaN."""
-    return lax.cond(_finite_norm(grads, measured), lambda: jnp.array(True), lambda: jnp.all(finite_leaves(grads)))
+def all_finite(grads: Any, norm_of: Any = None) -> jax.Array:
+    """Return whether no leaf holds an inf or a NaN, bool[]."""
+    return lax.cond(_has_finite_norm(grads, norm_of), lambda: jnp.array(True), lambda: jnp.all(finite_leaves(grads)))
 
 
 def finite_leaves(grads: Any) -> jax.Array:
-    """bool[number of leaves]: which hold neither inf nor NaN."""
+    """Return which leaves hold neither inf nor NaN, bool[number of leaves]."""
     return jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
 
 
-def earlier(first: Nonfinite, second: Nonfinite) -> Nonfinite:
-    """`first`, or `second` where there is none."""
-    return _choose(first.leaf >= 0, first, second)
+def earliest(first: Nonfinite, second: Nonfinite) -> Nonfinite:
+    """Return `first`, or `second` if `first` is no location."""
+    return _select(first.leaf >= 0, first, second)
 
 
 def leaf_name(params: Any, leaf: int) -> str:
-    """The path of the `leaf`-th of the trained parameters, as a metric gives it.
+    """Return the path of a trained parameter, from the metric `nonfinite_leaf`.
 
-    >>> leaf_name({"head": {"bias": 0.0, "kernel": 0.0}}, 1)
-    'head/kernel'
+    Args:
+      params: Pytree of the trained parameters.
+      leaf: Index of the leaf.
+
+    Returns:
+      The leaf's path, as in "blocks/qkv/kernel".
+
+    Example:
+      >>> leaf_name({"head": {"bias": 0.0, "kernel": 0.0}}, 1)
+      'head/kernel'
     """
     return path_name(jax.tree_util.tree_leaves_with_path(params)[leaf][0])
 
 
-def _finite_norm(grads: Any, measured: Any) -> jax.Array:
-    return jnp.isfinite(optax.tree.norm(grads if measured is None else measured))
+def _has_finite_norm(grads: Any, norm_of: Any) -> jax.Array:
+    return jnp.isfinite(optax.tree.norm(grads if norm_of is None else norm_of))
 
 
-def _choose(condition: jax.Array, a: Nonfinite, b: Nonfinite) -> Nonfinite:
+def _select(condition: jax.Array, a: Nonfinite, b: Nonfinite) -> Nonfinite:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)

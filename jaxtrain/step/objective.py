@@ -1,4 +1,4 @@
-"""The contract of a loss function: what it is given, what it returns, and the float32 its sums are kept in."""
+"""The contract of a loss function: its arguments, its result, and the float32 dtype of its sums."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,9 +11,13 @@ from jax import lax
 from jaxtrain.errors import UserError
 
 LossFn = Callable[..., Any]
-"""`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state of its own (BatchNorm),
+"""`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state (BatchNorm),
 `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`. In evaluation `rng` is None: no dropout.
 `metrics` maps names to `Loss`es or to scalar means, which are weighted like the loss."""
+
+Compute = Callable[..., Any]
+"""A validated loss_fn with a uniform signature:
+`compute(params, batch, rng, model_state) -> (Loss, metrics, model_state)`."""
 
 STEP_METRICS = frozenset(
     {"loss", "weight", "lr", "grad_norm", "loss_scale", "skipped", "applied", "attempted", "updated"}
@@ -22,17 +26,58 @@ STEP_METRICS = frozenset(
 
 
 class Loss(NamedTuple):
-    """A sum over examples (or tokens) and the weight (their number) it is to be divided by; scalars both.
+    """A loss summed over examples or tokens, and the weight to divide it by.
 
     A sum, never a mean: so accumulated, sharded and padded batches give exactly the gradient of the one big batch.
+
+    Attributes:
+      total: float[], sum of the losses.
+      weight: Number or float[], the number of examples or tokens.
     """
 
     total: Any
     weight: Any
 
+    @classmethod
+    def of(cls, losses: jax.Array, mask: jax.Array | None = None) -> "Loss":
+        """Sum losses per example or per token.
 
-def checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, dict[str, Any], Any]]:
-    """`loss_fn` with one signature, with or without model state, and its result made sure of."""
+        The sum is taken over the flattened array, in float32 at least.
+
+        Args:
+          losses: float[...], at least one axis: a loss per example or per token, not their mean.
+          mask: bool or numbers of the same shape; elements where it is 0 are left out. None uses all.
+
+        Returns:
+          The sum of the losses, and the number of elements used as its weight; with a mask of other numbers than 0
+          and 1, the weighted sum and the sum of the mask.
+
+        Raises:
+          UserError: `losses` is a scalar, or the shapes differ.
+
+        Example:
+          >>> loss = Loss.of(jnp.array([[1.0, 2.0], [3.0, jnp.nan]]), mask=jnp.array([[1, 1], [1, 0]]))
+          >>> float(loss.total), float(loss.weight)
+          (6.0, 3.0)
+        """
+        if jnp.ndim(losses) == 0:
+            raise UserError(
+                "Loss.of takes losses per example or per token, got a scalar: pass them before taking the mean, "
+                "or use Loss(total, weight) for a sum"
+            )
+        dtype = np.promote_types(losses.dtype, np.float32)
+        flat = losses.reshape(-1).astype(dtype)
+        if mask is None:
+            return cls(flat.sum(), losses.size)
+        if jnp.shape(mask) != losses.shape:
+            raise UserError(f"mask must have the shape of losses {list(losses.shape)}, got {list(jnp.shape(mask))}")
+        weights = jnp.asarray(mask).reshape(-1).astype(dtype)
+        # Selected, not only multiplied: a masked inf or NaN is left out too.
+        return cls(jnp.where(weights == 0, 0, flat * weights).sum(), weights.sum())
+
+
+def validated(loss_fn: LossFn) -> Compute:
+    """Give `loss_fn` one signature, with or without model state, and validate what it returns."""
 
     def compute(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
         if model_state is None:
@@ -46,33 +91,35 @@ def checked(loss_fn: LossFn) -> Callable[..., tuple[Loss, dict[str, Any], Any]]:
             case (Loss() as loss, Mapping() as metrics, *rest) if len(result) == parts:
                 pass
             case _:
-                raise UserError(f"loss_fn returned {_describe(result)}: make it return {expected}")
+                raise UserError(f"loss_fn must return {expected}, got {_describe(result)}")
         if rest and _structure(rest[0]) != _structure(model_state):
-            raise UserError(f"loss_fn returned model_state {_describe(rest[0])}: make it {_describe(model_state)}")
-        if not _scalar(loss):
-            raise UserError(f"loss_fn returned {_describe(loss)}: sum the total and the weight to scalars")
+            raise UserError(f"loss_fn must return model_state {_describe(model_state)}, got {_describe(rest[0])}")
+        if not _is_scalar(loss):
+            raise UserError(
+                f"loss_fn must return a scalar total and weight, got {_describe(loss)}: use Loss.of(losses)"
+            )
         for name, value in metrics.items():
             if name in STEP_METRICS:
-                raise UserError(f"the metric {name!r} is the step's own: give yours another name")
-            if not _scalar(value):
-                raise UserError(f"the metric {name!r} is {_describe(value)}: make it a scalar or a jaxtrain.Loss")
+                raise UserError(f"metric {name!r} is reserved for the step: use another name")
+            if not _is_scalar(value):
+                raise UserError(f"metric {name!r} must be a scalar or a jaxtrain.Loss, got {_describe(value)}")
         return loss, dict(metrics), rest[0] if rest else None
 
     return compute
 
 
-def in_float32(compute: Callable[..., tuple[Loss, dict[str, Any], Any]]) -> Callable[..., Any]:
-    """What a low-precision computation returns, widened before it is divided, scaled or summed.
+def losses_in_float32(compute: Compute) -> Compute:
+    """Widen the results of a low-precision computation before they are divided, scaled or summed.
 
-    A float16 loss overflows at a scale of 65536. Metrics become `Loss`es: a bare scalar is a mean, and weighs like
-    the loss. Model state keeps its dtypes.
+    A float16 loss overflows at a scale of 65536. Metrics become `Loss`es: a bare scalar is a mean, weighted like the
+    loss. Model state keeps its dtypes.
     """
 
-    def computed(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Loss], Any]:
+    def compute_widened(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Loss], Any]:
         loss, metrics, new_state = compute(params, batch, rng, model_state)
-        loss = _wide(loss)
+        loss = _widen(loss)
         sums = {
-            name: _wide(
+            name: _widen(
                 value
                 if isinstance(value, Loss)
                 else Loss(jnp.asarray(value, loss.weight.dtype) * loss.weight, loss.weight)
@@ -81,16 +128,16 @@ def in_float32(compute: Callable[..., tuple[Loss, dict[str, Any], Any]]) -> Call
         }
         return loss, sums, jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), new_state, model_state)
 
-    return computed
+    return compute_widened
 
 
-def _wide(loss: Loss) -> Loss:
-    """In float32, or float64 where the total is; nothing is differentiated through the weight."""
+def _widen(loss: Loss) -> Loss:
+    """Convert to float32, or float64 if the total is; the weight has no gradient."""
     dtype = np.float64 if jnp.result_type(loss.total) == np.float64 else np.float32
     return Loss(jnp.asarray(loss.total, dtype), lax.stop_gradient(jnp.asarray(loss.weight, dtype)))
 
 
-def _scalar(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(value))
 
 

@@ -1,4 +1,4 @@
-"""A budget of recompilations: a jitted function that is traced again says which argument changed."""
+"""A limit on recompilation: a jitted function that is traced again reports which argument changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,41 +9,48 @@ from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 
 
-def budgeted(fn: Callable[..., Any], names: tuple[str, ...], allowed: int | None) -> Callable[..., Any]:
-    """`fn`, to be jitted, which raises `UserError` when it is traced for more than 1 + `allowed` kinds of arguments.
+def limit_recompilation(fn: Callable[..., Any], names: tuple[str, ...], allowed: int | None) -> Callable[..., Any]:
+    """Limit how many kinds of arguments a function may be traced for. To be jitted.
 
-    `names` are its arguments'. None allows any number.
+    Args:
+      fn: The function.
+      names: Names of its arguments.
+      allowed: Number of kinds allowed after the first; None allows any number.
 
-    >>> import jax.numpy as jnp
-    >>> double = jax.jit(budgeted(lambda batch: 2 * batch, ("batch",), allowed=0))
-    >>> double(jnp.ones(3)).shape, double(jnp.zeros(3)).shape
-    ((3,), (3,))
-    >>> try:
-    ...     double(jnp.ones(4))
-    ... except UserError as error:
-    ...     print(error)
-    compiling again: batch is float32[4], was float32[3]; give it one shape and dtype, or allow_recompile 1
+    Returns:
+      `fn`, which raises `UserError` when it is traced for one kind of shapes and dtypes too many.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> double = jax.jit(limit_recompilation(lambda batch: 2 * batch, ("batch",), allowed=0))
+      >>> double(jnp.ones(3)).shape, double(jnp.zeros(3)).shape
+      ((3,), (3,))
+      >>> try:
+      ...     double(jnp.ones(4))
+      ... except UserError as error:
+      ...     print(error)
+      recompilation: batch is float32[4], was float32[3]; use one shape and dtype, or allow_recompile 1
     """
     if allowed is None:
         return fn
-    seen: list[dict[str, str]] = []
+    history: list[dict[str, str]] = []
 
-    def traced(*args: Any) -> Any:
+    def limited(*args: Any) -> Any:
         kinds = _kinds(names, args)
-        if kinds not in seen:
-            if len(seen) > allowed:
+        if kinds not in history:
+            if len(history) > allowed:
                 raise UserError(
-                    f"compiling again: {_change(seen[-1], kinds)}; give it one shape and dtype, "
-                    f"or allow_recompile {len(seen)}"
+                    f"recompilation: {_change(history[-1], kinds)}; use one shape and dtype, "
+                    f"or allow_recompile {len(history)}"
                 )
-            seen.append(kinds)
+            history.append(kinds)
         return fn(*args)
 
-    return traced
+    return limited
 
 
 def _kinds(names: tuple[str, ...], args: tuple[Any, ...]) -> dict[str, str]:
-    """Shape and dtype of every leaf, by where it is."""
+    """Return the shape and dtype of every leaf by its path."""
     return {
         "/".join(filter(None, (name, path_name(path)))): str(jax.typeof(leaf))
         for name, arg in zip(names, args, strict=True)
@@ -54,6 +61,6 @@ def _kinds(names: tuple[str, ...], args: tuple[Any, ...]) -> dict[str, str]:
 def _change(before: dict[str, str], now: dict[str, str]) -> str:
     for name, kind in now.items():
         if kind != before.get(name):
-            return f"{name} is {kind}, was {before.get(name, 'not there')}"
-    gone = next(name for name in before if name not in now)
-    return f"{gone} is gone, was {before[gone]}"
+            return f"{name} is {kind}, was {before.get(name, 'absent')}"
+    removed = next(name for name in before if name not in now)
+    return f"{removed} is absent, was {before[removed]}"

@@ -36,7 +36,7 @@ def hook(x: jax.Array, fn: Hook) -> jax.Array:
     return identity(x)
 
 
-def hooked(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callable[..., Any]:
+def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callable[..., Any]:
     """`compute(params, …)` with a hook at every parameter of that path, and every value of that `checkpoint_name`.
 
     Raises `UserError`, once traced, for a hook that names neither.
@@ -64,7 +64,7 @@ def hooked(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callable[.
             _refuse_unknown({*hooks}, paths, {*_names(closed.jaxpr)})
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
-        return jaxpr.retraced(with_hooked_params, evaluate)(params, *args)
+        return jaxpr.retrace(with_hooked_params, evaluate)(params, *args)
 
     return computed
 

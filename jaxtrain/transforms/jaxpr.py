@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxtrain.transforms.jax_internals import source_info_util
 
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
 """Evaluates a jaxpr under the rule at hand: `run(jaxpr, consts, args)`."""
@@ -39,10 +40,10 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     1.0
     """
 
-    return retraced(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
+    return retrace(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
 
 
-def retraced(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
+def retrace(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
     """`fn` whose jaxpr is evaluated by `evaluate(closed, leaves of the arguments)`."""
 
     @functools.wraps(fn)
@@ -61,7 +62,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
         return interpret(inner, inner_consts, inner_args, rule)
 
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
+    for eqn, dead in zip(jaxpr.eqns, _dead_after(jaxpr), strict=True):
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with _standing_for(eqn):
             outs = rule(eqn, inputs, run)
@@ -69,7 +70,21 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
                 rebuild = HIGHER_ORDER.get(eqn.primitive.name)
                 outs = bind(eqn, inputs) if rebuild is None else rebuild(eqn, inputs, run)
         env.update(zip(eqn.outvars, outs, strict=True))
+        for v in dead:
+            del env[v]
+        del inputs, outs
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _dead_after(jaxpr: Jaxpr) -> list[list[Any]]:
+    """Return for every equation the variables that nothing after it reads."""
+    read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    dead: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        variables = dict.fromkeys(v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal))
+        dead.append([v for v in variables if v not in read])
+        read.update(variables)
+    return dead[::-1]
 
 
 @contextmanager
@@ -86,7 +101,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def as_traced(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+def bind_as_traced(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The equation applied to `args` converted to the dtypes it was traced with."""
     return bind(eqn, cast_like([v.aval for v in eqn.invars], args))
 
@@ -102,7 +117,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
 
 
-def called(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
+def evaluate_inner(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
     """What a jaxpr among an equation's parameters makes of `args` under the rule at hand, closed or not."""
     return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
 
@@ -112,10 +127,10 @@ def in_scope(eqn: JaxprEqn, name: str) -> bool:
     return any(part.name == name for part in eqn.source_info.name_stack.stack)
 
 
-def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def named_jit(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` jitted under `name`, by which `calls` finds it in a jaxpr.
 
-    >>> calls(jax.make_jaxpr(named("twice", lambda x: 2 * x))(1.0).eqns[0], "twice")
+    >>> is_call(jax.make_jaxpr(named_jit("twice", lambda x: 2 * x))(1.0).eqns[0], "twice")
     True
     """
 
@@ -128,7 +143,7 @@ def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(body)
 
 
-def calls(eqn: JaxprEqn, name: str) -> bool:
+def is_call(eqn: JaxprEqn, name: str) -> bool:
     """Whether the equation calls a jitted function of that name."""
     return eqn.params.get("name") == name and eqn.primitive.name in ("jit", "pjit")
 
@@ -183,7 +198,7 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-def unrolled(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+def unroll_scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     """A scan evaluated step by step, its body as often as it runs."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     n_consts, n_carry = scan_sizes(eqn)
@@ -252,7 +267,7 @@ def _custom_jvp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 def _custom_vjp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     body, backward = eqn.params["call_jaxpr"], eqn.params["bwd"]
     if eqn.params["symbolic_zeros"] or eqn.params["num_consts"]:
-        return as_traced(eqn, args)  # what its rule would be told of them is known to JAX alone
+        return bind_as_traced(eqn, args)  # what its rule would be told of them is known to JAX alone
 
     @jax.custom_vjp
     def fn(*inner: Any) -> list[Any]:

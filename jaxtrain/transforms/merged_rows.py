@@ -19,13 +19,13 @@ BESIDE = frozenset({"add", "convert_element_type", "div", "mul", "select_n"})
 """Of a product: its bias, its conversions, an adapter's scale and dropout."""
 
 
-class Apart:
+class UnmergeRows:
     """A rule of `jaxtrain.transforms.jaxpr` for one evaluation, by which merged axes are kept apart: the same numbers.
 
     >>> import jax, jax.numpy as jnp
     >>> def linear(x, w):
     ...     return (x.reshape(6, 4) @ w).reshape(2, 3, 5)
-    >>> traced = jax.make_jaxpr(jaxpr.transform(linear, Apart()))(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
+    >>> traced = jax.make_jaxpr(jaxpr.transform(linear, UnmergeRows()))(jnp.ones((2, 3, 4)), jnp.ones((4, 5)))
     >>> [eqn.outvars[0].aval.shape for eqn in traced.eqns if eqn.primitive.name == "dot_general"]
     [(2, 3, 5)]
     """
@@ -43,8 +43,8 @@ class Apart:
         if len(merged) != 1:
             return None
         (axes,) = merged
-        if jaxpr.calls(eqn, "_where"):
-            return jaxpr.called(eqn.params["jaxpr"], args, run)
+        if jaxpr.is_call(eqn, "_where"):
+            return jaxpr.evaluate_inner(eqn.params["jaxpr"], args, run)
         if name == "dot_general" and self._axes(args[0]) and _is_of_each(eqn):
             (contracted, of_kernel), batch = eqn.params["dimension_numbers"]
             numbers = ((tuple(i + 1 for i in contracted), of_kernel), batch)

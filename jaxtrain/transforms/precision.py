@@ -136,10 +136,10 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             name, to = eqn.primitive.name, casts.setdefault(run, _Casts())
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
             if jaxpr.in_scope(eqn, _SETTLED):
-                return jaxpr.as_traced(eqn, args)
-            if jaxpr.calls(eqn, KERNEL):
+                return jaxpr.bind_as_traced(eqn, args)
+            if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
-            if operation := low_operation(eqn):
+            if operation := low_precision_operation(eqn):
                 return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
@@ -154,14 +154,14 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if name in _INDEPENDENT:
                 return jaxpr.bind(eqn, args)
             if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
-                return jaxpr.as_traced(eqn, args)
+                return jaxpr.bind_as_traced(eqn, args)
             with _within_kernel():
                 return jaxpr.bind(eqn, _widen(args, to))
 
         with jax.named_scope(_SETTLED):  # an autocast within an autocast has the last word, as PyTorch's
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
-    return jaxpr.retraced(fn, evaluate)
+    return jaxpr.retrace(fn, evaluate)
 
 
 def autocast_disabled() -> AbstractContextManager[None]:
@@ -189,7 +189,7 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> autocast(lambda x: kernel(twice_cubed)(x @ x), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
     'bfloat16'
     """
-    return jaxpr.named(KERNEL, fn)
+    return jaxpr.named_jit(KERNEL, fn)
 
 
 def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -202,7 +202,7 @@ def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """
     name = f"{_LOW_OPERATION}_{len(_LOW_OPERATIONS)}"
     _LOW_OPERATIONS[name] = fn
-    return jaxpr.named(name, fn)
+    return jaxpr.named_jit(name, fn)
 
 
 class _Casts:
@@ -223,7 +223,7 @@ class _Casts:
 def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     operands, sizes = args[:2], args[2:]  # of the groups of a grouped product
     if not all(_is_low(x) for x in operands):
-        return jaxpr.as_traced(eqn, args)
+        return jaxpr.bind_as_traced(eqn, args)
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
     return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
 
@@ -245,7 +245,7 @@ _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
 def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     """The product in float32, of low-precision operands; differentiated as the one that is rounded."""
     if not all(_is_low(x) for x in args):
-        return jaxpr.as_traced(eqn, args)
+        return jaxpr.bind_as_traced(eqn, args)
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
@@ -275,14 +275,14 @@ def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     with _within_kernel():
-        outs = jaxpr.as_traced(eqn, args)
+        outs = jaxpr.bind_as_traced(eqn, args)
         return [_to(args[0].dtype, outs[0]), *outs[1:]]
 
 
-def low_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
+def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
     """What computes the equation where it was marked by `low_precision`; None where it was not."""
     named = _LOW_OPERATIONS.get(eqn.params.get("name", ""))
-    return named if named and jaxpr.calls(eqn, eqn.params["name"]) else None
+    return named if named and jaxpr.is_call(eqn, eqn.params["name"]) else None
 
 
 def _within_kernel() -> AbstractContextManager[None]:

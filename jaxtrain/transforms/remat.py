@@ -38,7 +38,7 @@ what the model called a and b with `jax.ad_checkpoint.checkpoint_name`; "offload
 
 def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a pure function of arrays as a unit of rematerialisation."""
-    return jaxpr.named(BLOCK, fn)
+    return jaxpr.named_jit(BLOCK, fn)
 
 
 def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
     save, names = _parsed(policy)
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-        if not jaxpr.calls(eqn, BLOCK):
+        if not jaxpr.is_call(eqn, BLOCK):
             return None
         body = eqn.params["jaxpr"]
         return jax.checkpoint(lambda *a: run(body.jaxpr, body.consts, a), policy=save)(*args)
@@ -81,7 +81,7 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
         return list(jax.checkpoint(jaxpr_as_fun(closed), policy=save)(*leaves))
 
-    return jaxpr.retraced(fn, rematerialised)
+    return jaxpr.retrace(fn, rematerialised)
 
 
 def _parsed(policy: str) -> tuple[Callable[..., Any], list[str]]:
@@ -149,7 +149,7 @@ def _blocks(traced: Jaxpr) -> Iterator[Jaxpr]:
     """The bodies of the outermost marked blocks."""
     for eqn in traced.eqns:
         for inner in jaxpr.inner_jaxprs(eqn):
-            yield from [inner] if jaxpr.calls(eqn, BLOCK) else _blocks(inner)
+            yield from [inner] if jaxpr.is_call(eqn, BLOCK) else _blocks(inner)
 
 
 def _nested(traced: Jaxpr) -> Iterator[Jaxpr]:

@@ -28,7 +28,7 @@ def unroll(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         if eqn.primitive.name == "scan" and _has_block(eqn.params["jaxpr"].jaxpr):
-            return jaxpr.unrolled(eqn, args, run)
+            return jaxpr.unroll_scan(eqn, args, run)
         return None
 
     return jaxpr.transform(fn, rule)
@@ -36,5 +36,5 @@ def unroll(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_block(traced: Jaxpr) -> bool:
     return any(
-        jaxpr.calls(eqn, BLOCK) or any(_has_block(inner) for inner in jaxpr.inner_jaxprs(eqn)) for eqn in traced.eqns
+        jaxpr.is_call(eqn, BLOCK) or any(_has_block(inner) for inner in jaxpr.inner_jaxprs(eqn)) for eqn in traced.eqns
     )

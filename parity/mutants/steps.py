@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler as S
 
 from jaxtrain import optim
 from jaxtrain.optim import schedules
-from jaxtrain.step import accumulate, clip_grad_norm, clip_grad_value, dynamic_loss_scale, step
+from jaxtrain.step import build, clip_grad_norm, clip_grad_value, dynamic_loss_scale, split_batch, step
+from jaxtrain.step.accumulate import add_micro_batch, mean_gradient
 from parity.case import Case
 from parity.mutants.losses import square
 from parity.mutants.mutant import Mutant, Patch, patched
@@ -23,7 +24,6 @@ from parity.mutants.optimizers import squares
 from parity.optimizer import Optimizer
 
 GradScaler = torch.amp.GradScaler
-mean_gradient, split, add = accumulate.mean_gradient, accumulate.split, accumulate.add
 LR = 0.05
 MOMENTUM = Optimizer("SGD", partial(T.SGD, lr=LR, momentum=0.9), optim.sgd(LR, 0.9))
 SCHEDULED = Optimizer(
@@ -36,9 +36,15 @@ def linear(ours: Callable[..., Any] = square, optimizer: Any = SGD, clip_norm: f
     return criterion(squares, ours, normal, optimizer=optimizer, clip_norm=clip_norm)
 
 
+@cache
+def clipped_linear(clip_norm: float | None) -> Callable[[], Case]:
+    """The maker of `linear`, the same one for every mutant of a bound."""
+    return partial(linear, clip_norm=clip_norm)
+
+
 def stepped(name: str, patch: Patch, stage: str = "", clip_norm: float | None = None, **settings: Any) -> Mutant:
     """A training step with one part patched."""
-    case = partial(linear, clip_norm=clip_norm)
+    case = clipped_linear(clip_norm)
     return Mutant(name, case, case, stage, patch=patch, settings=settings)
 
 
@@ -50,7 +56,7 @@ def clipped(name: str, wrong: Callable[[Any, float], Any], bound: float = 0.01) 
 
 def accumulated(name: str, function: Callable[..., Any], wrong: Any, **settings: Any) -> Mutant:
     """A window of four micro-batches, with `wrong` for one function of `jaxtrain.step.accumulate`."""
-    return stepped(name, patched(function, wrong), accumulate=4, **settings)
+    return stepped(name, patched(function, wrong, within=step), accumulate=4, **settings)
 
 
 HIGH = 2.0**24
@@ -62,14 +68,14 @@ def scalers(start: float) -> Iterator[None]:
     """On both sides the scale starts at `start`, and grows after two clean updates."""
     ours = partial(dynamic_loss_scale, start, growth_interval=2)
     theirs = partial(GradScaler, init_scale=start, growth_interval=2)
-    scaler = patched(dynamic_loss_scale, ours, within=step)
+    scaler = patched(dynamic_loss_scale, ours, within=build)
     with patched(GradScaler, theirs, within=torch.amp)(), scaler():
         yield
 
 
 def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
     """A step whose scaler is `wrong()`, and should be that of `scalers`."""
-    patch = patched(dynamic_loss_scale, wrong, within=step)
+    patch = patched(dynamic_loss_scale, wrong, within=build)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, linear, linear, patch=patch, around=partial(scalers, start), settings=settings)
 
@@ -77,7 +83,7 @@ def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
 def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
     """A step that does `wrong` where it overflows."""
     case = partial(linear, optimizer=optimizer)
-    patch = patched(step._keep_if, wrong)
+    patch = patched(step._restore_if, wrong)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, case, case, patch=patch, around=partial(scalers, HIGH), settings=settings)
 
@@ -120,7 +126,7 @@ def by_leaf(grads: Any, bound: float) -> Any:
 
 def last_repeated(batch: Any, k: int) -> Any:
     """The last micro-batch is the one before again."""
-    return jax.tree.map(lambda x: jnp.concatenate([x[:-1], x[-2:-1]]), split(batch, k))
+    return jax.tree.map(lambda x: jnp.concatenate([x[:-1], x[-2:-1]]), split_batch(batch, k))
 
 
 MUTANTS = [
@@ -135,18 +141,18 @@ MUTANTS = [
     ),
     accumulated("window-summed", mean_gradient, lambda w: jax.tree.map(lambda g: 4 * g, mean_gradient(w))),
     accumulated("window-averaged-twice", mean_gradient, lambda w: jax.tree.map(lambda g: g / 4, mean_gradient(w))),
-    accumulated("window-without-its-last", split, last_repeated),
+    accumulated("window-without-its-last", split_batch, last_repeated),
     accumulated(
         "window-only-its-last",
-        add,
-        lambda window, grads, loss, k: add(
+        add_micro_batch,
+        lambda window, grads, loss, k: add_micro_batch(
             window._replace(sums=jax.tree.map(jnp.zeros_like, window.sums)), grads, loss, k
         ),
     ),
     accumulated(
         "window-in-bfloat16",
-        add,
-        lambda window, grads, loss, k: add(
+        add_micro_batch,
+        lambda window, grads, loss, k: add_micro_batch(
             window, jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), loss, k
         ),
         precision="fp32",

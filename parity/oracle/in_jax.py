@@ -40,7 +40,7 @@ def in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         return _run(closed.jaxpr, closed.consts, leaves)
 
-    return jaxpr.retraced(fn, evaluate)
+    return jaxpr.retrace(fn, evaluate)
 
 
 def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -51,8 +51,8 @@ def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
     del run  # unlike `_run` it leaves literal results as they are
     name = eqn.primitive.name
-    if jaxpr.calls(eqn, "_bernoulli"):
-        return jaxpr.as_traced(eqn, args)  # a decision, made of the bits that this precision has
+    if jaxpr.is_call(eqn, "_bernoulli"):
+        return jaxpr.bind_as_traced(eqn, args)  # a decision, made of the bits that this precision has
     args = [_widened(v, x) for v, x in zip(eqn.invars, args, strict=True)]
     if name == "reduce_precision":
         return args

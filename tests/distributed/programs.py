@@ -29,7 +29,7 @@ from jaxtrain.models import (
 )
 from jaxtrain.models.batch_norm import in_groups
 from jaxtrain.optim import adamw
-from jaxtrain.paths import nothing, path_name
+from jaxtrain.paths import none_frozen, path_name
 
 ROWS, TOKENS, VOCABULARY = 16, 8, 32
 ZERO_GRADIENT = "key/bias"
@@ -44,7 +44,7 @@ class Run:
     make: Callable[[], tuple[Any, Any]]
     batch: Callable[[np.random.Generator], dict[str, np.ndarray]]
     rules: Any
-    frozen: Callable[[str], bool] = nothing
+    frozen: Callable[[str], bool] = none_frozen
 
 
 def train(run: Run, mesh: Any = None, *, steps: int = 20, seed: int = 0, **options: Any) -> tuple[Any, list[Any]]:

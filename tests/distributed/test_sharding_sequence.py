@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.models import attention
 from jaxtrain.optim import adamw
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.merged_rows import Apart
+from jaxtrain.transforms.merged_rows import UnmergeRows
 from tests.distributed.deep import POSITIONS, ROWS, TOKENS, WIDTH, deep
 from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 from tests.distributed.test_sharding_step import NEAR, trained_alike
@@ -117,7 +117,7 @@ def test_rows_and_tokens_stay_apart_in_every_product(name):
     compute = lambda params: run.loss_fn(params, batch, jax.random.key(0))[0].total  # noqa: E731
     merged = {len(batch["tokens"]) * batch["tokens"].shape[1]}
     assert merged & first_axes(jax.make_jaxpr(compute)(params).jaxpr)
-    assert merged & first_axes(jax.make_jaxpr(jaxpr.transform(compute, Apart()))(params).jaxpr) == set()
+    assert merged & first_axes(jax.make_jaxpr(jaxpr.transform(compute, UnmergeRows()))(params).jaxpr) == set()
 
 
 def first_axes(traced):
@@ -132,7 +132,7 @@ def test_products_apart_are_the_same_products():
         return (3 * y.astype(np.float32)).reshape(2, 3, 5, 1), x.reshape(6, 4).sum(0)
 
     x, w, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 3, 4), (4, 5), (5,)]))
-    for one, other in zip(layer(x, w, b), jaxpr.transform(layer, Apart())(x, w, b), strict=True):
+    for one, other in zip(layer(x, w, b), jaxpr.transform(layer, UnmergeRows())(x, w, b), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 

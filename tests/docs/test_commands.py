@@ -1,4 +1,4 @@
-"""The commands that the pages show are ones that the programs know, with flags that they have."""
+"""Commands and flags in shell blocks of the documentation exist."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ MAINS = {"jaxtrain": jaxtrain.cli.main, "parity": parity.cli.main}
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command of ours in a page's shell blocks."""
+    """Return the words of each `jaxtrain` and `parity` command in the shell blocks of a page."""
     blocks = re.findall(r"```sh[^\n]*\n(.*?)```", page.read_text(), re.S)
     lines = itertools.chain.from_iterable(block.replace("\\\n", " ").splitlines() for block in blocks)
     found = []
@@ -32,17 +32,17 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def known_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """Those that a command's own help names."""
+    """Return the flags in the help of a command."""
     program, subcommand, *rest = words
     recipe = [rest[0]] if subcommand in ("train", "plan") and rest and rest[0][0] != "-" else []
     recipe += rest[(at := rest.index("--model")) : at + 2] if "--model" in rest else []
-    with contextlib.suppress(SystemExit):  # which is argparse's way to end; a usage error prints no help
+    with contextlib.suppress(SystemExit):  # argparse exits after printing help
         MAINS[program]([subcommand, *recipe, "--help"])
     return set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_its_commands_are_known(page, capsys, monkeypatch):
+def test_commands_and_flags_of_a_page_exist(page, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for words in commands(page):
         launched = words.index("--") if "--" in words else len(words)
@@ -53,7 +53,7 @@ def test_its_commands_are_known(page, capsys, monkeypatch):
                 assert flags <= known_flags(part, capsys) | {"--help", "--debug"}, part
 
 
-def test_commands_are_found():
+def test_pages_contain_commands():
     found = [words for page in PAGES for words in commands(page)]
     assert len(found) > 40
     assert {words[1] for words in found if words[0] == "jaxtrain"} >= {"train", "plan", "export", "launch", "replay"}

@@ -1,4 +1,4 @@
-"""What the pages show runs, and what they name exists."""
+"""The Python code and commands of the pages run."""
 
 import os
 import re
@@ -27,7 +27,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_the_python_of_a_page_runs_from_top_to_bottom(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     names: dict[str, object] = {}
-    # As a reader's JAX is set.
+    # The defaults of JAX, not the strict modes of the tests.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         for i, block in enumerate(blocks, start=1):
             exec(compile(block, f"{page.name}, block {i}", "exec"), names)
@@ -35,18 +35,18 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page):
 
 @pytest.mark.slow
 def test_the_commands_of_the_first_five_minutes_run(tmp_path):
-    _, first_steps = (ROOT / "docs" / "start.md").read_text().split("## Train\n")  # what is above it installs
+    _, first_steps = (ROOT / "docs" / "start.md").read_text().split("## Train\n")  # the section above installs
     commands = "".join(re.findall(r"```sh\n(.*?)```", first_steps, re.S))
-    found = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     shell = ["bash", "-euxc", commands]
-    done = subprocess.run(shell, cwd=tmp_path, env=found, capture_output=True, text=True, check=False)
+    done = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "digits" / "report.html").exists()
     assert "held" in done.stdout
 
 
 @pytest.mark.slow
-def test_what_the_page_on_export_writes_is_read_as_it_says(tmp_path, monkeypatch):
+def test_exported_files_load_as_the_page_on_export_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(sh|py)\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), re.S)
     read = []
@@ -54,7 +54,7 @@ def test_what_the_page_on_export_writes_is_read_as_it_says(tmp_path, monkeypatch
         if kind == "sh":
             for words in map(str.split, block.splitlines()):
                 assert words[0] == "pip" or cli.main(words[1:]) == 0, words
-        elif "__file__" not in block:  # what is in the folder already
+        elif "__file__" not in block:  # otherwise the listing of load.py
             exec(block, names := {})
             read.append(names)
     assert read[0]["logits"].shape == (1, 9, 256)

@@ -1,4 +1,4 @@
-"""The messages that the page on errors quotes are those of the code, and of JAX."""
+"""The error messages quoted in docs/faq.md are those of the code, and of JAX."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ from jax._src import xla_bridge
 import jaxtrain as jt
 
 ROOT = Path(__file__).parent.parent.parent
-OURS, _, JAXS = (ROOT / "docs" / "faq.md").read_text().partition("## JAX's own")
+OURS, _, JAXS = (ROOT / "docs" / "faq.md").read_text().partition("## Errors of JAX")
 
 
 def quoted(page):
@@ -24,19 +24,19 @@ def quoted(page):
 
 
 class Template(NamedTuple):
-    """A text of the code: its words, None where something is filled in."""
+    """A string of the code: its literal parts, with None for each placeholder."""
 
-    words: list[str | None]
+    parts: list[str | None]
 
     @property
-    def own(self):
-        return len("".join(filter(None, self.words)))
+    def literal_length(self):
+        return len("".join(filter(None, self.parts)))
 
-    def filled(self, message):
-        """What is filled in to make the message; None if it is not made of this text."""
-        if not all(word in message for word in self.words if word):
-            return None  # sooner than by the pattern
-        pattern = "".join("(.*?)" if word is None else re.escape(word) for word in self.words)
+    def values(self, message):
+        """Return the values of the placeholders in the message, or None if it does not match."""
+        if not all(part in message for part in self.parts if part):
+            return None  # faster than the regular expression
+        pattern = "".join("(.*?)" if part is None else re.escape(part) for part in self.parts)
         match = re.fullmatch(pattern, message)
         return match and match.groups()
 
@@ -44,22 +44,22 @@ class Template(NamedTuple):
 def templates(*files):
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            words = [part.value if isinstance(part, ast.Constant) else None for part in parts]
-            template = Template(words)
-            if all(word is None or isinstance(word, str) for word in words) and template.own >= 12:
+            nodes = node.values if isinstance(node, ast.JoinedStr) else [node]
+            parts = [part.value if isinstance(part, ast.Constant) else None for part in nodes]
+            template = Template(parts)
+            if all(part is None or isinstance(part, str) for part in parts) and template.literal_length >= 12:
                 yield template
 
 
-def letters_of(known, message):
-    """How many of a message's letters are those of texts, one filled into the other."""
-    made = [(template, filled) for template in known if (filled := template.filled(message)) is not None]
-    inner = [sum(letters_of(known, part) for part in filled if len(part) > 20) for _, filled in made]
-    return max((template.own + more for (template, _), more in zip(made, inner, strict=True)), default=0)
+def matched_length(known, message):
+    """Return how many characters of a message are literal text of templates, including nested ones."""
+    matches = [(template, values) for template in known if (values := template.values(message)) is not None]
+    inner = [sum(matched_length(known, part) for part in values if len(part) > 20) for _, values in matches]
+    return max((template.literal_length + more for (template, _), more in zip(matches, inner, strict=True)), default=0)
 
 
 def raisers():
-    """What makes each error of JAX's, in the order of the page. conftest.py has set the strict modes."""
+    """Return a function that raises each error of JAX, in the order of the page, in the strict modes of conftest.py."""
     leaked, old = [], jnp.ones(3)
 
     def leak():
@@ -99,12 +99,12 @@ def test_our_messages_are_those_of_the_code():
     messages = quoted(OURS)
     assert len(messages) > 50
     for message in messages:
-        assert letters_of(known, message) > len(message) / 3, message
+        assert matched_length(known, message) > len(message) / 3, message
 
 
-def test_jaxs_messages_are_what_it_says():
+def test_jaxs_messages_are_those_of_jax():
     no_gpu, *messages = quoted(JAXS)
-    assert any(template.filled(no_gpu) for template in templates(Path(xla_bridge.__file__)))
+    assert any(template.values(no_gpu) for template in templates(Path(xla_bridge.__file__)))
     for message, raiser in zip(messages, raisers(), strict=True):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -112,7 +112,7 @@ def test_jaxs_messages_are_what_it_says():
                 raiser()
 
 
-def test_under_every_message_stands_what_to_do():
+def test_every_message_is_followed_by_an_explanation():
     for page in (OURS, JAXS):
         for after in re.split(r"```text\n.*?```\n", page, flags=re.S)[1:]:
             assert re.match(r"\n(?!#|```text)\S", after), after[:80]

@@ -1,4 +1,4 @@
-"""Each tutorial's notebook is its page, and runs: what the page shows is what a reader sees."""
+"""Each notebook is generated from its tutorial, and its outputs are those shown on the page."""
 
 import doctest
 import importlib.util
@@ -15,11 +15,11 @@ from nbclient import NotebookClient
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SPEC = importlib.util.spec_from_file_location("notebooks", DOCS / "notebooks.py")
 notebooks = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = notebooks  # where its dataclass looks for itself
+sys.modules[SPEC.name] = notebooks  # required by dataclass
 SPEC.loader.exec_module(notebooks)
 
 LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data"}
-# The others start programs by the dozen.
+# The others start dozens of programs.
 QUICK = {"nans", "plan"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -33,9 +33,9 @@ def by_name(quick):
 
 
 def agrees(shown, line):
-    """Whether a line is as shown: words and counts the same, other numbers within a twentieth, `…` anything.
+    """Return whether a line matches the one shown: `…` matches anything, words and integers must be equal.
 
-    Memory within a fifth: it is for XLA to say how much, and each version's word differs.
+    Other numbers may differ by a twentieth, and memory by a fifth, because it depends on the version of XLA.
     """
     words = re.split(rf"(…|{NUMBER}|\s+)", shown.strip())
     patterns = [
@@ -46,10 +46,10 @@ def agrees(shown, line):
     if not found:
         return False
     numbers = re.findall(rf"({NUMBER})(\s+[KMG]iB)?", shown)
-    return all(as_good(a, b, 0.2 if unit else 0.05) for (a, unit), b in zip(numbers, found.groups(), strict=True))
+    return all(numbers_agree(a, b, 0.2 if unit else 0.05) for (a, unit), b in zip(numbers, found.groups(), strict=True))
 
 
-def as_good(shown, printed, tolerance):
+def numbers_agree(shown, printed, tolerance):
     shown, printed = shown.replace(",", ""), printed.replace(",", "")
     if shown.isdecimal() and printed.isdecimal():
         return int(shown) == int(printed)
@@ -57,7 +57,7 @@ def as_good(shown, printed, tolerance):
 
 
 def missing(shown, printed):
-    """The first line shown that is not printed behind the one before it; None where all are."""
+    """Return the first line shown that is not printed after the preceding one, or None."""
     lines = iter(printed.splitlines())
     wanted = [line for line in shown.splitlines() if line.strip() not in ("", "…")]
     return next((line for line in wanted if not any(agrees(line, other) for other in lines)), None)
@@ -68,8 +68,8 @@ def text_of(cell):
 
 
 @pytest.fixture
-def as_a_reader(tmp_path, monkeypatch):
-    """A new folder, one device, JAX as it is installed; the commands of this Python."""
+def reader_environment(tmp_path, monkeypatch):
+    """Return a new folder, with one device, JAX's default settings and the commands of this Python."""
     for name in ("JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"):
         monkeypatch.delenv(name)
     settings = os.environ["XLA_FLAGS"].split()
@@ -89,34 +89,34 @@ def run(notebook, folder):
 
 
 @pytest.mark.parametrize("page", by_name(QUICK))
-def test_a_tutorial_runs_and_prints_what_its_page_shows(page, as_a_reader):
-    printed = run(notebooks.notebook(page.read_text()), as_a_reader)
+def test_a_tutorial_runs_and_prints_what_its_page_shows(page, reader_environment):
+    printed = run(notebooks.notebook(page.read_text()), reader_environment)
     code = [part for part in notebooks.parts(page.read_text()) if isinstance(part, notebooks.Code)]
-    assert any(part.shown for part in code)
+    assert any(part.output for part in code)
     for part, output in zip(code, printed[1:], strict=True):
-        line = missing(part.shown, output)
+        line = missing(part.output, output)
         assert line is None, f"{part.source}\n\nprints no {line!r} but\n\n{output}"
 
 
 @pytest.mark.parametrize("page", notebooks.PAGES, ids=lambda page: page.stem)
-def test_a_notebook_is_its_page(page):
-    kept = nbformat.read(notebooks.path_of(page), as_version=4)
-    nbformat.validate(kept)
-    assert kept == notebooks.notebook(page.read_text()), "python docs/notebooks.py makes it anew"
+def test_a_notebook_is_generated_from_its_page(page):
+    stored = nbformat.read(notebooks.path_of(page), as_version=4)
+    nbformat.validate(stored)
+    assert stored == notebooks.notebook(page.read_text()), "regenerate it with python -m docs.notebooks"
 
 
-def test_what_the_generator_says_of_itself_holds():
+def test_the_doctests_of_the_generator_pass():
     assert doctest.testmod(notebooks).attempted > 0
     assert doctest.testmod(notebooks).failed == 0
 
 
-def test_there_is_a_lesson_for_each_subject():
+def test_every_tutorial_has_a_notebook():
     assert {page.stem for page in notebooks.PAGES} == LESSONS
     assert {path.stem for path in (DOCS / "notebooks").glob("*.ipynb")} == LESSONS
 
 
 @pytest.mark.parametrize("page", notebooks.PAGES, ids=lambda page: page.stem)
-def test_what_a_tutorial_links_to_exists(page):
+def test_links_of_a_tutorial_exist(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert links
     for link in links:
@@ -124,14 +124,14 @@ def test_what_a_tutorial_links_to_exists(page):
 
 
 @pytest.mark.parametrize("page", notebooks.PAGES, ids=lambda page: page.stem)
-def test_no_block_of_a_tutorial_is_overlooked(page):
+def test_every_block_of_a_tutorial_is_parsed(page):
     text = page.read_text()
     code = [part for part in notebooks.parts(text) if isinstance(part, notebooks.Code)]
-    shown = sum(bool(part.shown) for part in code)
-    assert text.count("\n```\n") == len(code) + shown == len(re.findall(r"^```\w", text, re.M))
+    outputs = sum(bool(part.output) for part in code)
+    assert text.count("\n```\n") == len(code) + outputs == len(re.findall(r"^```\w", text, re.M))
 
 
-def test_a_shown_line_is_held_against_what_is_printed():
+def test_printed_lines_are_compared_with_those_shown():
     assert agrees("step 30  loss 0.749 …", "step 30  loss 0.7391  0:00 left")
     assert agrees("1,618 rows", "1,618   rows  ")
     assert not agrees("step 30  loss 0.749", "step 31  loss 0.749")
@@ -144,7 +144,7 @@ def test_a_shown_line_is_held_against_what_is_printed():
     assert missing("a 1\nb 2", "b 2\na 1\n") == "b 2"
 
 
-def test_a_cell_that_fails_is_an_error(as_a_reader):
+def test_a_cell_that_fails_is_an_error(reader_environment):
     for block in ("```python\n1 / 0\n```\n", "```sh\nfalse\necho on\n```\n"):
         with pytest.raises(Exception, match=r"ZeroDivisionError|CalledProcessError"):
-            run(notebooks.notebook(block), as_a_reader)
+            run(notebooks.notebook(block), reader_environment)

@@ -236,7 +236,7 @@ def whole(kind, table):
             lambda: from_torch(*scheduled(theirs.ReduceLROnPlateau, torch.optim.ASGD([torch_params(2)]))).init(
                 jnp.ones(2)
             ),
-            "takes no reduce_lr_on_plateau",
+            "reduce_lr_on_plateau is not supported by an optimizer that reads its rate",
         ),
     ],
 )

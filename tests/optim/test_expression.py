@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxtrain as jt
 from jaxtrain import optim
-from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, built, parsed, text
+from jaxtrain.optim.expression import OPTIMIZERS, SCHEDULES, Call, build_expression, format_expression, parse_expression
 
 NUMBERS = st.one_of(st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False), st.booleans())
 PLAIN = st.one_of(NUMBERS, st.none(), st.text(max_size=8), st.tuples(NUMBERS, NUMBERS))
@@ -29,9 +29,9 @@ CALLS = st.recursive(
 
 @given(st.one_of(CALLS, st.dictionaries(st.text(min_size=1, max_size=8), CALLS, min_size=1, max_size=3)))
 def test_what_is_written_is_read_back(expression):
-    again = parsed(text(expression))
+    again = parse_expression(format_expression(expression))
     assert again == expression
-    assert text(again) == text(expression)
+    assert format_expression(again) == format_expression(expression)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_what_is_written_is_read_back(expression):
 )  # fmt: skip
 def test_what_is_no_expression_is_refused_in_one_line(written):
     with pytest.raises(jt.UserError) as error:
-        built(parsed(written), OPTIMIZERS, {})
+        build_expression(parse_expression(written), OPTIMIZERS, {})
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), lambda t: t])
 def test_what_has_no_text_is_refused(value):
     with pytest.raises(jt.UserError, match="has no text that could be read back"):
-        text(Call("sgd", {"learning_rate": value}))
+        format_expression(Call("sgd", {"learning_rate": value}))
 
 
 def test_every_public_optimizer_and_schedule_is_known():
@@ -63,8 +63,8 @@ def _parameters(thing):
 
 
 def test_groups_are_of_paths_and_the_rest_is_left_as_it_is():
-    tx = built(
-        parsed("{'a b/c': sgd(learning_rate=0.5), 'd': sgd(learning_rate=step_lr(lr=2.0, step_size=1))}"),
+    tx = build_expression(
+        parse_expression("{'a b/c': sgd(learning_rate=0.5), 'd': sgd(learning_rate=step_lr(lr=2.0, step_size=1))}"),
         OPTIMIZERS,
         {},
     )

@@ -12,7 +12,7 @@ import pytest
 import jaxtrain
 import jaxtrain.models.cnn
 import jaxtrain.models.mlp
-import jaxtrain.step.accumulate
+import jaxtrain.step.build
 import jaxtrain.step.step
 from jaxtrain.models import BatchNorm
 from jaxtrain.step.clip import clip_grad_norm
@@ -48,9 +48,9 @@ def test_optaxs_default_weight_decay_is_seen_after_one_update(monkeypatch: pytes
 
 
 def test_a_window_summed_instead_of_averaged_is_seen_in_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    mean_gradient = jaxtrain.step.accumulate.mean_gradient
+    mean_gradient = jaxtrain.step.step.mean_gradient
     summed = lambda window: jax.tree.map(lambda g: 4 * g, mean_gradient(window))  # noqa: E731
-    monkeypatch.setattr(jaxtrain.step.accumulate, "mean_gradient", summed)
+    monkeypatch.setattr(jaxtrain.step.step, "mean_gradient", summed)
     found = faults(CASES["mlp"](), accumulate=4)
     assert "gradient" in found
     assert "first loss" not in found
@@ -90,7 +90,7 @@ def test_gradients_left_scaled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
         scaler = dynamic_loss_scale()
         return optax.GradientTransformation(scaler.init, lambda grads, state: (grads, scaler.update(grads, state)[1]))
 
-    monkeypatch.setattr(jaxtrain.step.step, "dynamic_loss_scale", still_scaled)
+    monkeypatch.setattr(jaxtrain.step.build, "dynamic_loss_scale", still_scaled)
     assert "first gradient" in faults(CASES["mlp"](), precision="fp16")
 
 

@@ -336,14 +336,14 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.torch == "1: aten.addmm"
     assert verdict.stage is not None
-    assert verdict.stage.startswith("in fp64 too: loss: ")
+    assert verdict.stage.startswith("in fp64 as well: loss: ")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
-        ({"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
+        ({"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
+        ({"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
@@ -357,9 +357,9 @@ def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
         return fn if policy == "none" else lambda params, *args: fn(jax.tree.map(lambda p: 1.1 * p, params), *args)
 
     if "accumulate" in settings:
-        monkeypatch.setattr(jaxtrain.step.accumulate, "mean_gradient", averaged_twice)
+        monkeypatch.setattr(jaxtrain.step.step, "mean_gradient", averaged_twice)
     else:
-        monkeypatch.setattr(jaxtrain.step.step, "rematerialise", in_other_units)
+        monkeypatch.setattr(jaxtrain.step.loss_program, "remat", in_other_units)
     verdict = check(small(), precision, steps=2, locate=True, **settings)
     assert not verdict.passed
     assert verdict.first_divergence is None

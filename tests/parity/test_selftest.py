@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxtrain.step.accumulate
+import jaxtrain.step.loss_program
 import jaxtrain.step.loss_scale
 import jaxtrain.step.step
 from jaxtrain.transforms import remat
@@ -24,7 +24,7 @@ from parity import jax_side, selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
 from parity.selftest import checkpoint, collectives, gpt2, products, step
-from parity.selftest.finding import Finding
+from parity.selftest.check_result import CheckResult
 
 BLOCKED = """
 import sys
@@ -49,11 +49,11 @@ def ran(blocked: set[str], *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def failed(findings: list[Finding]) -> set[str]:
+def failed(findings: list[CheckResult]) -> set[str]:
     return {finding.name for finding in findings if finding.passed is False}
 
 
-def found(check: Callable[[], Any]) -> list[Finding]:
+def found(check: Callable[[], Any]) -> list[CheckResult]:
     findings = list(check())
     assert findings
     return findings
@@ -177,8 +177,8 @@ def wrong_growth(scale: jax.Array, factor: float) -> jax.Array:
 @pytest.mark.parametrize(
     ("module", "name", "broken", "seen"),
     [
-        (jaxtrain.step.loss_scale, "_times", wrong_growth, {"loss scale"}),
-        (jaxtrain.step.step, "_keep_if", lambda skip, old, new: new, {"overflow, skipped update"}),
+        (jaxtrain.step.loss_scale, "_multiply", wrong_growth, {"loss scale"}),
+        (jaxtrain.step.step, "_restore_if", lambda skip, old, new: new, {"overflow, skipped update"}),
         # All is skipped from the first NaN in the parameters on.
         (
             jaxtrain.step.step,
@@ -198,12 +198,12 @@ def test_a_broken_loss_scale_is_seen(
 
 
 def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = jaxtrain.step.accumulate.add
+    right = jaxtrain.step.step.add_micro_batch
 
     def equal(window: Any, grads: Any, loss: Any, k: Any) -> Any:
         return right(window, grads, loss._replace(weight=jnp.full_like(loss.weight, 4.0)), k)
 
-    monkeypatch.setattr(jaxtrain.step.accumulate, "add", equal)
+    monkeypatch.setattr(jaxtrain.step.step, "add_micro_batch", equal)
     (finding,) = step.accumulation()
     assert finding.passed is False
 
@@ -220,7 +220,7 @@ def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPat
     ids=["memory", "numbers"],
 )
 def test_broken_rematerialisation_is_seen(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtrain.step.step, "rematerialise", broken)
+    monkeypatch.setattr(jaxtrain.step.loss_program, "remat", broken)
     assert failed(found(step.rematerialisation)) == seen
 
 

@@ -81,7 +81,7 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
     k = len(micro_batches)
     window = accumulate.open_window({"w": jnp.zeros(3)})
     for gradient, weight in micro_batches:
-        window = accumulate.add(
+        window = accumulate.add_micro_batch(
             window, {"w": jnp.asarray(gradient)}, jt.Loss(jnp.float32(weight), jnp.float32(weight)), k
         )
     weight = sum(w for _, w in micro_batches)
@@ -103,7 +103,9 @@ def test_a_non_finite_micro_batch_shows_in_its_window_and_leaves_nothing_in_the_
         window = accumulate.open_window(params)
         for i in range(3):
             w = jnp.array([1.0, bad if planted and i == position else 2.0])
-            window = accumulate.add(window, {"w": w, "b": jnp.ones(1)}, jt.Loss(jnp.float32(1), jnp.float32(2)), 3)
+            window = accumulate.add_micro_batch(
+                window, {"w": w, "b": jnp.ones(1)}, jt.Loss(jnp.float32(1), jnp.float32(2)), 3
+            )
         return accumulate.mean_gradient(window)
 
     clean = window_of(planted=False)
@@ -136,17 +138,19 @@ def test_multisteps_is_poisoned():
 def test_a_batch_that_k_does_not_divide_is_the_users_error_with_both_numbers(rows, k):
     step = jt.train_step(masked_loss, optax.sgd(1.0), accumulate=k)
     batch = {"x": np.ones((rows, 3), np.float32), "y": np.ones(rows, np.float32), "mask": np.ones(rows, np.float32)}
-    with pytest.raises(jt.UserError, match=rf"{rows} rows .* {k} micro-batches"):
+    with pytest.raises(
+        jt.UserError, match=rf"^batch_size {rows} is not divisible by accumulate {k}: use a multiple of {k}"
+    ):
         step(step.init({"w": np.zeros(3, np.float32)}), batch)
 
 
 def test_a_batch_leaf_without_rows_is_the_users_error():
-    with pytest.raises(jt.UserError, match="no rows"):
-        accumulate.split({"x": jnp.ones((4, 2)), "temperature": jnp.ones(())}, 2)
+    with pytest.raises(jt.UserError, match=r"^temperature is a scalar, which cannot be split into 2 micro-batches"):
+        accumulate.split_batch({"x": jnp.ones((4, 2)), "temperature": jnp.ones(())}, 2)
 
 
 def test_splitting_keeps_the_order_of_the_rows():
-    split = accumulate.split({"x": np.arange(12).reshape(6, 2), "y": np.arange(6)}, 3)
+    split = accumulate.split_batch({"x": np.arange(12).reshape(6, 2), "y": np.arange(6)}, 3)
     np.testing.assert_array_equal(split["y"], [[0, 1], [2, 3], [4, 5]])
     np.testing.assert_array_equal(split["x"], np.arange(12).reshape(3, 2, 2))
 

@@ -77,7 +77,7 @@ def test_what_is_no_decay_is_the_users_error(decay):
 
 
 def test_leaves_that_are_no_floats_are_taken_over():
-    from jaxtrain.step.ema import moved
+    from jaxtrain.step.ema import update_ema
 
-    average = moved({"n": jnp.array(1)}, {"n": jnp.array(5)}, 0.9, first=False)
+    average = update_ema({"n": jnp.array(1)}, {"n": jnp.array(5)}, 0.9, is_first=False)
     assert int(average["n"]) == 5

@@ -15,17 +15,17 @@ from hypothesis.extra.numpy import arrays
 
 import jaxtrain as jt
 from jaxtrain.step.loss_scale import (
-    consecutive,
+    consecutive_skips,
     current_scale,
     dynamic_loss_scale,
     found_inf,
     load_state_dict,
     no_loss_scale,
-    skipped,
+    skipped_updates,
     state_dict,
     static_loss_scale,
 )
-from jaxtrain.step.nonfinite import all_finite, locate
+from jaxtrain.step.nonfinite import all_finite, locate_nonfinite
 
 TRACES, UPDATES = 8, 24
 # The factors multiply at most UPDATES times, so that no scale leaves float32's normal range downwards: there XLA's CPU
@@ -282,7 +282,7 @@ def test_not_enabled_is_the_identity(grads):
     assert jax.tree.leaves(state) == []
     assert current_scale(state) == 1.0
     assert found_inf(state) is False
-    assert skipped(state) == consecutive(state) == 0
+    assert skipped_updates(state) == consecutive_skips(state) == 0
     assert state_dict(scaler, state) == {}
 
 
@@ -356,32 +356,36 @@ def test_what_a_static_scale_saves_is_static_in_pytorch_and_here():
 
 SAVED = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 0}
 SENSELESS = {
-    "growth_factor 1.0": lambda: dynamic_loss_scale(growth_factor=1.0),
-    "growth_factor inf": lambda: dynamic_loss_scale(growth_factor=np.inf),
-    "growth_factor nan": lambda: dynamic_loss_scale(growth_factor=np.nan),
-    "backoff_factor 1.0": lambda: dynamic_loss_scale(backoff_factor=1.0),
-    "backoff_factor 0": lambda: dynamic_loss_scale(backoff_factor=0),
-    "growth_interval 0": lambda: dynamic_loss_scale(growth_interval=0),
-    "growth_interval 2.5": lambda: dynamic_loss_scale(growth_interval=2.5),
-    "init_scale 0.0": lambda: dynamic_loss_scale(0.0),
-    "init_scale -2": lambda: dynamic_loss_scale(-2),
-    "init_scale nan": lambda: dynamic_loss_scale(np.nan),
-    "init_scale 1e+39": lambda: dynamic_loss_scale(1e39),
-    "min_scale 0": lambda: dynamic_loss_scale(min_scale=0),
-    "max_scale inf": lambda: dynamic_loss_scale(max_scale=np.inf),
-    "min_scale 4.0 is above max_scale 2.0": lambda: dynamic_loss_scale(3.0, min_scale=4.0, max_scale=2.0),
-    "init_scale 65536.0 is outside": lambda: dynamic_loss_scale(max_scale=1024.0),
-    "init_scale 2.0 is outside": lambda: dynamic_loss_scale(2.0, min_scale=4.0),
-    "scale inf": lambda: static_loss_scale(np.inf),
+    "growth_factor must be finite and > 1, got 1.0": lambda: dynamic_loss_scale(growth_factor=1.0),
+    "growth_factor must be finite and > 1, got inf": lambda: dynamic_loss_scale(growth_factor=np.inf),
+    "growth_factor must be finite and > 1, got nan": lambda: dynamic_loss_scale(growth_factor=np.nan),
+    "backoff_factor must be in (0, 1), got 1.0": lambda: dynamic_loss_scale(backoff_factor=1.0),
+    "backoff_factor must be in (0, 1), got 0": lambda: dynamic_loss_scale(backoff_factor=0),
+    "growth_interval must be an integer in [1, 2**31), got 0": lambda: dynamic_loss_scale(growth_interval=0),
+    "growth_interval must be an integer in [1, 2**31), got 2.5": lambda: dynamic_loss_scale(growth_interval=2.5),
+    "init_scale must be a positive float32, got 0.0": lambda: dynamic_loss_scale(0.0),
+    "init_scale must be a positive float32, got -2": lambda: dynamic_loss_scale(-2),
+    "init_scale must be a positive float32, got nan": lambda: dynamic_loss_scale(np.nan),
+    "init_scale must be a positive float32, got 1e+39": lambda: dynamic_loss_scale(1e39),
+    "min_scale must be a positive float32, got 0": lambda: dynamic_loss_scale(min_scale=0),
+    "max_scale must be a positive float32, got inf": lambda: dynamic_loss_scale(max_scale=np.inf),
+    "min_scale 4.0 must not exceed max_scale 2.0": lambda: dynamic_loss_scale(3.0, min_scale=4.0, max_scale=2.0),
+    "init_scale 65536.0 must be in [min_scale, max_scale]: [None, 1024.0]": lambda: dynamic_loss_scale(
+        max_scale=1024.0
+    ),
+    "init_scale 2.0 must be in [min_scale, max_scale]: [4.0, None]": lambda: dynamic_loss_scale(2.0, min_scale=4.0),
+    "scale must be a positive float32, got inf": lambda: static_loss_scale(np.inf),
     "is empty": lambda: load_state_dict({}),
-    "has no growth_interval, _growth_tracker": lambda: load_state_dict(dict(list(SAVED.items())[:3])),
-    "scale 0.0": lambda: load_state_dict({**SAVED, "scale": 0.0}),
-    "_growth_tracker -1": lambda: load_state_dict({**SAVED, "_growth_tracker": -1}),
-    "growth_interval -5": lambda: load_state_dict(
+    "lacks growth_interval, _growth_tracker": lambda: load_state_dict(dict(list(SAVED.items())[:3])),
+    "got 0.0: use 65536": lambda: load_state_dict({**SAVED, "scale": 0.0}),
+    "_growth_tracker must be an integer in [0, 2**31), got -1": lambda: load_state_dict(
+        {**SAVED, "_growth_tracker": -1}
+    ),
+    "growth_interval must be an integer in [1, 2**31), got -5": lambda: load_state_dict(
         {**SAVED, "growth_factor": 1.0, "backoff_factor": 1.0, "growth_interval": -5}
     ),
-    "outside min_scale 16": lambda: load_state_dict(SAVED, min_scale=16),
-    "is not the state of a loss scale": lambda: state_dict(optax.sgd(1.0), optax.sgd(1.0).init(jnp.ones(1))),
+    "must be in [min_scale, max_scale]: [16": lambda: load_state_dict(SAVED, min_scale=16),
+    "state must be that of a loss scaler, got": lambda: state_dict(optax.sgd(1.0), optax.sgd(1.0).init(jnp.ones(1))),
 }
 
 
@@ -417,8 +421,8 @@ def test_a_finite_gradient_whose_norm_overflows_is_finite(big):
     grads = {"a": jnp.full(4, big, jnp.float32), "b": jnp.ones(3)}
     assert not np.isfinite(optax.tree.norm(grads))
     assert all_finite(grads)
-    assert [int(x) for x in locate(grads, 2)] == [-1, -1]
+    assert [int(x) for x in locate_nonfinite(grads, 2)] == [-1, -1]
     for bad in (np.inf, -np.inf, np.nan):
         worse = {**grads, "b": grads["b"].at[1].set(bad)}
         assert not all_finite(worse)
-        assert [int(x) for x in locate(worse, 2)] == [2, 1]
+        assert [int(x) for x in locate_nonfinite(worse, 2)] == [2, 1]

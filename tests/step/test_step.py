@@ -614,12 +614,12 @@ def fine(params, batch, rng):
     [
         ({"precision": "fp8"}, r"precision 'fp8' is unknown: choose one of .*bf16"),
         ({"remat": "some"}, r"remat 'some' is unknown: choose one of none, full"),
-        ({"accumulate": 0}, r"accumulate 0 "),
-        ({"accumulate": -2}, r"accumulate -2 "),
-        ({"accumulate": 2.5}, r"accumulate 2\.5 "),
-        ({"clip_norm": 0}, r"clip_norm 0 "),
-        ({"clip_norm": -1.5}, r"clip_norm -1\.5 "),
-        ({"clip_norm": float("nan")}, r"clip_norm nan "),
+        ({"accumulate": 0}, r"accumulate must be an integer of at least 1, or a schedule, got 0$"),
+        ({"accumulate": -2}, r"accumulate must be an integer of at least 1, or a schedule, got -2$"),
+        ({"accumulate": 2.5}, r"accumulate must be an integer of at least 1, or a schedule, got 2\.5$"),
+        ({"clip_norm": 0}, r"clip_norm must be positive, got 0: "),
+        ({"clip_norm": -1.5}, r"clip_norm must be positive, got -1\.5: "),
+        ({"clip_norm": float("nan")}, r"clip_norm must be positive, got nan: "),
     ],
 )
 def test_a_setting_that_means_nothing_is_the_users_error_with_its_value(arguments, message):
@@ -631,14 +631,20 @@ def test_a_setting_that_means_nothing_is_the_users_error_with_its_value(argument
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda loss: loss.total, r"returned float32\[\]: make it return \(jaxtrain\.Loss\(total, weight\), metrics\)"),
-        (lambda loss: loss, r"returned Loss\(total=float32\[\], weight="),
-        (lambda loss: (loss.total, {}), r"returned \(float32\[\], \{\}\)"),
-        (lambda loss: (loss, {}, None), r"returned \(Loss\("),
-        (lambda loss: (loss, None), r"returned \(Loss\("),
-        (lambda loss: None, r"returned None"),
-        (lambda loss: (jt.Loss(loss.total * jnp.ones(3), 1), {}), r"total=float32\[3\].*sum the total"),
-        (lambda loss: (jt.Loss(loss.total, jnp.ones(4)), {}), r"weight=float32\[4\].*sum the total and the weight"),
+        (lambda loss: loss.total, r"must return \(jaxtrain\.Loss\(total, weight\), metrics\), got float32\[\]"),
+        (lambda loss: loss, r"metrics\), got Loss\(total=float32\[\], weight="),
+        (lambda loss: (loss.total, {}), r"metrics\), got \(float32\[\], \{\}\)"),
+        (lambda loss: (loss, {}, None), r"metrics\), got \(Loss\("),
+        (lambda loss: (loss, None), r"metrics\), got \(Loss\("),
+        (lambda loss: None, r"metrics\), got None"),
+        (
+            lambda loss: (jt.Loss(loss.total * jnp.ones(3), 1), {}),
+            r"scalar total.*total=float32\[3\].*use Loss\.of",
+        ),
+        (
+            lambda loss: (jt.Loss(loss.total, jnp.ones(4)), {}),
+            r"a scalar total and weight, got .*weight=float32\[4\]",
+        ),
     ],
 )
 def test_a_loss_fn_that_returns_something_else_is_the_users_error(returned, message, precision):

@@ -1,4 +1,4 @@
-"""Files of the repository that a page links to, `../examples/maml.py`, stand beside the pages of the site."""
+"""Copy repository files that a page links to, such as `../examples/maml.py`, to the site."""
 
 import posixpath
 import re
@@ -13,23 +13,23 @@ LINK = re.compile(r"(?<=\]\()(?:\.\./)+[\w./-]+(?=[)#])")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files that are linked to."""
+    """Add the linked files to the site."""
     linked = {path for page in files.documentation_pages() for path in _outside(page).values()}
     for path in sorted(linked):
-        files.append(File.generated(config, f"beside/{path}", abs_src_path=str(ROOT / path)))
+        files.append(File.generated(config, f"linked/{path}", abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Link to where they stand."""
+    """Rewrite links to the copied files."""
     here = posixpath.dirname(page.file.src_uri)
     for link, path in _outside(page.file).items():
-        markdown = markdown.replace(f"]({link}", f"]({posixpath.relpath(f'beside/{path}', here or '.')}")
+        markdown = markdown.replace(f"]({link}", f"]({posixpath.relpath(f'linked/{path}', here or '.')}")
     return markdown
 
 
 def _outside(page: File) -> dict[str, str]:
-    """The links of a page to what is not in docs/, and where in the repository each leads."""
+    """Return the links of a page to files outside of docs/, with their paths in the repository."""
 
     def targets() -> Iterator[tuple[str, str]]:
         for link in LINK.findall(page.content_string):

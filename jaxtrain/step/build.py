@@ -1,0 +1,234 @@
+"""Build the jitted training step of a loss_fn and an optimizer."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jaxtrain.errors import UserError
+from jaxtrain.paths import Frozen, none_frozen
+from jaxtrain.step.accumulate import WindowSchedule
+from jaxtrain.step.arithmetic import optimizer_in_float32
+from jaxtrain.step.loss_program import LossProgram
+from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
+from jaxtrain.step.objective import LossFn
+from jaxtrain.step.retrace import limit_recompilation
+from jaxtrain.step.state import TrainState, materialize
+from jaxtrain.step.step import Metrics, Step, StepParts, batch_step, init_state
+from jaxtrain.step.streaming import flush, micro_step
+from jaxtrain.transforms import Hook, Policy, policy
+
+
+class TrainStep:
+    """A jitted training step, built by `train_step`: one window per call, or one micro-batch.
+
+    Attributes:
+      parts: What the step is made of.
+      pure: The step as a plain function (state, batch) → (state, metrics), to be composed or jitted otherwise.
+      jitted: `pure` under `jax.jit`, its state donated.
+    """
+
+    def __init__(self, parts: StepParts, allow_recompile: int | None) -> None:
+        self.parts, self.allow_recompile = parts, allow_recompile
+        self.pure: Step = partial(batch_step, parts)
+        self.jitted = self._jit(self.pure, "state", "batch")
+        self._micro = self._jit(partial(micro_step, parts), "state", "micro_batch")
+        self._flush = self._jit(partial(flush, parts), "state")
+
+    def _jit(self, step: Step, *names: str) -> Any:
+        return jax.jit(limit_recompilation(step, names, self.allow_recompile), donate_argnums=0)
+
+    def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+        """Create the state before the first update, around a copy of `params`.
+
+        Args:
+          params: Pytree of arrays, or a function that creates it.
+          model_state: Pytree of model state, or a function that creates it; None for a model without any.
+          seed: Seed of the key that every micro-batch's key is derived from.
+          streaming: Whether the state holds a window, for `micro`.
+
+        Returns:
+          A `TrainState`, its parameters in the policy's param dtype.
+
+        Raises:
+          UserError: No parameter is trained, `frozen` matches none, or one is a Python int.
+        """
+        return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
+
+    def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated."""
+
+        def init() -> TrainState:
+            return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
+
+        return jax.eval_shape(init)
+
+    def compile(self, state: TrainState, batch: Any) -> Any:
+        """Compile `self(state, batch)`.
+
+        Args:
+          state: A state, or its shapes.
+          batch: A batch, or its shapes.
+
+        Returns:
+          A `jax.stages.Compiled`.
+        """
+        return self.jitted.lower(state, batch).compile()
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Apply one optimizer update computed from one effective batch.
+
+        Args:
+          state: The state, which is donated: use the one returned.
+          batch: Pytree of arrays [k·B, …].
+
+        Returns:
+          A tuple (state, metrics). The metrics are scalars:
+
+          - `loss` and the loss_fn's own metrics, averaged by weight over the window; `weight`.
+          - `grad_norm`, unscaled and before clipping.
+          - `loss_scale` and `lr` used by this update; `lr` only if the optimizer's state holds it, as that of
+            `jaxtrain.optim` and of `optax.inject_hyperparams` does.
+          - `skipped`: whether an inf or NaN left everything unchanged.
+          - `applied`: updates applied so far, which is what schedules count; `attempted`: those and the skipped ones.
+          - `nonfinite_micro_batch`, `nonfinite_leaf`: location in the window of the gradient's first inf or NaN, −1
+            if there is none; `jaxtrain.leaf_name` names the leaf.
+
+        Raises:
+          UserError: The state or the batch does not fit the step, or shapes changed more than `allow_recompile` times.
+        """
+        return self._call(self.jitted, state, batch)
+
+    def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
+        """Add one micro-batch to the state's window, and apply the update if that completes it.
+
+        The update is that of the whole window's batch, to the bit.
+
+        Args:
+          state: A state of `init(…, streaming=True)`, which is donated.
+          micro_batch: Pytree of arrays [B, …].
+
+        Returns:
+          A tuple (state, metrics). `updated` is whether the update was applied; `loss` and `weight` are of the window
+          so far, the loss_fn's metrics of the micro-batch. Until the window is complete `grad_norm` is 0 and `skipped`
+          is False.
+        """
+        return self._call(self._micro, state, micro_batch)
+
+    def flush(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Apply the update of an incomplete window; leave the state as it is if the window is empty."""
+        return self._call(self._flush, state)
+
+    def _call(self, step: Callable[..., Any], state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
+        try:
+            new: tuple[TrainState, Metrics] = step(state, *batch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if cause := _argument_error(state, batch):
+                raise UserError(cause) from error
+            raise
+        return new
+
+
+def train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    precision: str | Policy = "fp32",
+    accumulate: int | WindowSchedule = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    frozen: Frozen = none_frozen,
+    ema: float | None = None,
+    remat: str = "none",
+    unroll: bool = False,
+    loss_scale: optax.GradientTransformation | None = None,
+    hooks: Mapping[str, Hook] | None = None,
+    allow_recompile: int | None = None,
+) -> TrainStep:
+    """Build the jitted training step of a loss function under an optimizer.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, rng) -> (Loss, metrics)`; with model state
+        `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
+      optimizer: An optax transformation, of `jaxtrain.optim` or of optax.
+      precision: "fp64", "fp32", "tf32", "bf16", "fp16", "bf16_params", or a `Policy`.
+      accumulate: Micro-batches per window, or a schedule of them: a function of the number of applied updates. With a
+        schedule the micro-batches are passed to `TrainStep.micro`.
+      clip_norm: Upper bound of the gradient's global norm, as `torch.nn.utils.clip_grad_norm_`. None for no clipping.
+      clip_value: Upper bound of the gradient's elements, as `torch.nn.utils.clip_grad_value_`; after `clip_norm`. None
+        for no clipping.
+      frozen: Predicate on a parameter's path ("blocks/qkv/kernel"): whether it is not trained.
+      ema: Decay in [0, 1) of a moving average of the parameters, updated with every applied update. None for no
+        average.
+      remat: What marked blocks store for the backward pass: "none", "full", "dots", "dots_no_batch", "names:a,b" or
+        "offload:a,b" (`jaxtrain.transforms.remat`).
+      unroll: Whether to compile the layers that the model scans over one by one: slower to compile, faster to run.
+      loss_scale: A loss scaler. None for `dynamic_loss_scale()` in fp16 and no scaling otherwise.
+      hooks: Functions of the gradient, by parameter path or by `checkpoint_name` of a value.
+      allow_recompile: Number of further compilations allowed for other shapes or dtypes. None allows any number.
+
+    Returns:
+      A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
+
+    Raises:
+      UserError: An argument is out of range or unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxtrain import Loss
+      >>> def loss_fn(params, batch, rng):
+      ...     error = batch["x"] @ params - batch["y"]
+      ...     return Loss((error**2).sum(), weight=len(error)), {}
+      >>> step = train_step(loss_fn, optax.sgd(0.1), accumulate=2, clip_norm=1.0)
+      >>> state = step.init(jnp.zeros(3), seed=0)
+      >>> state, metrics = step(state, {"x": jnp.ones((4, 3)), "y": jnp.ones(4)})
+      >>> float(metrics["loss"]), int(metrics["applied"])
+      (1.0, 1)
+    """
+    _check_optimizer(optimizer)
+    if not callable(accumulate) and (not isinstance(accumulate, int) or accumulate < 1):
+        raise UserError(f"accumulate must be an integer of at least 1, or a schedule, got {accumulate!r}")
+    for name, bound in {"clip_norm": clip_norm, "clip_value": clip_value}.items():
+        if bound is not None and not bound > 0:
+            raise UserError(f"{name} must be positive, got {bound}: use None for no clipping")
+    if ema is not None and not 0 <= ema < 1:
+        raise UserError(f"ema must be in [0, 1), got {ema}: use None for no average")
+    numerics = policy(precision)
+    loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
+    parts = StepParts(
+        loss=loss,
+        compute_loss=loss.compute(),
+        optimizer=optimizer_in_float32(optimizer),
+        scaler=loss_scale or (dynamic_loss_scale() if numerics.loss_scaling else no_loss_scale()),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        frozen=frozen,
+        ema=ema,
+    )
+    return TrainStep(parts, allow_recompile)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
+        return
+    kind = type(optimizer)
+    remedy = "use one of jaxtrain.optim or optax, such as jaxtrain.optim.adamw(1e-3)"
+    if kind.__module__.partition(".")[0] == "torch":
+        remedy = "convert it with jaxtrain.interop, or " + remedy
+    elif callable(optimizer):
+        remedy = f"call it, as in {getattr(optimizer, '__name__', 'optimizer')}(1e-3)"
+    raise UserError(f"optimizer must be an optax.GradientTransformation, got {kind.__name__}: {remedy}")
+
+
+def _argument_error(state: Any, batch: tuple[Any, ...]) -> str | None:
+    """Return what is wrong with a step's arguments, looked for once the call has failed."""
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        return "the state was donated to an earlier call and no longer exists: use the state which that call returned"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch[0] if batch else None):
+        if type(leaf).__module__.partition(".")[0] == "torch":
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
+            return f"the batch must hold NumPy or JAX arrays, got a torch.Tensor at {name}: pass tensor.numpy()"
+    return None

@@ -1,0 +1,32 @@
+"""The evaluation step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxtrain.step.loss_program import LossProgram
+from jaxtrain.step.objective import Loss, LossFn
+from jaxtrain.step.state import TrainState, require_state
+from jaxtrain.transforms import Policy, policy
+
+
+def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
+    """Build the jitted evaluation of one batch.
+
+    Args:
+      loss_fn: As for `train_step`; called with `rng=None`, so without dropout.
+      precision: Name of a precision policy, or a `Policy`.
+
+    Returns:
+      A function (state, batch) → dict of `Loss`es, `loss` and the loss_fn's metrics: add them over the batches, then
+      divide each total by its weight.
+    """
+    compute_loss = LossProgram(loss_fn, policy(precision)).compute()
+
+    def evaluate(state: TrainState, batch: Any) -> dict[str, Loss]:
+        require_state(state)
+        loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)
+        return {"loss": loss, **metrics}
+
+    return jax.jit(evaluate)

@@ -1,0 +1,60 @@
+"""The loss computation of a step: a loss_fn and the program transforms applied to it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jaxtrain.cpu.products import cpu_products
+from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
+from jaxtrain.transforms import Hook, Policy, add_hooks, remat, unroll
+
+
+def identity(compute: Compute) -> Compute:
+    """Leave the program as it is."""
+    return compute
+
+
+class LossProgram(NamedTuple):
+    """A loss_fn with the options of its program.
+
+    Attributes:
+      loss_fn: The user's function.
+      policy: Precision policy.
+      hooks: Gradient hooks by parameter path or `checkpoint_name`.
+      unroll: Whether scanned layers are compiled one by one.
+      remat: Rematerialization policy.
+      constrain: Adds the sharding constraints of a mesh; the identity on one device.
+    """
+
+    loss_fn: LossFn
+    policy: Policy
+    hooks: Mapping[str, Hook] = MappingProxyType({})
+    unroll: bool = False
+    remat: str = "none"
+    constrain: Callable[[Compute], Compute] = identity
+
+    def transforms(self) -> list[Callable[..., Any]]:
+        """Return the transforms in order of application: each rewrites the program of all before it."""
+        return [
+            # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
+            validated,
+            # Before any cast: the mesh recognizes parameters by identity.
+            self.constrain,
+            # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.
+            partial(add_hooks, hooks=self.hooks),
+            # Decides every operation's dtype; what follows only changes how operations are computed.
+            self.policy.apply,
+            # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
+            unroll if self.unroll else identity,
+            # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
+            cpu_products,
+            # After all rewriting of operations, so that a policy chooses among the products that really run.
+            partial(remat, policy=self.remat),
+            # Outermost: sums are widened before they are divided, scaled or added.
+            losses_in_float32,
+        ]
+
+    def compute(self) -> Compute:
+        """Return the transformed loss_fn, `compute(params, batch, rng, model_state)`."""
+        return reduce(lambda compute, transform: transform(compute), self.transforms(), self.loss_fn)

@@ -1,0 +1,84 @@
+"""The state of a training run."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain.errors import UserError
+from jaxtrain.paths import Frozen, none_frozen, partition, path_name
+from jaxtrain.step.accumulate import Window
+from jaxtrain.step.loss_scale import skipped_updates
+
+
+class TrainState(NamedTuple):
+    """Everything a run consists of: saved and restored anywhere, the run continues bit for bit.
+
+    Attributes:
+      step: int32[], windows so far.
+      micro_step: int32[], micro-batches so far.
+      params: Pytree of parameters, in the policy's param dtype.
+      model_state: Pytree of model state (BatchNorm's statistics); None without any.
+      opt_state: State of the optimizer.
+      loss_scale: State of the loss scaler.
+      rng: Key from which every micro-batch's key is folded.
+      window: Accumulation window of a run that streams its micro-batches, else None.
+      ema: Moving average of the parameters, or None; `state._replace(params=state.ema)` evaluates it.
+    """
+
+    step: jax.Array
+    micro_step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: Any
+    loss_scale: Any
+    rng: jax.Array
+    window: Window | None
+    ema: Any
+
+
+def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:
+    """Return the key of micro-batch number `micro_step` of a run whose key is `rng`."""
+    return jax.random.fold_in(rng, micro_step)
+
+
+def applied_updates(state: TrainState) -> jax.Array:
+    """Return the number of updates applied so far, int32[]: what schedules count."""
+    return state.step - skipped_updates(state.loss_scale)
+
+
+def is_factory(tree: Any) -> bool:
+    """Return whether `tree` is a function that creates a pytree; a callable module is a pytree itself."""
+    return callable(tree) and jax.tree_util.all_leaves([tree])
+
+
+def materialize(tree: Any) -> Any:
+    """Return `tree`, or the pytree that it creates if it is a function.
+
+    >>> materialize({"w": 1.0}) == materialize(lambda: {"w": 1.0})
+    True
+    """
+    return tree() if is_factory(tree) else tree
+
+
+def require_state(state: Any) -> None:
+    """Raise `UserError` unless `state` is a `TrainState`."""
+    if not isinstance(state, TrainState):
+        raise UserError(f"state must be a jaxtrain.TrainState, got {type(state).__name__}: use step.init(params)")
+
+
+def require_trainable(params: Any, frozen: Frozen) -> None:
+    """Raise `UserError` for parameters of which none would be trained, or one would be skipped silently."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in leaves:
+        if isinstance(leaf, int):
+            raise UserError(
+                f"parameter {path_name(path)} is the Python {type(leaf).__name__} {leaf}, which has no gradient: "
+                f"use {float(leaf)} to train it, or an integer array to leave it as it is"
+            )
+    paths = [path_name(path) for path, _ in leaves]
+    if frozen is not none_frozen and not any(map(frozen, paths)):
+        raise UserError(f"frozen matches no parameter: the paths are {', '.join(paths)}")
+    trained, _ = partition(params, frozen)
+    if not jax.tree.leaves(trained):
+        cause = "params hold no floating-point array" if not any(map(frozen, paths)) else "frozen matches all of them"
+        raise UserError(f"no parameter is trained, {cause}: leave at least one to train")

@@ -1,0 +1,73 @@
+"""A window whose micro-batches arrive one by one: its gradient so far is part of the state."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.errors import UserError
+from jaxtrain.step.accumulate import Window, add_micro_batch, mean_gradient, micro_batch_count
+from jaxtrain.step.learning_rate import used_learning_rate
+from jaxtrain.step.state import TrainState, applied_updates, require_state
+from jaxtrain.step.step import (
+    Gradient,
+    Metrics,
+    StepParts,
+    empty_window,
+    micro_gradient,
+    update,
+    update_metrics,
+    weighted_means,
+    window_step,
+)
+
+
+def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
+    """Add a micro-batch [B, …] to the state's window, and apply the update if that completes it."""
+    window = _window(state)
+    if parts.accumulate == 1:
+        new, metrics = window_step(parts, state._replace(window=None), micro_batch)
+        return new._replace(window=window), {**metrics, "updated": jnp.array(True)}
+    k = parts.accumulate(applied_updates(state)) if callable(parts.accumulate) else parts.accumulate
+    gradient = micro_gradient(parts, state, micro_batch, k)
+    window = add_micro_batch(window, gradient.grads, gradient.loss, k)
+    state = state._replace(micro_step=state.micro_step + 1, model_state=gradient.model_state, window=window)
+    new, metrics = _close_if(micro_batch_count(window) >= k, parts, state)
+    return new, {**metrics, **weighted_means(window.loss, gradient.metrics)}
+
+
+def flush(parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
+    """Apply the update of an incomplete window; leave the state as it is if the window is empty."""
+    window = _window(state)
+    new, metrics = _close_if(micro_batch_count(window) > 0, parts, state)
+    return new, {**metrics, **weighted_means(window.loss, {})}
+
+
+def _close_if(condition: Any, parts: StepParts, state: TrainState) -> tuple[TrainState, Metrics]:
+    def close(state: TrainState) -> tuple[TrainState, Metrics]:
+        window = _window(state)
+        gradient = Gradient(mean_gradient(window), window.loss, {}, state.model_state, window.nonfinite)
+        new, metrics = update(parts, state, gradient)
+        return new._replace(window=empty_window(parts, state.params)), {**metrics, "updated": jnp.array(True)}
+
+    def leave_open(state: TrainState) -> tuple[TrainState, Metrics]:
+        window = _window(state)
+        metrics = update_metrics(
+            state,
+            state,
+            grad_norm=jnp.zeros([], window.loss.total.dtype),
+            skip=False,
+            lr=used_learning_rate(state.opt_state),
+            nonfinite=window.nonfinite,
+        )
+        return state, {**metrics, "updated": jnp.array(False)}
+
+    new: tuple[TrainState, Metrics] = lax.cond(condition, close, leave_open, state)
+    return new
+
+
+def _window(state: TrainState) -> Window:
+    require_state(state)
+    if state.window is None:
+        raise UserError("the state has no window: create it with step.init(params, streaming=True)")
+    return state.window

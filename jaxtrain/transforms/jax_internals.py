@@ -1,0 +1,181 @@
+"""The internals of JAX that this project depends on, each with a probe.
+
+JAX has no public rewriter of jaxprs and no public key-value store between processes. The code therefore reads the
+parameters of higher-order primitives and a few private modules. They are all listed here: private modules are imported
+from here only, `jaxtrain doctor` reports what the installed JAX lacks, and a test runs every probe.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+
+def _private(module: str) -> Any:
+    """Return a module of `jax._src`, or None, so that the doctor can run and report that it is missing."""
+    try:
+        return importlib.import_module(f"jax._src.{module}")
+    except ImportError:
+        return None
+
+
+source_info_util: Any = _private("source_info_util")
+"""Gives an equation the source line and the scopes of the equation that it replaces."""
+
+distributed: Any = _private("distributed")
+"""Holds the client of the key-value store that the processes of a run share."""
+
+
+_jaxpr, _processes = "transforms.jaxpr", "distributed.processes"
+
+
+class Internal(NamedTuple):
+    """One thing that JAX does not promise.
+
+    Attributes:
+      name: What is used, as it is spelled in the code.
+      used_by: The module that depends on it.
+      probe: Returns whether the installed JAX has it; may raise where it has not.
+    """
+
+    name: str
+    used_by: str
+    probe: Callable[[], bool]
+
+
+def missing_internals() -> list[Internal]:
+    """Return the internals that the installed JAX lacks.
+
+    >>> missing_internals()
+    []
+    """
+
+    def is_missing(internal: Internal) -> bool:
+        try:
+            return not internal.probe()
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration):
+            return True
+
+    return [internal for internal in INTERNALS if is_missing(internal)]
+
+
+def _has(owner: Callable[[], Any], *names: str) -> Callable[[], bool]:
+    return lambda: all(hasattr(owner(), name) for name in names)
+
+
+def _equation(fn: Callable[..., Any] = jnp.sin, primitive: str = "sin|cos") -> JaxprEqn:
+    """Return the first equation of `fn` that is of one of these primitives, "a|b"."""
+    eqns = jax.make_jaxpr(fn)(jnp.ones(3)).eqns
+    return next(eqn for eqn in eqns if eqn.primitive.name in primitive.split("|"))
+
+
+def _has_params(primitive: str, fn: Callable[..., Any], *params: str) -> Internal:
+    """Probe the name of the primitive that `fn` traces to, and the names of its parameters."""
+    return Internal(
+        f"{primitive}[{', '.join(params)}]", _jaxpr, lambda: {*params} <= _equation(fn, primitive).params.keys()
+    )
+
+
+def _is_callable(primitive: str, fn: Callable[..., Any], param: str) -> Internal:
+    """Probe that a parameter is a function that `call_wrapped` calls."""
+    return Internal(
+        f"{primitive}[{param}].call_wrapped",
+        _jaxpr,
+        lambda: callable(_equation(fn, primitive).params[param].call_wrapped),
+    )
+
+
+@jax.custom_jvp
+def _with_jvp(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+_with_jvp.defjvp(lambda primals, tangents: (_with_jvp(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def _with_vjp(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+_with_vjp.defvjp(lambda x: (_with_vjp(x), x), lambda x, g: (g * x,))
+
+
+def _sharded(x: jax.Array) -> jax.Array:
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("i",), axis_types=types, devices=jax.local_devices()[:1])
+    spec = jax.sharding.PartitionSpec("i")
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+def _scan(x: jax.Array) -> jax.Array:
+    return lax.scan(lambda carry, y: (carry + y, y), jnp.zeros(()), x)[0]
+
+
+def _scan_sizes_are_readable() -> bool:
+    params = _equation(_scan, "scan").params
+    if "ft_in" in params:  # since JAX 0.11
+        return len(params["ft_in"].unpack()) == 3
+    return params["num_consts"] == 0 and params["num_carry"] == 1
+
+
+def _traceback_frames() -> bool:
+    traceback: Any = _equation().source_info.traceback
+    frame = traceback.frames[0]
+    return all(hasattr(frame, name) for name in ("file_name", "line_num", "function_name"))
+
+
+def _name_stack_parts() -> bool:
+    scoped = jax.named_scope("scope")(jnp.sin)
+    return [part.name for part in _equation(scoped).source_info.name_stack.stack] == ["scope"]
+
+
+INTERNALS: tuple[Internal, ...] = (
+    Internal(
+        "jax._src.source_info_util.current_name_stack, user_context",
+        _jaxpr,
+        _has(lambda: source_info_util, "current_name_stack", "user_context"),
+    ),
+    Internal(
+        "jax._src.distributed.global_state.client, process_id, num_processes",
+        _processes,
+        _has(lambda: distributed.global_state, "client", "process_id", "num_processes"),
+    ),
+    Internal(
+        "DistributedRuntimeClient.key_value_set, key_value_dir_get, blocking_key_value_get, wait_at_barrier",
+        _processes,
+        _has(
+            lambda: importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient,
+            *("key_value_set", "key_value_dir_get", "blocking_key_value_get", "wait_at_barrier"),
+        ),
+    ),
+    Internal("JaxprEqn.source_info.traceback.frames", "debug.first_nonfinite", _traceback_frames),
+    Internal("JaxprEqn.source_info.name_stack.stack", _jaxpr, _name_stack_parts),
+    Internal("JaxprEqn.ctx.manager", _jaxpr, _has(lambda: _equation().ctx, "manager")),
+    Internal(
+        "Primitive.bind, get_bind_params, multiple_results",
+        _jaxpr,
+        _has(lambda: _equation().primitive, "bind", "get_bind_params", "multiple_results"),
+    ),
+    Internal("ShapedArray.to_tangent_aval", _jaxpr, _has(lambda: jax.typeof(jnp.ones(3)), "to_tangent_aval")),
+    _has_params("jit|pjit", jax.jit(jnp.sin), "jaxpr", "name", "in_shardings", "out_shardings"),
+    _has_params("checkpoint|remat2", jax.checkpoint(jnp.sin), "jaxpr", "policy", "prevent_cse"),
+    _has_params("scan", _scan, "jaxpr", "length", "reverse", "unroll"),
+    Internal("scan[num_consts, num_carry] or scan[ft_in]", _jaxpr, _scan_sizes_are_readable),
+    _has_params(
+        "while",
+        lambda x: lax.while_loop(lambda x: x[0] < 9, jnp.exp, x),
+        *("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"),
+    ),
+    _has_params("cond", lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "branches"),
+    _has_params("custom_jvp_call", _with_jvp, "call_jaxpr", "num_consts", "jvp_jaxpr_fun"),
+    _is_callable("custom_jvp_call", _with_jvp, "jvp_jaxpr_fun"),
+    _has_params("custom_vjp_call", _with_vjp, "call_jaxpr", "num_consts", "symbolic_zeros", "out_trees"),
+    _is_callable("custom_vjp_call", _with_vjp, "fwd_jaxpr_thunk"),
+    _is_callable("custom_vjp_call", _with_vjp, "bwd"),
+    _has_params("shard_map", _sharded, "jaxpr", "mesh", "in_specs", "out_specs", "check_vma", "newly_manual_axes"),
+)
