@@ -98,18 +98,18 @@ def _match_parameters(
     (count, path), *_ = ways.values()
     if count > 1:
         raise UserError(f"the optimizer's parameters could be the model's in {count} ways: {_REMEDY}")
-    dealt = []
+    assigned = []
     while path is not None:
         i, path = path
-        dealt.append(i)
+        assigned.append(i)
     groups: list[list[str]] = [[] for _ in wanted]
-    for name, i in zip(shapes, reversed(dealt), strict=True):
+    for name, i in zip(shapes, reversed(assigned), strict=True):
         groups[i].append(name)
     return groups
 
 
 _REMEDY = (
-    "make the optimizer of model.named_parameters(), which keeps their names, or of one group in the model's order"
+    "create the optimizer from model.named_parameters(), which stores names, or with one group in the model's order"
 )
 
 

@@ -414,7 +414,7 @@ def test_what_cannot_be_honoured_is_named_in_one_line(what, tmp_path):
 
 def test_groups_that_could_be_dealt_in_two_ways_are_refused(tmp_path):
     saved_net(tmp_path / "in.pt", lambda net: [{"params": group} for group in biases_apart(net)])
-    with pytest.raises(jt.UserError, match="the model's in 3 ways: make the optimizer of model"):
+    with pytest.raises(jt.UserError, match="the model's in 3 ways: create the optimizer from model"):
         torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
 
 
