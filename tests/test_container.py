@@ -118,8 +118,8 @@ def requirements(extra: str) -> list[str]:
 
 
 def test_the_requirements_are_those_of_the_extra() -> None:
-    assert requirements("")[:2] == [".", "tensorboard"]
-    assert requirements("cuda12")[:2] == [".[cuda12]", "tensorboard"]
+    assert requirements("")[:2] == [".[recipes]", "tensorboard"]
+    assert requirements("cuda12")[:2] == [".[recipes,cuda12]", "tensorboard"]
     assert any(line.startswith("tensorboard==") for line in (ROOT / "constraints.txt").read_text().splitlines())
 
 

@@ -1,6 +1,6 @@
 """Models in flax.nnx, one file a family. Dtypes follow the parameters and inputs: none is hard-wired."""
 
-from jaxtrain.models.batch_norm import BatchNorm, in_groups
+from jaxtrain.models.batch_norm import BatchNorm, in_groups, running_statistics
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.folder import CONFIG, read_json, write_json, write_tensors
@@ -59,6 +59,7 @@ __all__ = [
     "peft",
     "read_json",
     "resnet",
+    "running_statistics",
     "save_adapters",
     "save_pretrained",
     "stream",

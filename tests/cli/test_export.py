@@ -63,7 +63,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(place):
-    """(the run's folder, what is exported of it, what the command said) by recipe and format."""
+    """(the run's folder, what is exported of it, what the command message) by recipe and format."""
     done = {}
 
     def export(name, form):
@@ -73,10 +73,10 @@ def exported(place):
         if not folder.exists():
             begin(place, name)
         if (name, form) not in done:
-            told = io.StringIO()
-            with contextlib.redirect_stdout(told):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
                 assert main(["export", str(folder), "--format", form]) == 0
-            done[name, form] = told.getvalue()
+            done[name, form] = printed.getvalue()
         return folder, place / f"{name}{ENDINGS[form]}", done[name, form]
 
     return export
@@ -186,16 +186,16 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
 
 
 def test_the_command_says_what_to_give_and_how_far_off_it_is(exported):
-    folder, out, told = exported("gpt-stdlib", "stablehlo")
+    folder, out, printed = exported("gpt-stdlib", "stablehlo")
     assert re.match(
         rf"{folder} is {out}, after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "
         r"in batches of 1, 3 and 8 \d\.\de-0\d from float64, JAX's float32 \d\.\de-0\d\n",
-        told,
+        printed,
     )
-    assert (out / "load.py").read_text() in told
+    assert (out / "load.py").read_text() in printed
 
 
-def spoiled(module, name, monkeypatch):
+def perturbed(module, name, monkeypatch):
     """`module.name`, which from here on is given numbers a thousandth larger."""
     right = getattr(module, name)
 
@@ -209,9 +209,9 @@ def spoiled(module, name, monkeypatch):
 
 BREAKS = {
     "onnx": lambda m: m.setitem(onnx_operators.OPERATORS, "tanh", onnx_operators.OPERATORS["sin"]),
-    "stablehlo": lambda m: spoiled(stablehlo, "write_tensors", m),
-    "torch": lambda m: spoiled(torch_run, "to_torch", m),
-    "huggingface": lambda m: spoiled(huggingface, "save_pretrained", m),
+    "stablehlo": lambda m: perturbed(stablehlo, "write_tensors", m),
+    "torch": lambda m: perturbed(torch_run, "to_torch", m),
+    "huggingface": lambda m: perturbed(huggingface, "save_pretrained", m),
 }
 
 
@@ -234,7 +234,7 @@ def test_an_export_that_computes_something_else_is_not_written(form, exported, p
 def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeypatch, capsys):
     folder, out, _ = exported("digits-cnn", "torch")
     before = sorted(place.iterdir())
-    for flags, said in {
+    for flags, message in {
         f"--format onnx --out {out}": f"{out} is there already: choose another --out",
         f"--format huggingface --out {place}/new": "transformers has no CNN: export it as onnx, stablehlo or torch",
         f"--format onnx --out {place}/a/b": f"{place}/a is no folder: make it, or choose another --out",
@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeyp
         assert main(["export", str(folder), *flags.split()]) == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1
-        assert said in err
+        assert message in err
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert main(["export", str(folder), "--format", "onnx", "--out", f"{place}/new"]) == 2
     assert "onnx is not installed: pip install 'jaxtrain[onnx]'" in capsys.readouterr().err

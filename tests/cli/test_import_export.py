@@ -70,9 +70,9 @@ def test_a_run_goes_on_in_jax_and_ends_in_pytorch_where_pytorch_alone_ends(capsy
     train(model, optimizer, scheduler, batches[:3])
     save("half.pt", model, optimizer, scheduler, epoch=0, step=3)
     assert run(f"import-torch half.pt {MLP} --out run") == 0
-    told = capsys.readouterr().out
-    assert "half.pt is run, after 3 updates: {'layers/0/kernel layers/1/kernel': adamw(" in told
-    assert "continue: jaxtrain train digits-mlp --resume --out run\n" in told
+    printed = capsys.readouterr().out
+    assert "half.pt is run, after 3 updates: {'layers/0/kernel layers/1/kernel': adamw(" in printed
+    assert "continue: jaxtrain train digits-mlp --resume --out run\n" in printed
     assert run("train --resume --out run " + LOGGING) == 0
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 5, 6]

@@ -19,8 +19,8 @@ IMAGES = "digits-resnet --width 8 --batch-size 16"
 
 def ran(capsys, command):
     status = main(shlex.split(command))
-    told = capsys.readouterr()
-    return status, told.out, told.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def test_a_plan_is_a_table_and_a_line_to_paste(capsys):
@@ -60,7 +60,7 @@ def test_nothing_fits_in_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (f"plan {IMAGES} --memory 16", "'16' is no amount of memory: write it with its unit, as in 16GiB or 40GB"),
         (f"plan {IMAGES} --memory -3GiB", "'-3GiB' is no amount"),
@@ -70,10 +70,10 @@ def test_nothing_fits_in_one_line(capsys):
         (f"train {IMAGES} --micro-batch 8", "invalid choice: '8'"),
     ],
 )
-def test_wrong_usage_is_one_line(command, said, capsys):
+def test_wrong_usage_is_one_line(command, message, capsys):
     status, _, err = ran(capsys, command)
     assert status == 2
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 

@@ -22,8 +22,14 @@ def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if "profile" not in path.parts}
     assert main(["profile", "run", "--steps", "3"]) == 0
     out = capsys.readouterr().out
-    for told in ("run · digits-mlp · cpu · 3 steps", "matmul", "elementwise", "idle", "to see it: xprof --logdir run"):
-        assert told in out
+    for expected in (
+        "run · digits-mlp · cpu · 3 steps",
+        "matmul",
+        "elementwise",
+        "idle",
+        "to see it: xprof --logdir run",
+    ):
+        assert expected in out
     after = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if "profile" not in path.parts}
     assert after == before
     assert len([*Path("run/profile").rglob("*.xplane.pb")]) == 2
@@ -46,7 +52,7 @@ def test_a_trace_without_operations_is_told_apart_from_the_estimate_in_its_place
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("profile", "which run? jaxtrain profile DIR"),
         ("profile nowhere", "nowhere holds no run"),
@@ -56,8 +62,8 @@ def test_a_trace_without_operations_is_told_apart_from_the_estimate_in_its_place
         ("train digits-mlp --steps 8 --profile 5:90", "is no range of steps"),
     ],
 )
-def test_wrong_usage_is_one_line(command, said, capsys):
+def test_wrong_usage_is_one_line(command, message, capsys):
     assert main(command.split()) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1

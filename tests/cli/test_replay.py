@@ -94,8 +94,8 @@ def root_of_bias(params):
 def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypatch):
     monkeypatch.setattr(loop, "build", with_more(root_of_bias))
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --out run") == 1
-    told = capsys.readouterr().err
-    assert "step 1: the loss is 2." in told
+    message = capsys.readouterr().err
+    assert "step 1: the loss is 2." in message
     out = replayed(capsys, "run 1", 1)
     assert "not finite in float64 either:" in out
     assert 'return jnp.sum(jnp.sqrt(0.0 * params["layers"][1]["bias"] ** 2))' in out
@@ -130,7 +130,7 @@ def test_steps_after_a_rollback_have_the_batches_they_had(capsys, monkeypatch):
 
 def test_what_is_no_step_of_it(capsys):
     assert run(f"train digits-mlp {SMALL} --out run") == 0
-    for command, told in {
+    for command, message in {
         "replay": "which step?",
         "replay run": "which step?",
         "replay run 0": "step '0' is none of a run's",
@@ -139,7 +139,7 @@ def test_what_is_no_step_of_it(capsys):
         "replay nowhere 1": "nowhere holds no run",
     }.items():
         assert run(command) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     before = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")}
     assert run("replay run 3") == 0
     assert {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")} == before

@@ -32,7 +32,7 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("report", "which run? jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
         ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
@@ -46,11 +46,11 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
         ("report a --serve x", "--serve: "),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(command, said, capsys):
+def test_what_cannot_be_done_is_said_in_one_line(command, message, capsys):
     write_run(Path("a"))
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -157,11 +157,11 @@ def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
 
 def test_ways_to_be_told_that_cannot_be(monkeypatch, capsys):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    for flags, said in (
+    for flags, message in (
         ("--quiet --json", "--quiet with --json: one of them"),
         ("--wandb", "--wandb needs the package wandb: pip install 'jaxtrain[wandb]'"),
         ("--mlflow http://here", "--mlflow needs the package mlflow: pip install 'jaxtrain[mlflow]'"),
     ):
         assert run(f"train digits-mlp --out a {flags}") == 2
-        assert capsys.readouterr().err == f"jaxtrain: {said}\n"
+        assert capsys.readouterr().err == f"jaxtrain: {message}\n"
     assert not Path("a").exists()

@@ -76,8 +76,8 @@ def test_a_run_leaves_everything_the_folder_promises(capsys):
     assert "<svg" in page
     assert "src=" not in page
     assert "<link" not in page
-    for told in ("parameters", "first loss", "log(10)", "compiling the training step", "best evaluation", "left"):
-        assert told in out
+    for printed in ("parameters", "first loss", "log(10)", "compiling the training step", "best evaluation", "left"):
+        assert printed in out
 
 
 def test_tensorboard_reads_the_scalars():
@@ -230,12 +230,12 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
     assert shown("first") == shown("second")
     config = json.loads(Path("first/config.json").read_text())
     assert json.loads(Path("second/config.json").read_text())["settings"] == config["settings"]
-    # What is asked for besides is changed, what is different here is told.
+    # What is asked for besides is changed, what is different here is printed.
     config["versions"]["jax"] = "0.1"
     Path("first/config.json").write_text(json.dumps(config))
     assert run("train digits-mlp --from=first/config.json --out third --hidden 9 --seed 4 --steps 2") == 0
-    told = capsys.readouterr().out
-    assert f"first/config.json was made with jax 0.1, here {jax.__version__}: the bits may differ" in told
+    printed = capsys.readouterr().out
+    assert f"first/config.json was made with jax 0.1, here {jax.__version__}: the bits may differ" in printed
     third = read_recipe(RunFolder(Path("third")))[1]
     assert (third.hidden, third.seed, third.optimizer) == (9, 4, "sgd(momentum=0.9)")
     for command, error in {
@@ -272,9 +272,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
     capsys.readouterr()
     for command in ("train --resume --out whole", "train --resume auto --out hurt"):
         assert run(f"{command} --steps 6") == 0
-    told = capsys.readouterr().out
-    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): set aside as" in told
-    assert "resuming hurt at step 4" in told
+    printed = capsys.readouterr().out
+    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): set aside as" in printed
+    assert "resuming hurt at step 4" in printed
     assert same_bits("whole", "hurt")
     assert shown("whole") == shown("hurt")
     for step in saved_steps(Path("hurt/checkpoints")):

@@ -80,7 +80,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that is said."""
+    """The one line that is message."""
     before = sorted(Path().rglob("*"))
     assert main(args) == 2, args
     out, err = capsys.readouterr()
@@ -92,9 +92,9 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def names(said: str, field: str) -> bool:
+def names(message: str, field: str) -> bool:
     """Whether the field is named, as a setting or as a flag."""
-    return re.search(rf"\b{field}\b|--{field.replace('_', '-')}\b", said) is not None
+    return re.search(rf"\b{field}\b|--{field.replace('_', '-')}\b", message) is not None
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def test_a_bad_flag_is_refused_by_its_name(count, capsys):
     @given(bad_flags())
     def refuses(case: tuple[str, str, str]) -> None:
         name, field, value = case
-        said = refused(["train", name, f"--{field.replace('_', '-')}={value}", "--out", "run"], capsys)
-        assert names(said, field) or (field in ("data", "tokenizer") and value[:40] in said), said
+        message = refused(["train", name, f"--{field.replace('_', '-')}={value}", "--out", "run"], capsys)
+        assert names(message, field) or (field in ("data", "tokenizer") and value[:40] in message), message
 
     refuses()
 
@@ -120,8 +120,8 @@ def test_a_bad_flag_is_refused_by_its_name(count, capsys):
 @pytest.mark.usefixtures("nothing_compiled", "empty")
 @pytest.mark.parametrize("value", ["\x1e\x85", "\u2028x", "a\n--\nb", "\r", "\x0b\x0c1", "\x1b[31m", "│", "--"])
 def test_a_bad_value_with_line_breaks_is_refused_by_its_name(value, capsys):
-    said = refused(["train", "bert-keywords", f"--on-spike={value}"], capsys)
-    assert said.endswith("Expected one of ('stop', 'rollback'); see jaxtrain train bert-keywords --help\n")
+    message = refused(["train", "bert-keywords", f"--on-spike={value}"], capsys)
+    assert message.endswith("Expected one of ('stop', 'rollback'); see jaxtrain train bert-keywords --help\n")
 
 
 WRONG: dict[Any, list[Any]] = {
@@ -155,8 +155,8 @@ def test_a_doctored_config_is_refused_by_the_setting_that_is_wrong():
         write_config(name, field, value)
         with pytest.raises(UserError) as refusal:
             read_recipe(RunFolder(Path("run")))
-        said = str(refusal.value)
-        assert names(said, field) or "run/config.json" in said, (name, field, value, said)
+        message = str(refusal.value)
+        assert names(message, field) or "run/config.json" in message, (name, field, value, message)
 
 
 @pytest.mark.usefixtures("nothing_compiled", "empty")
@@ -167,8 +167,8 @@ def test_every_command_refuses_a_doctored_config(capsys):
     @given(st.sampled_from(list(doctored())), st.sampled_from(commands))
     def refuses(case: tuple[str, str, Any], command: str) -> None:
         write_config(*case)
-        said = refused(command.split(), capsys)
-        assert names(said, case[1]) or "run/config.json" in said, (command, said)
+        message = refused(command.split(), capsys)
+        assert names(message, case[1]) or "run/config.json" in message, (command, message)
 
     refuses()
 

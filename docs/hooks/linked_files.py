@@ -16,7 +16,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the linked files to the site."""
     linked = {path for page in files.documentation_pages() for path in _outside(page).values()}
     for path in sorted(linked):
-        files.append(File.generated(config, f"beside/{path}", abs_src_path=str(ROOT / path)))
+        files.append(File.generated(config, f"linked/{path}", abs_src_path=str(ROOT / path)))
     return files
 
 
@@ -24,7 +24,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite links to the copied files."""
     here = posixpath.dirname(page.file.src_uri)
     for link, path in _outside(page.file).items():
-        markdown = markdown.replace(f"]({link}", f"]({posixpath.relpath(f'beside/{path}', here or '.')}")
+        markdown = markdown.replace(f"]({link}", f"]({posixpath.relpath(f'linked/{path}', here or '.')}")
     return markdown
 
 
