@@ -26,14 +26,14 @@ def type_errors(values: Any) -> list[str]:
     hints = get_type_hints(type(values))
     by_name = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     return [
-        f"{name} must be {_type_name(hints[name])}, got {format_value(value)}"
+        f"{name} must be {_type_name(hints[name])}, got {brief(value)}"
         for name, value in by_name.items()
         if not _is(value, hints[name])
     ]
 
 
-def format_value(value: Any) -> str:
-    """Format a value as Python writes it, in one short line."""
+def brief(value: Any) -> str:
+    """Format a value as Python writes it, abbreviated to one short line."""
     text = str(value) if isinstance(value, int | float | Path) else repr(value)
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tyro
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped, shown
+from jaxtrain.fields import brief, type_errors
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def parse(default: T, args: list[str], prog: str) -> T:
 
 def _check_types(settings: Any) -> None:
     """Raises `UserError` for a default of another type than its field, as a config.json may hold."""
-    if wrong := mistyped(settings):
+    if wrong := type_errors(settings):
         raise UserError(f"{wrong[0]}: mend it")
     for field in dataclasses.fields(settings):
         if dataclasses.is_dataclass(value := getattr(settings, field.name)):
@@ -52,7 +52,7 @@ def _check_paths(settings: Any) -> None:
                 pass  # what is to be there says so itself
             except (OSError, ValueError) as error:
                 said = error.strerror if isinstance(error, OSError) else str(error)
-                raise UserError(f"{field.name} {shown(str(value))} is no path ({said}): choose another") from None
+                raise UserError(f"{field.name} {brief(str(value))} is no path ({said}): choose another") from None
 
 
 def _first_paragraph(panel: str) -> str:

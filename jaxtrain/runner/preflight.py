@@ -13,7 +13,7 @@ import optax
 
 from jaxtrain.distributed import resolved, sizes, ways
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped, shown
+from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder, read_config
@@ -55,7 +55,7 @@ def read_recipe(run: RunFolder) -> tuple[str, Recipe]:
 
 def check_settings(recipe: Recipe) -> None:
     """Raises `UserError` for a setting no run can have, before anything is read, allocated or compiled for it."""
-    if wrong := mistyped(recipe):
+    if wrong := type_errors(recipe):
         raise UserError(f"{wrong[0]}: mend it")
     for name, hint in get_type_hints(type(recipe)).items():
         value = getattr(recipe, name)
@@ -95,7 +95,7 @@ def _check_number(name: str, value: int) -> None:
     if value < least:
         raise UserError(f"{name} {value} is too small: make it {least} or more")
     if value > most:
-        raise UserError(f"{name} {shown(value)} is too large: make it {most:,} or less")
+        raise UserError(f"{name} {brief(value)} is too large: make it {most:,} or less")
 
 
 def _is_positive(value: float) -> bool:
@@ -130,7 +130,7 @@ def _check_arguments(call: Any) -> None:
     for name, value in call.arguments.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not -_LARGEST <= value <= _LARGEST:
-                raise UserError(f"{name} {shown(value)} of {call.function} is no float32")
+                raise UserError(f"{name} {brief(value)} of {call.function} is no float32")
             if value < 0 and name in _NOT_NEGATIVE:
                 raise UserError(f"{name} {value} of {call.function} is negative: make it 0 or more")
             if name in _SHARES and value >= 1:
@@ -154,10 +154,10 @@ def _naming(setting: str, written: str | None) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{setting} {shown(written)}: {error}") from error
+        raise UserError(f"{setting} {brief(written)}: {error}") from error
     except Exception as error:  # the functions it calls check few of their arguments
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"{setting} {shown(written)} makes none ({why}): mend it") from error
+        raise UserError(f"{setting} {brief(written)} makes none ({why}): mend it") from error
 
 
 def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:

@@ -20,7 +20,7 @@ BLOCK = "remat_block"
 def products(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save what JAX's `dots_saveable` saves, convolutions included, and `ragged_dot`, which it does not cover.
 
-    These are the compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
+    The compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
     return saveable or primitive.name == "ragged_dot_general"

@@ -113,6 +113,6 @@ def test_a_hook_for_nothing_is_refused():
     step = jt.train_step(loss_fn, optax.sgd(0.1), hooks={"third/w": lambda g: g})
     params = {"first": {"w": np.float32(W1)}, "second": {"w": np.float32(W2)}}
     batch = jax.tree.map(np.float32, BATCH)
-    said = "hook 'third/w' names no parameter and no checkpoint_name: there are first/w, hidden, second/w"
+    said = "hook 'third/w' matches no parameter and no checkpoint_name: use one of first/w, hidden, second/w"
     with pytest.raises(jt.UserError, match=said):
         step(step.init(params), batch)
