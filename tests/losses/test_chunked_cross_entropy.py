@@ -138,7 +138,10 @@ def test_a_training_step_that_accumulates_takes_the_steps_of_the_plain_loss(rema
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"chunk": 0}, "chunk 0"), ({"labels": jnp.zeros((7,), int)}, r"hidden \[6, 5\] and labels \[7\]")],
+    [
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"labels": jnp.zeros((7,), int)}, r"labels must be \[6\] for hidden \[6, 5\], got \[7\]"),
+    ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(change, said):
     hidden, projection, labels = (jnp.asarray(x) for x in draw(6))

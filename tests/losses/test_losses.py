@@ -309,19 +309,25 @@ def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
     [
         (
             lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros((3,), int)),
-            r"float32\[2, 3\] and labels int32\[3\]",
+            r"float32\[2, 3\] must be integers \[2\], classes last, got int32\[3\]",
         ),
-        (lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2)), r"give it integer labels \[2\]"),
+        (
+            lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2)),
+            r"must be integers \[2\], classes last, got float32\[2\]",
+        ),
         (
             lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2, int), label_smoothing=1.5),
-            "label_smoothing 1.5",
+            r"label_smoothing must be in \[0, 1\], got 1\.5",
         ),
-        (lambda: losses.nll(jnp.zeros((2, 3)), jnp.zeros(2, int), class_weight=np.ones(2)), r"class_weight is \[2\]"),
+        (
+            lambda: losses.nll(jnp.zeros((2, 3)), jnp.zeros(2, int), class_weight=np.ones(2)),
+            r"class_weight must have shape \[3\], got \[2\]",
+        ),
         (lambda: losses.mse(jnp.zeros((2, 1)), jnp.zeros(2)), r"predictions \[2, 1\], targets \[2\]"),
-        (lambda: losses.smooth_l1(jnp.zeros(2), jnp.zeros(2), beta=-1.0), "beta -1.0"),
-        (lambda: losses.huber(jnp.zeros(2), jnp.zeros(2), delta=0.0), "delta 0.0"),
+        (lambda: losses.smooth_l1(jnp.zeros(2), jnp.zeros(2), beta=-1.0), r"beta must be at least 0, got -1\.0"),
+        (lambda: losses.huber(jnp.zeros(2), jnp.zeros(2), delta=0.0), r"delta must be positive, got 0\.0"),
         (lambda: losses.cosine_embedding(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 1))), r"targets \[2, 1\]"),
-        (lambda: losses.clip(jnp.zeros((2, 3))), r"similarities \[2, 3\]"),
+        (lambda: losses.clip(jnp.zeros((2, 3))), r"similarities must be \[N, N\], one text per image, got \[2, 3\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(call, said):

@@ -78,7 +78,7 @@ def test_many_rates_have_no_one_rate():
 
 
 def test_an_unknown_group_is_named():
-    with pytest.raises(UserError, match=r"blocks/bias is in group 'bodi', .* choose from body"):
+    with pytest.raises(UserError, match=r"group 'bodi' of blocks/bias does not exist: use one of body"):
         groups(lambda path: "bodi", {"body": sgd()}).init(PARAMS)
 
 

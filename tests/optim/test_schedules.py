@@ -304,14 +304,17 @@ def test_float32_rates_hold_for_a_million_updates():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: schedules.linear_lr(1.0, 0.0), "start_factor 0.0"),
+        (lambda: schedules.linear_lr(1.0, 0.0), r"start_factor must be in \(0, 1\], got 0\.0"),
         (lambda: schedules.cyclic_lr(0, 1, mode="square"), "mode 'square'"),
         (lambda: schedules.one_cycle_lr(1, 10, anneal_strategy="exp"), "anneal_strategy 'exp'"),
-        (lambda: schedules.one_cycle_lr(1, 10, pct_start=0.1), "end at .* change pct_start"),
+        (lambda: schedules.one_cycle_lr(1, 10, pct_start=0.1), "end at .* include one without steps: change pct_start"),
         (lambda: schedules.wsd(1, 1, 1, 1, decay="quick"), "decay 'quick'"),
-        (lambda: schedules.sequential([optax.constant_schedule(1)], [3]), "1 schedules and 1 milestones"),
-        (lambda: schedules.sequential([schedules.multiplicative_lr(1, abs)] * 2, [3]), "multiplicative_lr after"),
-        (lambda: reduce_lr_on_plateau(1, factor=1.0), "factor 1.0"),
+        (lambda: schedules.sequential([optax.constant_schedule(1)], [3]), "1 schedules need 0 milestones, got 1"),
+        (
+            lambda: schedules.sequential([schedules.multiplicative_lr(1, abs)] * 2, [3]),
+            "multiplicative_lr continues from the rate before it: put it first",
+        ),
+        (lambda: reduce_lr_on_plateau(1, factor=1.0), r"factor must be < 1, got 1\.0"),
         (lambda: reduce_lr_on_plateau(1, mode="low"), "mode 'low'"),
     ],
 )
@@ -368,3 +371,25 @@ def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
         np.testing.assert_allclose(float(state.params), p.item(), rtol=1e-5)
         rates.add(float(metrics["lr"]))
     assert len(rates) > 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_plateau_is_judged_by_the_windows_mean_loss(streaming):
+    # The window's summed loss grows with the weights, while its mean is constant: only the mean stops improving.
+    def loss_fn(params, batch, rng):
+        return jt.Loss((params * 0 + batch).sum(), batch.size), {}
+
+    step = jt.train_step(loss_fn, sgd(reduce_lr_on_plateau(1.0, mode="max", patience=0)), accumulate=2)
+    state = step.init(jnp.zeros(()), streaming=streaming)
+    rates = []
+    for rows in (2, 4, 8):
+        batch = np.full(rows, 3.0, np.float32)
+        if streaming:
+            state, _ = step.micro(state, batch[: rows // 2])
+            state, metrics = step.micro(state, batch[rows // 2 :])
+        else:
+            state, metrics = step(state, batch)
+        rates.append(float(metrics["lr"]))
+        best = float(optax.tree.get(state.opt_state, "best"))
+        assert best == 3.0
+    np.testing.assert_allclose(rates, [1.0, 1.0, 0.1])

@@ -1,6 +1,8 @@
 """The laws of autocast and of the rewriter beneath it: which dtype, through which control flow, with what gradient."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax import lax
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
-from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms import jaxpr, precision
 from jaxtrain.transforms.precision import POLICIES, autocast, kernel, policy
 from jaxtrain.transforms.remat import remat as rematerialise
 from tests.models.programs import equations
@@ -623,3 +625,54 @@ def test_under_x64_a_python_number_is_an_exponent_like_any_other():
     with jax.enable_x64(True):
         out = autocast(lambda x, n: (x @ x) ** n, jnp.bfloat16)(F32, 2.5)
         assert out.dtype == np.float32
+
+
+def test_a_kernel_is_compiled_once_for_eager_calls():
+    traces = []
+
+    def traced(x, scale=1.0):
+        traces.append(1)
+        return scale * x
+
+    x = jnp.ones(3)
+    for _ in range(3):
+        jt.kernel(traced)(x)
+    assert len(traces) == 1
+    for scale in (2.0, 2.0, 3.0):
+        assert float(jt.kernel(functools.partial(traced, scale=scale))(x)[0]) == scale
+    assert len(traces) == 3
+
+
+def test_a_kernel_of_a_wrapper_is_not_that_of_the_function_it_wraps():
+    def single(x):
+        return x
+
+    assert float(jt.kernel(single)(1.0)) == 1
+
+    @functools.wraps(single)  # copies the attributes of `single`
+    def double(x):
+        return 2 * single(x)
+
+    assert float(jt.kernel(double)(1.0)) == 2
+
+
+def test_marked_functions_are_freed():
+    def marked(mark):
+        def fn(x):
+            return x + 1
+
+        mark(fn)(jnp.ones(3))
+        return weakref.ref(fn)
+
+    known = len(precision._LOW_OPERATIONS)
+    references = [marked(jt.kernel), marked(precision.low_precision)]
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert len(precision._LOW_OPERATIONS) == known
+
+
+def test_a_low_precision_operation_is_registered_once():
+    def product(x):
+        return x @ x
+
+    assert precision.low_precision(product) is precision.low_precision(product)
