@@ -140,7 +140,7 @@ def test_a_training_step_that_accumulates_takes_the_steps_of_the_plain_loss(rema
     ("change", "said"),
     [
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
-        ({"labels": jnp.zeros((7,), int)}, r"labels must be \[6\] for hidden \[6, 5\], got \[7\]"),
+        ({"labels": jnp.zeros((7,), int)}, r"be \[6\] for hidden \[6, 5\], got \[7\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(change, said):

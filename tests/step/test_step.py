@@ -697,7 +697,7 @@ def test_a_state_of_another_type_is_refused_with_the_call_that_creates_one(call)
 
 
 def test_evaluation_of_a_state_of_another_type_is_refused():
-    with pytest.raises(jt.UserError, match="state must be a jaxtrain.TrainState, got dict"):
+    with pytest.raises(jt.UserError, match=r"state must be a jaxtrain\.TrainState, got dict"):
         jt.eval_step(fine)({"params": jnp.ones(4)}, BATCH_X)
 
 
@@ -726,7 +726,7 @@ def test_torch_tensors_in_the_batch_are_refused():
 
 def test_a_scalar_in_an_accumulated_batch_is_refused_by_its_name():
     step = jt.train_step(fine, optax.sgd(0.1), accumulate=2)
-    with pytest.raises(jt.UserError, match="^scale is a scalar, which cannot be split into 2 micro-batches"):
+    with pytest.raises(jt.UserError, match=r"^scale is a scalar, which cannot be split into 2 micro-batches"):
         step(step.init(jnp.ones(4)), {**BATCH_X, "scale": 2.0})
 
 
