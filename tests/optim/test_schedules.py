@@ -31,7 +31,7 @@ def optimizer(lr=0.1, kind=torch.optim.SGD):
 
 
 def torch_values(o, scheduler, steps=STEPS, what="lr"):
-    """[steps]: what each update would be made with."""
+    """Return the rate of each update, [steps]."""
     values = []
     for t in range(steps):
         values.append(o.param_groups[0]["betas"][0] if what == "b1" else o.param_groups[0][what])
@@ -47,7 +47,7 @@ def values(schedule, steps=STEPS):
 
 
 def same(schedule, make, lr, floor=True, what="lr", bound=1e-12, **kwargs):
-    """Within 1e-12 relative; of the largest rate where a rate goes through zero."""
+    """Compare within 1e-12, relative to the largest rate where a rate passes through zero."""
     o = optimizer(lr)
     expected = torch_values(o, make(o), what=what, **kwargs)
     found = values(schedule, len(expected))
@@ -276,7 +276,7 @@ def test_a_plateau_without_a_value_stays():
     assert float(updates[0]) == -0.5
 
 
-def test_warmup_cosine_and_wsd_begin_at_zero_and_end_where_told():
+def test_warmup_cosine_and_wsd_start_at_zero_and_end_at_final_lr():
     for schedule in (
         schedules.warmup_cosine(1.0, 10, 100, 0.1),
         *(schedules.wsd(1.0, 10, 60, 30, 0.1, decay) for decay in ("linear", "cosine", "1-sqrt")),

@@ -1,4 +1,4 @@
-"""The laws of the training step: the optimizer it wraps, PyTorch's loop, skips, the state, the metrics."""
+"""The training step: optimizers, PyTorch's loop, skipped updates, the state, the metrics, errors."""
 
 import copy
 import functools
@@ -622,7 +622,7 @@ def fine(params, batch, rng):
         ({"clip_norm": float("nan")}, r"clip_norm must be positive, got nan: "),
     ],
 )
-def test_a_setting_that_means_nothing_is_the_users_error_with_its_value(arguments, message):
+def test_an_invalid_setting_is_a_user_error_with_its_value(arguments, message):
     with pytest.raises(jt.UserError, match=message):
         jt.train_step(fine, optax.sgd(0.1), **arguments)
 
@@ -667,7 +667,7 @@ def test_a_loss_fn_that_forgets_its_model_state_is_the_users_error():
         step(step.init(jnp.ones(4), model_state=jnp.zeros(2)), BATCH32)
 
 
-def test_a_metric_that_is_no_scalar_is_the_users_error():
+def test_a_metric_that_is_not_a_scalar_is_a_user_error():
     step = jt.train_step(lambda params, batch, rng: (fine(params, batch, rng)[0], {"out": batch["x"]}), optax.sgd(0.1))
     with pytest.raises(jt.UserError, match="out"):
         step(step.init(jnp.ones(4)), BATCH32)
