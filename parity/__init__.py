@@ -1,4 +1,29 @@
-"""Proof that a JAX training step is the one PyTorch would have made, on your own model."""
+"""Prove that a JAX training step equals PyTorch's, on your own model.
+
+The map of the package. No module imports another in a circle (`tests/test_architecture.py`):
+
+    case, optimizer          a model, loss, data and optimizer in both frameworks
+    record                   what a run leaves behind: losses, gradients, parameters, moments
+    jax_side, torch_side     one training run in each framework
+    randomness               JAX's dropout masks, given to PyTorch
+    oracle                   both programs in float64
+    weights                  which PyTorch tensor each JAX parameter is
+    bars, compare            the bars, and the verdict on two runs
+    trajectory               rounding and chaos in long runs
+    run                      `check`: both runs, the verdict, and where and why it fails
+    coverage, conditions     what a check did not exercise
+    stages                   which stage of the step differs
+    locate, activations      the first operation, or the first imprecise module, that differs
+    torch_trace, jax_trace, fingerprint, divergence   the values and lines that locate compares
+    diagnose, conventions    the convention of PyTorch that explains a difference
+    mutants, mutate          deliberate bugs, to test the harness
+    bundle                   PyTorch's side, recorded for machines without PyTorch
+    distributed              meshes against ranks of PyTorch
+    selftest                 whether this machine computes correctly, without PyTorch
+    cases                    the built-in cases
+    report, attestation, source   tables, JSON and HTML; versions and settings; lines of source
+    cli, pytest_plugin       the commands and the pytest marker
+"""
 
 from parity.case import Case
 from parity.compare import Verdict

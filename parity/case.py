@@ -1,4 +1,4 @@
-"""A case: one model in both frameworks, with one loss, one stream of batches and one optimizer."""
+"""A case: one model in both frameworks, with its loss, batches and optimizer. Data only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,23 +15,32 @@ if TYPE_CHECKING:
     from jaxtrain.step import LossFn
 
 Batch = Mapping[str, np.ndarray]
-"""Arrays by name, each with the batch's rows on its first axis; floating ones in float32, so that every precision
-computes on the same numbers."""
+"""Arrays by name, with the rows of the batch on the first axis. Floating ones are converted to float32, so that every
+precision computes on the same numbers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run, said twice.
+    """One training run, defined in both frameworks.
 
-    `torch_model()` makes the model in float32, its weights drawn from PyTorch's generator, which is seeded before.
-    `torch_loss(model, batch)`, on tensors, and `loss_fn(params, batch, rng)`, as `jaxtrain.train_step` takes it, are
-    sums with weights, and all micro-batches of a window must weigh the same. `params_like` has the shapes of the JAX
-    parameters (`jax.ShapeDtypeStruct`s do), which `names` finds in the PyTorch model, and `state_like` of the model
-    state, which `buffers` finds; a table that is None is proposed (`parity.weights`): `tables` are those to use.
-    `batch(seed, rows)` draws a batch; an effective batch has `rows` of them. Most is shown by a learning rate that
-    moves the parameters, and by a `clip_norm` between the gradients' norms: a gradient always clipped hides a wrong
-    scale; None clips nothing. Where `loss_fn` drops, by masks of `jax.random.bernoulli`, PyTorch's model is to drop
-    the same activations in the same order: it is given the same masks.
+    A check shows most with a learning rate that changes the parameters and a `clip_norm` between the smallest and the
+    largest gradient norm: a gradient that is always clipped hides a wrong scale. Where `loss_fn` applies dropout with
+    `jax.random.bernoulli`, the PyTorch model must drop the same activations in the same order; it gets the same masks.
+
+    Attributes:
+      name: Name in reports.
+      torch_model: Creates the PyTorch model in float32; its generator is seeded before.
+      torch_loss: From (model, batch of tensors) to (sum of the losses, weight). All micro-batches of an accumulation
+        window must have the same weight.
+      loss_fn: The JAX loss, as `jaxtrain.train_step` takes it, a sum with the same weight.
+      params_like: Pytree with the shapes of the JAX parameters, e.g. of `jax.ShapeDtypeStruct`.
+      names: Table from the JAX parameters to PyTorch's; None lets `parity.weights` propose it.
+      batch: From (seed, rows) to a batch.
+      rows: Rows of an effective batch.
+      optimizer: The optimizer of both sides.
+      clip_norm: Bound of the global gradient norm; None does not clip.
+      state_like: Pytree with the shapes of the JAX model state; None for a model without state.
+      buffers: Table from the model state to PyTorch's buffers; None lets `parity.weights` propose it.
     """
 
     name: str
@@ -64,6 +73,6 @@ class Case:
         return self.names, self.buffers
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
-        """A different effective batch for each step, the same ones for the same seed."""
+        """Yield an effective batch for each step; the same batches for the same seed."""
         for step in range(steps):
             yield self.batch(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]), self.rows)

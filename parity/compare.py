@@ -1,7 +1,7 @@
-"""Distances and verdicts: whether two runs mean the same, and whether they are as precise as each other.
+"""Distances between runs, and the verdict on them.
 
-No tolerance is taken from the caller. In float64 the bars leave room for rounding and for nothing else. In lower
-precisions PyTorch itself is the measure: its own distance to the float64 truth.
+No tolerance is taken from the caller. In float64 the bars (`parity.bars`) leave room for rounding and nothing else. In
+lower precisions the measure is PyTorch's own distance to the float64 truth.
 """
 
 import math
@@ -18,14 +18,21 @@ from parity.trajectory import JUDGED, Trajectory, trajectory
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether JAX's run is PyTorch's, and by how much it is not.
+    """Whether JAX's run equals PyTorch's, and how far apart they are.
 
-    Relative distances to PyTorch's run: `loss_rel`, the worst of the steps; `grad_rel_max`, the worst gradient fed to
-    the first update, which is that of `grad_worst`; `param_rel_max`, the worst parameter after the last step.
-    `error_ratio`, None in float64: the distance to the float64 truth over PyTorch's own, the worst of losses, first
-    gradient and last parameters. `faults`: a line for each thing that failed. If asked for, `stage`: the one at
-    fault, `first_divergence`: where, `unlocated`: why that cannot be said, and `diagnosis`: the convention that
-    explains it, and the change to make. `trajectory`: the steps beside PyTorch's from weights one ulp off.
+    Attributes:
+      loss_rel: Largest relative distance of a loss over the steps.
+      grad_rel_max: Largest relative distance of a gradient that the first update received.
+      grad_worst: Name of the parameter of that gradient.
+      param_rel_max: Largest relative distance of a parameter after the last step.
+      error_ratio: Distance to the float64 truth over PyTorch's own, the worst of losses, first gradient, last
+        parameters and last buffers; None in float64.
+      faults: A line for each check that failed; empty if the case holds.
+      first_divergence: Where the programs first differ, if that was requested and found.
+      stage: The stage of the training step at fault, in one line.
+      diagnosis: The convention that explains the difference and the change to make.
+      unlocated: Why no location can be given.
+      trajectory: The distances over the steps, beside those of PyTorch's runs from weights one ulp off.
     """
 
     loss_rel: float
@@ -42,23 +49,30 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Whether every check holds."""
         return not self.faults
 
     @property
     def lines(self) -> list[str]:
-        """What failed, and where, a line each."""
+        """The faults and where they are, one per line."""
         found = self.first_divergence
         where = {"stage": self.stage, "in PyTorch": found and found.torch, "in JAX": found and found.jax_source}
         where |= {"not located": self.unlocated, "diagnosis": self.diagnosis}
-        return [*self.faults, *(f"{what}: {said}" for what, said in where.items() if said)]
+        return [*self.faults, *(f"{what}: {text}" for what, text in where.items() if text)]
 
 
 def same_meaning(ours: Record, theirs: Record, one_ulp: Sequence[Record] = (), judged: int = JUDGED) -> Verdict:
-    """The verdict on two float64 runs: every loss, gradient, parameter and moment is within the bars.
+    """Return the verdict on two float64 runs: every loss, gradient, parameter and moment must be within the bars.
 
-    `one_ulp`: PyTorch's runs from weights one ulp off. Where they are given, what comes after the first `judged` steps
-    may be as far apart as twice their noise (`Trajectory.noise`), where that is more than the bar.
+    Args:
+      ours: JAX's run.
+      theirs: PyTorch's run.
+      one_ulp: PyTorch's runs from weights one ulp off. If given, values after the first `judged` steps may be apart by
+        twice the noise of these runs (`Trajectory.noise`), if that exceeds the bar.
+      judged: Steps to which the bars apply as they are.
+
+    Returns:
+      The verdict.
     """
     course = _course(ours, theirs, one_ulp, LAST_BAR)
     faults = [*_apart(ours, theirs, one_ulp, course, judged)]
@@ -66,12 +80,20 @@ def same_meaning(ours: Record, theirs: Record, one_ulp: Sequence[Record] = (), j
 
 
 def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ulp: Sequence[Record] = ()) -> Verdict:
-    """The verdict on low-precision runs: ours is at most twice as far from the `truth` as theirs are.
+    """Return the verdict on low-precision runs: JAX may be at most twice as far from the truth as PyTorch.
 
-    `theirs`: runs of the same mathematics rounded differently, the plain one first. The farthest of them is the
-    measured noise of the precision. All must have overflowed at the same steps, and moved the loss scale alike.
-    `one_ulp`: PyTorch's runs from weights one ulp off, for the trajectory. Where they are as far from its plain run as
-    that is from the truth, one of them may by chance be twice as far: there the ratio says nothing more.
+    All runs must overflow at the same steps and change the loss scale alike.
+
+    Args:
+      ours: JAX's run.
+      theirs: PyTorch's runs of the same mathematics, rounded differently, the plain one first. The farthest of them is
+        the measured noise of the precision.
+      truth: PyTorch's float64 run.
+      one_ulp: PyTorch's runs from weights one ulp off, for the trajectory. Where they are as far from its plain run as
+        that is from the truth, one of them may be twice as far by chance, and the ratio has no meaning.
+
+    Returns:
+      The verdict.
     """
     errors = [_errors(run, truth) for run in theirs]
     ratios = {what: _ratio(e, max(other[what] for other in errors)) for what, e in _errors(ours, truth).items()}
@@ -88,21 +110,30 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ul
 
 
 def median(verdicts: Sequence[Verdict]) -> Verdict:
-    """The middle one, from the best to the worst."""
+    """Return the median verdict, ordered from best to worst."""
     return sorted(verdicts, key=lambda v: (not v.passed, v.error_ratio or 0.0))[len(verdicts) // 2]
 
 
 def relative(ours: Tensors, theirs: Tensors, truth: Tensors | None = None) -> dict[str, float]:
-    """‖ours − theirs‖ / ‖truth‖ of each tensor, the truth being theirs if none is given; infinite where not finite.
+    """Return ‖ours − theirs‖ / ‖truth‖ of each tensor; infinite where a value is not finite.
 
-    Raises `ValueError` where they are not the same tensors by name.
+    Args:
+      ours: Tensors by name.
+      theirs: Tensors of the same names.
+      truth: Tensors whose norms are the unit; None for `theirs`.
+
+    Returns:
+      Relative distances by name.
+
+    Raises:
+      ValueError: The names differ.
 
     >>> relative({"w": np.array([1.0]), "zero": np.array([1e-17])}, {"w": np.array([2.0]), "zero": np.array([0.0])})
     {'w': 0.5, 'zero': 5e-18}
     """
     truth = theirs if truth is None else truth
     if ours.keys() != theirs.keys():
-        raise ValueError(f"in one of the runs only: {sorted(ours.keys() ^ theirs.keys())}")
+        raise ValueError(f"only one of the runs has {sorted(ours.keys() ^ theirs.keys())}")
     whole = _norm(truth.values())
     scales = {name: _scale(_norm([truth[name]]), whole) for name in theirs}
     return {name: _ratio(_norm([_minus(ours[name], x)]), scales[name]) for name, x in theirs.items()}
@@ -118,7 +149,7 @@ def _verdict(ours: Record, theirs: Record, truth: Record, error_ratio: float | N
 def _apart(
     ours: Record, theirs: Record, one_ulp: Sequence[Record], course: Trajectory | None, judged: int
 ) -> Iterator[str]:
-    """A line for each group of tensors of which one is farther apart than its bar, in the order of a run."""
+    """A line for each group with a tensor farther apart than its bar, in the order of a run."""
     steps = len(theirs.losses)
     noise = np.zeros(steps) if course is None else RATIO_BAR * course.noise
     bars = np.maximum(LAST_BAR, np.where(np.arange(steps) < judged, 0.0, noise))
@@ -156,7 +187,7 @@ def _first(record: Record) -> Iterator[tuple[str, Tensors]]:
 
 
 def _present(snapshot: Snapshot) -> Iterator[tuple[str, Tensors]]:
-    """Its groups of tensors; a model without state has no buffers."""
+    """The groups of tensors of a snapshot; a model without state has no buffers."""
     groups = {"params": snapshot.params, **snapshot.moments, "buffers": snapshot.buffers}
     return ((what, tensors) for what, tensors in groups.items() if tensors)
 
@@ -172,12 +203,12 @@ def _course(ours: Record, theirs: Record, one_ulp: Sequence[Record], limit: floa
 
 
 def _along(ours: Record, theirs: Record) -> np.ndarray:
-    """[steps]: how far apart the losses are."""
+    """Relative distances of the losses, float64[steps]."""
     return np.array([*relative(_losses(ours), _losses(theirs)).values()])
 
 
 def _errors(run: Record, truth: Record) -> dict[str, float]:
-    """Root mean square distances of a run to the truth."""
+    """Root mean square distances of a run from the truth."""
     errors = {
         "losses": _rms(_losses(run), _losses(truth)),
         "first gradient": _rms(run.grads, truth.grads),

@@ -1,9 +1,10 @@
-"""What the conventions of PyTorch's functions hang on, and whether a batch ever met it.
+"""What the conventions of PyTorch's functions depend on, and whether a batch ever met it.
 
-Whether ignored labels count says nothing where none is ignored, and a wrong slope at a kink nothing where no input
-stands at it. Where that can be mended by other numbers in the batch, they are made.
+How ignored labels count cannot be seen where no label is ignored, nor a wrong slope at a kink where no input is there.
+Where other numbers in the batch can change that, such batches are made.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,15 +18,26 @@ from torch.overrides import TorchFunctionMode
 from parity.case import Batch, Case
 from parity.conventions.operations import Arguments, bound, called
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import seeded_model
+from parity.torch_side import seeded_model, tensor
 
 IGNORED, MASKED, PADDED, TIED = "label ignored", "position masked", "token padded", "tie"
 
 
+REFUSALS = (RuntimeError, ValueError, IndexError)
+"""What PyTorch raises for a batch that a model cannot take: an index out of range, a negative label. Any other
+exception is a bug of the harness and is not caught."""
+
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Condition:
-    """Something that a call of a function may meet: `of` which kind, and how many of its elements do, of its arguments;
-    None where the call has no such thing."""
+    """Something that a call of a function may meet.
+
+    Attributes:
+      of: Its kind.
+      count: From the arguments of a call to the number of elements that meet it; None if the call cannot meet it.
+    """
 
     of: str
     count: Callable[[Arguments], Tensor | int | None]
@@ -36,7 +48,7 @@ def _equal(name: str, to: str) -> Callable[[Arguments], Tensor | None]:
 
 
 def _hidden(name: str, shown: bool) -> Callable[[Arguments], Tensor | None]:
-    """How many elements a boolean mask hides; `shown` is what it says of those it does not."""
+    """Count the elements that a boolean mask hides; `shown` is the mask's value for the others."""
 
     def count(given: Arguments) -> Tensor | None:
         mask = given.get(name)
@@ -77,17 +89,19 @@ CONDITIONS: Mapping[str, Condition] = {
     "max": Condition(f"{TIED} in max", _tied),
     "topk": Condition(f"{TIED} in topk", _tied),
 }
-"""By the function's name."""
+"""By name of the function."""
 
 
-class Watch(TorchFunctionMode):
-    """Inside it every call with a condition is looked at: `met`, how many elements met each kind, 0 included.
+class ConditionCounter(TorchFunctionMode):
+    """Counts, while entered, how often the calls of PyTorch's functions meet their conditions.
 
-    `ignore_index`: of the last loss that has one.
+    Attributes:
+      met: Number of elements by kind of condition, 0 included.
+      ignore_index: That of the last loss that has one.
 
-    >>> with Watch() as watch:
+    >>> with ConditionCounter() as counter:
     ...     _ = torch.relu(torch.tensor([0.0, 1.0])), torch.ones(3).amax(0)
-    >>> dict(watch.met)
+    >>> dict(counter.met)
     {'input of relu at 0': 1, 'tie in amax': 1}
     """
 
@@ -109,28 +123,25 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def watched(case: Case, seed: int = 0) -> Watch:
-    """PyTorch's loss of one batch, in evaluation mode and in float64, looked at."""
+def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
+    """Count the conditions of PyTorch's loss of one batch, in evaluation mode and in float64."""
     model = seeded_model(case, seed).double().eval()
     batch = case.batch(seed, case.rows)
-    tensors = {
-        name: torch.from_numpy(x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x)
-        for name, x in batch.items()
-    }
-    with InFloat64(), Watch() as watch:
+    tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
+    with InFloat64(), ConditionCounter() as counter:
         case.torch_loss(model, tensors)
-    return watch
+    return counter
 
 
-def unmet(case: Case, seed: int = 0) -> list[str]:
-    """A line for each condition of the case's PyTorch program that its batches do not meet, one for all the kinks.
+def unmet_conditions(case: Case, seed: int = 0) -> list[str]:
+    """Return a line for each condition of the PyTorch program that the case's batches do not meet; one for all kinks.
 
     >>> from parity.cases import CASES
-    >>> unmet(CASES["mlp"]())
+    >>> unmet_conditions(CASES["mlp"]())
     ['no label was ignored', 'no input of relu at 0']
     """
-    watch = watched(case, seed)
-    never = [kind for kind, count in watch.met.items() if not count]
+    counter = count_conditions(case, seed)
+    never = [kind for kind, count in counter.met.items() if not count]
     data = (IGNORED, MASKED, PADDED)
     kinks = [kind for kind in never if kind not in data]
     lines = [f"no {kind.split()[0]} was {kind.split()[1]}" for kind in never if kind in data]
@@ -138,22 +149,32 @@ def unmet(case: Case, seed: int = 0) -> list[str]:
     return [*lines, *([f"no {', no '.join(kinks)}"] if kinks else [])]
 
 
-def meeting(case: Case, seed: int = 0) -> Iterator[tuple[str, Case]]:
-    """Cases whose batches meet what the case's do not, and how: some labels ignored, some rows padded.
+def cases_that_meet(case: Case, seed: int = 0) -> Iterator[tuple[str, Case]]:
+    """Yield copies of the case whose batches meet what its own do not: some labels ignored, some rows padded.
 
-    Only such as PyTorch's program computes a finite loss of.
+    A batch that PyTorch's program refuses is left out; the exception is logged at level INFO.
+
+    Args:
+      case: The case.
+      seed: Seed of weights and data.
+
+    Yields:
+      Tuples (description of the change, changed case).
     """
-    watch = watched(case, seed)
+    counter = count_conditions(case, seed)
     batch = case.batch(seed, case.rows)
     for name, x in batch.items():
-        if watch.met.get(IGNORED) == 0 and watch.ignore_index is not None and np.issubdtype(x.dtype, np.integer):
-            changed = _with(case, name, _every_third(watch.ignore_index))
-            if _meets(changed, IGNORED, seed):
-                yield f"every third of {name} {watch.ignore_index}", changed
+        if counter.met.get(IGNORED) == 0 and counter.ignore_index is not None and np.issubdtype(x.dtype, np.integer):
+            changed = _with(case, name, _every_third(counter.ignore_index))
+            how = f"every third of {name} {counter.ignore_index}"
+            now = _counted(changed, how, seed)
+            if now is not None and now.met[IGNORED]:
+                yield how, changed
         if _constant(x) and x.ndim > 1 and x.flat[0] == 1:
             changed = _with(case, name, _ragged)
-            if _computes(changed, seed):
-                yield f"{name} 0 at the ends of rows", changed
+            how = f"{name} 0 at the ends of rows"
+            if _counted(changed, how, seed) is not None:
+                yield how, changed
 
 
 def _arguments(name: str, args: Any, kwargs: Any) -> Arguments:
@@ -185,20 +206,17 @@ def _every_third(value: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _ragged(x: np.ndarray) -> np.ndarray:
-    """Row i without its last i elements, of half a row at most."""
+    """Hide the last i elements of row i, at most half a row."""
     length = x.shape[1]
     lengths = length - np.arange(len(x)) % (length // 2 + 1)
-    kept = np.arange(length) < lengths[:, None]
-    return x * kept.reshape(*kept.shape, *(1,) * (x.ndim - 2)).astype(x.dtype)
+    shown = np.arange(length) < lengths[:, None]
+    return x * shown.reshape(*shown.shape, *(1,) * (x.ndim - 2)).astype(x.dtype)
 
 
-def _meets(case: Case, kind: str, seed: int) -> bool:
-    return _computes(case, seed) and bool(watched(case, seed).met[kind])
-
-
-def _computes(case: Case, seed: int) -> bool:
+def _counted(case: Case, how: str, seed: int) -> ConditionCounter | None:
+    """The conditions of the changed case; None if PyTorch's program refuses its batch."""
     try:
-        watched(case, seed)
-    except Exception:  # what the model refuses, in its own way: an index out of range, a negative label
-        return False
-    return True
+        return count_conditions(case, seed)
+    except REFUSALS as error:
+        logger.info("%s, %s: refused by PyTorch: %s: %s", case.name, how, type(error).__name__, error)
+        return None

@@ -1,6 +1,6 @@
-"""What a check did not exercise: a convention that no input met is not proven.
+"""What a check did not exercise, and so does not prove.
 
-One batch that never clips, or whose gradient never reaches half of an embedding, says nothing of clipping or of that
+Batches whose gradient is never clipped, or never reaches half of an embedding, prove nothing about clipping or that
 half.
 """
 
@@ -14,13 +14,15 @@ from parity.case import Case
 from parity.record import Step
 
 LISTED = 5
-"""Parameters that are only partly reached, of which so many are named, the least reached first."""
+"""Number of partly reached parameters that are named, the least reached first."""
 
 
 class Coverage:
-    """Watches the reference train; to be given to `torch_side.run` as `watch`.
+    """Observes the reference run, as the `watch` of `torch_side.run`.
 
-    `norms`: of each step's gradient before clipping. `reached`: which elements of each parameter ever had one.
+    Attributes:
+      norms: Gradient norm of each step, before clipping.
+      reached: Which elements of each parameter ever had a gradient other than zero.
     """
 
     def __init__(self) -> None:
@@ -28,17 +30,17 @@ class Coverage:
         self.reached: dict[str, np.ndarray] = {}
 
     def __call__(self, step: Step) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self.norms.append(float(np.sqrt(sum(np.vdot(g, g) for g in map(np.float64, step.grads.values())))))
         for name, grad in step.grads.items():
             self.reached[name] = self.reached.get(name, False) | (grad != 0)
 
-    def unseen(self, case: Case) -> tuple[str, ...]:
-        """A line for each thing that was not exercised."""
+    def not_exercised(self, case: Case) -> tuple[str, ...]:
+        """Return a line for each behavior that was not exercised."""
         return (*self._steps(), *self._clipping(case), *self._parameters())
 
     def clipping_sometimes(self, case: Case) -> Case | None:
-        """The case with a bound that clips some steps and leaves others; None where its own does, or has none."""
+        """Return the case with a bound that clips some steps only; None if its own bound does so or it has none."""
         if case.clip_norm is None or not self._clipping(case):
             return None
         return replace(case, clip_norm=float(np.median(self.norms)))
@@ -46,7 +48,7 @@ class Coverage:
     def _steps(self) -> list[str]:
         if len(self.norms) > 1:
             return []
-        return ["one step shows nothing of momentum, of moments that decay, of schedules"]
+        return ["one step exercises no momentum, no decay of moments and no schedule"]
 
     def _clipping(self, case: Case) -> list[str]:
         if case.clip_norm is None:
@@ -62,20 +64,27 @@ class Coverage:
         partly = sorted((share, name) for name, share in shares.items() if share < 1)
         lines = [f"{name}: {_unreached(self.reached[name])} never had a gradient" for _, name in partly[:LISTED]]
         more = len(partly) - LISTED
-        return [*lines, *([f"{more} more parameters had a gradient in part only"] if more > 0 else [])]
+        return [*lines, *([f"{more} more parameters had a gradient only in part"] if more > 0 else [])]
 
 
 def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> dict[str, int]:
-    """How many elements of the reference's step number `step` sat where a slope is a convention, by the function.
+    """Count the elements at kinks and ties in one step of the reference, where frameworks choose different slopes.
 
-    At a kink (|x| at 0, a clamp at its bound) or at a tie for the maximum frameworks choose differently.
+    Args:
+      case: The case.
+      step: Number of the step, counted from 1.
+      accumulate: Micro-batches per accumulation window.
+      seed: Seed of weights, data and dropout.
+
+    Returns:
+      Number of elements by name of the function: |x| at 0, a clamp at its bound, a tie for a maximum.
     """
     from parity import torch_side
-    from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, Watch
+    from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, ConditionCounter
     from parity.randomness import dropout_masks
     from parity.weights import with_tables
 
-    case, watch, losses = with_tables(case), Watch(), 0
+    case, watch, losses = with_tables(case), ConditionCounter(), 0
 
     def watched(model: Any, batch: Any) -> Any:
         nonlocal losses
@@ -93,7 +102,7 @@ def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> di
 
 
 def kinks(met: Mapping[str, int]) -> str:
-    """What `at_kinks` found.
+    """Format the counts of `at_kinks`.
 
     >>> kinks({"abs": 3, "max": 1})
     'kink: input of abs at 0, 3 times; tie: in max, once'
@@ -109,7 +118,7 @@ def kinks(met: Mapping[str, int]) -> str:
 
 
 def _unreached(reached: np.ndarray) -> str:
-    """In rows where whole ones are missing, as of an embedding.
+    """Describe the unreached elements; as rows where whole rows are missing, as in an embedding.
 
     >>> _unreached(np.array([[True, True], [False, False], [True, True]]))
     '1 of 3 rows'

@@ -1,35 +1,46 @@
-"""Which convention of PyTorch's the JAX side of a case does not follow, and what to change.
+"""Which convention of PyTorch the JAX side of a case does not follow, and what to change.
 
-Tried are the known differences (`parity.conventions`): of the forward pass, the backward pass and the buffers in
-PyTorch's program, one function's calls computed as JAX is wont to; of clipping and the optimizer on PyTorch's
-gradients. The one that yields what JAX computes, to the bar of float64, is the answer.
+The known differences (`parity.conventions`) are tried one after another. For the forward pass, the backward pass and
+the buffers, PyTorch's program runs again with the calls of one function computed under the other convention; for
+clipping and the optimizer, the convention is applied to PyTorch's gradients. The convention that reproduces JAX's
+values, within the bar of float64, is the diagnosis.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from parity.bars import FIRST_BAR
-from parity.case import Case
 from parity.compare import relative
+from parity.divergence import Divergence
 
 if TYPE_CHECKING:
     from parity.conventions.optimizers import Recipe
-    from parity.divergence import Divergence
-    from parity.randomness import Masks
     from parity.record import Step, Tensors
-    from parity.stages import Stage
+    from parity.stages import Stage, StageRun
+
+REFUSALS = (RuntimeError, ValueError, IndexError)
+"""What PyTorch raises for arguments or shapes that a function or a model cannot take. Any other exception is a bug of
+the harness and is not caught."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What JAX `has` where PyTorch's `subject` has another convention, and the `change` to make in JAX.
+    """A convention of PyTorch that JAX does not follow.
 
-    `before`: how far JAX is from PyTorch, relative; `after`: how far from PyTorch under JAX's convention.
+    Attributes:
+      subject: PyTorch's function or optimizer.
+      has: What JAX has instead.
+      change: The change to make in JAX.
+      before: Relative distance of JAX from PyTorch.
+      after: Relative distance of JAX from PyTorch under JAX's convention.
     """
 
     subject: str
@@ -48,81 +59,88 @@ class Diagnosis:
         return text.replace("e-0", "e-").replace("e+0", "e+")
 
 
-def diagnose(
-    case: Case,
-    divergence: "Divergence | None",
-    stages: "Sequence[Stage]",
-    *,
-    accumulate: int = 1,
-    seed: int = 0,
-) -> Diagnosis | None:
-    """The convention that explains the first of the `stages` that differs; None if none does, or none is known to.
+def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis | None:
+    """Return the convention that explains the first stage that differs.
 
-    The functions of the module that `divergence` names are tried first.
+    How many conventions PyTorch's program refused, and why, is logged at level INFO.
 
+    Args:
+      run: The case's stages.
+      divergence: Where the programs first differ, if known: the functions of its module are tried first.
+
+    Returns:
+      The diagnosis; None if all stages hold or no known convention explains the difference.
+
+    >>> from dataclasses import replace
     >>> from parity.cases import CASES
     >>> from parity.optimizer import Optimizer
-    >>> from parity.stages import stages
+    >>> from parity.stages import run_stages
     >>> mlp = CASES["mlp"]()
     >>> ours = Optimizer("AdamW", mlp.optimizer.torch, replace(mlp.optimizer, eps=1e-6).jax, mlp.optimizer.moments)
     >>> wrong = replace(mlp, optimizer=ours)
-    >>> print(str(diagnose(wrong, None, stages(wrong, steps=2))).split(" (")[0])
+    >>> print(str(diagnose(run_stages(wrong, steps=2))).split(" (")[0])
     AdamW: JAX's eps is 1e-6: eps=1e-8
     """
-    from parity.randomness import dropout_masks
-    from parity.stages import STEPS
-    from parity.weights import with_tables
+    from parity.stages import STEPS, run_stages
 
-    failing = next((stage for stage in stages if not stage.holds), None)
+    failing = next((stage for stage in run.stages if not stage.holds), None)
     if failing is None:
         return None
-    case = with_tables(case)
+    # An optimizer's conventions are told apart by a few steps after the first that differs.
     steps = failing.step if failing.name in OF_PROGRAM else max(failing.step + 3, STEPS)
-    masks = dropout_masks(case, "fp64", accumulate=accumulate, steps=steps, seed=seed)
-    trial = _Trial(case, failing, accumulate, steps, seed, masks)
-    with _ordinary_float64():
-        return next(trial.diagnoses(divergence), None)
+    if len(run.steps) < steps:
+        run = run_stages(run.case, accumulate=run.accumulate, steps=steps, seed=run.seed)
+    trial = _Trial(run, failing, steps)
+    with _default_float64():
+        found = next(trial.diagnoses(divergence), None)
+    if trial.refused:
+        logger.info("%s: %d conventions refused by PyTorch: %s", run.case.name, len(trial.refused), trial.refused)
+    return found
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A case whose stage `failing` differs, and how it is run."""
+    """Conventions tried on a run whose stage `failing` differs.
 
-    case: Case
+    Attributes:
+      run: The stages.
+      failing: The first stage that differs.
+      steps: How many steps conventions of the optimizer are compared over.
+      refused: A line for each convention that PyTorch's program raised an exception under.
+    """
+
+    run: "StageRun"
     failing: "Stage"
-    accumulate: int
     steps: int
-    seed: int
-    masks: "list[Masks]"
+    refused: list[str] = field(default_factory=list)
 
-    def diagnoses(self, divergence: "Divergence | None") -> Iterator[Diagnosis]:
-        from parity.stages import compared
-
+    def diagnoses(self, divergence: Divergence | None) -> Iterator[Diagnosis]:
         name, step = self.failing.name, self.failing.step
-        seen = self._reference(self.case.torch_loss, self.steps)
-        ours = {(step, stage): mine for step, stage, mine, _ in compared(self.case, seen, self.seed)}
+        seen = self.run.steps[: self.steps]
+        ours = {(step, stage): mine for step, stage, mine, _ in self.run.comparisons}
         if name in OF_PROGRAM:
             return self._of_operations(ours[step, name], divergence)
         if name == "clipped gradients":
             return self._of_clipping(seen[step - 1], ours[step, name])
         return self._of_optimizer(seen, [ours[i, "update"] for i in range(1, self.steps + 1)])
 
-    def _of_operations(self, ours: "Tensors", divergence: "Divergence | None") -> Iterator[Diagnosis]:
+    def _of_operations(self, ours: "Tensors", divergence: Divergence | None) -> Iterator[Diagnosis]:
         from parity.conventions.operations import OPERATIONS
         from parity.conventions.substitution import Substitution
 
-        unmet = (self.failing.step - 1) * self.accumulate
+        unchanged = (self.failing.step - 1) * self.run.accumulate
         module = divergence.torch.partition(": ")[0] if divergence else None
-        watching = Substitution(None, frozenset(), unmet)
-        self._reference(watching.watched(self.case.torch_loss), self.failing.step)
+        watching = Substitution(None, frozenset(), unchanged)
+        self._reference(watching.watched(self.run.case.torch_loss), self.failing.step)
         here = {function for function, path in watching.calls if path == module}
         for convention in sorted(OPERATIONS, key=lambda convention: convention.of not in here):
             for paths in _scopes([path for function, path in watching.calls if function == convention.of], module):
-                tried = Substitution(convention, paths, unmet)
+                tried = Substitution(convention, paths, unchanged)
                 try:
-                    seen = self._reference(tried.watched(self.case.torch_loss), self.failing.step)
-                except Exception:
-                    continue  # it does not apply here: other shapes, which the model refuses in its own way
+                    seen = self._reference(tried.watched(self.run.case.torch_loss), self.failing.step)
+                except REFUSALS as error:
+                    self.refused.append(f"{convention.of}, {convention.has}: {type(error).__name__}: {error}")
+                    continue
                 after = _apart(ours, OF_PROGRAM[self.failing.name](seen[-1]))
                 if after <= FIRST_BAR:
                     yield self._found(convention.of, [convention], tried.arguments, after)
@@ -131,11 +149,12 @@ class _Trial:
         from parity import jax_side
         from parity.conventions.clipping import CLIPPING
 
-        table, bound = self.case.tables[0], self.case.clip_norm
+        case = self.run.case
+        table, bound = case.tables[0], case.clip_norm
         assert bound is not None
-        grads = jax_side.arrays(table.to_jax(step.grads, like=self.case.params_like), "fp64")
+        grads = jax_side.arrays(table.to_jax(step.grads, like=case.params_like), "fp64")
         for convention in CLIPPING:
-            after = _apart(ours, jax_side.to_torch(self.case, convention.clipped(grads, bound)))
+            after = _apart(ours, jax_side.to_torch(case, convention.clipped(grads, bound)))
             if after <= FIRST_BAR:
                 yield self._found("clip_grad_norm_", [convention], {}, after)
 
@@ -143,8 +162,8 @@ class _Trial:
         from parity import torch_side
         from parity.conventions.optimizers import recipes, variants
 
-        right = self.case.optimizer
-        optimizer = right.torch(torch_side.seeded_model(self.case, self.seed).named_parameters())
+        right = self.run.case.optimizer
+        optimizer = right.torch(torch_side.seeded_model(self.run.case, self.run.seed).named_parameters())
         scheduler = None if right.scheduler is None else right.scheduler(optimizer)
         found = recipes(optimizer, scheduler, self.steps)
         for conventions, of in variants([recipe for recipe, _ in found]) if found else ():
@@ -156,15 +175,16 @@ class _Trial:
     def _reference(self, loss: Any, steps: int) -> "list[Step]":
         from parity import torch_side
 
+        run = self.run
         seen: list[Step] = []
-        case, masks = replace(self.case, torch_loss=loss), self.masks[: steps * self.accumulate]
+        case, masks = replace(run.case, torch_loss=loss), run.masks[: steps * run.accumulate]
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns of conventions that it does not recommend
             torch_side.run(
                 case,
                 "fp64",
-                accumulate=self.accumulate,
+                accumulate=run.accumulate,
                 steps=steps,
-                seed=self.seed,
+                seed=run.seed,
                 masks=masks,
                 watch=seen.append,
             )
@@ -181,12 +201,12 @@ OF_PROGRAM: "Mapping[str, Callable[[Step], Tensors]]" = {
     "gradients": lambda step: step.grads,
     "buffers": lambda step: step.after.buffers,
 }
-"""The stages that PyTorch's program makes, and what they are in its step."""
+"""The stages that PyTorch's program computes, and their values in a step."""
 
 
 def _scopes(paths: Sequence[str], module: str | None) -> list[frozenset[str]]:
-    """Where JAX may have a convention: wherever the function is called; else in the modules called as `module` is, one
-    in each layer; or in it alone."""
+    """The sets of modules to try a convention in: all that call the function; the namesakes of `module`, one in
+    each layer; `module` alone."""
     if module is None or module not in paths:
         return [frozenset(paths)] if paths else []
     namesakes = (path for path in paths if path.rpartition(".")[2] == module.rpartition(".")[2])
@@ -194,7 +214,7 @@ def _scopes(paths: Sequence[str], module: str | None) -> list[frozenset[str]]:
 
 
 def _replayed(recipe: "Recipe", names: Sequence[str], seen: "Sequence[Step]", ours: "Sequence[Tensors]") -> float:
-    """How far the recipe's updates on PyTorch's gradients are from `ours`: those of the first step that differs."""
+    """Distance of the recipe's updates on PyTorch's gradients from `ours`, at the first step that differs."""
     import jax.numpy as jnp
     import optax
 
@@ -217,8 +237,8 @@ def _apart(ours: "Tensors", theirs: "Tensors") -> float:
 
 
 @contextmanager
-def _ordinary_float64() -> Iterator[None]:
-    """As optax expects JAX, in float64."""
+def _default_float64() -> Iterator[None]:
+    """JAX in float64 with its default promotions, which optax relies on."""
     import jax
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

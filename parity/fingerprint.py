@@ -1,8 +1,8 @@
-"""What a program computed, value by value: a fingerprint of each, and which values it was computed from.
+"""The values of a program: a fingerprint of each, and the values it was computed from.
 
-Two programs' values are compared without knowing which belongs to which. A fingerprint is four numbers that neither a
-transpose nor a reshape changes. The sums have terms of one sign, so rounding is all that can separate two equal
-values, and stays near 1e-16; a wrong epsilon changes a value by 1e-9 and more.
+The values of two programs are compared without knowing which belong together. A fingerprint is four numbers that
+neither a transpose nor a reshape changes. The terms of its sums have one sign, so equal values differ only by rounding
+near 1e-16, while a wrong epsilon changes a value by 1e-9 and more.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -14,19 +14,19 @@ import numpy as np
 from parity.bars import NEGLIGIBLE
 
 TOLERANCE = 1e-10
-"""Relative, on each number: the bar that `parity.compare` sets to losses, gradients and parameters."""
+"""Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
 UNCHANGED = 1e-14
-"""Two fingerprints of one value, summed in different orders, are no farther apart."""
+"""Largest relative distance of two fingerprints of one value, summed in different orders."""
 MASKED = 1e30
-"""What is larger has been masked, by −inf in one framework, by the most negative number in the other."""
+"""Larger magnitudes are masked elements: −inf in one framework, the most negative number in the other."""
 
 Where = TypeVar("Where")
 Sources = frozenset[int]
-"""The recorded values that a value was last computed from; none for a constant."""
+"""Indices of the recorded values that a value was computed from; empty for a constant."""
 
 
 class Fingerprint(NamedTuple):
-    """Element count, sum of squares, sum of magnitudes, maximum; what is masked or not a number is only counted."""
+    """Number of elements, sum of squares, sum of magnitudes, maximum; masked elements and NaN are only counted."""
 
     elements: float
     squares: float
@@ -35,7 +35,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(value: np.ndarray) -> Fingerprint:
-    """The same for every layout of the same numbers.
+    """Return the fingerprint of a value, the same for every layout of its numbers.
 
     >>> fingerprint(np.array([[1.0, -2.0], [0.0, 3.0]]))
     Fingerprint(elements=4, squares=14.0, magnitudes=6.0, largest=3.0)
@@ -49,7 +49,7 @@ def fingerprint(value: np.ndarray) -> Fingerprint:
 
 @dataclass(frozen=True)
 class Value(Generic[Where]):
-    """A recorded value, where it was computed and from what. `where` is None for a program's input."""
+    """A recorded value, its sources and where it was computed; `where` is None for an input of the program."""
 
     fingerprint: Fingerprint
     sources: Sources
@@ -58,19 +58,19 @@ class Value(Generic[Where]):
 
 @dataclass
 class Trace(Generic[Where]):
-    """The values a program computed from its inputs, in the order of execution."""
+    """The values of a program in the order of execution."""
 
     values: list[Value[Where]] = field(default_factory=list)
 
     def enter(self, value: np.ndarray) -> Sources:
-        """An input: given to both programs, so never at fault."""
+        """Record an input, which both programs share, so that it is never at fault."""
         return self._append(fingerprint(value), frozenset(), None)
 
     def add(self, value: np.ndarray, sources: Sources, where: Where) -> Sources:
-        """Record what was computed from `sources`; returns what stands for it as a source of others.
+        """Record a value computed from `sources` and return its own sources entry.
 
-        That is `sources` again where the value is no evidence: nothing but zeros and ones, or an input's numbers laid
-        out or repeated otherwise. What cancels to rounding noise has no sources: it counts as a constant.
+        The entry is `sources` again where the value is no evidence: only zeros or ones, or the numbers of an input in
+        another layout or repeated. A value that cancels to rounding noise counts as a constant, without sources.
 
         >>> trace = Trace()
         >>> x = trace.enter(np.array([1.0, 2.0]))
@@ -99,7 +99,7 @@ class Trace(Generic[Where]):
 
 
 def counterparts(ours: Trace[Where], theirs: Trace) -> list[Sources]:
-    """For each value of `ours`, the values of `theirs` that are equal to it."""
+    """Return, for each value of `ours`, the values of `theirs` equal to it."""
     if not ours.values or not theirs.values:
         return [frozenset()] * len(ours.values)
     table = np.array([value.fingerprint for value in theirs.values])
@@ -107,17 +107,17 @@ def counterparts(ours: Trace[Where], theirs: Trace) -> list[Sources]:
         return [frozenset(np.flatnonzero(_near(v.fingerprint, table, TOLERANCE)).tolist()) for v in ours.values]
 
 
-def sound(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
-    """The values that are right: those `matched`, and in the forward pass what they were computed from.
+def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
+    """Return the correct values: those `matched` and, in the forward pass, what these were computed from.
 
-    Not beyond: the first step of Adam is nearly the sign of a gradient, which a wrong gradient may share.
+    Other passes are excluded: Adam's first step is nearly the sign of a gradient, which a wrong gradient may share.
     """
     known = set(matched)
     return known | _reached(trace, known, lambda i: i in forward)
 
 
 def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> set[int]:
-    """The values through which a difference reaches `outputs`: not right, as all that follows them there.
+    """Return the values through which a difference reaches `outputs`: they and all after them are wrong.
 
     >>> trace = Trace()
     >>> x = trace.enter(np.array([1.0, 2.0]))
@@ -130,7 +130,7 @@ def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> s
 
 
 def edge(trace: Trace, found: Collection[int]) -> list[int]:
-    """Those of `found` that are computed from others alone."""
+    """Return those of `found` whose sources are all outside of it."""
     return [i for i in found if trace.values[i].sources.isdisjoint(found)]
 
 
@@ -159,7 +159,8 @@ def _mean_square(found: Fingerprint) -> float:
 
 
 def _near(one: Fingerprint, others: "Fingerprint | np.ndarray", tolerance: float) -> np.ndarray:
-    """Whether `one` is equal to each row of `others`. A maximum is as exact as the numbers around it, not as itself."""
+    """Whether `one` equals each row of `others`. A maximum is as exact as the numbers around it, not as its own
+    size."""
     a, b = np.asarray(one), np.asarray(others)
     scale = np.maximum(np.abs(a), np.abs(b))
     scale[..., 3] = np.maximum(scale[..., 3], np.sqrt(a[1] / max(a[0], 1)))

@@ -1,10 +1,10 @@
-"""Where a PyTorch model and its JAX version differ, with no annotation of either.
+"""Locate the first operation in which a PyTorch model and its JAX version differ, without annotations.
 
-Both are trained for a few steps in float64 from the same weights on the same batches, dropout's masks shared, and
-every intermediate value of both is recorded with the line it was computed at. Values are matched by their numbers
-alone. The frameworks group their operations differently, so some values have no counterpart although nothing is wrong;
-but then what is computed from them has one again. A difference persists: from it on nothing has a counterpart, down to
-the loss or the new parameters. The first such value is the answer, in PyTorch's program and in JAX's.
+Both train for a few steps in float64 from the same weights, on the same batches and with the same dropout masks. Every
+intermediate value of both is recorded with the line that computed it, and values are matched by their numbers alone.
+The frameworks group operations differently, so a correct value may have no counterpart, but what is computed from it
+has one again. A real difference persists: from there on no value has a counterpart, down to the loss or the new
+parameters. The first such value is the answer, in PyTorch's program and in JAX's.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,15 +22,24 @@ if TYPE_CHECKING:
 
 LOSS = ("loss", "")
 ORDER = {"loss": 0, "raw gradient": 1, "gradient": 2, "state": 3, "parameter": 4, "buffer": 5}
-"""What a step leaves behind, from what goes wrong first; the optimizer's state goes by PyTorch's own names."""
+"""The results of a step, in the order in which they go wrong; "state" is the optimizer's, by PyTorch's names."""
 STEPS = 2
-"""Training steps compared: what a momentum or a running average does shows in the second."""
+"""Number of training steps compared: momentum and running averages show in the second."""
 
 
 def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | None:
-    """Where `case` first differs within some training steps; None where nothing does.
+    """Return the first difference of a case.
 
-    Raises `UserError` where the name table, or one model's dropout, does not fit the other's.
+    Args:
+      case: The case.
+      seed: Seed of weights, data and dropout.
+      steps: Number of training steps.
+
+    Returns:
+      Where the programs first differ; None if they do not.
+
+    Raises:
+      UserError: The name table, or the dropout of one model, does not fit the other model.
 
     >>> from parity.cases import CASES
     >>> cubic = CASES["autograd.cubic"]()
@@ -40,7 +49,7 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     >>> locate(replace(cubic, loss_fn=wrong)).torch
     'loss: aten.pow'
     """
-    # Imported when something is run, as in `parity.run`.
+    # Imported here, as in `parity.run`.
     from parity import torch_side
     from parity.fingerprint import counterparts
     from parity.jax_trace import jax_trace
@@ -60,7 +69,7 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
 
 @dataclass(frozen=True)
 class _Matching:
-    """Both programs' values; `same`: by the index of one of PyTorch's, those of JAX's that are equal to it."""
+    """The values of both programs; `same` maps the index of a value of PyTorch's to those of JAX's equal to it."""
 
     theirs: "Trace[Operation]"
     ours: "Trace[Equation]"
@@ -68,20 +77,20 @@ class _Matching:
 
     @cached_property
     def right(self) -> "Collection[int]":
-        """Those of PyTorch's values that are no difference."""
-        from parity.fingerprint import sound
+        """Indices of PyTorch's values that agree with JAX."""
+        from parity.fingerprint import correct
 
         operations = enumerate(value.where for value in self.theirs.values)
         forward = {i for i, where in operations if where is not None and where.stage == "forward"}
-        return sound(self.theirs, self.same, forward)
+        return correct(self.theirs, self.same, forward)
 
     def first(self, step: int, their: "Mapping[Output, Sources]", our: "End") -> Divergence | None:
-        """The first difference that reaches what the step leaves behind."""
+        """The first difference that reaches a result of the step."""
         from parity.fingerprint import differing
 
         loss = their[LOSS]
         if any(i in self.same and not self.same[i] & our.loss for i in loss):
-            # Equal to something else: a mean that was taken for the sum is.
+            # The loss equals another value of JAX's, as a mean does that is used in place of the sum.
             rest = {i: equal for i, equal in self.same.items() if i not in loss}
             return replace(self, same=rest).first(step, their, our)
         wrong = {output: sources for output, sources in their.items() if differing(self.theirs, self.right, sources)}
@@ -105,24 +114,25 @@ class _Matching:
         )
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:
-        """The first difference on the way to the earliest of the wrong outputs: from there on all the rest is wrong."""
+        """Index of the first difference on the way to the earliest of the wrong outputs."""
         from parity.fingerprint import differing, edge
 
         kind = min((kind for kind, _ in wrong), key=lambda kind: ORDER.get(kind, ORDER["state"]))
         outputs = [sources for (what, _), sources in wrong.items() if what == kind]
         if kind != "parameter":
             return min(differing(self.theirs, self.right, _union(outputs)))
-        # Of one parameter, the last: optimizers group decay and update differently, and of these terms, which have
-        # nothing after them that could match, the decay comes first.
+        # The last one for a parameter: optimizers group decay and update differently, and the decay, which has nothing
+        # after it that could match, comes first.
         return max(edge(self.theirs, differing(self.theirs, self.right, outputs[0])))
 
     def _equation(self, our: "End", outputs: "Sources", their_sources: "Sources") -> "Equation | None":
-        """Of the equations that differ from all of PyTorch's and are computed from what agrees, the first: best one
-        computed from the very values that PyTorch's operation was.
-        """
-        from parity.fingerprint import differing, edge, sound
+        """The first equation that differs from all of PyTorch's values and is computed from values that agree.
 
-        right = sound(self.ours, _union(self.same.values()), our.forward)
+        An equation with the same inputs as PyTorch's operation is preferred.
+        """
+        from parity.fingerprint import correct, differing, edge
+
+        right = correct(self.ours, _union(self.same.values()), our.forward)
         starts = sorted(edge(self.ours, differing(self.ours, right, outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]

@@ -1,14 +1,16 @@
-"""Known bugs, planted one at a time, to prove that the harness sees them; and clean runs, that it sees no others."""
+"""Plant known bugs one at a time, to show that the harness finds them, and run clean cases, where it must find none."""
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from parity.case import Case
 from parity.compare import Verdict
 from parity.locate import locate
 from parity.run import check
@@ -19,16 +21,24 @@ if TYPE_CHECKING:
     from parity.mutants import Mutant
 
 STEPS = 4
-"""What some bugs do shows in the second step only, or in the third."""
+"""Some bugs show in the second or third step only."""
 SHORT_OF_FP64 = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the harness said of a mutant.
+    """What the harness found of one mutant.
 
-    `caught`: that it differs; `located`: in the right place, None where a place is not planted or was not asked for;
-    `clean`: that it does not differ without the bug. `loss_rel` and `grad_rel_max` are the verdict's.
+    Attributes:
+      name: Name of the mutant.
+      case: Name of its case.
+      caught: Whether the verdict on the mutated case is that it differs.
+      located: Whether it was located in the right place; None if no place is planted or none was asked for.
+      clean: Whether the case without the bug holds.
+      clean_runs: 1 if that was run for this mutant; 0 if the verdict was taken from an earlier one with the same case.
+      loss_rel: That of the verdict.
+      grad_rel_max: That of the verdict.
+      found: Faults of the clean case, or else where the mutant was located.
     """
 
     name: str
@@ -36,33 +46,64 @@ class Outcome:
     caught: bool
     located: bool | None
     clean: bool
+    clean_runs: int
     loss_rel: float
     grad_rel_max: float
     found: str = ""
 
 
 def mutate(names: Sequence[str] | None = None, located: bool = True) -> list[Outcome]:
-    """The outcomes of the mutants named, or of all. Raises `UserError` for a name that is none."""
+    """Plant mutants and check what the harness finds.
+
+    Args:
+      names: Names of mutants; None for all.
+      located: Whether to locate the differences as well.
+
+    Returns:
+      An outcome for each mutant.
+
+    Raises:
+      UserError: A name is unknown.
+    """
     return list(outcomes(names, located))
 
 
 def outcomes(names: Sequence[str] | None = None, located: bool = True) -> Iterator[Outcome]:
-    """The same, one by one."""
+    """Yield the outcomes of `mutate` one by one."""
     from jaxtrain.errors import UserError
     from parity.mutants import MUTANTS
 
     unknown = [name for name in names or () if name not in MUTANTS]
     if unknown:
-        raise UserError(f"no mutant {', '.join(unknown)}: choose from {', '.join(MUTANTS)}")
+        raise UserError(f"unknown mutant {', '.join(unknown)}: choose from {', '.join(MUTANTS)}")
+    clean = _CleanVerdicts()
     for name in names or MUTANTS:
-        yield _outcome(MUTANTS[name], located)
+        yield _outcome(MUTANTS[name], clean, located)
 
 
-def _outcome(mutant: "Mutant", located: bool) -> Outcome:
+class _CleanVerdicts:
+    """Verdicts on cases without a bug, which many mutants share.
+
+    A mutant that changes the surroundings of its clean case too (`Mutant.around`) is always run.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._verdicts: dict[Hashable, Verdict] = {}
+
+    def of(self, mutant: "Mutant", settings: dict[str, Any]) -> Verdict:
+        key: tuple[Callable[[], Case], Hashable] = (mutant.clean, tuple(sorted(settings.items())))
+        if mutant.around is nullcontext and key in self._verdicts:
+            return self._verdicts[key]
+        self.runs += 1
+        return self._verdicts.setdefault(key, check(mutant.clean(), **settings))
+
+
+def _outcome(mutant: "Mutant", clean_verdicts: _CleanVerdicts, located: bool) -> Outcome:
     settings = {"steps": STEPS, **mutant.settings}
-    place, found = None, None
+    place, found, before = None, None, clean_verdicts.runs
     with mutant.around():
-        clean = check(mutant.clean(), **settings)
+        clean = clean_verdicts.of(mutant, settings)
         with mutant.patch():
             case = mutant.case()
             verdict = check(case, **settings)
@@ -76,6 +117,7 @@ def _outcome(mutant: "Mutant", located: bool) -> Outcome:
         not verdict.passed,
         place,
         clean.passed,
+        clean_verdicts.runs - before,
         verdict.loss_rel,
         verdict.grad_rel_max,
         "; ".join(clean.faults) or where,
@@ -83,9 +125,16 @@ def _outcome(mutant: "Mutant", located: bool) -> Outcome:
 
 
 def clean_runs(n: int, seed: int = 0) -> list[Verdict]:
-    """Verdicts on `n` cases in which nothing is planted: every mutant's clean one in turn, each time from another seed.
+    """Check cases without a bug: every mutant's clean case in turn, each time from another seed.
 
-    Every tenth is in fp32 or bfloat16 where a mutant is not of a precision of its own.
+    Every tenth runs in fp32 or bfloat16, unless the mutant has its own precision.
+
+    Args:
+      n: Number of runs.
+      seed: First seed.
+
+    Returns:
+      The verdicts.
     """
     from parity.mutants import MUTANTS
 
@@ -101,8 +150,8 @@ def clean_runs(n: int, seed: int = 0) -> list[Verdict]:
 
 
 def document(found: Sequence[Outcome], clean: Sequence[Verdict] = ()) -> dict[str, Any]:
-    """What `parity mutate --json` writes; every mutant's own clean case is a clean run too. No number is infinite."""
-    alarms = [not outcome.clean for outcome in found] + [not verdict.passed for verdict in clean]
+    """Return the JSON of `parity mutate --json`: outcomes, and counts over clean runs of mutants and of `clean`."""
+    alarms = [not outcome.clean for outcome in found if outcome.clean_runs] + [not verdict.passed for verdict in clean]
     keys = ("name", "case", "caught", "located", "loss_rel", "grad_rel_max")
     return {
         "mutants": [{key: _finite(getattr(outcome, key)) for key in keys} for outcome in found],
@@ -114,23 +163,33 @@ def document(found: Sequence[Outcome], clean: Sequence[Verdict] = ()) -> dict[st
 
 
 def main(names: Sequence[str], json_path: Path | None, console: "Console", clean: int = 0) -> int:
-    """`parity mutate`: a line a mutant, and the exit status, 1 where one was missed or a clean run raised an alarm."""
+    """Run `parity mutate`: print a line for each mutant.
+
+    Args:
+      names: Names of mutants; none for all.
+      json_path: File to write the outcomes to.
+      console: Where to print.
+      clean: Number of additional clean runs.
+
+    Returns:
+      Exit status, 1 if a mutant was missed or a clean run raised an alarm.
+    """
     start, found = time.perf_counter(), []
     for outcome in outcomes(names or None):
         found.append(outcome)
         place = {None: "", True: ", located", False: ", misplaced"}[outcome.located]
         alarm = "" if outcome.clean else ", false alarm"
         console.print(f"{outcome.name} {'caught' if outcome.caught else 'missed'}{place}{alarm}", markup=False)
-    said = document(found, clean_runs(clean))
+    counts = document(found, clean_runs(clean))
     if json_path is not None:
-        json_path.write_text(json.dumps(said, indent=2, allow_nan=False) + "\n")
+        json_path.write_text(json.dumps(counts, indent=2, allow_nan=False) + "\n")
     console.print(
-        f"{said['caught']} of {said['total']} caught, {said['false_alarms']} false alarms in {said['clean_runs']} "
-        f"clean runs, {time.perf_counter() - start:.0f} s"
+        f"{counts['caught']} of {counts['total']} caught, {counts['false_alarms']} false alarms in "
+        f"{counts['clean_runs']} clean runs, {time.perf_counter() - start:.0f} s"
     )
-    return 0 if said["caught"] == said["total"] and not said["false_alarms"] else 1
+    return 0 if counts["caught"] == counts["total"] and not counts["false_alarms"] else 1
 
 
 def _finite(value: Any) -> Any:
-    """A distance that is no number as the largest one, as JSON has no other."""
+    """The largest float in place of a distance that is not finite, which JSON cannot hold."""
     return value if not isinstance(value, float) or np.isfinite(value) else float(np.finfo(np.float64).max)

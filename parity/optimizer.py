@@ -1,4 +1,4 @@
-"""An optimizer said twice: PyTorch's, and the gradient transformation that is to be it."""
+"""An optimizer in both frameworks: PyTorch's and the gradient transformation that must equal it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,10 +16,15 @@ ADAM_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`torch(params)` makes PyTorch's optimizer of (name, parameter) pairs, which PyTorch takes as they are;
-    `scheduler(optimizer)` its scheduler, which is stepped after every applied update. `jax` is the transformation, its
-    schedule inside. `moments`: what a parameter's state is called in PyTorch's `optimizer.state`, and the field of
-    `jax`'s state that is to hold it.
+    """An optimizer of PyTorch and its JAX counterpart.
+
+    Attributes:
+      name: Name in reports.
+      torch: From (name, parameter) pairs to PyTorch's optimizer.
+      jax: The gradient transformation, with its schedule.
+      moments: From the name of a parameter's state in PyTorch's `optimizer.state` to the field of the state of `jax`
+        that must equal it.
+      scheduler: From PyTorch's optimizer to its scheduler, which steps after every applied update; None for none.
     """
 
     name: str
@@ -31,7 +36,16 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class AdamW:
-    """`torch.optim.AdamW` and ours, with the same hyperparameters, all of them said: the defaults differ."""
+    """`torch.optim.AdamW` and `jaxtrain.optim.adamw` with the same hyperparameters.
+
+    Every hyperparameter is passed to both, since the defaults of the frameworks differ.
+
+    Attributes:
+      lr: Learning rate.
+      betas: Decay rates of the moments.
+      eps: Added to the denominator.
+      weight_decay: Decoupled weight decay.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -43,14 +57,14 @@ class AdamW:
     scheduler = None
 
     def torch(self, params: "Named") -> "TorchOptimizer":
-        """PyTorch's."""
+        """Return PyTorch's optimizer."""
         from torch.optim import AdamW
 
         return AdamW(params, **asdict(self))
 
     @property
     def jax(self) -> "optax.GradientTransformation":
-        """Ours."""
+        """The gradient transformation of JAX."""
         from jaxtrain import optim
 
         return optim.adamw(self.lr, *self.betas, self.eps, self.weight_decay)

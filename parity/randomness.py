@@ -40,8 +40,12 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         # Shapes and the key decide what is drawn: zeros and one batch do for all.
         params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), precision)
         batch = arrays(case.batch(seed, case.rows // accumulate), precision)
-        draw = jax.jit(drawn(case.loss_fn))
-        keys = [micro_batch_key(jax.random.key(seed), i) for i in range(steps * accumulate)]
+        key = jax.random.key(seed)
+        draw = jax.jit(drawn(case.loss_fn)).trace(params, batch, key, model_state)
+        if not draw.jaxpr.out_avals:
+            return [[] for _ in range(steps * accumulate)]  # without dropout there is nothing to compile
+        draw = draw.lower().compile()
+        keys = [micro_batch_key(key, i) for i in range(steps * accumulate)]
         return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
 
 

@@ -1,4 +1,4 @@
-"""What a training run leaves behind to be compared."""
+"""The values of a training run that are compared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 Tensors = dict[str, np.ndarray]
-"""Parameters, gradients or moments under PyTorch's names and in PyTorch's layouts."""
+"""Parameters, gradients or moments under PyTorch's names, in PyTorch's layouts."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Parameters, the optimizer's moments by PyTorch's names for them, and the model's own state at one moment."""
+    """The state of a run at one moment: parameters, the optimizer's moments by PyTorch's names, and buffers."""
 
     params: Tensors
     moments: Mapping[str, Tensors]
@@ -20,8 +20,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the reference from inside: its micro-batches, `loss`, the mean over them, the gradients as they came
-    (unscaled) and as they were `fed` to the optimizer (clipped), and all else before and after."""
+    """One step of the reference.
+
+    Attributes:
+      micro_batches: The micro-batches of its window.
+      before: State before the step.
+      loss: Mean loss of the window.
+      grads: Unscaled gradients before clipping.
+      fed: Gradients that the optimizer received.
+      after: State after the step.
+    """
 
     micro_batches: Sequence[Mapping[str, np.ndarray]]
     before: Snapshot
@@ -35,10 +43,13 @@ class Step:
 class Record:
     """One run of a case.
 
-    `losses` [steps], the mean loss of each step's batch before its update. `grads`: what the optimizer was first fed,
-    unscaled and clipped. `first` and `last`: after the first update made and after the last step. `scales`
-    [steps + 1]: the loss scale at the start and after each step; 1 without scaling. `grad_norms` [steps], unscaled
-    and before clipping.
+    Attributes:
+      losses: Mean loss of each step's batch before its update, float64[steps].
+      grads: Gradients of the first update, unscaled and clipped.
+      first: State after the first update.
+      last: State after the last step.
+      scales: Loss scale at the start and after each step, float64[steps + 1]; 1 without scaling.
+      grad_norms: Unscaled gradient norms before clipping, float64[steps].
     """
 
     losses: np.ndarray
@@ -50,5 +61,5 @@ class Record:
 
     @property
     def skipped(self) -> frozenset[int]:
-        """The steps that overflowed, and so changed nothing but the scale."""
+        """The steps that overflowed and therefore changed only the loss scale."""
         return frozenset(np.flatnonzero(np.diff(self.scales) < 0).tolist())

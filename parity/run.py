@@ -1,4 +1,4 @@
-"""A case checked: both sides run, and the verdict on them."""
+"""Check a case: run both sides, compare them, and explain a difference."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,20 +18,26 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_params")
 REORDERINGS = 3
-"""PyTorch's runs over permuted rows: the farthest of them and of the plain one measures a precision's noise.
+"""Number of PyTorch's runs over permuted rows. The farthest of them and the plain run measure a precision's noise.
 
-Where rows cannot be permuted (there is one, or they are folded into others before a dropout) it is as many runs from
-weights one ulp off. Those are not beside the others everywhere: one ulp of float32 is an error of its own, of the
-inputs, by which the noise of the MLP's parameters would be twice as large, and bugs half as plain.
+Where rows cannot be permuted (a single row, or rows that are folded into others before a dropout), runs from weights
+one ulp off take their place. They are not used everywhere: one ulp of float32 is an additional error of the inputs,
+which doubles the noise of the MLP's parameters and would hide smaller bugs.
 """
 TRAININGS = 5
-"""Trainings, each from its own weights and data, whose median is a low precision's verdict where the first fails."""
+"""Where the first training in a low precision fails, the verdict is the median of this many, each from another seed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How both sides train: `accumulate` micro-batches to a window, what JAX keeps for the backward pass (`remat`),
-    `steps` windows, and the `seed` of weights, data and dropout."""
+    """How both sides train.
+
+    Attributes:
+      accumulate: Micro-batches per accumulation window.
+      remat: JAX's rematerialization policy.
+      steps: Windows, each with one optimizer update.
+      seed: Seed of weights, data and dropout.
+    """
 
     accumulate: int = 1
     remat: str = "none"
@@ -41,8 +47,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Reference:
-    """What PyTorch did: the weights it started with, its run, the runs over permuted rows, those from weights one ulp
-    off, and the float64 truth."""
+    """PyTorch's side of a check.
+
+    Attributes:
+      weights: Initial weights and buffers.
+      theirs: The plain run.
+      reordered: Runs over permuted rows.
+      one_ulp: Runs from weights one ulp off.
+      truth: The float64 run.
+    """
 
     weights: Tensors
     theirs: Record
@@ -53,37 +66,69 @@ class Reference:
 
 @dataclass(frozen=True)
 class Examination:
-    """A verdict and the runs it is on; in fp64 PyTorch's run is the truth. `unseen`: a line for each thing that the
-    runs did not exercise, so that nothing is proven of it; said of fp64 only."""
+    """A verdict with its runs.
+
+    Attributes:
+      verdict: The verdict.
+      ours: JAX's run.
+      theirs: PyTorch's run.
+      truth: The float64 run; in fp64 the same as `theirs`.
+      not_exercised: A line for each behavior that the runs did not exercise and therefore do not prove; in fp64 only.
+    """
 
     verdict: Verdict
     ours: Record
     theirs: Record
     truth: Record
-    unseen: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
 
 
 def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Verdict:
-    """Train `case` in PyTorch and in JAX, and say whether the two runs are the same.
+    """Train a case in PyTorch and in JAX and compare the two runs.
 
-    In fp64 they are to mean the same; in the others JAX's is to be as near the float64 truth as PyTorch's.
-    PyTorch's dropout is given the masks that JAX draws. With `locate`, a case that fails is run once more, to say which
-    stage is at fault and where the two differ first (`parity.stages`, `parity.locate`), or why that cannot be said; and
-    one whose bound clips always or never in fp64 is trained under another, too. `settings` are those of `Settings`.
-    Raises `UserError` for settings that do not fit the case, and where a tensor is left over.
+    In fp64 every value must be equal to the bars of `parity.bars`; in other precisions JAX must be as close to the
+    float64 truth as PyTorch is. PyTorch's dropout uses the masks that JAX draws.
+
+    Args:
+      case: The case.
+      precision: "fp64", "fp32", "bf16", "fp16" or "bf16_params".
+      locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
+        explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well.
+      **settings: Fields of `Settings`.
+
+    Returns:
+      The verdict.
+
+    Raises:
+      UserError: A setting does not fit the case, or a tensor has no counterpart.
+
+    Example:
+      >>> from parity.cases import CASES
+      >>> check(CASES["autograd.cubic"](), steps=2).passed
+      True
     """
     return examine(case, precision, locate=locate, **settings).verdict
 
 
 def assert_matches(case: Case, precision: str = "fp64", **settings: Any) -> None:
-    """`check`, which raises `AssertionError` with the located report where the two runs are not the same."""
+    """Run `check` with `locate` and raise if the case does not hold.
+
+    Args:
+      case: The case.
+      precision: As in `check`.
+      **settings: Fields of `Settings`.
+
+    Raises:
+      AssertionError: The runs differ; the message lists the faults and where they are.
+      UserError: As in `check`.
+    """
     verdict = check(case, precision, locate=True, **settings)
     if not verdict.passed:
-        raise AssertionError("\n".join([f"{case.name} in {precision} is not PyTorch's", *verdict.lines]))
+        raise AssertionError("\n".join([f"{case.name} in {precision} differs from PyTorch", *verdict.lines]))
 
 
 def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Examination:
-    """`check`, with the runs that it compared."""
+    """Run `check` and return its runs as well."""
     given, coverage = Settings(**settings), Coverage()
     validate(case, precision, given)
     case = _with_tables(case)
@@ -94,14 +139,16 @@ def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **sett
             return replace(examination, verdict=_placed_low(case, precision, examination.verdict, given))
         return examination
     examination = _training(case, precision, given, reference(given, coverage))
-    from parity.conditions import unmet
+    from parity.conditions import unmet_conditions
 
-    examination = replace(examination, unseen=(*coverage.unseen(case), *unmet(case, given.seed)))
+    examination = replace(
+        examination, not_exercised=(*coverage.not_exercised(case), *unmet_conditions(case, given.seed))
+    )
     return _followed_up(case, examination, given, coverage) if locate else examination
 
 
 def replay(case: Case, precision: str, reference: Callable[[Settings], Reference], **settings: Any) -> Examination:
-    """`examine` beside what PyTorch did elsewhere (`parity.bundle`), without PyTorch."""
+    """Compare JAX with a recorded run of PyTorch (`parity.bundle`); PyTorch need not be installed."""
     given = Settings(**settings)
     validate(case, precision, given)
     case = _with_tables(case)
@@ -122,7 +169,7 @@ def _with_tables(case: Case) -> Case:
 def _repeated(
     case: Case, precision: str, settings: Settings, reference: Callable[[Settings], Reference]
 ) -> Examination:
-    """A low precision's examination: where the first training fails, the median of several."""
+    """The examination in a low precision: the first training's if it holds, else the median of several."""
 
     def training(i: int) -> Examination:
         own = replace(settings, seed=settings.seed + i)
@@ -131,35 +178,36 @@ def _repeated(
     examination = training(0)
     if examination.verdict.passed:
         return examination
-    # Rounding has discrete consequences: one ReLU's input on the other side of zero, one run a hundred times as far
-    # from the truth. A lack of precision is there in every training, such a chance in few.
+    # Rounding has discrete consequences: with one ReLU input on the other side of zero, a run may be a hundred times
+    # farther from the truth. A lack of precision shows in every training, such a coincidence in few.
     return _median([examination, *map(training, range(1, TRAININGS))])
 
 
 def validate(case: Case, precision: str, settings: Settings) -> None:
-    """Raises `UserError` for the first setting that does not fit `case`."""
+    """Raise `UserError` for the first setting that does not fit the case."""
     from jaxtrain.errors import UserError
     from jaxtrain.transforms import remat as rematerialise
 
     k, rows = settings.accumulate, case.rows
     if precision not in PRECISIONS:
-        raise UserError(f"precision {precision!r} is unknown: choose one of {', '.join(PRECISIONS)}")
+        raise UserError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
     if settings.steps < 1:
-        raise UserError(f"steps {settings.steps} train nothing: make it 1 or more")
+        raise UserError(f"steps must be at least 1, got {settings.steps}")
     if k < 1 or rows % k:
         divisors = ", ".join(str(k) for k in range(1, rows + 1) if rows % k == 0)
-        raise UserError(f"accumulate {k} does not divide the {rows} rows of {case.name}: choose one of {divisors}")
-    rematerialise(lambda: None, settings.remat)  # refuses a policy it does not know
+        raise UserError(f"the {rows} rows of {case.name} are not divisible by accumulate {k}: use one of {divisors}")
+    rematerialise(lambda: None, settings.remat)  # raises for an unknown policy
 
 
 def live_reference(
     case: Case, precision: str, settings: Settings, coverage: Coverage | None = None, judged: int = JUDGED
 ) -> Reference:
-    """PyTorch, run; from weights one ulp off too where there are more than `judged` steps."""
-    # Imported when something is run, so that listing the cases, or a mistyped one, is answered at once.
+    """Run PyTorch's side; also from weights one ulp off if there are more than `judged` steps."""
+    # Imported here, so that listing the cases or reporting a mistyped one is fast.
     from parity import torch_side
     from parity.attestation import refuse_unlike
     from parity.randomness import dropout_masks
+    from parity.torch_side import Variant
 
     refuse_unlike(precision)
     k, steps, seed = settings.accumulate, settings.steps, settings.seed
@@ -168,17 +216,17 @@ def live_reference(
     weights, long = torch_side.initial_weights(case, seed), steps > judged
     if precision == "fp64":
         theirs = torch_run(precision, watch=coverage)
-        one_ulp = [torch_run(precision, one_ulp=i) for i in range(RUNS if long else 0)]
+        one_ulp = [torch_run(precision, variant=Variant(one_ulp=i)) for i in range(RUNS if long else 0)]
         return Reference(weights, theirs, [], one_ulp, truth=theirs)
     theirs = torch_run(precision)
     permuted = REORDERINGS if _permutable(masks[0], case.rows // k) else 0
-    reordered = [torch_run(precision, reorder=i) for i in range(permuted)]
-    one_ulp = [torch_run(precision, one_ulp=i) for i in range(int(long) if permuted else REORDERINGS)]
-    return Reference(weights, theirs, reordered, one_ulp, truth=torch_run("fp64", skip=theirs.skipped))
+    reordered = [torch_run(precision, variant=Variant(reorder=i)) for i in range(permuted)]
+    one_ulp = [torch_run(precision, variant=Variant(one_ulp=i)) for i in range(int(long) if permuted else REORDERINGS)]
+    return Reference(weights, theirs, reordered, one_ulp, truth=torch_run("fp64", variant=Variant(skip=theirs.skipped)))
 
 
 def _permutable(masks: "Masks", rows: int) -> bool:
-    """Whether a micro-batch of so many rows, dropped by these masks, comes in another order too."""
+    """Whether the rows of a micro-batch with these dropout masks can be permuted."""
     from jaxtrain.errors import UserError
     from parity.randomness import reordered
 
@@ -202,85 +250,92 @@ def _training(case: Case, precision: str, settings: Settings, reference: Referen
 
 
 def _followed_up(case: Case, examination: Examination, settings: Settings, coverage: Coverage) -> Examination:
-    """What fails, placed; what holds, but was never or always clipped, tried with a bound between, and on what its
-    batches never met."""
+    """Explain a case that fails. A case that holds is tried on what its batches never met, and with another bound if
+    its gradient was never or always clipped."""
     if not examination.verdict.passed:
         return replace(examination, verdict=_placed(case, examination, settings))
-    examination = replace(examination, unseen=(*examination.unseen, *_tried(case, settings)))
+    examination = replace(examination, not_exercised=(*examination.not_exercised, *_tried(case, settings)))
     sometimes = coverage.clipping_sometimes(case)
     if sometimes is None:
         return examination
     second = _training(sometimes, "fp64", settings, live_reference(sometimes, "fp64", settings))
-    said = f"clip_norm {sometimes.clip_norm:.2g}"
+    bound = f"clip_norm {sometimes.clip_norm:.2g}"
     if second.verdict.passed:
-        return replace(examination, unseen=(*examination.unseen, f"clipping holds with {said}, tried for that reason"))
+        return replace(
+            examination, not_exercised=(*examination.not_exercised, f"clipping holds with {bound}, checked in addition")
+        )
     verdict = _placed(sometimes, second, settings)
-    return replace(second, verdict=replace(verdict, faults=tuple(f"{said}: {line}" for line in verdict.faults)))
+    return replace(second, verdict=replace(verdict, faults=tuple(f"{bound}: {line}" for line in verdict.faults)))
 
 
 def _tried(case: Case, settings: Settings) -> Iterator[str]:
-    """Whether the case holds on what its batches never met. That it does not is no fault: it may never meet it."""
-    from parity.conditions import meeting
+    """Whether the case holds on what its batches never met; a difference is reported but is no fault."""
+    from parity.conditions import cases_that_meet
 
-    for how, changed in meeting(case, settings.seed):
+    for how, changed in cases_that_meet(case, settings.seed):
         verdict = check(changed, steps=2, seed=settings.seed)
-        yield f"{how}, tried for that reason: {'holds' if verdict.passed else f'differs, {verdict.faults[0]}'}"
+        yield f"{how}, checked in addition: {'holds' if verdict.passed else f'differs, {verdict.faults[0]}'}"
 
 
 def _placed(case: Case, examination: Examination, settings: Settings) -> Verdict:
-    """The verdict with the stage at fault, the first operation that differs, and the convention that explains it."""
+    """Add the stage at fault, the first operation that differs and the convention that explains it."""
     from parity.diagnose import diagnose
     from parity.locate import locate
-    from parity.stages import charge, stages
+    from parity.stages import charge, run_stages
 
-    # Most differ in the first steps. In later ones the search takes long, and would find chaos too.
+    # Most cases differ in the first steps. In later ones the search takes long and would also find chaos.
     found = locate(case, seed=settings.seed)
     chaos = None if found else _chaos(case, examination, settings)
     if not (found or chaos):
         found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))
-    stagewise = stages(case, accumulate=settings.accumulate, seed=settings.seed)
-    diagnosis = diagnose(case, found, stagewise, accumulate=settings.accumulate, seed=settings.seed)
-    stage, said = charge(stagewise), [] if diagnosis is None else [str(diagnosis)]
-    failing = next((s for s in stagewise if not s.holds), None)
+    stagewise = run_stages(case, accumulate=settings.accumulate, seed=settings.seed)
+    diagnosis, stages = diagnose(stagewise, found), stagewise.stages
+    stage, explanation = charge(stages), [] if diagnosis is None else [str(diagnosis)]
+    failing = next((s for s in stages if not s.holds), None)
     if failing is not None and failing.name == "gradients":
         met = at_kinks(case, failing.step, accumulate=settings.accumulate, seed=settings.seed)
         if diagnosis is not None:
             met = {name: times for name, times in met.items() if name == diagnosis.subject}
-        said += [kinks(met)] if met else []
+        explanation += [kinks(met)] if met else []
         if met and diagnosis is None:
-            said += ["PyTorch's slopes are those of jaxtrain.losses.subgradients"]
+            explanation += ["jaxtrain.losses.subgradients has PyTorch's slopes"]
     unlocated = None if found else chaos or _arises(case, "fp64", settings)
     if not (found or unlocated or stage) and settings.steps > JUDGED:
         unlocated = f"no operation differs in {JUDGED} steps: the difference arises later"
     return replace(
-        examination.verdict, first_divergence=found, stage=stage, diagnosis="; ".join(said) or None, unlocated=unlocated
+        examination.verdict,
+        first_divergence=found,
+        stage=stage,
+        diagnosis="; ".join(explanation) or None,
+        unlocated=unlocated,
     )
 
 
 def _chaos(case: Case, examination: Examination, settings: Settings) -> str | None:
-    """What the bars refuse although it is no more than one ulp of the weights makes, in a line."""
+    """A line if the difference is no larger than what one ulp of the weights causes."""
     one_ulp = live_reference(case, "fp64", settings, judged=1).one_ulp
     if not one_ulp or not same_meaning(examination.ours, examination.theirs, one_ulp, judged=1).passed:
         return None
     return (
-        "chaos: no more than one ulp of PyTorch's weights makes; fewer steps, or a smaller learning rate, can be judged"
+        "chaos: the difference is no larger than that of one ulp of PyTorch's weights: "
+        "use fewer steps or a smaller learning rate"
     )
 
 
 def _arises(case: Case, precision: str, settings: Settings) -> str | None:
-    """The setting without which the runs agree."""
+    """A line for the setting without which the runs agree."""
     for name, plain in {
         "remat": replace(settings, remat="none"),
         "accumulate": replace(settings, accumulate=1),
     }.items():
         if plain != settings and check(case, precision, **asdict(plain)).passed:
             asked, instead = getattr(settings, name), getattr(plain, name)
-            return f"agrees with {name} {instead}: the difference arises with {name} {asked} alone"
+            return f"agrees with {name} {instead}: the difference arises only with {name} {asked}"
     return None
 
 
 def _placed_low(case: Case, precision: str, verdict: Verdict, settings: Settings) -> Verdict:
-    """The verdict with where float64 differs too; else the first module that is less precise than PyTorch's."""
+    """Add where float64 differs as well, or else the first module that is less precise than PyTorch's."""
     from parity.activations import activations, first_imprecise
 
     exact = check(case, locate=True, **asdict(settings))
@@ -288,14 +343,14 @@ def _placed_low(case: Case, precision: str, verdict: Verdict, settings: Settings
         return replace(
             verdict,
             first_divergence=exact.first_divergence,
-            stage=f"in fp64 too: {exact.stage or exact.faults[0]}",
+            stage=f"in fp64 as well: {exact.stage or exact.faults[0]}",
             diagnosis=exact.diagnosis,
             unlocated=exact.unlocated,
         )
     found = first_imprecise(activations(case, precision, accumulate=settings.accumulate, seed=settings.seed))
     if found is not None:
         return replace(verdict, first_divergence=found)
-    arises = _arises(case, precision, settings) or "no module's first output is less precise"
+    arises = _arises(case, precision, settings) or "every module's first output is as precise as PyTorch's"
     return replace(verdict, unlocated=f"agrees in fp64, differs in {precision}: {arises}")
 
 

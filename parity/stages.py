@@ -1,13 +1,13 @@
-"""Which stage of a training step differs, each fed PyTorch's own inputs, so that a fault is charged to one of them.
+"""Which stage of a training step differs, when each stage gets PyTorch's own inputs.
 
-The reference trains; at every step JAX computes the loss, the gradients and the buffers at PyTorch's weights, clips
-PyTorch's gradients, and feeds PyTorch's clipped gradients to its optimizer at PyTorch's weights. What differs then
-differs by itself, not by what went before. In float64.
+PyTorch trains. At every step JAX computes the loss, the gradients and the buffers at PyTorch's weights, clips PyTorch's
+gradients, and applies its optimizer to PyTorch's clipped gradients and weights. A difference is therefore the fault of
+its own stage and never of an earlier one. Everything runs in float64.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,18 +18,24 @@ from parity.bars import FIRST_BAR
 from parity.case import Case
 from parity.compare import relative
 from parity.oracle.in_jax import in_float64
-from parity.randomness import dropout_masks
+from parity.randomness import Masks, dropout_masks
 from parity.record import Step, Tensors
 from parity.weights import with_tables
 
 STEPS = 5
-"""The first few show what the first does not: dampening, a schedule, momentum outside the learning rate."""
+"""The first steps show what the very first does not: dampening, a schedule, momentum outside the learning rate."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """How far a stage is from PyTorch's: `distance`, relative, the worst of its tensors and steps, which is that of
-    `worst` at step `step`, counted from 1."""
+    """How far one stage of JAX's training step is from PyTorch's.
+
+    Attributes:
+      name: A key of `LOOK_AT`.
+      distance: Relative distance of the worst tensor, at the first step that differs or else at the worst step.
+      worst: Name of that tensor.
+      step: That step, counted from 1.
+    """
 
     name: str
     distance: float
@@ -38,26 +44,74 @@ class Stage:
 
     @property
     def holds(self) -> bool:
-        """Whether it is within the bar of float64."""
+        """Whether the distance is within the bar of float64."""
         return self.distance <= FIRST_BAR
 
 
-def stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0) -> list[Stage]:
-    """The stages of the case's training step in their order: loss, gradients, clipped gradients, optimizer state,
-    update, buffers. Those that a case has not (no clipping, no buffers) are left out.
+class Comparison(NamedTuple):
+    """One stage of one step: JAX's tensors and PyTorch's, under PyTorch's names."""
 
-    Of a stage that differs, the first step at which it does.
+    step: int
+    stage: str
+    ours: Tensors
+    theirs: Tensors
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """A reference run of a case, compared stage by stage; `parity.diagnose` continues from it.
+
+    Attributes:
+      case: The case, with all its tables.
+      steps: PyTorch's steps.
+      comparisons: Every stage of every step.
+      masks: Dropout masks of every micro-batch.
+      accumulate: Micro-batches per accumulation window.
+      seed: Seed of weights, data and dropout.
     """
-    case = with_tables(case)
+
+    case: Case
+    steps: Sequence[Step]
+    comparisons: Sequence[Comparison]
+    masks: Sequence[Masks]
+    accumulate: int
+    seed: int
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages in the order of a training step."""
+        return _worst(self.comparisons)
+
+
+def run_stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0) -> StageRun:
+    """Train in PyTorch and compare every stage of every step with JAX's.
+
+    Args:
+      case: The case.
+      accumulate: Micro-batches per accumulation window.
+      steps: Windows.
+      seed: Seed of weights, data and dropout.
+
+    Returns:
+      The runs; `StageRun.stages` summarizes them.
+    """
+    case, seen = with_tables(case), list[Step]()
     masks = dropout_masks(case, "fp64", accumulate=accumulate, steps=steps, seed=seed)
-    seen: list[Step] = []
     torch_side.run(case, "fp64", accumulate=accumulate, steps=steps, seed=seed, masks=masks, watch=seen.append)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return _worst(compared(case, seen, seed))
+        return StageRun(case, seen, [*_compared(case, seen, seed)], masks, accumulate, seed)
+
+
+def stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0) -> list[Stage]:
+    """The stages of `run_stages`: loss, gradients, clipped gradients, optimizer state, update, buffers.
+
+    A stage that the case does not have (no clipping, no buffers) is left out.
+    """
+    return run_stages(case, accumulate=accumulate, steps=steps, seed=seed).stages
 
 
 def charge(found: Sequence[Stage]) -> str | None:
-    """The first stage that differs, in a line; None where all hold.
+    """Describe the first stage that differs in one line; None where all hold.
 
     >>> held, differs = Stage("gradients", 3e-16, "w", 1), Stage("update", 8e-2, "w", 2)
     >>> charge([held, differs])
@@ -79,16 +133,16 @@ LOOK_AT = {
     "update": "the optimizer",
     "buffers": "the model's running statistics",
 }
-"""What a fault of a stage is a fault of, all before it being PyTorch's own."""
+"""Where to look for the fault of each stage, the stages before it being PyTorch's own."""
 
 
-def compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[tuple[int, str, Tensors, Tensors]]:
-    """(step, stage, ours, theirs), in the order of a run, of the steps of a float64 reference."""
+def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Comparison]:
+    """The comparisons of the steps of a float64 reference run."""
     backward, clip, optimizer = jax.jit(_backward(case)), jax.jit(_clip(case)), optimizer_in_float32(case.optimizer.jax)
     update = jax.jit(optimizer.update)
     key, opt_state, micro_step = jax.random.key(seed), None, 0
     for number, step in enumerate(seen, start=1):
-        params, model_state = _at(case, step.before.params, step.before.buffers)
+        params, model_state = _to_jax(case, step.before.params, step.before.buffers)
         parts = []
         for batch in step.micro_batches:
             rng = micro_batch_key(key, micro_step)
@@ -96,27 +150,28 @@ def compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[tuple[int,
             parts.append((loss, grads))
             micro_step += 1
         loss, grads = _mean(parts)
-        yield number, "loss", {"loss": np.asarray(loss)}, {"loss": np.asarray(step.loss)}
-        yield number, "gradients", jax_side.to_torch(case, grads), step.grads
+        yield Comparison(number, "loss", {"loss": np.asarray(loss)}, {"loss": np.asarray(step.loss)})
+        yield Comparison(number, "gradients", jax_side.to_torch(case, grads), step.grads)
         if case.clip_norm is not None:
-            yield number, "clipped gradients", jax_side.to_torch(case, clip(_at(case, step.grads)[0])), step.fed
+            clipped = jax_side.to_torch(case, clip(_to_jax(case, step.grads)[0]))
+            yield Comparison(number, "clipped gradients", clipped, step.fed)
         opt_state = optimizer.init(params) if opt_state is None else opt_state
-        updates, opt_state = update(_at(case, step.fed)[0], opt_state, params)
+        updates, opt_state = update(_to_jax(case, step.fed)[0], opt_state, params)
         for name, moment in jax_side.moments(case, opt_state).items():
-            yield number, "optimizer state", _named(name, moment), _named(name, step.after.moments[name])
-        moved = {name: x - step.before.params[name] for name, x in step.after.params.items()}
-        yield number, "update", jax_side.to_torch(case, updates), moved
+            yield Comparison(number, "optimizer state", _named(name, moment), _named(name, step.after.moments[name]))
+        changes = {name: x - step.before.params[name] for name, x in step.after.params.items()}
+        yield Comparison(number, "update", jax_side.to_torch(case, updates), changes)
         if step.after.buffers:
-            yield number, "buffers", jax_side.buffers(case, model_state), step.after.buffers
+            yield Comparison(number, "buffers", jax_side.buffers(case, model_state), step.after.buffers)
 
 
 def _mean(parts: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: sum(x) / len(x), *parts)
 
 
-def _worst(compared: Iterable[tuple[int, str, Tensors, Tensors]]) -> list[Stage]:
+def _worst(comparisons: Iterable[Comparison]) -> list[Stage]:
     found: dict[str, Stage] = {}
-    for number, name, ours, theirs in compared:
+    for number, name, ours, theirs in comparisons:
         worst, distance = max(relative(ours, theirs).items(), key=lambda item: item[1])
         # The first step over the bar; until there is one, the worst.
         if name not in found or (found[name].holds and distance > found[name].distance):
@@ -125,7 +180,7 @@ def _worst(compared: Iterable[tuple[int, str, Tensors, Tensors]]) -> list[Stage]
 
 
 def _backward(case: Case) -> Callable[..., tuple[Any, Any, Any]]:
-    """(mean loss, its gradient, model state) of one micro-batch."""
+    """A function from one micro-batch to (mean loss, its gradient, model state)."""
     compute = in_float64(validated(case.loss_fn))
 
     def mean(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, Any]:
@@ -143,7 +198,7 @@ def _clip(case: Case) -> Callable[[Any], Any]:
     return lambda grads: clip_grad_norm(grads, case.clip_norm)[0]
 
 
-def _at(case: Case, tensors: Tensors, buffers: Tensors | None = None) -> tuple[Any, Any]:
+def _to_jax(case: Case, tensors: Tensors, buffers: Tensors | None = None) -> tuple[Any, Any]:
     """PyTorch's tensors as JAX's (parameters, model state), in float64."""
     table, buffers_table = case.tables
     params = jax_side.arrays(table.to_jax(tensors, like=case.params_like), "fp64")

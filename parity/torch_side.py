@@ -5,7 +5,7 @@ It runs on the CPU wherever it runs, so that the reference is the same on every 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,24 @@ def initial_weights(case: Case, seed: int) -> Tensors:
     return {name: tensor.numpy() for name, tensor in seeded_model(case, seed).state_dict().items()}
 
 
+class Variant(NamedTuple):
+    """How a run deviates from the plain one.
+
+    Attributes:
+      reorder: Seed of a permutation of the rows of every micro-batch: the same mathematics, rounded differently.
+      one_ulp: Seed of a start with every weight at the next number above or below. In fp64, whose ulp is of the size of
+        an update's rounding, every update ends with such a change too.
+      skip: Steps without an update, as a run that overflowed there skipped it.
+    """
+
+    reorder: int | None = None
+    one_ulp: int | None = None
+    skip: frozenset[int] = frozenset()
+
+
+PLAIN = Variant()
+
+
 def run(
     case: Case,
     precision: str,
@@ -34,25 +52,32 @@ def run(
     steps: int = 20,
     seed: int = 0,
     masks: Sequence[Masks] | None = None,
-    reorder: int | None = None,
-    one_ulp: int | None = None,
-    skip: frozenset[int] = frozenset(),
+    variant: Variant = PLAIN,
     watch: Callable[[Step], None] | None = None,
 ) -> Record:
-    """Train for `steps` windows of `accumulate` micro-batches each.
+    """Train in PyTorch on the CPU.
 
-    `masks`, of each micro-batch, are what its dropout keeps; PyTorch draws its own if none are given. `reorder`, a
-    seed, permutes the rows of every micro-batch: the same mathematics, rounded otherwise. `one_ulp`, a seed, starts
-    with every weight at the next number above or below; in fp64, whose ulp is what the rounding of an update may be,
-    every update ends there too. `skip`: the steps whose update is left out, as a run that overflowed there left it
-    out. `watch` is shown every step. Raises `UserError` where the micro-batches of a window weigh differently, and
-    where the masks are not those that the model needs.
+    Args:
+      case: The case; its `torch_model` is created from `seed`.
+      precision: One of `parity.run.PRECISIONS`.
+      accumulate: Micro-batches per accumulation window.
+      steps: Windows, each with one optimizer update.
+      seed: Seed of weights and data.
+      masks: Dropout masks of each micro-batch; None lets PyTorch draw its own.
+      variant: How this run deviates from the plain one.
+      watch: Called with every step.
+
+    Returns:
+      The record of the run.
+
+    Raises:
+      UserError: The micro-batches of a window have different weights, or the masks do not fit the model.
     """
     model = seeded_model(case, seed)
     model = model.to(WHOLE.get(precision, torch.float32))
     optimizer = case.optimizer.torch(model.named_parameters())
-    if one_ulp is not None:
-        nudge = _one_ulp_off(model, one_ulp)
+    if variant.one_ulp is not None:
+        nudge = _one_ulp_off(model, variant.one_ulp)
         nudge()
         if precision == "fp64":
             optimizer.register_step_post_hook(nudge)
@@ -62,7 +87,7 @@ def run(
     updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
 
-    for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, reorder)):
+    for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, variant.reorder)):
         before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
@@ -79,7 +104,7 @@ def run(
         grads = _gradients(model) if watch else {}
         norms.append(_clip(model, case.clip_norm))
         applied = updates.count
-        if step not in skip:
+        if step not in variant.skip:
             scaler.step(optimizer)
         scaler.update()
         if scheduler is not None and updates.count > applied:
@@ -181,8 +206,8 @@ def _windows(
 
 
 def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
-    """`array`; where it is floating, in the precision that a whole model is taken to, as JAX is given it."""
-    x = torch.from_numpy(array)
+    """`array` as a contiguous tensor, floating ones in the dtype that a whole model is converted to for `precision`."""
+    x = torch.from_numpy(np.asarray(array, order="C"))
     return x.to(WHOLE.get(precision, torch.float32)) if x.is_floating_point() else x
 
 

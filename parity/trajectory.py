@@ -1,8 +1,8 @@
-"""Where chaos begins in a long run, so that nobody takes it for a bug.
+"""Where chaos begins in a long run, so that it is not mistaken for a bug.
 
-A training may amplify roundings without bound: with too large a learning rate two runs of one program part, if a
-single last digit differs. What a run itself makes of a last digit is measured: PyTorch is run again from weights one
-ulp off. A difference of JAX's that is one of that kind is chaos; one that exceeds it is not.
+Training can amplify rounding without bound: with too large a learning rate, two runs of the same program diverge if a
+single last digit differs. The amplification is measured by running PyTorch again from weights one ulp off. A difference
+of JAX within that is chaos; a larger one is not.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,24 @@ from dataclasses import dataclass
 import numpy as np
 
 JUDGED = 20
-"""Steps over which the bars of float64 stand as they are; of a longer run those after it are judged by the noise."""
+"""Steps to which the bars of float64 apply as they are; later steps are judged by the noise."""
 RUNS = 5
-"""PyTorch's runs from weights one ulp off. Of ten such runs of chaotic cases (`mlp` and `gpt2`, lr 0.1, ten seeds) any
-five foretold, to a factor of 2, how far the others went."""
+"""Number of PyTorch's runs from weights one ulp off. Of ten such runs of chaotic cases (`mlp` and `gpt2`, lr 0.1, ten
+seeds), any five predicted the distances of the others to a factor of 2."""
 ROUNDING = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """How far apart two runs are at each step, and how far roundings alone would take them.
+    """How far apart two runs are at each step, and how far apart rounding alone would take them.
 
-    All [steps]: relative distances to the losses of PyTorch's run, each the largest so far. `apart`: JAX's.
-    `one_ulp`: those of the farthest of PyTorch's runs from weights one ulp off. `spread`: over that of the nearest of
-    them, 1 or more. `limit`: how far `one_ulp` may be for a difference to be judged without it.
+    All arrays are float64[steps]. Distances are relative to the losses of PyTorch's run, each the largest so far.
+
+    Attributes:
+      apart: JAX's distances.
+      one_ulp: Distances of the farthest of PyTorch's runs from weights one ulp off.
+      spread: Ratio of the farthest of these runs to the nearest, 1 or more.
+      limit: Largest `one_ulp` at which a difference is judged by the bars alone.
     """
 
     apart: np.ndarray
@@ -34,18 +38,17 @@ class Trajectory:
 
     @property
     def noise(self) -> np.ndarray:
-        """As far as roundings may go: as far above the farthest of PyTorch's runs, by a factor, as the nearest is below
-        it."""
+        """The distance that rounding may reach: the farthest of PyTorch's runs times the spread of these runs."""
         return self.one_ulp * self.spread
 
     @property
     def chaos(self) -> int | None:
-        """The step, counted from 1, from which on one ulp alone makes more than can be judged; None if none does."""
+        """The first step, counted from 1, at which one ulp alone exceeds the limit; None if there is none."""
         return _first(self.one_ulp > self.limit)
 
     @property
     def parted(self) -> int | None:
-        """The step at which JAX's run is that far from PyTorch's."""
+        """The first step at which JAX's distance exceeds the limit; None if there is none."""
         return _first(self.apart > self.limit)
 
     def __str__(self) -> str:
@@ -73,14 +76,22 @@ def trajectory(
     one_ulp: Sequence[Sequence[float] | np.ndarray],
     limit: float | np.ndarray,
 ) -> Trajectory:
-    """Of the distances [steps] of JAX's run and of PyTorch's runs from weights one ulp off, one run or more.
+    """Create a trajectory.
+
+    Args:
+      apart: JAX's relative distances, float64[steps].
+      one_ulp: Those of PyTorch's runs from weights one ulp off, at least one run.
+      limit: As in `Trajectory`.
+
+    Returns:
+      The trajectory.
 
     >>> found = trajectory([1e-9, 4e-8], [[1e-9, 1e-8], [1e-9, 2e-8]], limit=1e-8)
     >>> found.spread.tolist(), found.noise.tolist(), found.chaos, found.parted
     ([1.0, 2.0], [1e-09, 4e-08], 2, 2)
     """
     runs = np.array([_so_far(run) for run in one_ulp])
-    # Below the rounding of a loss a distance is 0 or not, which says nothing of how they spread.
+    # A distance below the rounding of a loss is 0 or not by chance and tells nothing about the spread.
     seen = np.maximum(runs, ROUNDING)
     with np.errstate(invalid="ignore"):
         spread = np.maximum.accumulate(np.nan_to_num(seen.max(0) / seen.min(0), nan=1.0, posinf=np.inf))

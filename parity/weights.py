@@ -41,7 +41,7 @@ from parity.case import Case
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
-from parity.torch_side import seeded_model
+from parity.torch_side import seeded_model, tensor
 
 Shape = tuple[int, ...]
 Convolution = torch.nn.modules.conv._ConvNd
@@ -112,7 +112,7 @@ def probe_of(case: Case) -> Probe:
     """The losses of both models on the case's first batch, in evaluation mode: nothing is dropped."""
     model = seeded_model(case, 0).double().eval()
     batch = {name: _wide(x) for name, x in case.batch(0, case.rows).items()}
-    tensors = {name: torch.from_numpy(x) for name, x in batch.items()}
+    tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
 
     def torch_loss(values: Tensors) -> float:
         with torch.no_grad():

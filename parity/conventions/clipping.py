@@ -12,7 +12,7 @@ from jaxtrain.step import clip_grad_norm, clip_grad_value
 
 
 @dataclass(frozen=True)
-class Convention:
+class ClippingConvention:
     """What JAX `has`, what to `change` there, and what it makes of the gradients and the bound."""
 
     has: str
@@ -25,21 +25,21 @@ def _always(grads: Any, bound: float) -> Any:
     return jax.tree.map(lambda g: g * bound / (norm + 1e-6), grads)
 
 
-CLIPPING: tuple[Convention, ...] = (
-    Convention(
+CLIPPING: tuple[ClippingConvention, ...] = (
+    ClippingConvention(
         "factor has no 1e-6",
         "bound / (norm + 1e-6)",
         lambda g, bound: optax.clip_by_global_norm(bound).update(g, optax.EmptyState())[0],
     ),
-    Convention(
+    ClippingConvention(
         "norm is each leaf's",
         "the norm of all",
         lambda g, bound: jax.tree.map(lambda x: clip_grad_norm(x, bound)[0], g),
     ),
-    Convention("clipping is by value", "by the norm", clip_grad_value),
-    Convention("gradients are not clipped", "jaxtrain.step.clip.clip_grad_norm", lambda g, bound: g),
-    Convention("factor may be over 1", "min(1, …)", _always),
-    Convention(
+    ClippingConvention("clipping is by value", "by the norm", clip_grad_value),
+    ClippingConvention("gradients are not clipped", "jaxtrain.step.clip.clip_grad_norm", lambda g, bound: g),
+    ClippingConvention("factor may be over 1", "min(1, …)", _always),
+    ClippingConvention(
         "bound is for the norm's square", "bound / norm", lambda g, bound: clip_grad_norm(g, math.sqrt(bound))[0]
     ),
 )

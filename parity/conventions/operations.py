@@ -16,7 +16,7 @@ Call = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Convention:
+class OperationConvention:
     """Of PyTorch's function `of`: what JAX `has`, what to `change` there ("{eps}": PyTorch's argument), and what
     JAX then computes, of PyTorch's function and arguments."""
 
@@ -298,63 +298,78 @@ CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 POOLS = ("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d")
 ATTENTION = "scaled_dot_product_attention"
 
-OPERATIONS: tuple[Convention, ...] = (
-    *(Convention(f, f"eps is {e:.3g}", "epsilon={eps}", given(eps=e or TINY)) for f in NORMS for e in EPSILONS),
-    Convention("layer_norm", "subtracts no mean (RMSNorm)", "LayerNorm", without_mean),
-    Convention("layer_norm", "variance is unbiased", "jnp.var(…, ddof=0)", unbiased_layer_norm),
-    Convention("batch_norm", "variance is unbiased", "jnp.var(…, ddof=0)", unbiased_batch_norm),
-    Convention("batch_norm", "statistics are the running ones", "use_running_average=False", running_for_batch),
-    Convention("batch_norm", "momentum is the old value's weight", "momentum=1 - {momentum}", momentum_of_old),
-    Convention("batch_norm", "running variance is biased", "n / (n - 1) times the variance kept", biased_running_var),
-    Convention("gelu", "is the tanh approximation", "approximate=False", given(approximate="tanh")),
-    Convention("gelu", "is exact", "approximate=True", given(approximate="none")),
-    Convention("gelu", "is x·sigmoid(1.702x)", "jax.nn.gelu", quick_gelu),
+OPERATIONS: tuple[OperationConvention, ...] = (
     *(
-        Convention(f, f"runs over axis {axis}", "axis={dim}", over_axis(axis))
+        OperationConvention(f, f"eps is {e:.3g}", "epsilon={eps}", given(eps=e or TINY))
+        for f in NORMS
+        for e in EPSILONS
+    ),
+    OperationConvention("layer_norm", "subtracts no mean (RMSNorm)", "LayerNorm", without_mean),
+    OperationConvention("layer_norm", "variance is unbiased", "jnp.var(…, ddof=0)", unbiased_layer_norm),
+    OperationConvention("batch_norm", "variance is unbiased", "jnp.var(…, ddof=0)", unbiased_batch_norm),
+    OperationConvention(
+        "batch_norm", "statistics are the running ones", "use_running_average=False", running_for_batch
+    ),
+    OperationConvention("batch_norm", "momentum is the old value's weight", "momentum=1 - {momentum}", momentum_of_old),
+    OperationConvention(
+        "batch_norm", "running variance is biased", "n / (n - 1) times the variance kept", biased_running_var
+    ),
+    OperationConvention("gelu", "is the tanh approximation", "approximate=False", given(approximate="tanh")),
+    OperationConvention("gelu", "is exact", "approximate=True", given(approximate="none")),
+    OperationConvention("gelu", "is x·sigmoid(1.702x)", "jax.nn.gelu", quick_gelu),
+    *(
+        OperationConvention(f, f"runs over axis {axis}", "axis={dim}", over_axis(axis))
         for f in ("softmax", "log_softmax")
         for axis in (-1, 0, 1, 2)
     ),
-    *(Convention(f, "padding is SAME", "padding={padding}", same_padding) for f in (*CONVOLUTIONS, *POOLS)),
-    *(Convention(f, "padding is 0", "padding={padding}", given(padding=0)) for f in (*CONVOLUTIONS, *POOLS)),
-    *(Convention(f, "stride is 1", "strides={stride}, None for the kernel's", given(stride=1)) for f in POOLS),
+    *(OperationConvention(f, "padding is SAME", "padding={padding}", same_padding) for f in (*CONVOLUTIONS, *POOLS)),
+    *(OperationConvention(f, "padding is 0", "padding={padding}", given(padding=0)) for f in (*CONVOLUTIONS, *POOLS)),
+    *(OperationConvention(f, "stride is 1", "strides={stride}, None for the kernel's", given(stride=1)) for f in POOLS),
     *(
-        Convention(f, "kernel is mirrored", "kernel[::-1, ::-1], or transpose_kernel=True", flipped)
+        OperationConvention(f, "kernel is mirrored", "kernel[::-1, ::-1], or transpose_kernel=True", flipped)
         for f in (*CONVOLUTIONS, "conv_transpose1d", "conv_transpose2d")
     ),
     *(
-        Convention(
+        OperationConvention(
             f, f"count_include_pad is {counted}", f"count_include_pad={not counted}", given(count_include_pad=counted)
         )
         for f in ("avg_pool1d", "avg_pool2d")
         for counted in (False, True)
     ),
     *(
-        Convention(
+        OperationConvention(
             "interpolate", f"antialiasing is {'on' if on else 'off'}", f"antialias={not on}", given(antialias=on)
         )
         for on in (True, False)
     ),
-    Convention("interpolate", "cubic has a=-0.5", "a=-0.75, by hand", half_pixel_cubic),
-    Convention("interpolate", "nearest is of half pixels", "floor(i · old / new)", given(mode="nearest-exact")),
+    OperationConvention("interpolate", "cubic has a=-0.5", "a=-0.75, by hand", half_pixel_cubic),
+    OperationConvention(
+        "interpolate", "nearest is of half pixels", "floor(i · old / new)", given(mode="nearest-exact")
+    ),
     *(
-        Convention("interpolate", f"align_corners is {on}", f"align_corners={not on}, by hand", given(align_corners=on))
+        OperationConvention(
+            "interpolate", f"align_corners is {on}", f"align_corners={not on}, by hand", given(align_corners=on)
+        )
         for on in (False, True)
     ),
     *(
-        Convention(f, "divisor is the other: n, or n - 1", "ddof=1 for PyTorch's default", other_correction)
+        OperationConvention(f, "divisor is the other: n, or n - 1", "ddof=1 for PyTorch's default", other_correction)
         for f in ("var", "std")
     ),
     *(
-        Convention(f, "label_smoothing is 0", "label_smoothing={label_smoothing}", given(label_smoothing=0.0))
+        OperationConvention(f, "label_smoothing is 0", "label_smoothing={label_smoothing}", given(label_smoothing=0.0))
         for f in CROSS[:1]
     ),
-    *(Convention(f, "classes weigh alike", "the weight of each label's class", given(weight=None)) for f in CROSS),
     *(
-        Convention(f, "ignored labels count, as class 0", "where=labels != {ignore_index}", without_ignoring)
+        OperationConvention(f, "classes weigh alike", "the weight of each label's class", given(weight=None))
         for f in CROSS
     ),
     *(
-        Convention(
+        OperationConvention(f, "ignored labels count, as class 0", "where=labels != {ignore_index}", without_ignoring)
+        for f in CROSS
+    ),
+    *(
+        OperationConvention(
             f,
             "mean is over ignored labels too",
             "divide by the labels that are not {ignore_index}",
@@ -363,35 +378,52 @@ OPERATIONS: tuple[Convention, ...] = (
         for f in CROSS
     ),
     *(
-        Convention(f, f"reduction is the {how}", "reduction: {reduction}", given(reduction=how))
+        OperationConvention(f, f"reduction is the {how}", "reduction: {reduction}", given(reduction=how))
         for f in (*CROSS, *LOSSES)
         for how in ("mean", "sum")
     ),
-    Convention("kl_div", "divides by rows only", "divide by all elements", given(reduction="batchmean")),
-    Convention("mse_loss", "is halved (optax.l2_loss)", "2 * optax.l2_loss", scaled(lambda a: 0.5)),
-    Convention("smooth_l1_loss", "is Huber's, not divided by beta", "huber_loss / {beta}", scaled(lambda a: a["beta"])),
-    Convention("huber_loss", "is divided by delta (smooth L1)", "{delta} times", scaled(lambda a: 1 / a["delta"])),
-    Convention("binary_cross_entropy_with_logits", "has no pos_weight", "pos_weight", given(pos_weight=None)),
-    Convention(ATTENTION, "scores are not scaled", "1 / sqrt(head width)", given(scale=1.0)),
-    Convention(
+    OperationConvention("kl_div", "divides by rows only", "divide by all elements", given(reduction="batchmean")),
+    OperationConvention("mse_loss", "is halved (optax.l2_loss)", "2 * optax.l2_loss", scaled(lambda a: 0.5)),
+    OperationConvention(
+        "smooth_l1_loss", "is Huber's, not divided by beta", "huber_loss / {beta}", scaled(lambda a: a["beta"])
+    ),
+    OperationConvention(
+        "huber_loss", "is divided by delta (smooth L1)", "{delta} times", scaled(lambda a: 1 / a["delta"])
+    ),
+    OperationConvention("binary_cross_entropy_with_logits", "has no pos_weight", "pos_weight", given(pos_weight=None)),
+    OperationConvention(ATTENTION, "scores are not scaled", "1 / sqrt(head width)", given(scale=1.0)),
+    OperationConvention(
         ATTENTION,
         "scores are divided by the width",
         "1 / sqrt(head width)",
         lambda _, a: attended(a, scale=lambda d: 1 / d),
     ),
-    Convention(ATTENTION, "attends to what is masked", "mask=~mask: True keeps", lambda _, a: attended(a, invert=True)),
-    Convention(ATTENTION, "has no mask", "mask, or is_causal=True", unmasked),
-    Convention(ATTENTION, "mask shows the next position too", "jnp.tril(…, k=0)", lambda _, a: attended(a, diagonal=1)),
-    Convention(ATTENTION, "softmax runs over the queries", "axis of the keys", lambda _, a: attended(a, axis=-2)),
-    Convention(ATTENTION, "softmax runs over the heads", "axis of the keys", lambda _, a: attended(a, axis=-3)),
-    Convention(
+    OperationConvention(
+        ATTENTION, "attends to what is masked", "mask=~mask: True keeps", lambda _, a: attended(a, invert=True)
+    ),
+    OperationConvention(ATTENTION, "has no mask", "mask, or is_causal=True", unmasked),
+    OperationConvention(
+        ATTENTION, "mask shows the next position too", "jnp.tril(…, k=0)", lambda _, a: attended(a, diagonal=1)
+    ),
+    OperationConvention(
+        ATTENTION, "softmax runs over the queries", "axis of the keys", lambda _, a: attended(a, axis=-2)
+    ),
+    OperationConvention(
+        ATTENTION, "softmax runs over the heads", "axis of the keys", lambda _, a: attended(a, axis=-3)
+    ),
+    OperationConvention(
         "embedding", "padding_idx has a gradient", "stop_gradient of row {padding_idx}", given(padding_idx=None)
     ),
-    Convention("abs", "slope at 0 is 1", "jaxtrain.losses.subgradients.abs", magnitude),
-    Convention("clamp", "slope at its bounds is 1/2", "jaxtrain.losses.subgradients.clamp", halved_clamp),
-    *(Convention(f, "ties share it", f"jaxtrain.losses.subgradients.{f}", shared_among_ties) for f in ("max", "min")),
-    Convention("relu", "slope at 0 is 1/2", "jax.nn.relu", halved_relu),
-    Convention("leaky_relu", "slope at 0 is 1", "jaxtrain.losses.subgradients.leaky_relu", leaky_at_zero),
-    Convention("hardtanh", "slope at its bounds is 1", "jaxtrain.losses.subgradients.hardtanh", hard_at_bounds),
+    OperationConvention("abs", "slope at 0 is 1", "jaxtrain.losses.subgradients.abs", magnitude),
+    OperationConvention("clamp", "slope at its bounds is 1/2", "jaxtrain.losses.subgradients.clamp", halved_clamp),
+    *(
+        OperationConvention(f, "ties share it", f"jaxtrain.losses.subgradients.{f}", shared_among_ties)
+        for f in ("max", "min")
+    ),
+    OperationConvention("relu", "slope at 0 is 1/2", "jax.nn.relu", halved_relu),
+    OperationConvention("leaky_relu", "slope at 0 is 1", "jaxtrain.losses.subgradients.leaky_relu", leaky_at_zero),
+    OperationConvention(
+        "hardtanh", "slope at its bounds is 1", "jaxtrain.losses.subgradients.hardtanh", hard_at_bounds
+    ),
 )
 """Tried in this order; text follows "JAX's"."""

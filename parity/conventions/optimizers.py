@@ -60,7 +60,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Convention:
+class OptimizerConvention:
     """Of the optimizers `of` (none: of all), what JAX `has`, what to `change` there ("{eps}": PyTorch's option), and
     the `options` that say so."""
 
@@ -185,66 +185,72 @@ DIRECTIONS: dict[str, Callable[[Options], optax.GradientTransformation]] = {
 ADAMS = ("Adam", "AdamW")
 BETAS = (*ADAMS, "NAdam", "RAdam", "Adamax")
 
-OPTIMIZERS: tuple[Convention, ...] = (
-    Convention(ADAMS, "eps is inside the root", "eps_root=0, eps={eps}", {"eps_at": "inside"}),
-    Convention(ADAMS, "eps is inside the root too", "eps_root=0", {"eps_at": "both"}),
-    Convention(ADAMS, "eps is added before the bias correction", "√v̂ + eps", {"eps_at": "uncorrected"}),
-    Convention(ADAMS, "moments have no bias correction", "divide by 1 - bᵗ", {"corrected": False}),
-    Convention(ADAMS, "bias correction is float32", "jaxtrain.optim.adamw", {"corrected": "float32"}),
-    Convention(
+OPTIMIZERS: tuple[OptimizerConvention, ...] = (
+    OptimizerConvention(ADAMS, "eps is inside the root", "eps_root=0, eps={eps}", {"eps_at": "inside"}),
+    OptimizerConvention(ADAMS, "eps is inside the root too", "eps_root=0", {"eps_at": "both"}),
+    OptimizerConvention(ADAMS, "eps is added before the bias correction", "√v̂ + eps", {"eps_at": "uncorrected"}),
+    OptimizerConvention(ADAMS, "moments have no bias correction", "divide by 1 - bᵗ", {"corrected": False}),
+    OptimizerConvention(ADAMS, "bias correction is float32", "jaxtrain.optim.adamw", {"corrected": "float32"}),
+    OptimizerConvention(
         *(ADAMS, "maximum is of the corrected moments", "jaxtrain.optim.adam(amsgrad=True)"),
         {"amsgrad": lambda own, _: own["amsgrad"] and "corrected"},
     ),
-    Convention(ADAMS, "amsgrad is off", "amsgrad={amsgrad}", {"amsgrad": False}),
-    Convention(ADAMS, "momentum is Nesterov's, as in optax.nadam", "nesterov=False", {"nesterov": True}),
-    Convention(
+    OptimizerConvention(ADAMS, "amsgrad is off", "amsgrad={amsgrad}", {"amsgrad": False}),
+    OptimizerConvention(ADAMS, "momentum is Nesterov's, as in optax.nadam", "nesterov=False", {"nesterov": True}),
+    OptimizerConvention(
         *(("NAdam",), "product of momenta is exact", "nothing: PyTorch keeps it in float32"), {"mu_product": "float64"}
     ),
-    Convention(("NAdam",), "momentum has no schedule", "jaxtrain.optim.nadam", {"momentum_decay": None}),
-    Convention(("RAdam",), "eps is added after the bias correction", "jaxtrain.optim.radam", {"eps_at": "corrected"}),
-    Convention(("Rprop",), "first update does not move", "jaxtrain.optim.rprop", {"waits": True}),
-    Convention(("RMSprop",), "eps is inside the root", "eps_in_sqrt=False", {"eps_at": "inside"}),
-    Convention(("RMSprop",), "decay is 0.9", "decay={alpha}", {"alpha": 0.9}),
-    Convention(("RMSprop",), "average starts at 1", "initial_scale=0", {"initial_scale": 1.0}),
-    Convention(("RMSprop",), "average is not centered", "centered={centered}", {"centered": False}),
-    Convention(("RMSprop", "SGD"), "learning rate is inside the buffer", "scale after trace", {"rate_inside": True}),
-    Convention(("RMSprop", "SGD"), "momentum is 0", "momentum={momentum}", {"momentum": 0.0}),
-    Convention(("RMSprop", "SGD"), "momentum is Nesterov's", "nesterov=False", {"nesterov": True}),
-    Convention(("SGD",), "momentum is not Nesterov's", "nesterov=True", {"nesterov": False}),
-    Convention(("SGD",), "buffer is not damped", "dampening={dampening}", {"dampening": 0.0}),
-    Convention(("SGD",), "first gradient is damped", "the first gradient whole", {"damps_first": True}),
-    Convention(
+    OptimizerConvention(("NAdam",), "momentum has no schedule", "jaxtrain.optim.nadam", {"momentum_decay": None}),
+    OptimizerConvention(
+        ("RAdam",), "eps is added after the bias correction", "jaxtrain.optim.radam", {"eps_at": "corrected"}
+    ),
+    OptimizerConvention(("Rprop",), "first update does not move", "jaxtrain.optim.rprop", {"waits": True}),
+    OptimizerConvention(("RMSprop",), "eps is inside the root", "eps_in_sqrt=False", {"eps_at": "inside"}),
+    OptimizerConvention(("RMSprop",), "decay is 0.9", "decay={alpha}", {"alpha": 0.9}),
+    OptimizerConvention(("RMSprop",), "average starts at 1", "initial_scale=0", {"initial_scale": 1.0}),
+    OptimizerConvention(("RMSprop",), "average is not centered", "centered={centered}", {"centered": False}),
+    OptimizerConvention(
+        ("RMSprop", "SGD"), "learning rate is inside the buffer", "scale after trace", {"rate_inside": True}
+    ),
+    OptimizerConvention(("RMSprop", "SGD"), "momentum is 0", "momentum={momentum}", {"momentum": 0.0}),
+    OptimizerConvention(("RMSprop", "SGD"), "momentum is Nesterov's", "nesterov=False", {"nesterov": True}),
+    OptimizerConvention(("SGD",), "momentum is not Nesterov's", "nesterov=True", {"nesterov": False}),
+    OptimizerConvention(("SGD",), "buffer is not damped", "dampening={dampening}", {"dampening": 0.0}),
+    OptimizerConvention(("SGD",), "first gradient is damped", "the first gradient whole", {"damps_first": True}),
+    OptimizerConvention(
         *(("SGD",), "buffer is an average (optax.ema)", "dampening={dampening}"),
         {"dampening": lambda own, _: own["momentum"], "damps_first": True},
     ),
-    Convention(
+    OptimizerConvention(
         *(("Adagrad",), "sums start at 0.1", "initial_accumulator_value={initial_accumulator_value}"),
         {"initial_accumulator_value": 0.1},
     ),
-    Convention(("Adagrad",), "eps is inside the root", "jaxtrain.optim.adagrad", {"eps_at": "inside"}),
-    Convention(("Adagrad",), "lr_decay is 0", "lr_decay={lr_decay}", {"lr_decay": 0.0}),
+    OptimizerConvention(("Adagrad",), "eps is inside the root", "jaxtrain.optim.adagrad", {"eps_at": "inside"}),
+    OptimizerConvention(("Adagrad",), "lr_decay is 0", "lr_decay={lr_decay}", {"lr_decay": 0.0}),
     *(
-        Convention((*BETAS, "RMSprop", "Adagrad", "Adadelta"), f"eps is {eps:g}", "eps={eps}", {"eps": eps})
+        OptimizerConvention((*BETAS, "RMSprop", "Adagrad", "Adadelta"), f"eps is {eps:g}", "eps={eps}", {"eps": eps})
         for eps in (1e-8, 1e-7, 1e-6, 1e-10, 1e-5, 1e-4)
     ),
-    *(Convention(BETAS, f"b1 is {b:g}", "b1={b1}", {"b1": b}) for b in (0.9, 0.95)),
-    *(Convention(BETAS, f"b2 is {b:g}", "b2={b2}", {"b2": b}) for b in (0.999, 0.99, 0.95, 0.98)),
-    *(Convention(("Adadelta",), f"rho is {rho:g}", "rho={rho}", {"rho": rho}) for rho in (0.9, 0.95)),
-    Convention((), "weight decay is decoupled", "an L2 penalty in the gradient", {"decay": "decoupled"}),
-    Convention((), "weight decay is in the gradient", "decoupled: adamw", {"decay": "coupled"}),
-    Convention((), "weight decay is not times the learning rate", "weight_decay · lr", {"decay": "undiminished"}),
-    Convention(
+    *(OptimizerConvention(BETAS, f"b1 is {b:g}", "b1={b1}", {"b1": b}) for b in (0.9, 0.95)),
+    *(OptimizerConvention(BETAS, f"b2 is {b:g}", "b2={b2}", {"b2": b}) for b in (0.999, 0.99, 0.95, 0.98)),
+    *(OptimizerConvention(("Adadelta",), f"rho is {rho:g}", "rho={rho}", {"rho": rho}) for rho in (0.9, 0.95)),
+    OptimizerConvention((), "weight decay is decoupled", "an L2 penalty in the gradient", {"decay": "decoupled"}),
+    OptimizerConvention((), "weight decay is in the gradient", "decoupled: adamw", {"decay": "coupled"}),
+    OptimizerConvention(
+        (), "weight decay is not times the learning rate", "weight_decay · lr", {"decay": "undiminished"}
+    ),
+    OptimizerConvention(
         *((), "weight decay is the first group's in all", "a mask, or jaxtrain.optim.groups"),
         {"weight_decay": lambda _, first: first["weight_decay"]},
     ),
     *(
-        Convention((), f"weight_decay is {decay:g}", "weight_decay={weight_decay}", {"weight_decay": decay})
+        OptimizerConvention((), f"weight_decay is {decay:g}", "weight_decay={weight_decay}", {"weight_decay": decay})
         for decay in (0.0, 1e-4, 1e-2, 1e-1)
     ),
-    Convention((), "gradient is descended", "maximize={maximize}", {"maximize": False}),
-    Convention((), "schedule is one update ahead", "start its count at 0", {"ahead": 1}),
-    Convention((), "schedule is one update behind", "step it after every update", {"ahead": -1}),
-    Convention((), "learning rate is the first throughout", "the schedule", {"ahead": -(2**20)}),
+    OptimizerConvention((), "gradient is descended", "maximize={maximize}", {"maximize": False}),
+    OptimizerConvention((), "schedule is one update ahead", "start its count at 0", {"ahead": 1}),
+    OptimizerConvention((), "schedule is one update behind", "step it after every update", {"ahead": -1}),
+    OptimizerConvention((), "learning rate is the first throughout", "the schedule", {"ahead": -(2**20)}),
 )
 """Tried in this order, one and then more of them at once; text follows "JAX's"."""
 
@@ -276,11 +282,11 @@ def recipes(optimizer: Any, scheduler: Any, steps: int) -> list[tuple[Recipe, li
     return found
 
 
-def variants(of: Sequence[Recipe]) -> Iterator[tuple[tuple[Convention, ...], list[Recipe]]]:
+def variants(of: Sequence[Recipe]) -> Iterator[tuple[tuple[OptimizerConvention, ...], list[Recipe]]]:
     """The recipes of all groups under each convention that changes one of them, then under several at once."""
     first = of[0].options
 
-    def under(*conventions: Convention) -> list[Recipe]:
+    def under(*conventions: OptimizerConvention) -> list[Recipe]:
         other = {key: value for convention in conventions for key, value in convention.options.items()}
         return [recipe.but(other, first) for recipe in of]
 

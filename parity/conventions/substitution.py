@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from parity.conventions.operations import Arguments, Convention, bound, called
+from parity.conventions.operations import Arguments, OperationConvention, bound, called
 
 LOSS = "loss"
 """Where calls outside of every module are."""
@@ -23,7 +23,7 @@ class Substitution(TorchFunctionMode):
     `after`; None replaces nothing. `calls`: the (function, module) that were made, `arguments` of the first replaced.
     """
 
-    def __init__(self, convention: Convention | None, modules: Collection[str], after: int) -> None:
+    def __init__(self, convention: OperationConvention | None, modules: Collection[str], after: int) -> None:
         super().__init__()
         self.convention, self.chosen, self.after = convention, modules, after
         self.calls: dict[tuple[str, str], None] = {}

@@ -40,12 +40,13 @@ def mutants(
 ) -> list[Mutant]:
     """A mutant for each of the functions `wrong`, by name."""
     move = "" if draw is tokens else "scale"
+    clean = partial(layered, layer, named(right), shape, draw, move)
 
     def mutant(name: str, ours: Ours) -> Mutant:
         return Mutant(
             name,
             partial(layered, layer, named(ours), shape, draw, move),
-            partial(layered, layer, named(right), shape, draw, move),
+            clean,
             "buffers" if "running" in name or "momentum" in name else "forward|backward",
             "layer",
             None if "stopped" in name else ours,  # where nothing is, no line is

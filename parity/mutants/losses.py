@@ -76,11 +76,12 @@ def binary(z: Any, y: Any, positive: float = 3.0) -> tuple[Any, Any]:
 
 def mutants(theirs: Any, right: Any, labels: Any, **wrong: Any) -> list[Mutant]:
     """A mutant for each of the functions `wrong`, by name."""
+    clean = partial(criterion, theirs, right, labels)
     return [
         Mutant(
             name.replace("_", "-"),
             partial(criterion, theirs, ours, labels),
-            partial(criterion, theirs, right, labels),
+            clean,
             "forward",
             "loss",
             None if "mean" in name else ours,

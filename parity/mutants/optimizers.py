@@ -37,11 +37,12 @@ def mutants(
     torch: Callable[..., Any], right: Any, size: float = 1.0, around: Patch = nullcontext, **wrong: Any
 ) -> list[Mutant]:
     """A mutant for each of the transformations `wrong`, by name."""
+    clean = partial(trained, torch, right, size=size)
     return [
         Mutant(
             name.replace("_", "-"),
             partial(trained, torch, ours, size=size),
-            partial(trained, torch, right, size=size),
+            clean,
             "update",
             around=around,
         )

@@ -19,11 +19,12 @@ LR = 0.05
 def mutants(scheduler: Any, right: Any, steps: int = 5, **wrong: Any) -> list[Mutant]:
     """A mutant for each of the schedules `wrong`, by name."""
     torch = partial(T.SGD, lr=LR)
+    clean = partial(trained, torch, optim.sgd(right), scheduler)
     return [
         Mutant(
             name.replace("_", "-"),
             partial(trained, torch, optim.sgd(ours), scheduler),
-            partial(trained, torch, optim.sgd(right), scheduler),
+            clean,
             "update",
             settings={"steps": steps},
         )

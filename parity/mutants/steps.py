@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -36,9 +36,15 @@ def linear(ours: Callable[..., Any] = square, optimizer: Any = SGD, clip_norm: f
     return criterion(squares, ours, normal, optimizer=optimizer, clip_norm=clip_norm)
 
 
+@cache
+def clipped_linear(clip_norm: float | None) -> Callable[[], Case]:
+    """The maker of `linear`, the same one for every mutant of a bound."""
+    return partial(linear, clip_norm=clip_norm)
+
+
 def stepped(name: str, patch: Patch, stage: str = "", clip_norm: float | None = None, **settings: Any) -> Mutant:
     """A training step with one part patched."""
-    case = partial(linear, clip_norm=clip_norm)
+    case = clipped_linear(clip_norm)
     return Mutant(name, case, case, stage, patch=patch, settings=settings)
 
 

@@ -45,7 +45,7 @@ def row(result: Result) -> dict[str, Any]:
         "diagnosis": verdict.diagnosis,
         "unlocated": verdict.unlocated,
         "faults": list(verdict.faults),
-        "not_exercised": list(result.examination.unseen),
+        "not_exercised": list(result.examination.not_exercised),
         "trajectory": None if course is None else _course(course),
     }
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from parity.selftest.finding import Finding
+from parity.selftest.check_result import CheckResult
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 CHECKS = (
@@ -60,7 +60,7 @@ def main(console: Console, *, device: str | None = None, file: Path | None = Non
     return 1 if failed else 0
 
 
-def examine(check: str, *, debug: bool = False) -> Iterator[Finding]:
+def examine(check: str, *, debug: bool = False) -> Iterator[CheckResult]:
     """The findings of one of CHECKS; what it raises is one more, which fails."""
     module, _, name = check.partition(".")
     try:
@@ -69,13 +69,13 @@ def examine(check: str, *, debug: bool = False) -> Iterator[Finding]:
         if debug:
             traceback.print_exc()
         said = next(iter(str(error).splitlines()), "")
-        yield Finding(name, False, f"{type(error).__name__}: {said}")
+        yield CheckResult(name, False, f"{type(error).__name__}: {said}")
 
 
-def document(environment: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
+def document(environment: dict[str, Any], findings: list[CheckResult]) -> dict[str, Any]:
     """What `--json` writes; a figure that is not finite is null.
 
-    >>> document({}, [Finding("product", True, "", 0.5, 1.0)])["checks"]
+    >>> document({}, [CheckResult("product", True, "", 0.5, 1.0)])["checks"]
     [{'name': 'product', 'passed': True, 'figure': 0.5, 'bound': 1.0, 'said': ''}]
     """
     checks = [
@@ -86,7 +86,7 @@ def document(environment: dict[str, Any], findings: list[Finding]) -> dict[str, 
     return {"environment": environment, "checks": checks, **counts}
 
 
-def _found(device: str | None) -> tuple[dict[str, Any], list[Finding]]:
+def _found(device: str | None) -> tuple[dict[str, Any], list[CheckResult]]:
     """Versions and devices, and what is amiss with them."""
     import jax
 
@@ -97,16 +97,16 @@ def _found(device: str | None) -> tuple[dict[str, Any], list[Finding]]:
     try:
         devices = jax.local_devices()
     except RuntimeError as error:  # a plugin that does not load, or a driver that does not answer
-        return environment, [Finding("devices", False, next(iter(str(error).splitlines()), ""))]
+        return environment, [CheckResult("devices", False, next(iter(str(error).splitlines()), ""))]
     environment["devices"] = [f"{one.platform}: {one.device_kind}" for one in devices]
     environment["runtime"] = " ".join(devices[0].client.platform_version.split())
     if device not in (None, devices[0].platform):
         said = f"no {device} answers JAX, only {devices[0]}: jaxtrain doctor says why"
-        return environment, [Finding("devices", False, said)]
+        return environment, [CheckResult("devices", False, said)]
     return environment, []
 
 
-def _tell(console: Console, finding: Finding) -> None:
+def _tell(console: Console, finding: CheckResult) -> None:
     status, style = STYLES[finding.passed]
     line = Text.assemble((status, style), f"  {finding.name:26}  {finding.said}")
     console.print(line, soft_wrap=True)

@@ -11,14 +11,14 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.step import TrainState
 from parity.selftest.bits import in_words, on_host, unlike
-from parity.selftest.finding import Finding
+from parity.selftest.check_result import CheckResult
 from parity.selftest.step import fp16_step, perceptron, rows
 
 BEFORE, AFTER = 3, 2
 """Steps before the checkpoint, and after it."""
 
 
-def checkpoint() -> Iterator[Finding]:
+def checkpoint() -> Iterator[CheckResult]:
     """fp16 with dropout, a moving average and an open accumulation window: state of every kind."""
     step = fp16_step()
     state = step.init(perceptron(), seed=7, streaming=True)
@@ -27,13 +27,13 @@ def checkpoint() -> Iterator[Finding]:
     saved = on_host(state)
     restored = round_trip(state)
     back = on_host(restored)
-    yield Finding("checkpoint, restored", not (lost := unlike(saved, back)), in_words(lost, saved))
+    yield CheckResult("checkpoint, restored", not (lost := unlike(saved, back)), in_words(lost, saved))
     for i in range(BEFORE, BEFORE + AFTER):
         state, _ = step.micro(state, rows(i))
         restored, _ = step.micro(restored, rows(i))
     went = on_host(state)
     apart = unlike(went, on_host(restored))
-    yield Finding(f"checkpoint, {AFTER} steps on", not apart, in_words(apart, went))
+    yield CheckResult(f"checkpoint, {AFTER} steps on", not apart, in_words(apart, went))
 
 
 def round_trip(state: TrainState) -> TrainState:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from parity.selftest.finding import Finding
+from parity.selftest.check_result import CheckResult
 
 AXIS = "devices"
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
@@ -18,11 +18,11 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def collectives() -> Iterator[Finding]:
+def collectives() -> Iterator[CheckResult]:
     """Each over all local devices, on whole numbers, which float32 adds exactly."""
     devices = jax.local_devices()
     if len(devices) == 1:
-        yield Finding("collectives", None, "one device: nothing to communicate")
+        yield CheckResult("collectives", None, "one device: nothing to communicate")
         return
     n = len(devices)
     # A row of n · 256 numbers for each device, below 2^20.
@@ -38,7 +38,7 @@ def collectives() -> Iterator[Finding]:
         found = _on_each(collective, mesh, given).reshape(expected[name].shape)
         wrong = [str(device) for device, a, b in zip(devices, found, expected[name], strict=True) if (a != b).any()]
         said = f"wrong on {', '.join(wrong)}" if wrong else f"exact on each of {n} devices"
-        yield Finding(f"{name}, {n} devices", not wrong, said)
+        yield CheckResult(f"{name}, {n} devices", not wrong, said)
 
 
 def _on_each(collective: Callable[[Any], Any], mesh: Mesh, rows: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from parity.case import AdamW, Batch, Case
 from parity.compare import relative
 from parity.record import Record, Tensors
 from parity.selftest.bits import in_words, on_host, unlike
-from parity.selftest.finding import Finding, within
+from parity.selftest.check_result import CheckResult, within
 
 CONFIG = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
 ROWS, STEPS = 8, 5
@@ -35,7 +35,7 @@ exceeds this once in a thousand times (F distribution, 5 and 5 degrees of freedo
 RECORDED = Path(__file__).with_name("gpt2.npz")
 
 
-def precision() -> Iterator[Finding]:
+def precision() -> Iterator[CheckResult]:
     """STEPS steps in float64, and in each lower precision."""
     ours, weights = case(), recorded("weights")
     truth = {what: recorded(what) for what in GROUPS}
@@ -49,7 +49,7 @@ def precision() -> Iterator[Finding]:
         yield _as_near(low, jax_side.run(ours, weights, low, steps=STEPS), truth)
 
 
-def determinism() -> Iterator[Finding]:
+def determinism() -> Iterator[CheckResult]:
     """One bf16 step three times, from the same state, on the same batch."""
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2, dropout=0.1)
     step = jaxtrain.train_step(loss_of(config), optim.adamw(1e-3), precision="bf16", clip_norm=1.0)
@@ -59,7 +59,7 @@ def determinism() -> Iterator[Finding]:
     results = [on_host(program(step.init(params, seed=0), batch)) for _ in range(3)]
     apart = sorted({name for again in results[1:] for name in unlike(results[0], again)})
     hint = "; XLA_FLAGS=--xla_gpu_deterministic_ops=true forbids such kernels" if apart else ""
-    yield Finding("determinism", not apart, in_words(apart, results[0]) + hint)
+    yield CheckResult("determinism", not apart, in_words(apart, results[0]) + hint)
 
 
 def case() -> Case:
@@ -104,11 +104,13 @@ def _batch(seed: int, rows: int) -> Batch:
     return {"tokens": stream.randint(CONFIG.vocab_size, size=(rows, CONFIG.n_positions + 1))}
 
 
-def _as_near(low: str, run: Record, truth: Mapping[str, Tensors]) -> Finding:
+def _as_near(low: str, run: Record, truth: Mapping[str, Tensors]) -> CheckResult:
     """Whether a run is about as far from the truth as PyTorch's."""
     name, theirs = f"GPT-2, {low}, {STEPS} steps", recorded("distances")[low]
     if not np.array_equal(run.scales, recorded("scales")[low]):
-        return Finding(name, False, f"loss scales {run.scales.tolist()}, PyTorch's {recorded('scales')[low].tolist()}")
+        return CheckResult(
+            name, False, f"loss scales {run.scales.tolist()}, PyTorch's {recorded('scales')[low].tolist()}"
+        )
     # A loss is float32: below a unit in its last place one is nearer to the truth by luck.
     floor = np.array([SINGLE * np.linalg.norm(list(truth["losses"].values())), 0, 0])
     ratios = distances(groups(run), truth) / np.maximum(theirs, floor)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.transforms import policy
-from parity.selftest.finding import Finding, within
+from parity.selftest.check_result import CheckResult, within
 
 ROUNDOFF = {"fp32": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Of an operand, relative: half a unit in the last place, a whole one for tf32, which hardware may cut off; none of
@@ -30,7 +30,7 @@ Gray 2016, Fast Algorithms for Convolutional Neural Networks)."""
 Arrays = Mapping[str, np.ndarray]
 
 
-def products() -> Iterator[Finding]:
+def products() -> Iterator[CheckResult]:
     """A product [256, 512] by [512, 384] and its gradients."""
     rng = np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(shape, np.float32) for shape in ((256, 512), (512, 384), (256, 384)))
@@ -40,7 +40,7 @@ def products() -> Iterator[Finding]:
     yield from _in_each_precision("product", lambda x, w: x @ w, (x, w, dy), truth, terms)
 
 
-def convolutions() -> Iterator[Finding]:
+def convolutions() -> Iterator[CheckResult]:
     """A convolution of 3×3, [4, 14, 14, 32] to 64 channels, and its gradients."""
     rng = np.random.default_rng(1)
     x, w, dy = (rng.standard_normal(s, np.float32) for s in ((4, 14, 14, 32), (3, 3, 32, 64), (4, 14, 14, 64)))
@@ -78,7 +78,7 @@ def _convolution(x: Any, w: Any) -> Any:
 
 def _in_each_precision(
     name: str, operation: Callable[..., Any], given: tuple[np.ndarray, ...], truth: Arrays, terms: Mapping[str, int]
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     for precision, roundoff in ROUNDOFF.items():
         found, dtype = _computed(operation, precision, given)
         # Both operands and the result are rounded, independently of each other; the sums in float32 whatever else.
@@ -87,7 +87,7 @@ def _in_each_precision(
         worst = max(errors, key=lambda what: _ratio(errors[what], bounds[what]))
         title = f"{name}, {precision}"
         if dtype != DTYPES[precision]:
-            yield Finding(title, False, f"its result is {dtype}, not {DTYPES[precision]}")
+            yield CheckResult(title, False, f"its result is {dtype}, not {DTYPES[precision]}")
         else:
             yield within(title, errors[worst], bounds[worst], f"relative error of its {worst}")
 

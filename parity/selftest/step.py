@@ -14,7 +14,7 @@ from jaxtrain.transforms import block
 from parity.bars import FIRST_BAR
 from parity.compare import relative
 from parity.selftest.bits import in_words, on_host, unlike
-from parity.selftest.finding import Finding, within
+from parity.selftest.check_result import CheckResult, within
 
 WIDTH, ROWS, INTERVAL = 16, 8, 3
 COURSE = "..!.....!!...."
@@ -66,7 +66,7 @@ def fp16_step() -> TrainStep:
     )
 
 
-def overflow() -> Iterator[Finding]:
+def overflow() -> Iterator[CheckResult]:
     """An inf in one micro-batch of a window: nothing but the scale may change, which must go PyTorch's way."""
     step = fp16_step()
     state = step.init(perceptron(), seed=0)
@@ -86,12 +86,12 @@ def overflow() -> Iterator[Finding]:
             spoiled |= {*unlike(before, after)}
             kept = before
     seen = f"windows {missed} of {len(COURSE)} told wrongly" if missed else f"{COURSE.count('!')} found, no other"
-    yield Finding("overflow, detection", not missed, seen)
-    yield Finding("overflow, skipped update", not spoiled, in_words(sorted(spoiled), kept))
+    yield CheckResult("overflow, detection", not missed, seen)
+    yield CheckResult("overflow, skipped update", not spoiled, in_words(sorted(spoiled), kept))
     right = expected_scales(COURSE, scales[0])
     steps = [i for i, (a, b) in enumerate(zip(scales, right, strict=True)) if a != b]
     said = f"{scales[steps[0]]:g} after window {steps[0]}, not {right[steps[0]]:g}" if steps else _course_of(scales)
-    yield Finding("loss scale", not steps, said)
+    yield CheckResult("loss scale", not steps, said)
 
 
 def expected_scales(course: str, scale: float) -> list[float]:
@@ -114,7 +114,7 @@ def _course_of(scales: Sequence[float]) -> str:
     return f"{scales[0]:g} → " + " → ".join(f"{scale:g}" for scale in turns)
 
 
-def accumulation() -> Iterator[Finding]:
+def accumulation() -> Iterator[CheckResult]:
     """Four micro-batches of unlike weights, against the one batch that they are, in float64."""
     batch = rows(0, count=24)
     batch["weight"][[7, 12, 13, 14, 15, 16, 20, 23]] = 0  # 6, 5, 1 and 4 rows are left of six each
@@ -123,7 +123,7 @@ def accumulation() -> Iterator[Finding]:
     yield within("accumulation", apart, FIRST_BAR, "update of 4 uneven micro-batches, apart from one batch's by")
 
 
-def rematerialisation() -> Iterator[Finding]:
+def rematerialisation() -> Iterator[CheckResult]:
     """Twelve blocks with dropout, all their values recomputed, against all of them kept, in float64."""
     draws = np.random.default_rng(3).standard_normal((LAYERS, WIDTH, WIDTH), np.float32)
     params = {"layers": draws / np.float32(WIDTH**0.5)}

@@ -19,8 +19,8 @@ IMAGES = "digits-resnet --width 8 --batch-size 16"
 
 def ran(capsys, command):
     status = main(shlex.split(command))
-    told = capsys.readouterr()
-    return status, told.out, told.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def test_a_plan_is_a_table_and_a_line_to_paste(capsys):
@@ -60,20 +60,20 @@ def test_nothing_fits_in_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         (f"plan {IMAGES} --memory 16", "'16' is no amount of memory: write it with its unit, as in 16GiB or 40GB"),
         (f"plan {IMAGES} --memory -3GiB", "'-3GiB' is no amount"),
         ("plan gpt-stdlob", "did you mean 'gpt-stdlib'"),
         (f"plan {IMAGES} --accumulate 3", "is not divisible by accumulate 3"),
         (f"plan {IMAGES} --remat nothing", "remat 'nothing' is unknown"),
-        (f"train {IMAGES} --micro-batch 8", "invalid choice: '8'"),
+        (f"train {IMAGES} --micro-batch 8", "invalid choice '8' for argument '--micro-batch'"),
     ],
 )
-def test_wrong_usage_is_one_line(command, said, capsys):
+def test_wrong_usage_is_one_line(command, message, capsys):
     status, _, err = ran(capsys, command)
     assert status == 2
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -88,7 +88,7 @@ def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     assert chosen.batch_size == 8
     assert chosen.precision == "fp32"
     assert f"chosen: micro-batch {8 // chosen.accumulate} × {chosen.accumulate}, remat {chosen.remat}, fp32: " in out
-    # A run that is there is refused before anything is compiled for it, and a resumed one keeps what it has.
+    # An existing run is rejected before anything is compiled; a resumed run keeps its settings.
     status, out, err = ran(capsys, f"train {recipe} --micro-batch auto --out run")
     assert (status, "compiling" in out) == (2, False)
     assert "already holds a run" in err

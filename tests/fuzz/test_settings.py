@@ -1,4 +1,4 @@
-"""Settings that no run can have: each is refused in one line that names it, before anything is compiled or written."""
+"""Invalid settings: each raises a one-line error that names it, before anything is compiled or written."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ MALFORMED = st.sampled_from(
 
 
 def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
-    """Texts that are no value of the field."""
+    """Texts that are not a value of the field."""
     hint = get_type_hints(type(recipe))[field]
     kinds = set(get_args(hint)) if get_origin(hint) not in (None, Literal) else {hint}
     numbers = st.sampled_from(["nan", "inf", "-inf", "-1", "1e400", "-1e-9", "1e39"])
@@ -58,29 +58,29 @@ def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
         )
     if field in ("optimizer", "schedule", "loss_scale", "remat", "mesh"):
         return MALFORMED
-    return st.nothing()  # a column may have any name; a flag without a value has none that is bad
+    return st.nothing()  # a column may have any name; a boolean flag has no value
 
 
 @st.composite
 def bad_flags(draw: st.DrawFn) -> tuple[str, str, str]:
-    """(recipe, field, value)"""
+    """Draw (recipe, field, invalid value)."""
     name, field = draw(st.sampled_from([(n, f) for n, f in FIELDS if not bad_for(RECIPES[n], f).is_empty]))
     return name, field, draw(bad_for(RECIPES[name], field))
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reaches a model has gone too far."""
+    """Fail if a model is created."""
 
     def compiled(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a model was made for settings that no run can have")
+        raise AssertionError("a model was created for invalid settings")
 
     for task in ("language", "classification", "masked_language", "seq2seq"):
         monkeypatch.setattr(f"jaxtrain.tasks.{task}.functional", compiled)
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that is said."""
+    """Return the one-line error."""
     before = sorted(Path().rglob("*"))
     assert main(args) == 2, args
     out, err = capsys.readouterr()
@@ -92,9 +92,9 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def names(said: str, field: str) -> bool:
-    """Whether the field is named, as a setting or as a flag."""
-    return re.search(rf"\b{field}\b|--{field.replace('_', '-')}\b", said) is not None
+def names(message: str, field: str) -> bool:
+    """Return whether the message names the field, as a setting or as a flag."""
+    return re.search(rf"\b{field}\b|--{field.replace('_', '-')}\b", message) is not None
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def test_a_bad_flag_is_refused_by_its_name(count, capsys):
     @given(bad_flags())
     def refuses(case: tuple[str, str, str]) -> None:
         name, field, value = case
-        said = refused(["train", name, f"--{field.replace('_', '-')}={value}", "--out", "run"], capsys)
-        assert names(said, field) or (field in ("data", "tokenizer") and value[:40] in said), said
+        message = refused(["train", name, f"--{field.replace('_', '-')}={value}", "--out", "run"], capsys)
+        assert names(message, field) or (field in ("data", "tokenizer") and value[:40] in message), message
 
     refuses()
 
@@ -120,8 +120,8 @@ def test_a_bad_flag_is_refused_by_its_name(count, capsys):
 @pytest.mark.usefixtures("nothing_compiled", "empty")
 @pytest.mark.parametrize("value", ["\x1e\x85", "\u2028x", "a\n--\nb", "\r", "\x0b\x0c1", "\x1b[31m", "│", "--"])
 def test_a_bad_value_with_line_breaks_is_refused_by_its_name(value, capsys):
-    said = refused(["train", "bert-keywords", f"--on-spike={value}"], capsys)
-    assert said.endswith("Expected one of ('stop', 'rollback'); see jaxtrain train bert-keywords --help\n")
+    message = refused(["train", "bert-keywords", f"--on-spike={value}"], capsys)
+    assert message.endswith("Expected one of ('stop', 'rollback'); see jaxtrain train bert-keywords --help\n")
 
 
 WRONG: dict[Any, list[Any]] = {
@@ -135,7 +135,7 @@ WRONG: dict[Any, list[Any]] = {
 
 
 def doctored() -> Iterator[tuple[str, str, Any]]:
-    """(recipe, field, value): what a run's config.json could hold, and no run has."""
+    """Yield (recipe, field, value) of invalid values that a config.json could hold."""
     for name, field in FIELDS:
         hint = get_type_hints(type(RECIPES[name]))[field]
         kinds = {get_origin(hint)} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}
@@ -155,8 +155,8 @@ def test_a_doctored_config_is_refused_by_the_setting_that_is_wrong():
         write_config(name, field, value)
         with pytest.raises(UserError) as refusal:
             read_recipe(RunFolder(Path("run")))
-        said = str(refusal.value)
-        assert names(said, field) or "run/config.json" in said, (name, field, value, said)
+        message = str(refusal.value)
+        assert names(message, field) or "run/config.json" in message, (name, field, value, message)
 
 
 @pytest.mark.usefixtures("nothing_compiled", "empty")
@@ -167,14 +167,14 @@ def test_every_command_refuses_a_doctored_config(capsys):
     @given(st.sampled_from(list(doctored())), st.sampled_from(commands))
     def refuses(case: tuple[str, str, Any], command: str) -> None:
         write_config(*case)
-        said = refused(command.split(), capsys)
-        assert names(said, case[1]) or "run/config.json" in said, (command, said)
+        message = refused(command.split(), capsys)
+        assert names(message, case[1]) or "run/config.json" in message, (command, message)
 
     refuses()
 
 
 def sensible(recipe: Any, field: str) -> st.SearchStrategy[Any]:
-    """Values that a run can have."""
+    """Valid values of the field."""
     hint = get_type_hints(type(recipe))[field]
     if field in ("optimizer",):
         return st.sampled_from([*OPTIMIZERS, "sgd(momentum=0.9, nesterov=True)", "adamw(eps=1e-6, amsgrad=True)"])
@@ -247,8 +247,8 @@ def test_what_a_machine_cannot_hold_after_all_is_one_line_too(monkeypatch, capsy
     monkeypatch.setattr("jaxtrain.cli.sample.main", exhausted)
     assert main(["sample", "run"]) == 1
     assert capsys.readouterr().err == (
-        "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): make batch_size or the model "
-        "smaller\n"
+        "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): reduce batch_size or the "
+        "model's size\n"
     )
     monkeypatch.setattr("jaxtrain.cli.sample.main", lambda args: {}["not ours to hide"])
     with pytest.raises(KeyError):

@@ -121,7 +121,10 @@ def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]
         (["run", "--precision", "fp64,fp8"], "'fp8' is unknown: choose from fp64,fp32,bf16,fp16"),
         (["run", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["run", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
-        (["run", "mlp", "--accumulate", "3"], "accumulate 3 does not divide the 64 rows of mlp: choose one of 1, 2, 4"),
+        (
+            ["run", "mlp", "--accumulate", "3"],
+            "the 64 rows of mlp are not divisible by accumulate 3: use one of 1, 2, 4",
+        ),
         (["run", "mlp", "--remat", "some"], "remat 'some' is unknown: choose one of none, full"),
         (["run", "mlp", "--json", "/nowhere/a.json"], "'/nowhere/a.json' cannot be written: name a file"),
         (["run", "mlp", "--dropout", "1"], "'1' is not a rate: make it 0 or more, below 1"),

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F
 
 from parity.cases import CASES
-from parity.conditions import Watch, meeting, unmet, watched
+from parity.conditions import ConditionCounter, cases_that_meet, count_conditions, unmet_conditions
 
 
 def test_every_condition_counts_what_meets_it() -> None:
     x = torch.tensor([[0.0, 2.0, 2.0], [-1.0, 0.0, 1.0]])
     hidden = torch.tensor([[True, True, False], [True, True, True]])
-    with Watch() as watch:
+    with ConditionCounter() as watch:
         F.cross_entropy(x, torch.tensor([-100, 1]))
         F.nll_loss(x.log_softmax(-1), torch.tensor([7, 7]), ignore_index=7)
         F.embedding(torch.tensor([0, 2, 2]), x.mT, padding_idx=2)
@@ -45,7 +45,7 @@ def test_every_condition_counts_what_meets_it() -> None:
 
 def test_a_mask_that_is_no_boolean_or_not_given_says_nothing() -> None:
     q = torch.ones(1, 1, 2, 4)
-    with Watch() as watch:
+    with ConditionCounter() as watch:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
         F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(2, 2))
     assert not watch.met
@@ -59,20 +59,20 @@ def test_what_is_met_is_not_said() -> None:
         batch["label"] = np.where(np.arange(rows) == 1, -100, batch["label"])
         return batch
 
-    assert "no label was ignored" in unmet(case)
-    assert "no label was ignored" not in unmet(dataclasses.replace(case, batch=some_ignored))
+    assert "no label was ignored" in unmet_conditions(case)
+    assert "no label was ignored" not in unmet_conditions(dataclasses.replace(case, batch=some_ignored))
 
 
 def test_labels_that_can_be_ignored_are_and_others_left() -> None:
     case = CASES["cnn"]()
-    ((said, changed),) = meeting(case)
+    ((said, changed),) = cases_that_meet(case)
     assert said == "every third of label -100"
-    assert watched(changed).met["label ignored"] == -(-case.rows // 3)
+    assert count_conditions(changed).met["label ignored"] == -(-case.rows // 3)
     before, after = case.batch(3, 8), changed.batch(3, 8)
     np.testing.assert_array_equal(after["image"], before["image"])
     np.testing.assert_array_equal(after["label"][[1, 2, 4, 5, 7]], before["label"][[1, 2, 4, 5, 7]])
     # Its tokens are inputs too, of which none can be −100.
-    assert [*meeting(CASES["gpt2"]())] == []
+    assert [*cases_that_meet(CASES["gpt2"]())] == []
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, np.bool_])
@@ -87,10 +87,29 @@ def test_a_mask_that_hides_nothing_is_named_and_made_ragged(dtype: type) -> None
 
     masked = dataclasses.replace(case, torch_loss=loss, batch=full)
     said = "True" if dtype == np.bool_ else "1.0" if dtype == np.float32 else "1"
-    assert unmet(masked)[0] == f"mask is {said} throughout"
-    ((what, changed),) = meeting(masked)
+    assert unmet_conditions(masked)[0] == f"mask is {said} throughout"
+    ((what, changed),) = cases_that_meet(masked)
     assert what == "mask 0 at the ends of rows"
     mask = changed.batch(0, 5)["mask"]
     assert mask.dtype == dtype
     np.testing.assert_array_equal(mask.sum(1), [4, 3, 2, 4, 3])
     assert (np.diff(mask.astype(int)) <= 0).all()
+
+
+def test_a_batch_that_the_model_refuses_is_logged_and_a_bug_of_the_harness_surfaces(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = CASES["cnn"]()
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        if batch["label"].min() < 0:
+            raise IndexError("target -100 is out of bounds")
+        return case.torch_loss(model, batch)
+
+    with caplog.at_level("INFO", "parity.conditions"):
+        assert [*cases_that_meet(dataclasses.replace(case, torch_loss=loss))] == []
+    (line,) = caplog.messages
+    assert line == "cnn, every third of label -100: refused by PyTorch: IndexError: target -100 is out of bounds"
+    monkeypatch.setattr("parity.conditions._every_third", lambda value: lambda x: {}["a bug of ours"])
+    with pytest.raises(KeyError, match="a bug of ours"):
+        [*cases_that_meet(case)]

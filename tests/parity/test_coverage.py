@@ -21,16 +21,16 @@ from parity.run import check, examine
 def test_a_bound_between_the_norms_and_inputs_that_reach_everything_leave_nothing_to_say() -> None:
     case = CASES["maml"]()
     norms = examine(case, steps=4).theirs.grad_norms
-    assert examine(dataclasses.replace(case, clip_norm=float(sorted(norms)[1]) * 1.001), steps=4).unseen == ()
+    assert examine(dataclasses.replace(case, clip_norm=float(sorted(norms)[1]) * 1.001), steps=4).not_exercised == ()
 
 
 def test_positions_that_no_batch_is_long_enough_for_are_named() -> None:
-    found = examine(gpt2.case(tokens=9), steps=3).unseen
+    found = examine(gpt2.case(tokens=9), steps=3).not_exercised
     assert "transformer.wpe.weight: 8 of 16 rows never had a gradient" in found
 
 
 def test_one_step_is_too_few() -> None:
-    assert any("one step shows nothing of momentum" in line for line in examine(mlp.case(), steps=1).unseen)
+    assert any("one step exercises no momentum" in line for line in examine(mlp.case(), steps=1).not_exercised)
 
 
 @pytest.mark.parametrize(("bound", "said"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
@@ -38,8 +38,8 @@ def test_a_bound_that_clips_never_or_always_is_said_and_another_tried(bound: flo
     case = dataclasses.replace(mlp.case(), clip_norm=bound)
     found = examine(case, steps=3, locate=True)
     assert found.verdict.passed
-    assert any(line.startswith(said) for line in found.unseen)
-    assert any(line.startswith("clipping holds with clip_norm") for line in found.unseen)
+    assert any(line.startswith(said) for line in found.not_exercised)
+    assert any(line.startswith("clipping holds with clip_norm") for line in found.not_exercised)
 
 
 @pytest.mark.slow

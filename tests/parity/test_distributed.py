@@ -149,10 +149,10 @@ def test_in_fp16_the_scales_are_pytorch_s_and_the_rest_as_near_the_truth(on_two,
     ours = in_jax(training, 2)
     np.testing.assert_array_equal(ours.scales, theirs.scales)
     alone = partial(torch_side.run, training.case(), accumulate=training.accumulate, steps=training.steps)
-    noise = [alone("fp16", reorder=i) for i in range(REORDERINGS)]
+    noise = [alone("fp16", variant=torch_side.Variant(reorder=i)) for i in range(REORDERINGS)]
     assert [run.skipped for run in noise] == [theirs.skipped] * REORDERINGS
     assert 2 < len(theirs.skipped) < 18
-    truth = without(alone("fp64", skip=theirs.skipped), theirs.skipped)
+    truth = without(alone("fp64", variant=torch_side.Variant(skip=theirs.skipped)), theirs.skipped)
     verdict = same_precision(applied(ours), [applied(run) for run in (theirs, *noise)], truth)
     assert verdict.passed, verdict.faults
 

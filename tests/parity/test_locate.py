@@ -336,14 +336,14 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
     assert verdict.first_divergence is not None
     assert verdict.first_divergence.torch == "1: aten.addmm"
     assert verdict.stage is not None
-    assert verdict.stage.startswith("in fp64 too: loss: ")
+    assert verdict.stage.startswith("in fp64 as well: loss: ")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"accumulate": 4}, "agrees with accumulate 1: the difference arises with"),
-        ({"remat": "full"}, "agrees with remat none: the difference arises with remat full"),
+        ({"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
+        ({"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])

@@ -58,7 +58,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_a_mutant_that_is_none_is_named() -> None:
-    with pytest.raises(UserError, match="no mutant nonsense"):
+    with pytest.raises(UserError, match="unknown mutant nonsense"):
         mutate(["nonsense"])
 
 
@@ -72,5 +72,12 @@ def test_the_outcomes_are_written(tmp_path: Path) -> None:
     assert mutant == {"name": "leaky-relu-slope", "case": "layer", "caught": True, "located": True}
 
 
-def test_nothing_is_said_of_none() -> None:
+def test_mutants_of_one_clean_case_share_its_verdict_and_it_counts_once() -> None:
+    found = mutate(["adam-eps", "adam-eps-in-the-root", "adamax-is-adam"], located=False)
+    assert [outcome.clean_runs for outcome in found] == [1, 0, 1]
+    assert all(outcome.clean and outcome.caught for outcome in found)
+    assert document(found)["clean_runs"] == 2
+
+
+def test_the_document_of_no_mutants_counts_nothing() -> None:
     assert document([]) == {"mutants": [], "caught": 0, "total": 0, "clean_runs": 0, "false_alarms": 0}

@@ -188,7 +188,8 @@ def test_rows_are_permuted_with_their_micro_batch() -> None:
 def test_reordered_rows_are_the_same_mathematics_under_dropout(case: Case) -> None:
     given = dropout_masks(case, "fp64", accumulate=2, steps=2, seed=0)
     plain, other = (
-        torch_side.run(case, "fp64", accumulate=2, steps=2, masks=given, reorder=reorder) for reorder in (None, 1)
+        torch_side.run(case, "fp64", accumulate=2, steps=2, masks=given, variant=torch_side.Variant(reorder))
+        for reorder in (None, 1)
     )
     np.testing.assert_allclose(other.losses, plain.losses, rtol=1e-12)
     changed = [not np.array_equal(other.grads[name], gradient) for name, gradient in plain.grads.items()]

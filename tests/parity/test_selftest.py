@@ -24,7 +24,7 @@ from parity import jax_side, selftest
 from parity.cli import main
 from parity.record import Record, Snapshot
 from parity.selftest import checkpoint, collectives, gpt2, products, step
-from parity.selftest.finding import Finding
+from parity.selftest.check_result import CheckResult
 
 BLOCKED = """
 import sys
@@ -49,11 +49,11 @@ def ran(blocked: set[str], *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def failed(findings: list[Finding]) -> set[str]:
+def failed(findings: list[CheckResult]) -> set[str]:
     return {finding.name for finding in findings if finding.passed is False}
 
 
-def found(check: Callable[[], Any]) -> list[Finding]:
+def found(check: Callable[[], Any]) -> list[CheckResult]:
     findings = list(check())
     assert findings
     return findings

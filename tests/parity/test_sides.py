@@ -48,6 +48,25 @@ def test_batches_differ_by_step_and_by_seed_and_come_again() -> None:
     np.testing.assert_array_equal(drawn, again)
 
 
+def test_a_batch_that_is_a_view_is_contiguous_in_pytorch() -> None:
+    case = small()
+
+    def views(seed: int, rows: int) -> dict[str, np.ndarray]:
+        batch = case.batch(seed, rows)
+        wider = np.concatenate([batch["label"][:, None]] * 3, axis=1)
+        return {"image": np.asfortranarray(batch["image"]), "label": wider[:, :-1]}
+
+    def torch_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return case.torch_loss(model, {"image": batch["image"].view(-1, 6), "label": batch["label"].view(-1)[::2]})
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        return case.loss_fn(params, {**batch, "label": batch["label"][:, 0]}, rng)
+
+    viewed = dataclasses.replace(case, batch=views, torch_loss=torch_loss, loss_fn=loss_fn, names=None)
+    verdict = check(viewed, steps=2)
+    assert verdict.passed, verdict.faults
+
+
 def test_a_batch_drawn_in_float64_is_given_in_float32() -> None:
     case = small()
     drawn = dataclasses.replace(
@@ -75,7 +94,9 @@ def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
 
 def test_reordered_rows_and_other_splits_are_the_same_mathematics() -> None:
     plain = torch_side.run(small(), "fp64", steps=3)
-    for other in (torch_side.run(small(), "fp64", steps=3, reorder=1, accumulate=k) for k in (1, 2, 8)):
+    for other in (
+        torch_side.run(small(), "fp64", steps=3, variant=torch_side.Variant(reorder=1), accumulate=k) for k in (1, 2, 8)
+    ):
         np.testing.assert_allclose(other.losses, plain.losses, rtol=1e-12)
         np.testing.assert_allclose(other.last.params["1.weight"], plain.last.params["1.weight"], rtol=1e-9)
 
@@ -140,10 +161,10 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"precision": "fp8"}, "precision 'fp8' is unknown: choose one of fp64, fp32, bf16, fp16"),
-        ({"accumulate": 3}, "accumulate 3 does not divide the 8 rows of small: choose one of 1, 2, 4, 8"),
+        ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp64, fp32, bf16, fp16"),
+        ({"accumulate": 3}, "the 8 rows of small are not divisible by accumulate 3: use one of 1, 2, 4, 8"),
         ({"accumulate": 0}, "accumulate 0 does not divide"),
-        ({"steps": 0}, "steps 0 train nothing"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"remat": "some"}, "remat 'some' is unknown"),
     ],
 )

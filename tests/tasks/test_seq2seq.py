@@ -1,4 +1,4 @@
-"""Pairs of texts: what T5 is given, and that its measure is that of decoding."""
+"""Pairs of texts: T5's inputs, and its metric against decoding."""
 
 import jax
 import numpy as np
@@ -28,13 +28,13 @@ def test_pairs_are_ended_then_padded_and_not_cut() -> None:
     pair = encoded(recipe, ByteTokenizer(), {"source": "abc", "target": "xyz"})
     assert pair["source"].tolist() == [97, 98, 99, END, PAD]
     assert pair["target"].tolist() == [120, 121, 122, END]
-    with pytest.raises(UserError, match="the target 'wxyz' has 5 tokens with its end, more than target_len 4"):
+    with pytest.raises(UserError, match="the target 'wxyz' has 5 tokens with its end token, more than target_len 4"):
         encoded(recipe, ByteTokenizer(), {"source": "a", "target": "wxyz"})
 
 
 def test_exact_match_is_what_greedy_decoding_matches() -> None:
-    """A model that has learned half of its lesson: for each example the two agree, whether right or wrong."""
-    recipe = small(target_len=13)  # with padding behind
+    """With a half-trained model, both agree on each example, right or wrong."""
+    recipe = small(target_len=13)  # with padding
     task = seq2seq_task(recipe)
     step = train_step(task.loss_fn, adamw(1e-2))
     state = step.init(task.params)

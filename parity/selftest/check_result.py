@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """`passed`, None where this machine has nothing to check; `said`, what was seen; where it is a number, the `figure`
     and the `bound` that it may not exceed."""
 
@@ -15,7 +15,7 @@ class Finding:
     bound: float | None = None
 
 
-def within(name: str, figure: float, bound: float, of: str) -> Finding:
+def within(name: str, figure: float, bound: float, of: str) -> CheckResult:
     """A figure that holds up to its bound; one that is NaN does not. `of` says what it is.
 
     >>> within("product", 0.5, 1.0, "relative error").said
@@ -23,4 +23,6 @@ def within(name: str, figure: float, bound: float, of: str) -> Finding:
     >>> within("product", float("nan"), 1.0, "relative error").passed
     False
     """
-    return Finding(name, bool(figure <= bound), f"{of} {figure:.2g}, at most {bound:.2g}", float(figure), float(bound))
+    return CheckResult(
+        name, bool(figure <= bound), f"{of} {figure:.2g}, at most {bound:.2g}", float(figure), float(bound)
+    )
