@@ -103,12 +103,12 @@ def _prove(options: argparse.Namespace, console: Console) -> int:
         f"{case.name}: {proof.tensors} tensors and {proof.buffers} buffers of PyTorch's are {proof.leaves} leaves of "
         f"JAX's, each used once"
     )
-    if proof.moved:
-        name, apart = max(proof.moved.items(), key=lambda item: item[1])
-        console.print(f"{len(proof.moved)} move both losses alike, within {apart:.0e} ({name})", markup=False)
+    if proof.distances:
+        name, apart = max(proof.distances.items(), key=lambda item: item[1])
+        console.print(f"{len(proof.distances)} move both losses alike, within {apart:.0e} ({name})", markup=False)
     for alias, name in proof.tied.items():
         console.print(f"tied: {alias} is {name}", markup=False)
-    for name in proof.unmoved:
+    for name in proof.unproven:
         console.print(f"not proven: {name} moves no loss", markup=False)
     return 0
 
@@ -128,9 +128,9 @@ def _selftest(options: argparse.Namespace, console: Console) -> int:
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
     """Today's JAX side beside a bundle; PyTorch need not be installed."""
     from jaxtrain.errors import UserError
-    from parity.bundle import opened
+    from parity.bundle import open_bundle
 
-    bundle = opened(options.bundle)
+    bundle = open_bundle(options.bundle)
     if len(options.cases) != 1:
         raise UserError(f"{options.bundle} holds one case: name it, as in parity run FILE.py::case --bundle DIR")
     case = case_of(options.cases[0], **_made_with(options))

@@ -228,10 +228,10 @@ def live_reference(
 def _permutable(masks: "Masks", rows: int) -> bool:
     """Whether the rows of a micro-batch with these dropout masks can be permuted."""
     from jaxtrain.errors import UserError
-    from parity.randomness import reordered
+    from parity.randomness import permute_masks
 
     try:
-        reordered(masks, np.arange(rows))
+        permute_masks(masks, np.arange(rows))
     except UserError:
         return False
     return rows > 1

@@ -22,7 +22,7 @@ from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training
 from parity.oracle.in_torch import InFloat64
 from parity.record import Record
-from parity.torch_side import AUTOCAST, WHOLE, Updates, gathered, seeded_model, snapshot, tensor
+from parity.torch_side import AUTOCAST, WHOLE, Updates, seeded_model, snapshot, tensor
 
 
 def run(trainings: Sequence[Training]) -> list[Record]:
@@ -76,7 +76,7 @@ def _train(training: Training) -> Record:
             window_loss = window_loss + loss.detach()
         scaler.unscale_(optimizer)
         bound = math.inf if case.clip_norm is None else case.clip_norm
-        norms.append(gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)).item())
+        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)).item())
         applied = updates.count
         scaler.step(optimizer)
         scaler.update()
