@@ -205,11 +205,11 @@ def live_reference(
     """Run PyTorch's side; also from weights one ulp off if there are more than `judged` steps."""
     # Imported here, so that listing the cases or reporting a mistyped one is fast.
     from parity import torch_side
-    from parity.attestation import refuse_unlike
+    from parity.attestation import check_matmul_precision
     from parity.randomness import dropout_masks
     from parity.torch_side import Variant
 
-    refuse_unlike(precision)
+    check_matmul_precision(precision)
     k, steps, seed = settings.accumulate, settings.steps, settings.seed
     masks = dropout_masks(case, precision, accumulate=k, steps=steps, seed=seed)
     torch_run = partial(torch_side.run, case, accumulate=k, steps=steps, seed=seed, masks=masks)

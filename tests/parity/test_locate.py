@@ -277,7 +277,7 @@ def test_clipping_without_pytorchs_epsilon_is_located(monkeypatch: pytest.Monkey
 
 def test_a_sum_that_cancels_is_no_evidence() -> None:
     trace: Trace[str] = Trace()
-    x = trace.enter(np.array([1.0, -1.0]))
+    x = trace.add_input(np.array([1.0, -1.0]))
     assert trace.add(np.array([1e-17]), x, "sum") == frozenset()
 
 
@@ -285,7 +285,7 @@ def test_values_are_equal_in_any_layout_and_not_by_a_billionth() -> None:
     x = np.random.default_rng(0).standard_normal((3, 4, 5))
     traces: list[Trace[str]] = [Trace() for _ in range(3)]
     for trace, value in zip(traces, [x, x.transpose(2, 0, 1) * (1 + 1e-12), x * (1 + 1e-9)], strict=True):
-        trace.enter(value)
+        trace.add_input(value)
     assert counterparts(traces[0], traces[1]) == [frozenset({0})]
     assert counterparts(traces[0], traces[2]) == [frozenset()]
 
