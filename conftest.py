@@ -17,6 +17,7 @@ for name, value in {
     # Workers and later runs share what is compiled, however fast it compiled.
     "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAXTRAIN_TOKEN_CACHE": str(CACHE / "tokens"),
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     # What JAX would silently widen or broadcast is an error.
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",

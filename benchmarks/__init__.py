@@ -1,1 +1,16 @@
-"""JAX beside PyTorch on the same work, in one run."""
+"""Benchmarks: the training steps of JAX and PyTorch timed on the same work, interleaved, in one run.
+
+job         one row: a workload, an engine and its settings
+workloads   the models and sizes that are timed
+suites      which jobs a command times
+budget      the time limit and its division
+engines     the training steps; features, ceiling, updates, host and run hold the other kinds of work
+equality    float64 check that the engines do the same work
+worker      the process that runs one engine
+timing      interleaved timing of the worker processes
+measure     a suite: equality, ceilings, timings
+figures     rows, ratios and exponents of the JSON document
+rows        rows and ratios formatted for people
+picture     bar chart and page
+cli         `python -m benchmarks`
+"""

@@ -1,66 +1,96 @@
-"""What the machine can do at most, measured in the same run: a large matrix product, and a large copy."""
+"""The machine's ceilings, measured in the same run: the rates of a large matrix product and of a large copy."""
 
+import time
 from collections.abc import Callable
 
+from benchmarks.budget import fit_side
 from benchmarks.engines import Engine
 from benchmarks.job import Job
 
+CEILINGS = ("product", "copy")
 SIDE = {"cpu": 2048, "gpu": 8192, "cuda": 8192}
-"""Of the square matrices, by platform."""
-COPIED = {"cpu": 1 << 26, "gpu": 1 << 30, "cuda": 1 << 30}
-"""Bytes read, and as many written."""
+"""Side of the square matrices, by platform."""
+COPY_BYTES = {"cpu": 1 << 26, "gpu": 1 << 30, "cuda": 1 << 30}
+"""Bytes read, and as many written, by platform."""
+CALL_LIMIT_S = 1.0
+"""Longest product. PyTorch's bfloat16 on a CPU without bfloat16 units takes minutes for 2048x2048."""
+
+
+def engine(job: Job) -> Engine:
+    """Return the engine of a job whose workload is one of `CEILINGS`."""
+    return jax_engine(job) if job.engine == "jax" else torch_engine(job)
 
 
 def jax_engine(job: Job) -> Engine:
-    """`job.workload` "product", of operands in the precision's compute dtype, or "copy", by JAX."""
+    """Return JAX's product, with operands in the precision's compute dtype, or JAX's copy."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     device = jax.local_devices()[0]
     if job.workload == "copy":
-        x = jnp.zeros(COPIED[device.platform] // 4, np.float32)
-        fn, args, flops = jax.jit(lambda x: x + 1), [x], None
-    else:
-        n = SIDE[device.platform]
-        dtype = {"bf16": jnp.bfloat16, "fp16": np.float16}.get(job.precision, np.float32)
-        a = jax.random.normal(jax.random.key(0), (n, n), dtype)
-        precision = "highest" if job.precision == "fp32" else "default"
-        fn, args, flops = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision)), [a, a], 2 * n**3
+        x = jnp.zeros(COPY_BYTES[device.platform] // 4, np.float32)
+        add_one = jax.jit(lambda x: x + 1)
+        return Engine(lambda: jax.block_until_ready(add_one(x)), [], device.device_kind, lambda: None)
 
-    def take() -> None:
-        jax.block_until_ready(fn(*args))
+    dtype = {"bf16": jnp.bfloat16, "fp16": np.float16}.get(job.precision, np.float32)
+    precision = "highest" if job.precision == "fp32" else "default"
+    matmul = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
 
-    return Engine(take, [], device.device_kind, lambda: None, flops=flops)
+    def product(side: int) -> Callable[[], None]:
+        a = jax.random.normal(jax.random.key(0), (side, side), dtype)
+        return lambda: jax.block_until_ready(matmul(a, a))
+
+    return _product_engine(job, product, SIDE[device.platform], device.device_kind)
 
 
 def torch_engine(job: Job) -> Engine:
-    """The same by PyTorch."""
+    """Return PyTorch's product or copy."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+
+    def synchronized(fn: Callable[[], object]) -> Callable[[], None]:
+        def call() -> None:
+            fn()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        return call
+
     if job.workload == "copy":
-        x = torch.zeros(COPIED[device.type] // 4, device=device)
-        fn: Callable[[], object] = lambda: x + 1  # noqa: E731
-        flops = None
-    else:
-        n = SIDE[device.type]
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision, torch.float32)
-        a = torch.randn(n, n, device=device).to(dtype)
-        fn, flops = lambda: a @ a, 2 * n**3
+        x = torch.zeros(COPY_BYTES[device.type] // 4, device=device)
+        return Engine(synchronized(lambda: x + 1), [], device.type, lambda: None)
 
-    def take() -> None:
-        fn()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision, torch.float32)
 
-    return Engine(take, [], device.type, lambda: None, flops=flops)
+    def product(side: int) -> Callable[[], None]:
+        a = torch.randn(side, side, device=device).to(dtype)
+        return synchronized(lambda: a @ a)
+
+    return _product_engine(job, product, SIDE[device.type], device.type)
 
 
-CEILINGS = ("product", "copy")
+def _product_engine(
+    job: Job,
+    product: Callable[[int], Callable[[], None]],
+    largest: int,
+    device: str,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Engine:
+    """Return the engine of the largest product within `CALL_LIMIT_S`."""
 
+    def call_seconds(side: int) -> float:
+        call, seconds = product(side), []
+        for _ in range(2):  # the first call may compile
+            begin = clock()
+            call()
+            seconds.append(clock() - begin)
+        return min(seconds)
 
-def engine(job: Job) -> Engine:
-    """The engine of `job`, whose workload is one of `CEILINGS`."""
-    return jax_engine(job) if job.engine == "jax" else torch_engine(job)
+    side = fit_side(call_seconds, largest, CALL_LIMIT_S)
+    note = ""
+    if side < largest:
+        note = f"matrix product by {job.engine} in {job.precision}: reduced from {largest}x{largest} to {side}x{side}"
+    return Engine(product(side), [], device, lambda: None, flops=2 * side**3, note=note)

@@ -1,130 +1,148 @@
-"""`python -m benchmarks [SUITE] [--json F] [--html F] [--png F]`."""
+"""`python -m benchmarks [SUITE] [--workload W] [--precision P] [--minutes M] [--json F] [--html F] [--png F]`."""
 
 import argparse
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.budget import Budget
 from jaxtrain.errors import UserError
+
+MINUTES = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a suite; 0, or 1 where an engine fails or does other work, or 2 for wrong usage."""
-    from benchmarks.suites import SUITES
+    """Measure a suite.
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="JAX beside PyTorch on the same work")
-    parser.add_argument("suite", nargs="?", default="cpu", help=f"one of {', '.join(SUITES)}")
-    for kind, what in {"json": "the figures", "html": "a page to look at", "png": "its picture alone"}.items():
-        parser.add_argument(f"--{kind}", type=Path, metavar="F", help=f"where to write {what}")
-    asked = parser.parse_args(argv)
+    Args:
+      argv: Arguments; None takes those of the process.
+
+    Returns:
+      The exit status: 0, 1 where an engine fails or engines do different work, 2 for wrong usage, 130 if interrupted.
+    """
+    arguments = _parser().parse_args(argv)
     try:
-        if asked.suite not in SUITES:
-            raise UserError(f"no suite {asked.suite!r}: choose one of {', '.join(SUITES)}")
-        for path in (asked.json, asked.html, asked.png):
-            _check_writable(path)
-        return _run(asked.suite, asked.json, asked.html, asked.png)
+        return _run(arguments)
     except UserError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        print("benchmarks: interrupted", file=sys.stderr)
+        return 130
 
 
-def _check_writable(path: Path | None) -> None:
-    if path and not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"{path} has no folder to be written to: make {path.parent}")
+def _parser() -> argparse.ArgumentParser:
+    from benchmarks.suites import SUITES
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Time training steps of JAX and PyTorch on the same work."
+    )
+    parser.add_argument("suite", nargs="?", default="cpu", help=f"one of {', '.join(SUITES)} (default: cpu)")
+    for flag in ("workload", "precision"):
+        text = f"measure only rows of this {flag}; may be repeated"
+        parser.add_argument(f"--{flag}", action="append", default=[], metavar=flag[0].upper(), help=text)
+    text = f"time limit; what does not fit is reduced or skipped (default: {MINUTES:g})"
+    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="M", help=text)
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures, updated after every workload")
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page with chart and figures")
+    parser.add_argument("--png", type=Path, metavar="F", help="write the chart")
+    return parser
 
 
-def _run(name: str, json_path: Path | None, html_path: Path | None, png_path: Path | None) -> int:
-    from benchmarks import devices
-    from benchmarks.suites import SUITES, exponents, measured, ratios, rows, slope
+def _run(arguments: argparse.Namespace) -> int:
+    from benchmarks.suites import select
+
+    suite = select(arguments.suite, arguments.workload, arguments.precision)
+    if not 0 < arguments.minutes < math.inf:
+        raise UserError(f"--minutes must be positive and finite, got {arguments.minutes:g}")
+    for path in (arguments.json, arguments.html, arguments.png):
+        _check_writable(path)
+    # Workers share the accelerator with this process.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+    from benchmarks.measure import Results, measure
     from parity.attestation import environment
 
     # A pipe has no width.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    with console.status("starting") as status:
-        timings, ceilings = measured(SUITES[name], status.update if console.is_terminal else console.print)
-    document: dict[str, Any] = {
-        "suite": name,
-        "environment": environment(),
-        "ceilings": [_ceiling(t) for t in ceilings],
-        "rows": rows(timings, ceilings),
-        "ratios": ratios(timings),
-        "exponents": exponents(timings) if name == "scaling" else [],
-    }
-    if name == "scaling":
-        document["memory_per_device"] = devices.memory()
-    console.print(_table(document["rows"]))
-    for ratio in document["ratios"]:
-        console.print(_said(ratio))
-    for fit in document["exponents"]:
-        console.print(f"{fit['engine']}: seconds ~ {fit['size']}^{fit['exponent']:.2f}")
-    for kind in ("state", "temporaries") if name == "scaling" else ():
-        points = [(row["devices"], row[kind]) for row in document["memory_per_device"]]
-        console.print(f"{kind} of one device: bytes ~ devices^{slope(points):.3f}")
-    if json_path:
-        json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    if html_path or png_path:
-        from benchmarks.picture import write_page, write_picture  # matplotlib, which nothing else needs
+    header: dict[str, Any] = {"suite": arguments.suite, "environment": environment()}
+    document: dict[str, Any] = {}
 
-        if html_path:
-            write_page(html_path, document)
-        if png_path:
-            write_picture(png_path, document)
+    def save(results: Results, complete: bool = False) -> None:
+        document.update({**header, **_figures(arguments.suite, results), "complete": complete})
+        if arguments.json:
+            write_json(arguments.json, document)
+
+    budget = Budget(60 * arguments.minutes)
+    try:
+        with console.status("starting") as status:
+            progress = status.update if console.is_terminal else console.print
+            results = measure(suite, budget, progress, console.print, save)
+        if arguments.suite == "scaling":
+            from benchmarks.devices import memory_by_devices
+
+            header["memory_per_device"] = memory_by_devices(budget.remaining())
+        save(results, complete=True)
+    finally:
+        if document.get("rows"):
+            _print(console, document)
+            _write_pages(arguments.html, arguments.png, document)
     return 0
 
 
-def _ceiling(timing: Any) -> dict[str, Any]:
-    from benchmarks.ceiling import COPIED
+def _check_writable(path: Path | None) -> None:
+    if path and not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"cannot write {path}: create the folder {path.parent} or choose a writable one")
 
-    seconds, product = float(timing.wall.min()), timing.flops is not None
-    platform = "cpu" if timing.device == "cpu" else "gpu"
+
+def _figures(suite: str, results: Any) -> dict[str, Any]:
+    from benchmarks.figures import ceiling_rows, exponents, ratios, rows
+
     return {
-        "what": timing.job.workload,
-        "engine": timing.job.engine,
-        "precision": timing.job.precision,
-        "per_s": timing.flops / seconds if product else 2 * COPIED[platform] / seconds,
-        "unit": "FLOP" if product else "byte",
+        "ceilings": ceiling_rows(results.ceilings),
+        "rows": rows(results.timings, results.ceilings),
+        "ratios": ratios(results.timings),
+        "exponents": exponents(results.timings) if suite == "scaling" else [],
+        "notes": results.notes,
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(
-        "workload", "engine", "precision", "", "lower decile", "median", "per second", "MFU", "memory", "compile, warm"
-    )
-    for row in rows:
-        table.add_row(
-            row["workload"],
-            row["engine"],
-            row["precision"],
-            settings(row),
-            f"{row['lower_decile_s'] * 1e3:.2f} ms",
-            f"{row['median_s'] * 1e3:.2f} ms",
-            f"{row['per_s']:,.0f} {row['unit']}",
-            "" if row["mfu"] is None else f"{row['mfu']:.0%}",
-            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
-            "" if row["compile_s"] is None else f"{row['compile_s']:.1f} s, {row['warm_compile_s']:.1f} s",
-        )
-    return table
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically, so that an interruption leaves the previous one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def settings(row: dict[str, Any]) -> str:
-    """What sets a row apart from the plain one of its workload.
+def _print(console: Console, document: Mapping[str, Any]) -> None:
+    from benchmarks.figures import slope
+    from benchmarks.rows import ratio_line, table
 
-    >>> settings({"accumulate": 4, "remat": "full", "feature": "", "sizes": {"rows": 8}})
-    'k=4 remat=full rows=8'
-    """
-    said = [f"k={row['accumulate']}"] if row["accumulate"] > 1 else []
-    said += [f"remat={row['remat']}"] if row["remat"] != "none" else []
-    said += [row["feature"]] if row["feature"] else []
-    return " ".join([*said, *(f"{name}={value}" for name, value in row["sizes"].items())])
+    console.print(table(document["rows"]))
+    for ratio in document["ratios"]:
+        console.print(ratio_line(ratio))
+    for fit in document["exponents"]:
+        console.print(f"{fit['engine']}: seconds ~ {fit['size']}^{fit['exponent']:.2f}")
+    memory = document.get("memory_per_device", [])
+    for kind in ("state", "temporaries") if memory else ():
+        exponent = slope([(row["devices"], row[kind]) for row in memory])
+        console.print(f"{kind} per device: bytes ~ devices^{exponent:.3f}")
 
 
-def _said(ratio: dict[str, Any]) -> str:
-    names = {"jax_vs_eager": "eager PyTorch", "jax_vs_compile": "compiled PyTorch"}
-    found = [f"{ratio[key]:.2f}× {name}" for key, name in names.items() if ratio[key] is not None]
-    return f"{ratio['workload']} {ratio['precision']} {settings(ratio)}: JAX is {' and '.join(found)}"
+def _write_pages(html: Path | None, png: Path | None, document: Mapping[str, Any]) -> None:
+    if html or png:
+        from benchmarks.picture import write_page, write_picture  # imports matplotlib
+
+        if html:
+            write_page(html, document)
+        if png:
+            write_picture(png, document)

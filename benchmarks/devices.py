@@ -1,6 +1,6 @@
-"""What one device holds of a training step as it is divided over more of them (`fsdp`), counted by the compiler.
+"""Memory per device of an `fsdp` training step over growing numbers of devices, as the compiler counts it.
 
-`python -m benchmarks.devices` prints it; the devices are a CPU's, made for the purpose, whatever the machine has.
+`python -m benchmarks.devices` prints it for virtual CPU devices, whatever the machine has.
 """
 
 import json
@@ -13,17 +13,30 @@ DEVICES = (1, 2, 4, 8)
 SIZES = {"vocab_size": 256, "width": 256, "depth": 4, "heads": 4, "rows": 8, "length": 64}
 
 
-def memory() -> list[dict[str, int]]:
-    """`devices`, and the bytes of one: `state` and batch, and the `temporaries` of a step. In a process of its own."""
+def memory_by_devices(timeout: float) -> list[dict[str, int]]:
+    """Count the memory per device in a subprocess.
+
+    Args:
+      timeout: Time limit in seconds.
+
+    Returns:
+      A row for each number of `devices`: bytes per device of `state` and batch, and of the `temporaries` of a step;
+      empty if they are not counted within the time limit.
+    """
     flags = f"--xla_force_host_platform_device_count={max(DEVICES)}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "benchmarks.devices"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    try:
+        completed = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    rows: list[dict[str, int]] = json.loads(completed.stdout.splitlines()[-1])
+    return rows
 
 
-def _counted(devices: int) -> dict[str, Any]:
+def _memory_on(devices: int) -> dict[str, Any]:
     import jax
 
     import jaxtrain
@@ -36,9 +49,9 @@ def _counted(devices: int) -> dict[str, Any]:
     mesh = make_mesh(f"fsdp={devices}", jax.devices()[:devices])
     step = shard(jaxtrain.train_step(case.loss_fn, case.optimizer.jax, clip_norm=case.clip_norm), mesh, gpt2.SHARDING)
     params, _ = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
-    held = memory_per_device(step, params, jax_side.arrays(case.batch(0, case.rows), "fp32"))
-    return {"devices": devices, "state": held.arguments, "temporaries": held.temporaries}
+    memory = memory_per_device(step, params, jax_side.arrays(case.batch(0, case.rows), "fp32"))
+    return {"devices": devices, "state": memory.arguments, "temporaries": memory.temporaries}
 
 
 if __name__ == "__main__":
-    print(json.dumps([_counted(n) for n in DEVICES]))
+    print(json.dumps([_memory_on(n) for n in DEVICES]))

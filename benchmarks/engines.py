@@ -1,7 +1,8 @@
-"""The engines: each a whole training step of a case, from the same weights, on the same batch."""
+"""Engines: whole training steps of a case, from the same weights, on the same batch, in JAX and in PyTorch."""
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,11 +15,18 @@ from parity.case import Batch, Case
 
 @dataclass(frozen=True)
 class Engine:
-    """`step()` takes one whole step, to the end of what it started; `losses` are of all that were taken. `prepare()`
-    comes before each, on time of its own. `compile_s`:
-    seconds from nothing, `warm_compile_s`: with what the first time kept on disk; None where nothing is compiled.
-    `flops` of a step as the mathematics has them: nothing computed again. `peak_bytes()`: the device's, None where it
-    has no memory of its own.
+    """A step to time, with its counters.
+
+    Attributes:
+      step: Runs one whole step and waits for its results.
+      losses: The losses of all steps so far; empty for work without a loss.
+      device: Name of the device.
+      peak_bytes: Returns the device's peak memory in bytes, None for a device without its own memory.
+      compile_s: Seconds to compile with an empty cache; None where nothing is compiled.
+      warm_compile_s: Seconds to compile with the persistent cache filled; None likewise.
+      flops: FLOPs of a step as the mathematics has them, without rematerialization; None if unknown.
+      prepare: Called before each step, outside its time.
+      note: A line to report about this engine, such as reduced work; "" for none.
     """
 
     step: Callable[[], None]
@@ -29,10 +37,11 @@ class Engine:
     warm_compile_s: float | None = None
     flops: int | None = None
     prepare: Callable[[], None] = lambda: None
+    note: str = ""
 
 
 def engine(job: Job, workload: Workload) -> Engine:
-    """The engine of `job`, compiled. Raises `UserError` for a setting that it has not."""
+    """Return the compiled engine of a job. Raises `UserError` for a setting that the engine does not have."""
     case = workload.case(job.sizes)
     batch = case.batch(0, case.rows)
     if job.feature == features.MICRO_STEPS:
@@ -49,54 +58,57 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     from parity import jax_side
 
     step = features.train_step(case, job)
-    plain = features.train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
-    state, abstract = _initial(case, step), jax.eval_shape(lambda: _initial(case, plain))
-    arrays = jax_side.arrays(batch, "fp32")
-    counted = flops(plain.pure, abstract, arrays)
-    compiled, cold, warm = compiled_twice(step.jitted, state, arrays)
+    state, arrays = _initial_state(case, job, step), jax_side.arrays(batch, job.precision)
+    compiled, cold, warm, flop_count = step.jitted, None, None, None
+    if job.precision != "fp64":  # which is not timed
+        plain = features.train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
+        flop_count = flops(plain.pure, jax.eval_shape(lambda: _initial_state(case, job, plain)), arrays)
+        compiled, cold, warm = compile_twice(step.jitted, state, arrays)
     device = jax.local_devices()[0]
-
     losses: list[float] = []
 
-    def take() -> None:
+    def run_step() -> None:
         nonlocal state
         state, metrics = compiled(state, arrays)
         jax.block_until_ready(state)
         losses.append(float(metrics["loss"]))
 
-    def peak() -> int | None:
-        statistics = device.memory_stats() or {}
-        return statistics.get("peak_bytes_in_use")
+    def peak_bytes() -> int | None:
+        return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
-    return Engine(take, losses, device.device_kind, peak, cold, warm, counted)
+    return Engine(run_step, losses, device.device_kind, peak_bytes, cold, warm, flop_count)
 
 
 def _micro_steps(case: Case, batch: Batch, job: Job) -> Engine:
-    """`job.accumulate` gradients, each by a call of its own, and the update, by another."""
+    """A window as `job.accumulate` calls that add a gradient, and one call that updates."""
     import jax
 
     from parity import jax_side
 
-    arrays = jax_side.arrays(batch, "fp32")
+    arrays = jax_side.arrays(batch, job.precision)
     rows = case.rows // job.accumulate
     micro_batches = [{name: x[i : i + rows] for name, x in arrays.items()} for i in range(0, case.rows, rows)]
-    by_hand = features.MicroSteps(case, job)
-    state = _initial(case, by_hand)
+    micro_steps = features.MicroSteps(case, job)
+    state = _initial_state(case, job, micro_steps)
     losses: list[float] = []
 
-    def take() -> None:
+    def run_step() -> None:
         nonlocal state
         for micro_batch in micro_batches:
-            state = by_hand.add(state, micro_batch)
-        state, loss = by_hand.update(state)
+            state = micro_steps.add(state, micro_batch)
+        state, loss = micro_steps.update(state)
         jax.block_until_ready(state)
         losses.append(float(loss))
 
-    return Engine(take, losses, jax.local_devices()[0].device_kind, lambda: None)
+    return Engine(run_step, losses, jax.local_devices()[0].device_kind, lambda: None)
 
 
-def compiled_twice(jitted: Any, *args: Any) -> tuple[Any, float, float]:
-    """(the program, seconds from nothing, seconds with what the first time kept on disk)."""
+def compile_twice(jitted: Any, *args: Any) -> tuple[Any, float, float]:
+    """Compile with an empty and with a filled persistent cache.
+
+    Returns:
+      A tuple (compiled program, seconds of the first compilation, seconds of the second).
+    """
     import jax
 
     begin = time.perf_counter()
@@ -108,11 +120,12 @@ def compiled_twice(jitted: Any, *args: Any) -> tuple[Any, float, float]:
     return compiled, cold, time.perf_counter() - begin
 
 
-def _initial(case: Case, step: Any) -> Any:
-    """The state around PyTorch's weights."""
+def _initial_state(case: Case, job: Job, step: Any) -> Any:
+    """Return the initial state of `step` with PyTorch's initial weights."""
     from parity import jax_side, torch_side
 
-    params, model_state = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
+    trees = jax_side.from_torch(case, torch_side.initial_weights(case, seed=0))
+    params, model_state = (jax_side.arrays(tree, "fp64") for tree in trees) if job.precision == "fp64" else trees
     return step.init(params, model_state=model_state)
 
 
@@ -120,39 +133,42 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     import torch
 
     from parity import torch_side
+    from parity.oracle.in_torch import InFloat64
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # What "fp32" says, in convolutions as in products, as JAX's side has it.
+    # In convolutions as in products, as on JAX's side.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
-    # The images are so already: [B, H, W, C], which the loss permutes.
+    # The images already have this layout: they are [B, H, W, C], which the loss permutes.
     layout = torch.channels_last if workload.images else torch.contiguous_format
-    model = torch_side.seeded_model(case, seed=0).to(device)
-    model = model.to(memory_format=layout)  # type: ignore[call-overload]  # which PyTorch's stubs leave out
+    wide = job.precision == "fp64"
+    model = torch_side.seeded_model(case, seed=0).to(device, torch.float64 if wide else torch.float32)
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]  # missing from PyTorch's stubs
     if job.remat == "full":
-        _checkpointed(model, job)
+        _enable_checkpointing(model, job)
     elif job.remat != "none":
-        raise UserError(f"remat {job.remat} has no counterpart in PyTorch: time none and full")
+        raise UserError(f"remat {job.remat!r} has no counterpart in PyTorch: use none or full")
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
     rows = case.rows // job.accumulate
     micro_batches = [
-        {name: torch.from_numpy(x[i : i + rows]).to(device) for name, x in batch.items()}
+        {name: _tensor(x[i : i + rows], wide).to(device) for name, x in batch.items()}
         for i in range(0, case.rows, rows)
     ]
 
-    # Not `model.compile()`, which leaves a `Sequential` as it is.
-    called: Any = model if job.engine == "torch_eager" else torch.compile(model)
+    # Not `model.compile()`, which does nothing to a `Sequential`.
+    called: Any = torch.compile(model) if job.engine == "torch_compile" else model
     losses: list[float] = []
 
-    def take() -> None:
+    def run_step() -> None:
         total = torch.zeros([], device=device)
         optimizer.zero_grad()
         for micro_batch in micro_batches:
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                summed, weight = case.torch_loss(called, micro_batch)
-                loss = summed / weight / job.accumulate
-            scaler.scale(loss).backward()
+            with InFloat64() if wide else nullcontext():
+                with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                    summed, weight = case.torch_loss(called, micro_batch)
+                    loss = summed / weight / job.accumulate
+                scaler.scale(loss).backward()
             total = total + loss.detach()
         scaler.unscale_(optimizer)
         if case.clip_norm is not None:
@@ -163,27 +179,34 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
             torch.cuda.synchronize()
         losses.append(float(total))
 
-    def peak() -> int | None:
+    def peak_bytes() -> int | None:
         return torch.cuda.max_memory_allocated() if device.type == "cuda" else None
 
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if job.engine == "torch_eager":
-        return Engine(take, losses, name, peak)
-    cold = _first(take)
+        return Engine(run_step, losses, name, peak_bytes)
+    cold = _seconds(run_step)
     torch.compiler.reset()
-    return Engine(take, losses, name, peak, cold, _first(take))
+    return Engine(run_step, losses, name, peak_bytes, cold, _seconds(run_step))
 
 
-def _first(take: Callable[[], None]) -> float:
+def _tensor(x: Any, wide: bool) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(x)
+    return tensor.double() if wide and tensor.is_floating_point() else tensor
+
+
+def _seconds(call: Callable[[], None]) -> float:
     begin = time.perf_counter()
-    take()
+    call()
     return time.perf_counter() - begin
 
 
-def _checkpointed(model: Any, job: Job) -> None:
-    # The first is what transformers 6 calls the second.
+def _enable_checkpointing(model: Any, job: Job) -> None:
+    # transformers 6 renames the second to the first.
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
             getattr(model, name)({"use_reentrant": False})
             return
-    raise UserError(f"the PyTorch model of {job.workload} has no gradient checkpointing: time remat none")
+    raise UserError(f"the PyTorch model of {job.workload} has no gradient checkpointing: use remat none")

@@ -1,4 +1,4 @@
-"""A JAX training step with one feature more or less, to see what each costs."""
+"""JAX training steps with single features added or removed, to measure what each costs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from jaxtrain.cpu.products import cpu_products
 from jaxtrain.step import dynamic_loss_scale, validated
 from jaxtrain.transforms import policy, unroll
 from parity.case import Case
+from parity.oracle.in_jax import in_float64
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "": {},
@@ -20,16 +21,18 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "loss scaling": {"loss_scale": dynamic_loss_scale(init_scale=1024.0)},
     "ema": {"ema": 0.999},
 }
-"""Options of `jaxtrain.train_step`, by what they add."""
+"""Options of `jaxtrain.train_step`, by feature."""
+MICRO_STEPS = "a call each"
+"""The feature of a window computed by `MicroSteps`."""
 
 
 def train_step(case: Case, job: Job) -> Any:
-    """The step of `job`: jaxtrain's, or the barest that could do its work."""
-    if job.feature in BY_HAND:
-        return BY_HAND[job.feature](case, job)
+    """Return the step of `job`: `jaxtrain.train_step`, or one of `OWN_STEPS`."""
+    if job.feature in OWN_STEPS:
+        return OWN_STEPS[job.feature](case, job)
     options = {"clip_norm": case.clip_norm, **FEATURES[job.feature]}
     return jaxtrain.train_step(
-        case.loss_fn,
+        _loss_fn(case, job),
         case.optimizer.jax,
         precision=job.precision,
         accumulate=job.accumulate,
@@ -39,8 +42,8 @@ def train_step(case: Case, job: Job) -> Any:
     )
 
 
-class Bare(NamedTuple):
-    """Parameters and optimizer state, and nothing else."""
+class BareState(NamedTuple):
+    """State of `BareStep`: parameters and optimizer state."""
 
     params: Any
     opt_state: Any
@@ -48,29 +51,29 @@ class Bare(NamedTuple):
 
 
 class BareStep:
-    """What a tutorial writes: differentiate, update; no clipping, no check, no metrics but the loss."""
+    """The step of a tutorial: differentiate and update, without clipping, finite check or metrics."""
 
     def __init__(self, case: Case, job: Job) -> None:
         self.optimizer = case.optimizer.jax
         mean = _mean_loss(case, job)
 
-        def whole(state: Bare, batch: Any) -> tuple[Bare, dict[str, Any]]:
+        def step(state: BareState, batch: Any) -> tuple[BareState, dict[str, Any]]:
             loss, grads = jax.value_and_grad(mean)(state.params, batch, state.rng)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-            return Bare(optax.apply_updates(state.params, updates), opt_state, state.rng), {"loss": loss}
+            return BareState(optax.apply_updates(state.params, updates), opt_state, state.rng), {"loss": loss}
 
-        self.pure = whole
-        self.jitted = jax.jit(whole, donate_argnums=0)
+        self.pure = step
+        self.jitted = jax.jit(step, donate_argnums=0)
 
-    def init(self, params: Any, model_state: Any) -> Bare:
-        """A fresh state; `model_state` has no place in it."""
+    def init(self, params: Any, model_state: Any) -> BareState:
+        """Return the initial state; `model_state` must be None."""
         if model_state is not None:
-            raise ValueError("the bare step keeps no model state: time it on a model without")
-        return Bare(params, self.optimizer.init(params), jax.random.key(0))
+            raise ValueError("the bare step supports no model state: use a model without buffers")
+        return BareState(params, self.optimizer.init(params), jax.random.key(0))
 
 
-class Accumulating(NamedTuple):
-    """And the window's sums: of the gradients, and of the losses."""
+class AccumulatorState(NamedTuple):
+    """State of `MicroSteps`: that of `BareStep` with the window's sums of gradients and of losses."""
 
     params: Any
     opt_state: Any
@@ -80,35 +83,35 @@ class Accumulating(NamedTuple):
 
 
 class MicroSteps:
-    """What a PyTorch user's loop would be: `add` a micro-batch's gradient to the sums, `accumulate` times; `update`."""
+    """The loop of a PyTorch user: `add` a micro-batch's gradient, `accumulate` times, then `update`."""
 
     def __init__(self, case: Case, job: Job) -> None:
         self.optimizer = case.optimizer.jax
         mean = _mean_loss(case, job)
         clip = optax.clip_by_global_norm(case.clip_norm)
 
-        def add(state: Accumulating, micro_batch: Any) -> Accumulating:
+        def add(state: AccumulatorState, micro_batch: Any) -> AccumulatorState:
             loss, grads = jax.value_and_grad(mean)(state.params, micro_batch, state.rng)
             summed = jax.tree.map(lambda total, g: total + g / job.accumulate, state.grads, grads)
             return state._replace(grads=summed, loss=state.loss + loss / job.accumulate)
 
-        def update(state: Accumulating) -> tuple[Accumulating, jax.Array]:
+        def update(state: AccumulatorState) -> tuple[AccumulatorState, jax.Array]:
             grads, _ = clip.update(state.grads, clip.init(state.params))
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             zeros = jax.tree.map(jnp.zeros_like, state.grads)
-            return Accumulating(params, opt_state, state.rng, zeros, jnp.zeros_like(state.loss)), state.loss
+            return AccumulatorState(params, opt_state, state.rng, zeros, jnp.zeros_like(state.loss)), state.loss
 
         self.add, self.update = jax.jit(add, donate_argnums=0), jax.jit(update, donate_argnums=0)
 
-    def init(self, params: Any, model_state: Any) -> Accumulating:
-        """A fresh state, its sums empty."""
+    def init(self, params: Any, model_state: Any) -> AccumulatorState:
+        """Return the initial state, with sums of zero."""
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Accumulating(params, self.optimizer.init(params), jax.random.key(0), zeros, jnp.zeros([]))
+        return AccumulatorState(params, self.optimizer.init(params), jax.random.key(0), zeros, jnp.zeros([]))
 
 
 def _mean_loss(case: Case, job: Job) -> Callable[..., jax.Array]:
-    compute = cpu_products(unroll(policy(job.precision).apply(validated(case.loss_fn))))
+    compute = cpu_products(unroll(policy(job.precision).apply(validated(_loss_fn(case, job)))))
 
     def mean(params: Any, batch: Any, rng: Any) -> Any:
         loss, *_ = compute(params, batch, rng, None)
@@ -117,5 +120,9 @@ def _mean_loss(case: Case, job: Job) -> Callable[..., jax.Array]:
     return mean
 
 
-BY_HAND: Mapping[str, Callable[[Case, Job], Any]] = {"bare": BareStep}
-MICRO_STEPS = "a call each"
+def _loss_fn(case: Case, job: Job) -> Any:
+    """Return the case's loss; in fp64 also with constants and casts of the model in float64."""
+    return in_float64(case.loss_fn) if job.precision == "fp64" else case.loss_fn
+
+
+OWN_STEPS: Mapping[str, Callable[[Case, Job], Any]] = {"bare": BareStep}

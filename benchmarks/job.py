@@ -1,4 +1,4 @@
-"""What one process is to time: a workload, by an engine, under settings."""
+"""A job: one workload, run by one engine under given settings, in one process."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """`sizes` override the workload's own (rows, depth, …); `feature` is one of `benchmarks.features`, of JAX only.
+    """A workload with the engine and the settings to run it under.
 
-    >>> Job.from_json(Job("gpt2-tiny", "jax", sizes={"rows": 4}).as_json()).sizes
-    {'rows': 4}
+    Attributes:
+      workload: A name in `benchmarks.workloads`, or of an update, input, run or ceiling.
+      engine: "jax", "optax", "torch_eager" or "torch_compile".
+      precision: "fp32", "tf32", "bf16" or "fp16"; "fp64" only in the equality check.
+      accumulate: Micro-batches per window.
+      remat: Rematerialization policy.
+      sizes: Overrides of the workload's own sizes (rows, depth, ...).
+      feature: A name in `benchmarks.features` or `benchmarks.run`; "" for the plain step. JAX only.
+
+    Example:
+      >>> Job.from_json(Job("gpt2-tiny", "jax", sizes={"rows": 4}).to_json()).sizes
+      {'rows': 4}
     """
 
     workload: str
@@ -22,16 +32,16 @@ class Job:
     sizes: Mapping[str, int] = field(default_factory=dict)
     feature: str = ""
 
-    def by(self, engine: str) -> "Job":
-        """The same work by another engine."""
+    def with_engine(self, engine: str) -> "Job":
+        """Return the same job for another engine."""
         return replace(self, engine=engine)
 
-    def as_json(self) -> str:
-        """On one line."""
+    def to_json(self) -> str:
+        """Serialize to one line."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> "Job":
-        """Of `as_json`."""
-        given: dict[str, Any] = json.loads(line)
-        return Job(**given)
+        """Deserialize the output of `to_json`."""
+        fields: dict[str, Any] = json.loads(line)
+        return Job(**fields)

@@ -1,22 +1,28 @@
-"""The most memory that a process has held at once, beyond what it held when it began."""
+"""Peak memory of this process above what it held at the start."""
 
 from pathlib import Path
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Bytes: of the accelerator where there is one, else of the process, imports left out."""
+    """Peak resident memory since construction, so that imports before it do not count."""
 
     def __init__(self) -> None:
-        CLEAR.write_text("5")  # man 5 proc: the peak starts again from what is held now
-        self.before = _kilobytes("VmRSS")
+        reset_peak()
+        self.start_kib = status_kib("VmRSS")
 
-    def of_process(self) -> int:
-        """Beyond what was held when this was made."""
-        return (_kilobytes("VmHWM") - self.before) * 1024
+    def bytes_above_start(self) -> int:
+        """Return the peak resident memory minus the resident memory at construction, in bytes."""
+        return (status_kib("VmHWM") - self.start_kib) * 1024
 
 
-def _kilobytes(name: str) -> int:
+def reset_peak() -> None:
+    """Reset the kernel's peak resident memory (VmHWM) to the current value (see `man 5 proc`)."""
+    CLEAR_REFS.write_text("5")
+
+
+def status_kib(name: str) -> int:
+    """Return a field of /proc/self/status, such as "VmRSS", in KiB."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1])

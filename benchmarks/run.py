@@ -1,4 +1,4 @@
-"""What it costs a run to survive: the guards of its steps, and its checkpoints."""
+"""Overhead of a run's safety: the guards of its steps, and its checkpoints."""
 
 import itertools
 import tempfile
@@ -11,20 +11,20 @@ from benchmarks.job import Job
 WORKLOAD = "run"
 RECIPE = "gpt-stdlib"
 COUNT = 10
-"""Steps at a time: a step is waited for when the next is on its way, and a save lasts for some."""
+"""Training steps per timed step: the loop waits for a step after dispatching the next, and a save spans several."""
 STEPS = ("steps", "steps with guards")
 SAVES = ("save", "begin a save", "steps", "steps beside a save")
 
 
-def steps_of(feature: str) -> int:
-    """Steps that one step of the benchmark counts."""
+def steps_per_step(feature: str) -> int:
+    """Return the number of training steps in one timed step."""
     return COUNT if feature.startswith("steps") else 1
 
 
 def engine(job: Job) -> Engine:
-    """The loop of a run, reduced to the feature of `job`, one of `FEATURES`."""
+    """Return a run's loop reduced to the feature of `job`, one of `STEPS` or `SAVES`."""
     from jaxtrain.recipes import RECIPES
-    from jaxtrain.runner import Checkpoints, DispatchedStep, Guard, Interval, build_training
+    from jaxtrain.runner import Checkpoints, DispatchedStep, FetchedBatch, Guard, Interval, build_training
 
     recipe = RECIPES[RECIPE]
     training, state = build_training(recipe)
@@ -38,10 +38,11 @@ def engine(job: Job) -> Engine:
         nonlocal state
         for number in itertools.islice(numbers, COUNT):
             state, metrics = training.step(state, batch)
-            interval.add(metrics)
+            dispatched = DispatchedStep(number, FetchedBatch(batch, number), metrics)
+            interval.add(dispatched)
             if guarded:
-                guard.add(DispatchedStep(number, batch, number, metrics))
-        interval.close()
+                guard.add(dispatched)
+        interval.close(number, state.opt_state)
 
     def begin_save() -> None:
         checkpoints.save(state._replace(step=state.step * 0 + next(saves)), {}, None)

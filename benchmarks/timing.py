@@ -1,34 +1,48 @@
-"""Timing jobs turn by turn, each in its own process, so that a throttled machine slows all alike."""
+"""Interleaved timing: each job in its own process, turn by turn, so that a throttled machine slows all alike."""
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.budget import Budget, OutOfTime, select_jobs
 from benchmarks.job import Job
+from benchmarks.rows import job_label
+from benchmarks.worker import WARM_UP
 from jaxtrain.errors import RunFailed
 
+Report = Callable[[str], None]
 TURN = 5
-"""Steps to a turn, at least; and as many as take `TURN_S`: the first finds the caches cold and the threads asleep."""
+"""Least steps per turn; the first of a turn finds cold caches and sleeping threads."""
 TURN_S = 0.05
+"""Least seconds per turn."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """`wall` and `cpu`: seconds of every step [steps], of the clock and of all the process's threads. The rest as
-    `benchmarks.engines.Engine` has it."""
+    """The seconds of a job's steps.
+
+    Attributes:
+      job: The job.
+      wall: Seconds of each step by the clock, [steps].
+      cpu: Seconds of each step, of all threads of the process, [steps].
+      device, compile_s, warm_compile_s, flops, peak_bytes: As in `benchmarks.engines.Engine`.
+    """
 
     job: Job
     wall: np.ndarray
     cpu: np.ndarray
-    losses: list[float]
     device: str
     compile_s: float | None
     warm_compile_s: float | None
@@ -37,23 +51,32 @@ class Timing:
 
     @property
     def lower_decile_s(self) -> float:
-        """The machine may be throttled by others, never sped up: this is the engine, the median is the day."""
+        """Seconds of a step on the undisturbed machine: others may slow it down, never speed it up."""
         return float(np.percentile(self.wall, 10))
 
 
 class Process:
-    """The worker of a job; at exit it is ended, and what is left of it."""
+    """A Python subprocess that answers commands by JSON lines; killed at exit, with its own subprocesses.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    Args:
+      label: Names the process in errors.
+      arguments: Arguments of the Python interpreter.
+    """
+
+    def __init__(self, label: str, *arguments: str) -> None:
+        self.label = label
         self.errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed at exit
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", job.as_json()],
+            [sys.executable, *arguments],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            text=True,
+            start_new_session=True,
         )
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.stdin, self.stdout, self.unread = self.child.stdin, self.child.stdout, b""
 
     def __enter__(self) -> "Process":
         return self
@@ -61,58 +84,140 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.child.kill()
-        self.child.__exit__(kind, error, trace)  # which closes its pipes
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.__exit__(kind, error, trace)  # closes its pipes
         self.errors.close()
 
-    def heard(self) -> dict[str, Any]:
-        """Its next line."""
-        assert self.child.stdout is not None
-        while line := self.child.stdout.readline():
-            if line.startswith("{"):
-                said: dict[str, Any] = json.loads(line)
-                return said
+    def ask(self, command: str, timeout: float) -> dict[str, Any]:
+        """Send a command and return the answer. Raises as `receive`."""
+        with suppress(BrokenPipeError):  # `receive` reports why
+            self.stdin.write(f"{command}\n".encode())
+        return self.receive(timeout)
+
+    def finish(self, timeout: float) -> dict[str, Any]:
+        """End the input and return the last answer. Raises as `receive`."""
+        self.stdin.close()
+        return self.receive(timeout)
+
+    def receive(self, timeout: float) -> dict[str, Any]:
+        """Return the next answer.
+
+        Raises:
+          RunFailed: The process ended; the message holds the last line of its standard error.
+          OutOfTime: There is no answer after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while line := self._read_line(deadline):
+            if line.startswith(b"{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
         self.child.wait()
         self.errors.seek(0)
         last = (self.errors.read().strip() or f"exit status {self.child.returncode}").splitlines()[-1]
-        raise RunFailed(f"{self.job.workload} by {self.job.engine} in {self.job.precision}: {last}")
+        raise RunFailed(f"{self.label}: {last}")
 
-    def turn(self, steps: int, seconds: float) -> dict[str, Any]:
-        """The seconds of each of some steps, which take so many together."""
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"turn {steps} {seconds}\n")
-        self.child.stdin.flush()
-        return self.heard()
+    def _read_line(self, deadline: float) -> bytes:
+        """Return the next line of standard output, empty at its end. Raises `OutOfTime` after `deadline`."""
+        while b"\n" not in self.unread:
+            if not select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise OutOfTime(self.label)
+            chunk = self.stdout.read(1 << 16)
+            if not chunk:
+                return b""
+            self.unread += chunk
+        line, _, self.unread = self.unread.partition(b"\n")
+        return line + b"\n"
 
-    def ended(self) -> dict[str, Any]:
-        """Its last words."""
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        return self.heard()
+
+def start_worker(job: Job) -> Process:
+    """Start the worker process of a job (`benchmarks.worker`)."""
+    return Process(job_label(job), "-m", "benchmarks.worker", job.to_json())
 
 
-def timed(jobs: Sequence[Job], rounds: int, told: Callable[[str], None]) -> list[Timing]:
-    """Each job built alone, then all of them timed, A B A B, for `rounds` turns each; `told` how far it is.
+class _Worker(NamedTuple):
+    """A worker after its warm-up, with the seconds of its turns so far."""
 
-    Raises `RunFailed`, with its last line, where a process ends before its time.
+    job: Job
+    process: Process
+    step_s: float
+    properties: Mapping[str, Any]
+    wall: list[float]
+    cpu: list[float]
+
+
+def time_jobs(jobs: Sequence[Job], rounds: int, budget: Budget, report: Report) -> list[Timing]:
+    """Build the jobs' engines one after the other, then time them in turns (A B A B ...).
+
+    A job that does not fit in the budget is skipped, and the rounds are reduced to fit; either is reported by a line.
+
+    Args:
+      jobs: Jobs to compare with each other.
+      rounds: Turns of each.
+      budget: Time limit of the whole.
+      report: Called with the lines on skipped jobs and reduced work.
+
+    Returns:
+      The timings, in the order of `jobs`, without those skipped.
+
+    Raises:
+      RunFailed: A worker process failed.
     """
     with ExitStack() as stack:
-        processes, built = [], []
-        for job in jobs:
-            told(f"{job.workload}: {job.engine} {job.precision} {job.feature} starts".replace("  ", " "))
-            processes.append(stack.enter_context(Process(job)))
-            built.append(processes[-1].heard())
-        seconds: list[list[dict[str, Any]]] = [[] for _ in jobs]
-        for i in range(rounds):
-            told(f"{jobs[0].workload}: round {i + 1} of {rounds}")
-            for process, turns in zip(processes, seconds, strict=True):
-                turns.append(process.turn(TURN, TURN_S))
-        peaks = [process.ended() for process in processes]
-    return [
-        Timing(job, _joined(turns, "wall"), _joined(turns, "cpu"), **said, **peak)
-        for job, turns, said, peak in zip(jobs, seconds, built, peaks, strict=True)
-    ]
+        workers: list[_Worker] = []
+        for i, job in enumerate(jobs):
+            # One part more, for the turns.
+            worker = _warm_up(job, stack.enter_context(start_worker(job)), budget.share(len(jobs) - i + 1), report)
+            if worker is not None:
+                workers.append(worker)
+        turn_s = [max(TURN * worker.step_s, TURN_S) for worker in workers]
+        selected = select_jobs(turn_s, budget.remaining() / 2)
+        for i in {*range(len(workers))} - {*selected}:
+            report(f"skipped {job_label(workers[i].job)}: a step takes {workers[i].step_s:.2g} s, over the time limit")
+        workers, round_s = [workers[i] for i in selected], sum(turn_s[i] for i in selected)
+        done = 0
+        while workers and done < rounds and (done == 0 or budget.remaining() > 1.5 * round_s):
+            workers = [worker for worker in workers if _run_turn(worker, budget, report)]
+            done += 1
+        if workers and done < rounds:
+            job = workers[0].job
+            report(f"{job.workload} in {job.precision}: {done} of {rounds} rounds, for the time limit")
+        return [timing for worker in workers if (timing := _finish(worker, budget, report)) is not None]
 
 
-def _joined(turns: Sequence[dict[str, Any]], clock: str) -> np.ndarray:
-    return np.concatenate([turn[clock] for turn in turns])
+def _warm_up(job: Job, process: Process, budget: Budget, report: Report) -> _Worker | None:
+    """Return the worker after its warm-up; None, with a line, if its first step shows that it cannot fit."""
+    try:
+        first = process.ask("first", budget.remaining())
+        if first["note"]:
+            report(first["note"])
+        if first["first_s"] * (WARM_UP - 1) > budget.remaining():
+            report(f"skipped {job_label(job)}: its first step took {first['first_s']:.1f} s, over the time limit")
+            return None
+        warm = process.ask("warm", budget.remaining())
+    except OutOfTime:
+        report(f"skipped {job_label(job)}: it was not ready within the time limit")
+        return None
+    return _Worker(job, process, warm.pop("step_s"), warm, [], [])
+
+
+def _run_turn(worker: _Worker, budget: Budget, report: Report) -> bool:
+    """Run one turn; False, with a line, if it did not end within the budget."""
+    try:
+        # The others need the rest.
+        turn = worker.process.ask(f"turn {TURN} {TURN_S}", budget.remaining() * 3 / 4)
+    except OutOfTime:
+        report(f"skipped {job_label(worker.job)}: a turn did not end within the time limit")
+        return False
+    worker.wall.extend(turn["wall"])
+    worker.cpu.extend(turn["cpu"])
+    return True
+
+
+def _finish(worker: _Worker, budget: Budget, report: Report) -> Timing | None:
+    try:
+        peak = worker.process.finish(max(budget.remaining(), 5.0))
+    except OutOfTime:
+        report(f"skipped {job_label(worker.job)}: it did not end within the time limit")
+        return None
+    return Timing(worker.job, np.array(worker.wall), np.array(worker.cpu), **worker.properties, **peak)

@@ -12,8 +12,8 @@ import jaxtrain
 ROOT = Path(__file__).parents[1]
 # From the leaves to the commands: the only list of the order. `jaxtrain/__init__.py` and CONTRIBUTING.md print it.
 ORDER = (
-    *("errors", "fields", "paths", "transforms", "cpu", "step", "optim", "data", "interop", "losses", "models"),
-    *("cost", "distributed", "recipes", "tasks", "profile", "debug", "run_folder", "observe", "runner"),
+    *("errors", "fields", "paths", "user_cache", "transforms", "cpu", "step", "optim", "data", "interop", "losses"),
+    *("models", "cost", "distributed", "recipes", "tasks", "profile", "debug", "run_folder", "observe", "runner"),
     *("planning", "export", "cli"),
 )
 # Programs on top of the packages, each importing those before it.

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from jaxtrain.cli.train import _parse, _place, recipe_name
+from jaxtrain.cli.flags import parse_known, recipe_name
+from jaxtrain.cli.train import Train, parse_recipe
 from jaxtrain.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -203,9 +204,9 @@ def test_a_training_service_writes_to_its_volume_and_resumes(name: str) -> None:
     command = [set_in_shell(word) for word in compose()["services"][name]["command"]]
     assert command[0] == "train"
     recipe, flags = recipe_name(command[1:])
-    place, rest = _place(flags)
-    assert (place.resume, rest, place.out) == ("auto", [], Path("runs") / recipe)
-    assert _parse(RECIPES[recipe], recipe, place, rest).recipe == RECIPES[recipe]
+    options, rest = parse_known(Train(), flags, "train")
+    assert (options.resume, rest, options.out) == ("auto", [], Path("runs") / recipe)
+    assert parse_recipe(RECIPES[recipe], recipe, options, rest) == RECIPES[recipe]
 
 
 def test_only_the_training_service_reserves_gpus() -> None:

@@ -1,4 +1,4 @@
-"""`jaxtrain COMMAND`: one file a command, errors in one line."""
+"""`jaxtrain COMMAND`: one module per command, errors in one line."""
 
 import difflib
 import importlib
@@ -10,30 +10,37 @@ from jaxtrain.errors import UserError, is_out_of_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
-    "plan": "the settings that fit, or what a mesh holds and sends: jaxtrain plan RECIPE [--memory 16GiB] [--mesh M]",
-    "launch": "train in several processes of this machine: jaxtrain launch -n N -- train …",
-    "doctor": "what is installed, which devices answer, what is wrong and what mends it",
-    "sample": "write text from a trained language model: jaxtrain sample DIR",
-    "import-torch": "take over a run of PyTorch's: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
-    "report": "curves, settings and samples of one run or several: jaxtrain report DIR… [--out PAGE] [--serve [PORT]]",
-    "eval": "a trained run's mistakes, example by example: jaxtrain eval DIR [--worst N] [--out PAGE.html]",
-    "replay": "a step of a run again: where its first inf or NaN arises: jaxtrain replay DIR STEP",
-    "profile": "where the time of a run's steps goes, and a trace of them: jaxtrain profile DIR [--steps N]",
-    "export": "write a run for other programs: jaxtrain export DIR --format torch|onnx|stablehlo|huggingface [--out P]",
+    "plan": "find settings that fit in memory, or size a mesh: jaxtrain plan RECIPE [--memory 16GiB] [--mesh M]",
+    "launch": "train in several processes on this machine: jaxtrain launch -n N -- train …",
+    "doctor": "check the installation and the devices, and suggest fixes",
+    "sample": "generate text with a trained language model: jaxtrain sample DIR",
+    "import-torch": "continue a PyTorch run: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
+    "report": "write a page of curves, settings and samples: jaxtrain report DIR… [--out PAGE] [--serve [PORT]]",
+    "eval": "list the examples with the highest loss: jaxtrain eval DIR [--worst N] [--out PAGE.html]",
+    "replay": "rerun a step and locate its first inf or NaN: jaxtrain replay DIR STEP",
+    "profile": "trace a run's steps and show where their time goes: jaxtrain profile DIR [--steps N]",
+    "export": "export a run to other formats: jaxtrain export DIR --format torch|onnx|stablehlo|huggingface [--out P]",
 }
 
 
-_LONGEST = 1000  # characters of an error
-# Packages of the extra `run`: the base install is what `train_step` needs.
+_MAX_LENGTH = 1000  # characters of a printed error
+# Packages of the extra `run`; the base install is what `train_step` needs.
 _RUN_PACKAGES = frozenset({"flax", "grain", "jinja2", "orbax", "PIL", "rich", "safetensors", "tensorboardX", "tyro"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0, 1 where something did not hold, 2 for wrong usage."""
+    """Run a command.
+
+    Args:
+      argv: Arguments after the program name; `sys.argv[1:]` by default.
+
+    Returns:
+      The exit status: 0 for success, 1 if the run or a check failed, 2 for invalid usage, 130 after Ctrl-C.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
-    ours = args.index("--") if "--" in args else len(args)  # what follows is another command's
-    debug = "--debug" in args[:ours]
-    args = [*(a for a in args[:ours] if a != "--debug"), *args[ours:]]
+    end = args.index("--") if "--" in args else len(args)  # the rest belongs to another command
+    debug = "--debug" in args[:end]
+    args = [*(a for a in args[:end] if a != "--debug"), *args[end:]]
     try:
         return _dispatch(args)
     except UserError as error:
@@ -44,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug or not is_out_of_memory(error):
             raise
-        said = _one_line(str(error).partition("\n")[0])
-        print(f"jaxtrain: out of memory ({said}): make batch_size or the model smaller", file=sys.stderr)
+        reason = _one_line(str(error).partition("\n")[0])
+        print(f"jaxtrain: out of memory ({reason}): reduce batch_size or the model's size", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("jaxtrain: interrupted", file=sys.stderr)
@@ -53,20 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(message: str) -> str:
-    """The message with what is not to be printed written out, and cut: it may quote a file, which may hold anything."""
+    """Escape non-printable characters, which a quoted file may contain, and shorten the message."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in message)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH // 2]} … {text[-_MAX_LENGTH // 2 :]}"
 
 
 def _dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: jaxtrain COMMAND …\n")
         print("\n".join(f"  {name:12} {text}" for name, text in COMMANDS.items()))
-        print("\n  jaxtrain COMMAND --help says more; --debug shows tracebacks")
+        print("\n  jaxtrain COMMAND --help lists its flags; --debug shows tracebacks")
         return 0 if args else 2
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
-    keep_host_memory()  # before anything heavier is imported
+    keep_host_memory()  # three calls of mallopt, which must precede the import of NumPy and JAX
     try:
         return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
     except ModuleNotFoundError as error:
@@ -77,6 +84,6 @@ def _dispatch(args: list[str]) -> int:
 
 
 def nearest(word: str, known: Sequence[str] | dict[str, str]) -> str:
-    """A remark that names the known word most like `word`; empty where none is alike."""
+    """Return ", did you mean ..." for the most similar known word; the empty string if none is similar."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f", did you mean {found[0]!r}" if found else ""

@@ -1,4 +1,4 @@
-"""`jaxtrain export DIR --format FORMAT --out PATH`: a run's newest checkpoint for other programs."""
+"""`jaxtrain export DIR --format FORMAT --out PATH`: write a run's newest checkpoint for other programs."""
 
 import contextlib
 import shutil
@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from jaxtrain.cli.arguments import parse
+from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
 from jaxtrain.export.inference import Inference, Input, inference
@@ -23,19 +23,19 @@ from jaxtrain.tasks import Task, build
 
 @dataclass(frozen=True)
 class Export:
-    """Write a run's newest checkpoint for other programs, and check on its own data that they compute the same."""
+    """Export a run's newest checkpoint and verify on the run's data that the export computes the same outputs."""
 
     out: Path | None = None
-    """A file for torch (DIR.pt by default) and onnx (DIR.onnx), a folder for stablehlo (DIR-stablehlo) and huggingface
+    """File for torch (default DIR.pt) and onnx (DIR.onnx), folder for stablehlo (DIR-stablehlo) and huggingface
     (DIR-huggingface)."""
     format: Literal["torch", "onnx", "stablehlo", "huggingface"] = "torch"
-    """torch: model, optimizer, scheduler and scaler, each as its load_state_dict takes it; onnx: the model, for ONNX
-    Runtime; stablehlo: the model, for JAX without this project; huggingface: the model, for transformers."""
+    """torch: state dicts of model, optimizer, scheduler and scaler; onnx: the model for ONNX Runtime; stablehlo: the
+    model for JAX without jaxtrain; huggingface: the model for transformers."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A run, as it was at its newest checkpoint."""
+    """A run at its newest checkpoint."""
 
     run: RunFolder
     name: str
@@ -44,33 +44,30 @@ class Restored:
     state: TrainState
 
     def inference(self) -> Inference:
-        """Its model as other programs call it."""
+        """Return the model as a function for other programs."""
         return inference(self.recipe, self.task, self.state.params, self.state.model_state)
 
 
 def main(args: list[str]) -> int:
-    """Parse, restore, write, verify, tell."""
-    if any(a in ("-h", "--help") for a in args):
-        args = ["DIR", *args]
-    if not args or args[0].startswith("-"):
-        raise UserError("which run? jaxtrain export DIR --format torch --out CKPT.pt")
-    folder = Path(args[0])
-    asked = parse(Export(), args[1:], f"jaxtrain export {folder}")
-    write, ending = _FORMATS[asked.format]
-    out = asked.out or folder.with_name(f"{folder.name}{ending}")
+    """Parse, restore, write, verify, print."""
+    named, flags = run_folder_argument(args, "jaxtrain export DIR --format torch --out CKPT.pt")
+    folder = Path(named)
+    options = parse(Export(), flags, f"jaxtrain export {folder}")
+    write, ending = _FORMATS[options.format]
+    out = options.out or folder.with_name(f"{folder.name}{ending}")
     run = RunFolder(folder)
     name, recipe = read_recipe(run)
     if out.exists():
-        raise UserError(f"{out} is there already: choose another --out")
+        raise UserError(f"{out} already exists: choose another --out")
     if not out.absolute().parent.is_dir():
-        raise UserError(f"{out.parent} is no folder: make it, or choose another --out")
-    with _whole_or_not_at_all(out) as partial, Console(stderr=True).status(f"reading {folder}") as status:
+        raise UserError(f"{out.parent} is not a folder: create it or choose another --out")
+    with _atomic_output(out) as partial, Console(stderr=True).status(f"reading {folder}") as status:
         task = build(recipe)
         restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task))
-        status.update(f"writing {out}, and checking that it computes the same")
-        told = write(partial, restored)
-    print(f"{run.path} is {out}, after {int(applied_updates(restored.state))} updates: {told}")
-    if asked.format == "stablehlo":
+        status.update(f"writing and verifying {out}")
+        summary = write(partial, restored)
+    print(f"exported {run.path} to {out} after {int(applied_updates(restored.state))} updates: {summary}")
+    if options.format == "stablehlo":
         print(f"\n{out / 'load.py'}:\n\n{stablehlo.LOADER}", end="")
     return 0
 
@@ -78,24 +75,26 @@ def main(args: list[str]) -> int:
 def _torch(path: Path, restored: Restored) -> str:
     run, task = restored.run, restored.task
     if task.names is None:
-        raise UserError(f"{run.path} holds a run of {restored.name}, of which PyTorch's names are not known")
+        raise UserError(
+            f"{run.path} holds a run of {restored.name}, which has no PyTorch parameter names: use another format"
+        )
     torch_run.write_run(path, run, restored.recipe, task, task.names, restored.state)
     return "model, optimizer, scheduler, scaler, step"
 
 
 def _onnx(path: Path, restored: Restored) -> str:
     found = restored.inference()
-    given = dict(zip(found.inputs, found.symbolic(), strict=True))
-    onnx.write_onnx(path, onnx.to_onnx(found, found.weights, given, "logits"))
-    run, asked = onnx.runs(path), trials(found)
-    return _told(found, verified(asked, (run(*trial.inputs) for trial in asked), "the ONNX file"))
+    symbolic = dict(zip(found.inputs, found.symbolic(), strict=True))
+    onnx.write_onnx(path, onnx.to_onnx(found, found.weights, symbolic, "logits"))
+    run, inputs = onnx.runs(path), trials(found)
+    return _summary(found, verified(inputs, (run(*trial.inputs) for trial in inputs), "the ONNX file"))
 
 
 def _stablehlo(folder: Path, restored: Restored) -> str:
     found = restored.inference()
     stablehlo.write_stablehlo(folder, found, found.weights, found.symbolic())
-    asked = trials(found)
-    return _told(found, verified(asked, stablehlo.runs(folder, [x.inputs for x in asked]), "the program"))
+    inputs = trials(found)
+    return _summary(found, verified(inputs, stablehlo.runs(folder, [x.inputs for x in inputs]), "the program"))
 
 
 def _huggingface(folder: Path, restored: Restored) -> str:
@@ -103,8 +102,8 @@ def _huggingface(folder: Path, restored: Restored) -> str:
     huggingface.write_huggingface(
         folder, found.model, state.params, state.model_state, class_names=task.class_names, texts=task.texts
     )
-    run, asked = huggingface.runs(folder, found), trials(found)
-    return _told(found, verified(asked, (run(*trial.inputs) for trial in asked), "the folder's model"))
+    run, inputs = huggingface.runs(folder, found), trials(found)
+    return _summary(found, verified(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
 
 
 _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
@@ -113,24 +112,24 @@ _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
     "stablehlo": (_stablehlo, "-stablehlo"),
     "huggingface": (_huggingface, "-huggingface"),
 }
-"""What writes each, and the ending of its name where none is given."""
+"""The function that writes each format, and the ending of its default name."""
 
 
-def _told(found: Inference, how: Verified) -> str:
-    """The signature, and how far off it is."""
-    said = ", ".join(
+def _summary(found: Inference, result: Verified) -> str:
+    """Return the exported function's signature and its difference from the run's outputs."""
+    signature = ", ".join(
         f"{name} {x.dtype.__name__}[{', '.join(['batch', *_sizes(x)])}]" for name, x in found.inputs.items()
     )
-    return f"{said} → logits, {how}"
+    return f"{signature} → logits, {result}"
 
 
-def _sizes(given: Input) -> list[str]:
-    return [str(n) if given.fill is None else f"{given.length} ≤ {n}" for n in given.shape]
+def _sizes(x: Input) -> list[str]:
+    return [str(n) if x.fill is None else f"{x.length} ≤ {n}" for n in x.shape]
 
 
 @contextlib.contextmanager
-def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
-    """A name to write under, which becomes `out` where nothing goes wrong; otherwise nothing is left."""
+def _atomic_output(out: Path) -> Iterator[Path]:
+    """Yield a temporary path that is renamed to `out` on success and removed on failure."""
     partial = out.with_name(f"{out.name}.partial")
     _remove(partial)
     try:

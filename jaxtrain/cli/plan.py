@@ -1,5 +1,7 @@
-"""`jaxtrain plan RECIPE`: the settings that fit a memory, and the command to paste; with `--mesh`, what every device
-has of it on that mesh and on those from 1 to 1,024 devices."""
+"""`jaxtrain plan RECIPE`: find settings that fit in memory and print the command for them.
+
+With `--mesh` it computes memory and communication per device on that mesh and on meshes from 1 to 1,024 devices.
+"""
 
 import dataclasses
 import json
@@ -15,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.cli.arguments import parse
-from jaxtrain.cli.compiled_programs import keep_compiled_programs
-from jaxtrain.cli.scaling_tables import Scaled, as_json, columns, show
-from jaxtrain.cli.train import recipe_name
+from jaxtrain.cli.compilation_cache import enable_compilation_cache
+from jaxtrain.cli.flags import parse_with_recipe, recipe_name
+from jaxtrain.cli.scaling_tables import ScalingTables, columns
 from jaxtrain.cost import ceilings, device_memory, named, parsed_bandwidth, parsed_bytes, shown_bytes
 from jaxtrain.distributed import sizes
 from jaxtrain.errors import RunFailed, UserError
@@ -42,59 +43,52 @@ from jaxtrain.runner import check_settings
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Choose micro-batch, k, remat and precision from compile-time memory analysis; nothing is allocated."""
+class PlanOptions:
+    """Choose micro-batch size, k, remat and precision by compile-time memory analysis, without allocating anything."""
 
-    recipe: Recipe
     memory: str | None = None
-    """What there is of it, as in 16GiB; all of the device's by default. On a mesh of each device; by default any."""
+    """Available memory, such as 16GiB; the device's by default. With --mesh: per device, unlimited by default."""
     bandwidth: str | None = None
-    """Of a device's links to the others of --mesh, as in 50GB/s or 400Gbit/s."""
+    """Bandwidth between the devices of --mesh, such as 50GB/s or 400Gbit/s."""
     device: str | None = None
-    """What --mesh is of, as in H100, whose speed arithmetic is estimated by; this machine's own by default."""
+    """Device type of --mesh for estimating compute time, such as H100; this machine's by default."""
     json: bool = False
-    """The table as JSON, and nothing else."""
+    """Print the table as JSON and nothing else."""
 
 
 def main(args: list[str]) -> int:
     """Parse, compile, print."""
     name, flags = recipe_name(args)
-    asked = _parse(RECIPES[name], name, flags)
-    if asked.recipe.mesh is not None:
-        return _mesh(name, asked)
+    parsed = parse_with_recipe(PlanOptions(), RECIPES[name], flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
+    options, recipe = parsed.options, parsed.recipe
+    if recipe.mesh is not None:
+        return _plan_mesh(name, recipe, options)
     for flag in ("bandwidth", "device"):
-        if getattr(asked, flag) is not None:
-            raise UserError(f"--{flag} is of the devices of a mesh: say which, as in --mesh data=8")
-    memory = device_memory() if asked.memory is None else parsed_bytes(asked.memory)
-    keep_compiled_programs()
-    console = Console(highlight=False, quiet=asked.json)
+        if getattr(options, flag) is not None:
+            raise UserError(f"--{flag} requires --mesh: add one, such as --mesh data=8")
+    memory = device_memory() if options.memory is None else parsed_bytes(options.memory)
+    enable_compilation_cache()
+    console = Console(highlight=False, quiet=options.json)
     device = jax.local_devices()[0]
     console.print(f"{name} · {device.device_kind} · {shown_bytes(memory)}", markup=False)
     with console.status("reading the data") as status:
-        found = plan(asked.recipe, memory, lambda recipe: _say(console, status, f"compiling {in_words(recipe)}"))
-    told = {"recipe": name, "device": device.device_kind, "memory_bytes": memory}
-    if asked.json:
-        _write_json({**told, "rows": list(table(found)), "command": command("train", name, found.chosen.recipe)})
+        found = plan(recipe, memory, lambda candidate: _report(console, status, f"compiling {in_words(candidate)}"))
+    context = {"recipe": name, "device": device.device_kind, "memory_bytes": memory}
+    if options.json:
+        _write_json({**context, "rows": list(table(found)), "command": command("train", name, found.chosen.recipe)})
     _show_plan(console, name, found)
     return 0
 
 
-def _parse(recipe: Recipe, name: str, flags: list[str]) -> Planned:
-    kind = dataclasses.make_dataclass("Planned", [("recipe", type(recipe))], bases=(Planned,), frozen=True)
-    kind.__doc__ = Planned.__doc__
-    parsed: Any = parse(kind(recipe), flags, f"jaxtrain plan {name}")
-    return parsed
-
-
-def _say(console: Console, status: Any, text: str) -> None:
+def _report(console: Console, status: Any, text: str) -> None:
     if console.is_terminal:
         status.update(text)
     else:
         console.print(f"{text} …", markup=False)
 
 
-def _write_json(told: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(told, indent=2) + "\n")
+def _write_json(values: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")
 
 
 def _show_plan(console: Console, name: str, found: Plan) -> None:
@@ -105,13 +99,13 @@ def _show_plan(console: Console, name: str, found: Plan) -> None:
 
 
 def _table(found: Plan) -> Table:
-    headings = ("micro-batch", "k", "remat", "precision", "peak memory", "GFLOP a step", "time")
-    shown = columns(headings, left=("remat", "precision"))
+    headings = ("micro-batch", "k", "remat", "precision", "peak memory", "GFLOP/step", "time")
+    rendered = columns(headings, left=("remat", "precision"))
     for candidate, row in zip(found.candidates, table(found), strict=True):
         style = "bold green" if row["chosen"] else "" if row["fits"] else "dim"
         mark = "→" if row["chosen"] else " " if row["fits"] else "✗"
-        shown.add_row(*map(Text, (mark, *_cells(candidate, row))), style=style)
-    return shown
+        rendered.add_row(*map(Text, (mark, *_cells(candidate, row))), style=style)
+    return rendered
 
 
 def _cells(candidate: Candidate, row: dict[str, Any]) -> tuple[str, ...]:
@@ -126,56 +120,58 @@ def _cells(candidate: Candidate, row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _mesh(name: str, asked: Planned) -> int:
-    """Of a recipe that says its mesh. Raises `RunFailed`, after all is told, where nothing fits on it."""
-    recipe, spec = asked.recipe, str(asked.recipe.mesh)
+def _plan_mesh(name: str, recipe: Recipe, options: PlanOptions) -> int:
+    """Plan a recipe with a mesh. Raises `RunFailed`, after printing the tables, if nothing fits on it."""
+    spec = str(recipe.mesh)
     check_size(spec)
-    memory = None if asked.memory is None else parsed_bytes(asked.memory)
-    bandwidth = None if asked.bandwidth is None else parsed_bandwidth(asked.bandwidth)
-    known = None if asked.device is None else named(asked.device)
-    console = Console(highlight=False, quiet=asked.json)
-    console.print(f"{name} · {spec}{f' · {shown_bytes(memory)} a device' if memory else ''}", markup=False)
+    memory = None if options.memory is None else parsed_bytes(options.memory)
+    bandwidth = None if options.bandwidth is None else parsed_bandwidth(options.bandwidth)
+    known = None if options.device is None else named(options.device)
+    console = Console(highlight=False, quiet=options.json)
+    console.print(f"{name} · {spec}{f' · {shown_bytes(memory)} per device' if memory else ''}", markup=False)
     found = failed = None
-    with console.status("making virtual devices") as status:
-        say = partial(_say, console, status)
+    with console.status("creating virtual devices") as status:
+        report = partial(_report, console, status)
         devices = virtual_devices(MOST)
-        check_settings(recipe)  # which may ask for a device
+        check_settings(recipe)  # only now: it may initialize the devices
         if memory is not None:
             try:
-                found = _fitting(recipe, memory, devices, say)
+                found = _fitting(recipe, memory, devices, report)
                 recipe = found.chosen.recipe
             except RunFailed as error:
                 failed = error
         own = jax.local_devices()[0]
         device, limits = known or (own.device_kind, ceilings(own))
-        scaled = _scaled(Scaling(recipe, devices, limits), spec, say)
-    scaled = dataclasses.replace(scaled, device=device, memory=memory, bandwidth=bandwidth)
-    if asked.json:
-        _write_json({"recipe": name, **as_json(scaled), "command": command("train", name, recipe)})
+        tables = _scaling_tables(Scaling(recipe, devices, limits), spec, report)
+    tables = dataclasses.replace(tables, device=device, memory=memory, bandwidth=bandwidth)
+    if options.json:
+        _write_json({"recipe": name, **tables.as_json(), "command": command("train", name, recipe)})
     if found is not None:
         _show_plan(console, name, found)
-    show(console, scaled)
+    tables.print(console)
     if failed is not None:
         raise failed
     return 0
 
 
-def _fitting(recipe: Recipe, memory: int, devices: Sequence[Any], say: Callable[[str], None]) -> Plan:
-    """The settings for the mesh: of the machine's own devices, where they are as many."""
+def _fitting(recipe: Recipe, memory: int, devices: Sequence[Any], report: Callable[[str], None]) -> Plan:
+    """Return the plan for the mesh, compiled for the machine's own devices if their number matches."""
     own = jax.device_count() == math.prod(sizes(str(recipe.mesh)).values())
-    return plan(recipe, memory, lambda recipe: say(f"compiling {in_words(recipe)}"), devices=None if own else devices)
+    return plan(
+        recipe, memory, lambda candidate: report(f"compiling {in_words(candidate)}"), devices=None if own else devices
+    )
 
 
-def _scaled(scaling: Scaling, spec: str, say: Callable[[str], None]) -> Scaled:
-    """On the mesh, and on all on the way through it up to the first that cannot be."""
-    say(f"compiling for {spec}")
+def _scaling_tables(scaling: Scaling, spec: str, report: Callable[[str], None]) -> ScalingTables:
+    """Compute the tables for the mesh and for its doublings, up to the first one that is not possible."""
+    report(f"compiling for {spec}")
     own = scaling.share(sizes(spec))
     shares: list[Share] = []
     meshes = grown(spec, MOST)
     for i, shape in enumerate(meshes):
-        say(f"compiling for {written(shape)}, {i + 1} of {len(meshes)}")
+        report(f"compiling for {written(shape)}, {i + 1} of {len(meshes)}")
         try:
             shares.append(scaling.share(shape))
         except UserError as error:
-            return Scaled(spec, own, shares, f"{written(shape)} and larger: {error}")
-    return Scaled(spec, own, shares, None)
+            return ScalingTables(spec, own, shares, f"{written(shape)} and larger: {error}")
+    return ScalingTables(spec, own, shares, None)

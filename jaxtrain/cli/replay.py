@@ -1,4 +1,4 @@
-"""`jaxtrain replay DIR STEP`: one step of a run again, and where its first inf or NaN arises."""
+"""`jaxtrain replay DIR STEP`: rerun one step of a run and locate its first inf or NaN."""
 
 import dataclasses
 import math
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.cli.arguments import parse
+from jaxtrain.cli.flags import parse
 from jaxtrain.data.loader import Batch
-from jaxtrain.debug import Place, Watch, Watched
+from jaxtrain.debug import NonfiniteTracer, NonfiniteValue, TracedValue
 from jaxtrain.distributed import bypass_compilation_cache, run_mesh, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
@@ -34,127 +34,135 @@ from jaxtrain.step import TrainState, leaf_name
 
 @dataclass(frozen=True)
 class Replay:
-    """Run a step of a run again, operation by operation, in float64 and in the run's own precision."""
+    """Rerun one step of a run, operation by operation, in float64 and in the run's precision."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """A step, operation by operation: its loss, and where it first is not finite.
+class Interpreted:
+    """The result of a step interpreted operation by operation.
 
-    `stage`: forward, backward or update; None where all is finite. `where`: which gradient or array of the state.
+    Attributes:
+      loss: Value of the loss.
+      stage: Stage of the first non-finite result: forward, backward or update; None if all results are finite.
+      where: The non-finite gradient or array of the state.
+      origin: The operations from the first non-finite value on.
     """
 
     loss: float
     stage: str | None
     where: str
-    origin: list[Place]
+    origin: list[NonfiniteValue]
 
 
 def main(args: list[str]) -> int:
-    """Parse, go there, evaluate, tell: 0 where all is finite, else 1."""
+    """Parse, restore, rerun, print. Return 0 if all values are finite, else 1."""
     if any(a in ("-h", "--help") for a in args):
         args = ["DIR", "1", "--help"]
     if len(args) < 2 or args[0].startswith("-"):
-        raise UserError("which step? jaxtrain replay DIR STEP")
+        raise UserError("a run folder and a step are required: jaxtrain replay DIR STEP")
     if not args[1].isdecimal() or int(args[1]) < 1:
-        raise UserError(f"step {args[1]!r} is none of a run's: give a number from 1")
+        raise UserError(f"STEP must be a positive integer, got {args[1]!r}: use a step of the run")
     parse(Replay(), args[2:], "jaxtrain replay DIR STEP")
     run, step = RunFolder(Path(args[0])), int(args[1])
     name, saved = read_recipe(run)
-    recipe = _on_its_mesh(saved, jax.device_count())
+    recipe = _with_available_mesh(saved, jax.device_count())
     with bypass_compilation_cache(run_mesh(recipe.mesh)):
         return _replay(run, name, recipe, step)
 
 
 def _replay(run: RunFolder, name: str, recipe: Recipe, step: int) -> int:
-    training, first = build_training(recipe)
-    state, batch, then = _before(run, training, first, step)
+    training, initial = build_training(recipe)
+    state, batch, recorded = _before(run, training, initial, step)
     print(f"{run.path} · {name} · step {step}")
     new, metrics = training.step(jax.tree.map(jnp.copy, state), batch)
     loss = np.asarray(metrics["loss"])
-    bits = "" if then is None else f", {'' if _same(then.get('loss'), loss) else 'not '}the same bits as then"
+    same = recorded is not None and _equal_bits(recorded.get("loss"), loss)
+    bits = "" if recorded is None else f", {'' if same else 'not '}bit-identical to the run"
     print(f"loss          {float(loss):.7g} in {recipe.precision}{bits}")
-    wide = _evaluated(recipe, training, state, batch, wide=True)
+    wide = _interpret(recipe, training, state, batch, wide=True)
     print(f"              {wide.loss:.7g} in float64")
-    sound = bool(jnp.isfinite(metrics["loss"])) and int(metrics["nonfinite_leaf"]) < 0 and not find_nonfinite_array(new)
-    if wide.stage is None and sound:
-        print("all is finite, in float64 every operation of it")
+    finite = (
+        bool(jnp.isfinite(metrics["loss"])) and int(metrics["nonfinite_leaf"]) < 0 and not find_nonfinite_array(new)
+    )
+    if wide.stage is None and finite:
+        print("all values are finite, and so is every operation in float64")
         return 0
     if wide.stage is not None:
-        print("not finite in float64 either:" if not sound else "not finite in float64:")
-        _tell(wide)
+        print("not finite in float64 either:" if not finite else "not finite in float64:")
+        _print_origin(wide)
         return 1
-    own = _evaluated(recipe, training, state, batch, wide=False)
+    own = _interpret(recipe, training, state, batch, wide=False)
     if own.stage is None:
-        print(f"finite in float64, and in {recipe.precision} operation by operation: compiled, it overflows")
+        print(f"finite in float64 and, operation by operation, in {recipe.precision}: only the compiled step overflows")
         return 1
-    print(f"finite in float64: an overflow of {recipe.precision}")
-    _tell(own)
+    print(f"finite in float64: {recipe.precision} overflows")
+    _print_origin(own)
     return 1
 
 
-def _on_its_mesh(recipe: Recipe, here: int) -> Recipe:
-    """`recipe` on the mesh that it says, where that is of the devices that are `here`, else on one device.
+def _with_available_mesh(recipe: Recipe, available: int) -> Recipe:
+    """Return `recipe` with its mesh if that many devices are available, else for one device.
 
-    Raises `UserError` where one device would give other numbers.
+    Raises `UserError` if one device would compute different numbers.
     """
     if recipe.mesh is None:
         return recipe
     shape = sizes(recipe.mesh)
     needed = math.prod(shape.values())
-    if needed == here:
+    if needed == available:
         return recipe
     if getattr(recipe, "batch_norm", "sync") == "device" and ways(shape) > 1:
         raise UserError(
-            f"batch_norm 'device' is of the {needed} devices of mesh {recipe.mesh!r}, and here are {here}: replay it "
-            f"on as many, on CPUs with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            f"batch_norm 'device' needs the {needed} devices of mesh {recipe.mesh!r}, found {available}: use {needed} "
+            f"devices, on CPUs with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         )
-    print(f"its mesh {recipe.mesh} is of {needed} devices, here are {here}: on one device, the same up to rounding")
+    print(f"mesh {recipe.mesh} needs {needed} devices, found {available}: using one device, equal up to rounding")
     return dataclasses.replace(recipe, mesh=None)
 
 
 def _before(
-    run: RunFolder, training: Training, first: TrainState, step: int
+    run: RunFolder, training: Training, initial: TrainState, step: int
 ) -> tuple[TrainState, Batch, dict[str, Any] | None]:
-    """The state before a step, its batch, and its metrics where it ended the run.
+    """Return the state before a step, its batch, and its metrics if the run recorded them when it failed.
 
-    From the checkpoint before it, or from the start, the run's own steps are taken again: to the same bits.
+    The steps since the previous checkpoint, or since the start, are executed again, bit for bit as in the run.
     """
-    kept = read_batch(run.replay, step)
+    recorded = read_batch(run.replay, step)
     lines = read_metrics(run.metrics)
     saved_at = saved_steps(run.checkpoints)
-    furthest = max([*saved_at, *(line["step"] for line in lines), step if kept else 0])
-    if step > furthest:
-        raise UserError(f"{run.path} is at step {furthest}: choose a step up to that, not {step}")
-    state, loader = first, training.loader
+    last = max([*saved_at, *(line.step for line in lines), step if recorded else 0])
+    if step > last:
+        raise UserError(f"STEP must be at most {last}, the last step of {run.path}, got {step}: use an earlier step")
+    state, loader = initial, training.loader
     if any(s < step for s in saved_at):
         with Checkpoints(run.checkpoints) as checkpoints:
-            state, saved = checkpoints.restore(first, before=step)
+            state, saved = checkpoints.restore(initial, before=step)
         loader.restore(saved)
     elif run.torch.exists():
-        raise UserError(f"{run.path} was imported and has no checkpoint before step {step}: choose a later one")
+        raise UserError(f"{run.path} was imported and has no checkpoint before step {step}: use a later step")
     begin = int(state.step)
-    print(f"from step {begin}: {step - 1 - begin} steps before this one are taken again")
-    jumps = [line for line in lines if "batches_skipped" in line] + ([kept[2]] if kept and kept[2] else [])
+    print(f"starting at step {begin}: {step - 1 - begin} steps to rerun before step {step}")
+    logged = [line.rollback for line in lines if line.rollback]
+    rollbacks = [*logged, *([recorded.rollback] if recorded and recorded.rollback else [])]
     for i in range(begin, step):
-        skipped = sum(int(jump["batches_skipped"]) for jump in jumps if jump["rolled_back_to"] == i)
+        skipped = sum(rollback.batches_skipped for rollback in rollbacks if rollback.to_step == i)
         if skipped:
             position = loader.state()
             loader.restore({**position, "next_batch": position["next_batch"] + skipped})
         batch = next(loader)
         if i < step - 1:
             state, _ = training.step(state, batch)
-    if kept is None:
+    if recorded is None:
         return state, batch, None
-    if any(not _same(batch[name], kept[0].get(name)) for name in batch):
-        print("the data are not what they were: the batch is the one of then, the state may not be")
-    return state, kept[0], kept[1]
+    if any(not _equal_bits(batch[name], recorded.batch.get(name)) for name in batch):
+        print("the data have changed since the run: using the recorded batch; the state may differ")
+    return state, recorded.batch, recorded.metrics
 
 
-def _evaluated(recipe: Recipe, training: Training, state: TrainState, batch: Batch, *, wide: bool) -> Evaluated:
-    """The step evaluated operation by operation, in float64 or in the run's own precision.
+def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Batch, *, wide: bool) -> Interpreted:
+    """Interpret the step operation by operation, in float64 (`wide`) or in the run's precision.
 
-    For float64 it is the program of fp32: without casts and without a loss scale.
+    In float64 the program is that of fp32: without casts and without a loss scale.
     """
     recipe = dataclasses.replace(recipe, remat="none", unroll=False)
     if wide:
@@ -166,15 +174,15 @@ def _evaluated(recipe: Recipe, training: Training, state: TrainState, batch: Bat
     before = jax.tree.map(lambda x, shape: x if x.dtype == shape.dtype else x.astype(shape.dtype), before, like)
     arguments = {path_name(path): jnp.asarray(x) for path, x in _named(before, batch)}
     closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(before, batch)
-    watch = Watch(wide=wide)
+    tracer = NonfiniteTracer(wide=wide)
     with jax.enable_x64(wide):
-        outs = watch.run(closed, arguments)
+        outs = tracer.run(closed, arguments)
     new, metrics = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-    return _judged(watch, before, new, metrics)
+    return _first_nonfinite(tracer, before, new, metrics)
 
 
 def _named(state: TrainState, batch: Batch) -> list[tuple[Any, Any]]:
-    """Every argument of a step and its path, "state/params/…" or "batch/…"."""
+    """Return every argument of a step with its path, "state/params/…" or "batch/…"."""
     return [
         ((jax.tree_util.GetAttrKey(name), *path), x)
         for name, tree in (("state", state), ("batch", batch))
@@ -182,34 +190,36 @@ def _named(state: TrainState, batch: Batch) -> list[tuple[Any, Any]]:
     ]
 
 
-def _judged(watch: Watch, before: TrainState, new: TrainState, metrics: dict[str, Watched]) -> Evaluated:
+def _first_nonfinite(
+    tracer: NonfiniteTracer, before: TrainState, new: TrainState, metrics: dict[str, TracedValue]
+) -> Interpreted:
     loss, leaf = float(metrics["loss"].value), int(metrics["nonfinite_leaf"].value)
     gradient = ""
     if leaf >= 0:
         micro_batch = int(metrics["nonfinite_micro_batch"].value)
         gradient = f"the gradient of {leaf_name(before.params, leaf)}, micro-batch {micro_batch}"
     if not np.isfinite(loss):
-        return Evaluated(loss, "forward", f"the loss, {gradient}".removesuffix(", "), watch.origin(metrics["loss"]))
+        return Interpreted(loss, "forward", f"the loss, {gradient}".removesuffix(", "), tracer.origin(metrics["loss"]))
     if gradient:
-        return Evaluated(loss, "backward", gradient, watch.origin(metrics["grad_norm"]))
+        return Interpreted(loss, "backward", gradient, tracer.origin(metrics["grad_norm"]))
     parts = {name: getattr(new, name) for name in ("params", "model_state", "opt_state", "ema")}
-    for path, x in jax.tree.leaves_with_path(parts, is_leaf=lambda x: isinstance(x, Watched)):
+    for path, x in jax.tree.leaves_with_path(parts, is_leaf=lambda x: isinstance(x, TracedValue)):
         if x.value.ndim and x.sources:
-            return Evaluated(loss, "update", path_name(path), watch.origin(x))
-    return Evaluated(loss, None, "", [])
+            return Interpreted(loss, "update", path_name(path), tracer.origin(x))
+    return Interpreted(loss, None, "", [])
 
 
-def _tell(found: Evaluated) -> None:
+def _print_origin(found: Interpreted) -> None:
     for place in found.origin:
         if place.operation is None:
-            print(f"  given         {place.value}")
+            print(f"  input         {place.value}")
             continue
         print(f"  {'arises' if place.arose else 'becomes NaN':<13} {place.operation} -> {place.value}")
         print(f"                at {place.line}")
-        for given in place.inputs:
-            print(f"                of {given}")
+        for value in place.inputs:
+            print(f"                from {value}")
     print(f"  {found.stage:<13} {found.where}")
 
 
-def _same(then: Any, now: Any) -> bool:
-    return then is not None and np.asarray(then).tobytes() == np.asarray(now).tobytes()
+def _equal_bits(a: Any, b: Any) -> bool:
+    return a is not None and np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -1,8 +1,8 @@
 """`jaxtrain train`: train a recipe into a run folder."""
 
-import argparse
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -14,11 +14,10 @@ import jax
 import tyro
 
 import jaxtrain
-from jaxtrain.cli import nearest
-from jaxtrain.cli.arguments import parse
-from jaxtrain.cli.compiled_programs import keep_compiled_programs
-from jaxtrain.cli.eval import evaluated
-from jaxtrain.cli.profile import tell
+from jaxtrain.cli.compilation_cache import enable_compilation_cache
+from jaxtrain.cli.eval import evaluate_run
+from jaxtrain.cli.flags import optional_value, parse_known, parse_with_recipe, recipe_name
+from jaxtrain.cli.profile import print_time_table
 from jaxtrain.cost import device_memory, shown_bytes
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
@@ -41,45 +40,50 @@ from jaxtrain.planning import in_words, notes, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
 from jaxtrain.run_folder import RunFolder, environment, read_config
-from jaxtrain.runner import Outcome, check_free, fit, read_recipe
+from jaxtrain.runner import Outcome, check_free, fit, stored_recipe
 
-# Examples that TensorBoard shows: those that a classifier does worst on, of so many that it is asked about.
-_WORST, _ASKED = 8, 512
-# Of a resumed run these may change; any other change would make it another run.
-_MAY_CHANGE = {
+# Misclassified examples shown in TensorBoard, and the number of validation examples they are taken from.
+_WORST, _EVALUATED = 8, 512
+# Settings that a resumed run may change; any other change would make it a different run.
+_CHANGEABLE = {
     *("steps", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "keep_every"),
     *("histograms", "max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
     *("mesh", "accumulate"),
 }
 
 
+def _auto(value: str) -> str:
+    if value != "auto":
+        raise ValueError(f"invalid choice {value!r}, expected 'auto' or no value")
+    return value
+
+
 @dataclass(frozen=True)
 class Train:
-    """Train a recipe."""
+    """Options of `jaxtrain train` besides the recipe's fields."""
 
-    recipe: Recipe
     out: Path | None = None
     """The run's folder; runs/RECIPE by default."""
-    resume: Annotated[bool | Literal["auto"], tyro.conf.arg(metavar="[auto]")] = False
-    """Continue the run in the folder from its newest checkpoint; auto: if there is one, else begin it."""
+    resume: Annotated[bool | Literal["auto"], optional_value(_auto, lambda: True, "[auto]")] = False
+    """Continue the run in the folder from its newest checkpoint; auto: start it if there is none."""
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """A run's config.json, to repeat that run; flags change its settings."""
+    """Repeat the run of this config.json; other flags override its settings."""
     micro_batch: Annotated[Literal["auto"] | None, tyro.conf.arg(metavar="auto")] = None
-    """Choose --accumulate and --remat, of a new run, as jaxtrain plan does."""
+    """Choose --accumulate and --remat of a new run as jaxtrain plan does."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
-    """Trace steps A to B - 1 into the run's profile/, and say where their time goes."""
+    """Trace steps A to B - 1 into the run's profile/ and print where their time goes."""
     quiet: bool = False
-    """Print nothing but what goes out of the ordinary, to standard error."""
+    """Print only warnings, to standard error."""
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print a JSON object a line, each with an event."""
-    wandb: Annotated[str | None, tyro.conf.arg(metavar="[PROJECT]")] = None
-    """Tell the run to Weights & Biases as well; project jaxtrain if none is named."""
-    mlflow: Annotated[str | None, tyro.conf.arg(metavar="[URI]")] = None
-    """Tell the run to MLflow as well; MLFLOW_TRACKING_URI, or sqlite:///mlflow.db, if no URI is named."""
+    """Print one JSON object per event and line."""
+    wandb: Annotated[str | None, optional_value(str, lambda: "jaxtrain", "[PROJECT]")] = None
+    """Also report the run to Weights & Biases, to project jaxtrain by default."""
+    mlflow: Annotated[str | None, optional_value(str, lambda: _mlflow_uri(), "[URI]")] = None
+    """Also report the run to MLflow, to MLFLOW_TRACKING_URI or sqlite:///mlflow.db by default."""
 
 
 def main(args: list[str]) -> int:
-    """Train, together with what other processes the run has."""
+    """Train, in step with the run's other processes if there are any."""
     with processes.together():
         return _train(args)
 
@@ -88,30 +92,30 @@ def _train(args: list[str]) -> int:
     """Parse, train, report."""
     name, flags = recipe_name(args)
     named = name if args[:1] == [name] else None
-    place, flags = _place(flags)
-    if place.from_:
-        name = _agreed(read_config(place.from_)[0], named, place.from_)
-    run = RunFolder(place.out or Path("runs") / name)
-    resumed = place.resume is True or (place.resume and run.config.exists())
-    if resumed:
-        name, recipe = _resumed(run, named, place, flags)
+    options, flags = parse_known(Train(), flags, "jaxtrain train")
+    if options.from_:
+        name = _check_recipe(read_config(options.from_)[0], named, options.from_)
+    run = RunFolder(options.out or Path("runs") / name)
+    resumes = options.resume is True or (options.resume == "auto" and run.config.exists())
+    if resumes:
+        name, recipe = _resumed_recipe(run, named, options, flags)
     else:
-        base = read_config(place.from_)[1] if place.from_ else RECIPES[name]
-        recipe = _parse(base, name, place, flags).recipe
-    console, trackers = _console(place), _trackers(place)
-    trace = _trace(place.profile, run, recipe) if place.profile and processes.is_first() else None
+        base = read_config(options.from_)[1] if options.from_ else RECIPES[name]
+        recipe = parse_recipe(base, name, options, flags)
+    console, trackers = _console(options), _trackers(options)
+    trace = _trace(options.profile, run, recipe) if options.profile and processes.is_first() else None
     device = jax.devices()[0]
     console.headline(
         f"jaxtrain {jaxtrain.__version__} · {name} · {jax.device_count()} {device.device_kind} · {run.path} · "
-        f"compiled programs are kept in {keep_compiled_programs()}"
+        f"compilation cache {enable_compilation_cache()}"
     )
-    if place.from_:
-        for difference in _differences(json.loads(place.from_.read_text())):
-            console.message(f"{place.from_} was made with {difference}: the bits may differ")
-    if place.micro_batch and not resumed:
-        recipe = _fitted(recipe, run, console)
-    with track_run(run, trackers if processes.is_first() else [], console.message) as ended:
-        outcome = fit(name, recipe, run, resume=place.resume, console=console, trace=trace)
+    if options.from_:
+        for difference in _environment_differences(json.loads(options.from_.read_text())):
+            console.message(f"{options.from_} was written with {difference}: results may not be bit-identical")
+    if options.micro_batch and not resumes:
+        recipe = _planned_recipe(recipe, run, console)
+    with track_run(run, trackers, console.message) as ended:
+        outcome = fit(name, recipe, run, resume=options.resume, console=console, trace=trace)
         if not processes.is_first():
             return outcome.exit_status
         _write_end(run, recipe, outcome)
@@ -128,21 +132,21 @@ def _train(args: list[str]) -> int:
             places["more text"] = f"jaxtrain sample {run.path}"
     console.summary(metrics, outcome.references, places)
     if trace:
-        _tell_trace(trace, run, console)
+        _report_trace(trace, run, console)
     if outcome.exit_status:
         console.message(f"stopped and saved at step {outcome.step}: jaxtrain train {name} --resume --out {run.path}")
     return outcome.exit_status
 
 
 def _write_end(run: RunFolder, recipe: Recipe, outcome: Outcome) -> None:
-    """What there is to say once a run has ended. Raises `RunFailed` where the system refuses."""
+    """Write the run's result, report and TensorBoard summary. Raises `RunFailed` if a file cannot be written."""
     try:
         write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
         record = read_record(run)
         log_final(run.tensorboard, record)
-        # Of several processes none could read the checkpoint alone.
+        # With several processes, none can restore the checkpoint alone.
         if not outcome.exit_status and isinstance(recipe, ImageRecipe) and processes.count() == 1:
-            log_error_analysis(run.tensorboard, evaluated(run, "validation", _ASKED), _WORST)
+            log_error_analysis(run.tensorboard, evaluate_run(run, "validation", _EVALUATED), _WORST)
         write_report(run.report, [record])
     except OSError as error:
         raise RunFailed(
@@ -150,65 +154,40 @@ def _write_end(run: RunFolder, recipe: Recipe, outcome: Outcome) -> None:
         ) from error
 
 
-def recipe_name(args: list[str]) -> tuple[str, list[str]]:
-    """The recipe that the first argument names, or the default one, and the arguments behind it."""
-    if not args or args[0].startswith("-"):
-        return next(iter(RECIPES)), args
-    if args[0] not in RECIPES:
-        raise UserError(f"no recipe {args[0]!r}{nearest(args[0], list(RECIPES))}: choose one of {', '.join(RECIPES)}")
-    return args[0], args[1:]
+def parse_recipe(recipe: Recipe, name: str, options: Train, flags: list[str]) -> Recipe:
+    """Return `recipe` with the fields replaced that `flags` sets. --help prints the flags of both and exits."""
+    return parse_with_recipe(options, recipe, flags, f"jaxtrain train {name}", inspect.getdoc(type(recipe))).recipe
 
 
-def _place(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """--out, --resume and --from, which decide what recipe the other flags are of; and those."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--resume", nargs="?", const=True, default=False, choices=["auto"])
-    parser.add_argument("--from", type=Path, dest="from_")
-    parser.add_argument("--micro-batch", choices=["auto"])
-    parser.add_argument("--profile")
-    parser.add_argument("--quiet", action="store_true")
-    parser.add_argument("--json", action="store_true", dest="json_")
-    parser.add_argument("--wandb", nargs="?", const="jaxtrain")
-    parser.add_argument("--mlflow", nargs="?", const=os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db"))
-    try:
-        return parser.parse_known_args(flags)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}; see jaxtrain train --help") from None
+def _mlflow_uri() -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
 
 
-def _console(place: argparse.Namespace) -> Console:
-    if place.quiet and place.json_:
-        raise UserError("--quiet with --json: one of them")
-    return QuietConsole() if place.quiet else JsonConsole() if place.json_ else Console()
+def _console(options: Train) -> Console:
+    if options.quiet and options.json_:
+        raise UserError("--quiet and --json are mutually exclusive: use one of them")
+    return QuietConsole() if options.quiet else JsonConsole() if options.json_ else Console()
 
 
-def _trackers(place: argparse.Namespace) -> list[Tracker]:
-    """Those that were asked for, of the run's first process. Raises `UserError` for one that is not installed."""
-    asked: list[tuple[str | None, Callable[[str], Tracker]]] = [(place.wandb, WandB), (place.mlflow, MLflow)]
-    found = [tracker(where) for where, tracker in asked if where is not None]
-    for name in (tracker.name for tracker in found):
+def _trackers(options: Train) -> list[Tracker]:
+    """Return the requested trackers in the first process, none in others. Raises `UserError` for a missing package."""
+    requested: list[tuple[str | None, Callable[[str], Tracker]]] = [(options.wandb, WandB), (options.mlflow, MLflow)]
+    trackers = [tracker(where) for where, tracker in requested if where is not None]
+    for name in (tracker.name for tracker in trackers):
         if importlib.util.find_spec(name) is None:
             raise UserError(f"--{name} needs the package {name}: pip install 'jaxtrain[{name}]'")
-    return found if processes.is_first() else []
+    return trackers if processes.is_first() else []
 
 
-def _parse(recipe: Recipe, name: str, place: argparse.Namespace, flags: list[str]) -> Train:
-    # The field's type is that of the recipe at hand, so that all its fields become flags.
-    kind = dataclasses.make_dataclass("Train", [("recipe", type(recipe))], bases=(Train,), frozen=True)
-    kind.__doc__ = type(recipe).__doc__
-    parsed: Any = parse(kind(recipe, **vars(place)), flags, f"jaxtrain train {name}")
-    return parsed
-
-
-def _agreed(name: str, named: str | None, where: Path) -> str:
+def _check_recipe(name: str, named: str | None, where: Path) -> str:
+    """Return the recipe name found in `where`; raise `UserError` if the command line names another."""
     if named not in (None, name):
-        raise UserError(f"{where} holds a run of {name}, not of {named}: leave {named} out, or choose another")
+        raise UserError(f"{where} holds a run of {name}, not of {named}: omit {named}, or use another folder or config")
     return name
 
 
-def _differences(config: dict[str, Any]) -> list[str]:
-    """What besides the settings decides the bits of a run and is not so here, in words."""
+def _environment_differences(config: dict[str, Any]) -> list[str]:
+    """Describe how the recorded environment, which affects a run's bits, differs from the present one."""
 
     def flat(of: dict[str, Any]) -> dict[str, Any]:
         return {"python": of["python"], "devices": of["devices"], **of["versions"], **of["variables"]}
@@ -217,47 +196,49 @@ def _differences(config: dict[str, Any]) -> list[str]:
     return [f"{k} {there.get(k)}, here {here.get(k)}" for k in {**there, **here} if there.get(k) != here.get(k)]
 
 
-def _resumed(run: RunFolder, named: str | None, place: argparse.Namespace, flags: list[str]) -> tuple[str, Recipe]:
-    """The run's own recipe, with what the flags change of it."""
-    name, saved = read_recipe(run)
-    _agreed(name, named, run.path)
-    recipe = _parse(saved, name, place, flags).recipe
+def _resumed_recipe(run: RunFolder, named: str | None, options: Train, flags: list[str]) -> tuple[str, Recipe]:
+    """Return the run's recipe, with the settings replaced that a resumed run may change."""
+    name, saved = stored_recipe(run)
+    _check_recipe(name, named, run.path)
+    recipe = parse_recipe(saved, name, options, flags)
     for field in dataclasses.fields(recipe):
         before, after = getattr(saved, field.name), getattr(recipe, field.name)
         after = after.absolute() if isinstance(after, Path) else after  # as it was saved
-        if before != after and field.name not in _MAY_CHANGE:
+        if before != after and field.name not in _CHANGEABLE:
             raise UserError(
                 f"--{field.name.replace('_', '-')} {after} differs from the run's {before}: "
-                f"a resumed run may change only {', '.join(sorted(_MAY_CHANGE))}"
+                f"a resumed run may change only {', '.join(sorted(_CHANGEABLE))}"
             )
     return name, recipe
 
 
-def _fitted(recipe: Recipe, run: RunFolder, console: Console) -> Recipe:
-    """`recipe` with the fastest micro-batch and rematerialisation that the device's memory has room for."""
+def _planned_recipe(recipe: Recipe, run: RunFolder, console: Console) -> Recipe:
+    """Return `recipe` with the fastest micro-batch size and rematerialization that fit the device's memory."""
     processes.once(lambda: check_free(run))
     memory = device_memory()
-    say: Callable[[Recipe], None] = lambda candidate: console.message(f"compiling {in_words(candidate)}")  # noqa: E731
-    found = plan(recipe, memory, say, precisions=[recipe.precision])
-    of = f"{shown_bytes(found.chosen.peak_bytes)} of {shown_bytes(memory)}"
-    console.message(f"chosen: {in_words(found.chosen.recipe)}: {of}")
+    report: Callable[[Recipe], None] = lambda candidate: console.message(f"compiling {in_words(candidate)}")  # noqa: E731
+    found = plan(recipe, memory, report, precisions=[recipe.precision])
+    share = f"{shown_bytes(found.chosen.peak_bytes)} of {shown_bytes(memory)}"
+    console.message(f"chosen: {in_words(found.chosen.recipe)}: {share}")
     for note in notes(found):
         console.message(note)
     return found.chosen.recipe
 
 
-def _trace(asked: str, run: RunFolder, recipe: Recipe) -> LoopTrace:
-    begin, _, end = asked.partition(":")
+def _trace(steps: str, run: RunFolder, recipe: Recipe) -> LoopTrace:
+    begin, _, end = steps.partition(":")
     if not (begin.isdecimal() and end.isdecimal() and 1 <= int(begin) < int(end) <= recipe.steps + 1):
-        raise UserError(f"--profile {asked!r} is no range of steps 1 to {recipe.steps}: give A:B, as in 10:20")
+        raise UserError(
+            f"--profile must be a range A:B of steps from 1 to {recipe.steps}, got {steps!r}: use one such as 10:20"
+        )
     return LoopTrace(run.path / "profile", int(begin), int(end))
 
 
-def _tell_trace(trace: LoopTrace, run: RunFolder, console: Console) -> None:
+def _report_trace(trace: LoopTrace, run: RunFolder, console: Console) -> None:
     if not trace.done:
-        console.message(f"nothing is traced: the run took none of the steps {trace.steps.start} to {trace.steps[-1]}")
+        console.message(f"no trace: the run executed none of the steps {trace.steps.start} to {trace.steps[-1]}")
         return
-    written = newest_trace(run.path / "profile")
+    path = newest_trace(run.path / "profile")
     if type(console) is Console:  # neither --quiet nor --json
-        tell(console.rich, time_table(written, trace.hlo), len(trace.steps))
-    console.message(f"the trace: {written}")
+        print_time_table(console.rich, time_table(path, trace.hlo), len(trace.steps))
+    console.message(f"trace: {path}")

@@ -3,6 +3,7 @@
 from jaxtrain.data.archive import check_members, is_zip
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz
 from jaxtrain.data.dates import dates
+from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.images import ImageFolder, image_folder
 from jaxtrain.data.packing import Packed, first_fit, pack, padded
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
@@ -12,13 +13,13 @@ from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, 
 from jaxtrain.data.text import (
     Text,
     split_contents,
-    split_documents,
     split_files,
     split_text,
     stdlib_files,
     text_files,
     unigram_entropy,
 )
+from jaxtrain.data.token_cache import TokenizedDocuments
 from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Role, Tokenizer, Tokens, tokenizer
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Role",
     "Source",
     "Text",
+    "TokenizedDocuments",
     "Tokenizer",
     "Tokens",
     "check_labels",
@@ -63,6 +65,7 @@ __all__ = [
     "table",
     "text_files",
     "thinned",
+    "tokenized_rows",
     "tokenizer",
     "unigram_entropy",
 ]

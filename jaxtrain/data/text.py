@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import check_fraction, share
 from jaxtrain.data.source import Example
-from jaxtrain.data.tokens import Tokenizer
 from jaxtrain.errors import UserError
 
 Bytes = NDArray[np.uint8]
@@ -23,6 +22,7 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 # Distributions strip these, so a corpus with them would differ from one machine to the next.
 _OFTEN_STRIPPED = {"test", "tests", "idle_test", "lib2to3"}
 _SNIFFED = 8 * 1024  # bytes
+_COUNTED = 2**20  # tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,21 +116,6 @@ def split_text(
     return np.frombuffer(parts[0], np.uint8), np.frombuffer(parts[1], np.uint8)
 
 
-def split_documents(
-    path: Path | None, texts: Tokenizer
-) -> tuple[list[NDArray[np.integer[Any]]], list[NDArray[np.integer[Any]]]]:
-    """The tokens of each text file of `path`, or of Python's standard library, as (train, validation).
-
-    Raises UserError as `text_files` and `split_text` do.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
-    parts = split_contents(stdlib_files() if path is None else text_files(path), root)
-    if not all(any(part) for part in parts):
-        raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
-    train, validation = ([texts.encode_file(content) for content in part] for part in parts)
-    return train, validation
-
-
 def split_contents(
     files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
 ) -> tuple[list[bytes], list[bytes]]:
@@ -166,7 +151,11 @@ def unigram_entropy(tokens: NDArray[np.integer[Any]]) -> float:
     >>> round(unigram_entropy(np.frombuffer(b"abab", np.uint8)), 6)  # log 2
     0.693147
     """
-    counts = np.bincount(tokens)
+    # In pieces, because bincount converts its argument to int64.
+    size = int(tokens.max(initial=0)) + 1
+    counts = np.zeros(size, np.int64)
+    for start in range(0, len(tokens), _COUNTED):
+        counts += np.bincount(tokens[start : start + _COUNTED], minlength=size)
     p = counts[counts > 0] / len(tokens)
     return float(p @ np.log(1 / p))
 

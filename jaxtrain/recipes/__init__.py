@@ -1,4 +1,4 @@
-"""Ready configurations: dataclasses, no logic. A field is a flag of `jaxtrain train`."""
+"""Configurations of the built-in runs, as dataclasses whose fields are flags of `jaxtrain train`."""
 
 from jaxtrain.recipes.classification import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
 from jaxtrain.recipes.command import command

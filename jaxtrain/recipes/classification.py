@@ -1,4 +1,4 @@
-"""Image classifiers."""
+"""Recipes of image classifiers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ class ImageRecipe(Recipe):
     lr: float = 3e-3
     weight_decay: float = 0.01
     classes: int = 10
-    """Labels run from 0 to classes − 1."""
+    """Number of classes; labels are 0 to classes - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class CNNRecipe(ImageRecipe):
     """A small CNN on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
 
     width: int = 16
-    """Channels of the convolution."""
+    """Output channels of the convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class ResNetRecipe(ImageRecipe):
     """A ResNet with BatchNorm on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
 
     depth: int = 1
-    """Layers, of two convolutions each, in each of the two stages."""
+    """Residual blocks, of two convolutions each, in each of the two stages."""
     width: int = 32
-    """Channels of the first stage; the second has twice as many."""
+    """Channels of the first stage; the second stage has twice as many."""
     batch_norm: Literal["sync", "device"] = "sync"
-    """Statistics of all rows of a micro-batch, or on a mesh of each device's own, as PyTorch's DDP has them."""
+    """BatchNorm statistics over all rows of a micro-batch, or per device of a mesh as in PyTorch's DDP."""

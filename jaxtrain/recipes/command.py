@@ -1,4 +1,4 @@
-"""A recipe as the command that trains it."""
+"""Format a recipe as a command."""
 
 import dataclasses
 import shlex
@@ -8,12 +8,21 @@ from jaxtrain.recipes.registry import RECIPES
 
 
 def command(verb: str, name: str, recipe: Recipe) -> str:
-    """`jaxtrain VERB NAME` with the flags that make `recipe` of the one of that name.
+    """Return the command `jaxtrain VERB NAME` with the flags in which `recipe` differs from the named recipe.
 
-    >>> command("train", "digits-mlp", dataclasses.replace(RECIPES["digits-mlp"], accumulate=4, unroll=True))
-    'jaxtrain train digits-mlp --accumulate 4 --unroll'
-    >>> command("plan", "digits-mlp", dataclasses.replace(RECIPES["digits-mlp"], optimizer="sgd(momentum=0.9)"))
-    "jaxtrain plan digits-mlp --optimizer 'sgd(momentum=0.9)'"
+    Args:
+      verb: A command that takes a recipe, "train" or "plan".
+      name: Name of a built-in recipe.
+      recipe: A recipe of the same class.
+
+    Returns:
+      The command, quoted for a shell.
+
+    Example:
+      >>> command("train", "digits-mlp", dataclasses.replace(RECIPES["digits-mlp"], accumulate=4, unroll=True))
+      'jaxtrain train digits-mlp --accumulate 4 --unroll'
+      >>> command("plan", "digits-mlp", dataclasses.replace(RECIPES["digits-mlp"], optimizer="sgd(momentum=0.9)"))
+      "jaxtrain plan digits-mlp --optimizer 'sgd(momentum=0.9)'"
     """
     flags: list[str] = []
     for field in dataclasses.fields(recipe):

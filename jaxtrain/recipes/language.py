@@ -1,4 +1,4 @@
-"""Language models."""
+"""Recipes of causal language models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,50 +8,50 @@ from jaxtrain.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageRecipe(Recipe):
-    """A model of the next token."""
+    """A causal language model."""
 
     steps: int = 600
     batch_size: int = 16
     lr: float = 4e-3
     seq_len: int = 128
-    """Bytes, or tokens, of context."""
+    """Context length in tokens; bytes without a tokenizer."""
     packing: bool = False
-    """Rows of whole texts that do not see each other, in place of windows over all text; of a table's rows always."""
+    """Pack whole texts into rows, without attention between them, instead of windows; always on for tables."""
     tokenizer: Path | None = None
-    """A tokenizer.json; bytes without one."""
+    """Path of a tokenizer.json; without one, tokens are bytes."""
     text_column: str = "text"
-    """Of a --data TABLE the column of the texts."""
+    """Text column, when --data is a table."""
     eval_sequences: int = 128
-    """Validation sequences to an evaluation."""
+    """Number of validation sequences per evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTRecipe(LanguageRecipe):
-    """A byte-level GPT on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, or a TABLE
-    (parquet, Arrow, a saved dataset)."""
+    """A byte-level GPT-2 on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, or a TABLE
+    (Parquet, Arrow, a saved dataset)."""
 
     n_layer: int = 4
-    """Blocks."""
+    """Number of transformer blocks."""
     n_embd: int = 128
-    """Width."""
+    """Width of the hidden states."""
     n_head: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
     dropout: float = 0.0
-    """Rate, in embeddings, attention and residuals."""
+    """Dropout rate of embeddings, attention and residuals."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaRecipe(LanguageRecipe):
     """A byte-level Llama on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, or a
-    TABLE (parquet, Arrow, a saved dataset)."""
+    TABLE (Parquet, Arrow, a saved dataset)."""
 
     num_hidden_layers: int = 4
-    """Blocks."""
+    """Number of transformer blocks."""
     hidden_size: int = 128
-    """Width."""
+    """Width of the hidden states."""
     intermediate_size: int = 352
     """Width of the MLP's hidden layer."""
     num_attention_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int = 2
-    """Heads of keys and values, each shared by as many queries."""
+    """Number of key and value heads, each shared by the same number of query heads."""

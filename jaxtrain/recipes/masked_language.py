@@ -1,4 +1,4 @@
-"""Bidirectional encoders that learn to fill in what is hidden of a text."""
+"""Recipes of bidirectional encoders and of masked language modeling."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,26 +8,26 @@ from jaxtrain.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderRecipe(Recipe):
-    """A BERT."""
+    """A BERT encoder."""
 
     num_hidden_layers: int = 2
-    """Blocks."""
+    """Number of transformer blocks."""
     hidden_size: int = 128
-    """Width."""
+    """Width of the hidden states."""
     num_attention_heads: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
     dropout: float = 0.0
-    """Rate, in embeddings, attention and residuals."""
+    """Dropout rate of embeddings, attention and residuals."""
     tokenizer: Path | None = None
-    """A tokenizer.json; bytes without one."""
+    """Path of a tokenizer.json; without one, tokens are bytes."""
     text_column: str = "text"
-    """Of a --data TABLE the column of the texts."""
+    """Text column, when --data is a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLanguageRecipe(EncoderRecipe):
-    """A BERT that fills in hidden bytes of Python's standard library, or of --data: a FILE_OR_FOLDER of text, or a
-    TABLE (parquet, Arrow, a saved dataset)."""
+    """A byte-level BERT masked language model on Python's standard library, or on --data: a FILE_OR_FOLDER of text, or
+    a TABLE (Parquet, Arrow, a saved dataset)."""
 
     steps: int = 1500
     batch_size: int = 64
@@ -35,8 +35,8 @@ class MaskedLanguageRecipe(EncoderRecipe):
     warmup_steps: int = 100
     eval_every: int = 100
     seq_len: int = 32
-    """Tokens to a sequence: where each stands is learned sooner of short ones."""
+    """Sequence length in tokens; positions are learned faster on short sequences."""
     masked: float = 0.15
-    """Share of the tokens to predict."""
+    """Probability that a token is masked and predicted."""
     eval_sequences: int = 512
-    """Validation sequences to an evaluation."""
+    """Number of validation sequences per evaluation."""

@@ -1,4 +1,4 @@
-"""The settings that every training run has."""
+"""The settings common to all training runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,63 +7,63 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run: by default AdamW under a linear warm-up and a cosine decay to a tenth."""
+    """A training run; by default AdamW with linear warmup and cosine decay to a tenth of the peak learning rate."""
 
     steps: int
-    """Optimizer updates to make."""
+    """Number of optimizer updates."""
     batch_size: int
-    """Examples (sequences, images) to an update, all its micro-batches together."""
+    """Examples (sequences, images) per update, over all its micro-batches."""
     lr: float
     """Peak learning rate."""
     data: Path | None = None
-    """Your own data instead of the recipe's."""
+    """Path of your own data, instead of the recipe's."""
     accumulate: int = 1
-    """Micro-batches the batch is cut into, one after the other in memory."""
+    """Number of micro-batches per update, processed one after another to save memory."""
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
-    """Dtype of matrix products and convolutions; master parameters are float32, but in bf16_params."""
+    """Dtype of matrix products and convolutions; parameters are float32, except with bf16_params."""
     mesh: str | None = None
-    """Devices to train on, as in "data=2,fsdp=4" (also tensor, sequence); None: one, or of several processes all."""
+    """Device mesh, such as "data=2,fsdp=4" (also tensor, sequence); None: one device, or all of several processes."""
     remat: str = "none"
-    """What blocks compute again: none; full; all but dots, dots_no_batch, names:A,B or offload:A,B."""
+    """Rematerialization of blocks: none, full, or all but dots, dots_no_batch, names:A,B or offload:A,B."""
     unroll: bool = False
-    """Compile the layers one by one: longer to compile, faster to run."""
+    """Unroll the loop over layers: slower to compile, faster to run."""
     optimizer: str = "adamw"
-    """One of jaxtrain.optim, alone or with its arguments, as in "sgd(momentum=0.9)"."""
+    """Optimizer of jaxtrain.optim, with or without arguments, such as "sgd(momentum=0.9)"."""
     schedule: str = "warmup-cosine"
-    """warmup-cosine, wsd, onecycle, linear, constant; or one of PyTorch's, as in "step_lr(lr=0.1, step_size=30)"."""
+    """warmup-cosine, wsd, onecycle, linear, constant, or a PyTorch schedule such as "step_lr(lr=0.1, step_size=30)"."""
     warmup_steps: int = 20
-    """Updates over which the learning rate rises from 0."""
+    """Number of updates over which the learning rate rises from 0."""
     weight_decay: float = 0.1
-    """The optimizer's decay, on matrices only."""
+    """Weight decay of the optimizer, applied to matrices only."""
     beta2: float = 0.99
-    """Adam's memory of squared gradients: short, for short runs."""
+    """Adam's decay rate of the second moment; the default suits short runs."""
     clip_norm: float | None = 1.0
-    """Bound on the global gradient norm."""
+    """Maximum global gradient norm; None disables clipping."""
     loss_scale: str | None = None
-    """What fp16 scales the loss by: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)"."""
+    """Loss scale for fp16: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)"."""
     seed: int = 0
-    """Of initial weights, data order and dropout."""
+    """Seed of initial parameters, data order and dropout."""
     log_every: int = 10
-    """Updates between two lines of metrics.jsonl."""
+    """Write a line of metrics.jsonl every n updates."""
     eval_every: int = 50
-    """Updates between two evaluations."""
+    """Evaluate every n updates."""
     histograms: bool = False
-    """Show TensorBoard at each evaluation how the parameters are distributed."""
+    """Write histograms of the parameters to TensorBoard at each evaluation."""
     save_every: int = 100
-    """Updates between two checkpoints."""
+    """Save a checkpoint every n updates."""
     keep_last: int = 3
-    """Checkpoints to keep: this many of the newest."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = 1
-    """And this many of the lowest eval_loss, of those saved at an evaluation."""
+    """Also keep the n checkpoints with the lowest eval_loss, of those saved at an evaluation."""
     keep_every: int | None = None
-    """And those of every so many updates."""
+    """Also keep the checkpoints at multiples of this number of updates."""
     allow_recompile: int = 0
-    """How often a batch of another shape may make the step compile again."""
+    """Number of times the step may be recompiled for a batch of another shape."""
     max_skips: int = 100
-    """Updates skipped in a row, their fp16 gradients inf or NaN, that end the run."""
+    """Stop after this many consecutive updates skipped because of inf or NaN in fp16 gradients."""
     spike_factor: float | None = None
-    """A loss of more than so many times the median of the last 64 is a spike; None: none is."""
+    """A loss above this multiple of the median of the last 64 is a spike; None disables the check."""
     on_spike: Literal["stop", "rollback"] = "stop"
-    """End the run, or go back to the last checkpoint and past the batches since."""
+    """On a spike, stop the run, or return to the last checkpoint and skip the batches since."""
     stall_seconds: float = 600.0
-    """After how long a wait for a batch to say so; 0: never."""
+    """Warn when a batch takes longer than this many seconds; 0 disables the warning."""

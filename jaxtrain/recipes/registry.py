@@ -1,4 +1,4 @@
-"""The built-in recipes by name."""
+"""The built-in recipes."""
 
 from jaxtrain.recipes.classification import CNNRecipe, MLPRecipe, ResNetRecipe
 from jaxtrain.recipes.language import GPTRecipe, LlamaRecipe
@@ -17,4 +17,4 @@ RECIPES: dict[str, Recipe] = {
     "bert-keywords": TextClassificationRecipe(),
     "t5-dates": T5Recipe(),
 }
-"""The first is the default."""
+"""Built-in recipes by name; the first one is the default."""

@@ -1,4 +1,4 @@
-"""Encoder-decoder models, from one text to another."""
+"""Recipes of encoder-decoder models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +8,8 @@ from jaxtrain.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class T5Recipe(Recipe):
-    """A T5 that reads dates as people write them, or pairs of texts from --data TABLE (parquet, Arrow, a saved
-    dataset)."""
+    """A T5 that converts written dates to ISO 8601, or trains on pairs of texts from --data TABLE (Parquet, Arrow, a
+    saved dataset)."""
 
     steps: int = 1000
     batch_size: int = 64
@@ -17,22 +17,22 @@ class T5Recipe(Recipe):
     weight_decay: float = 0.01
     eval_every: int = 100
     num_layers: int = 2
-    """Blocks of the encoder, and of the decoder."""
+    """Number of blocks of the encoder, and of the decoder."""
     d_model: int = 64
-    """Width."""
+    """Width of the hidden states."""
     num_heads: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
     source_len: int = 32
-    """Most tokens of a source, with the one that ends it."""
+    """Maximum length of a source in tokens, including the end token."""
     target_len: int = 11
-    """Most tokens of a target, with the one that ends it."""
+    """Maximum length of a target in tokens, including the end token."""
     dropout: float = 0.0
-    """Rate, everywhere T5 has one."""
+    """Dropout rate, at every place where T5 applies dropout."""
     tokenizer: Path | None = None
-    """A tokenizer.json; bytes without one."""
+    """Path of a tokenizer.json; without one, tokens are bytes."""
     source_column: str = "source"
-    """The column of the table to read from."""
+    """Column of the sources, when --data is a table."""
     target_column: str = "target"
-    """The column to write."""
+    """Column of the targets, when --data is a table."""
     eval_pairs: int = 1024
-    """Validation pairs to an evaluation."""
+    """Number of validation pairs per evaluation."""

@@ -1,4 +1,4 @@
-"""What is learned: data, model and loss of a recipe, put together."""
+"""Tasks: the data, model and loss of a recipe."""
 
 from jaxtrain.recipes import (
     ImageRecipe,
@@ -21,11 +21,22 @@ __all__ = [
     "masked_language",
     "means",
     "seq2seq",
+    "text_stream",
 ]
 
 
 def build(recipe: Recipe) -> Task:
-    """The task of `recipe`, its data read. Raises `UserError` for bad settings."""
+    """Build the task of a recipe and read its data.
+
+    Args:
+      recipe: Settings of the run.
+
+    Returns:
+      The task.
+
+    Raises:
+      UserError: The data cannot be read, or the settings are invalid for the task.
+    """
     if isinstance(recipe, LanguageRecipe):
         from jaxtrain.tasks.language import language_task
 

@@ -16,14 +16,14 @@ from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, in
 from jaxtrain.models.resnet import ResNet, ResNetConfig
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
 from jaxtrain.step import Loss, LossFn
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 
 Images = Arrays | ImageFolder
-Predict = Callable[[Any, Any, Any], Predicted]  # (params, batch, model_state)
+Predict = Callable[[Any, Any, Any], Predictions]  # (params, batch, model_state)
 
 
 def classification_task(recipe: ImageRecipe) -> Task:
-    """The task of an `ImageRecipe`."""
+    """Return the task of an `ImageRecipe`."""
     train, validation = _images(recipe.data)
     for source in (train, validation):
         check_labels(source.labels, recipe.classes)
@@ -48,9 +48,9 @@ def classification_task(recipe: ImageRecipe) -> Task:
         classes=recipe.classes,
         unit="examples",
         units_per_row=1,
-        facts={
+        description={
             "images": str(recipe.data) if recipe.data else "scikit-learn's handwritten digits",
-            "examples": f"{len(train):,} to train on, {len(validation):,} to validate on",
+            "examples": f"{len(train):,} for training, {len(validation):,} for validation",
             "labels": f"{train.labels.min()} to {train.labels.max()}, of {recipe.classes} classes",
         },
         references={"class entropy": float(present @ np.log(1 / present))},
@@ -61,11 +61,11 @@ def classification_task(recipe: ImageRecipe) -> Task:
 
 
 def image_model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
-    """The perceptron or plain CNN for images of that shape. Raises `UserError` for those that it cannot take."""
+    """Return the MLP or CNN for images of this shape. Raises `UserError` for an unsupported shape."""
     rngs = nnx.Rngs(recipe.seed)
     if isinstance(recipe, CNNRecipe):
         if len(shape) != 3 or min(shape[:2]) < 3:
-            raise UserError(f"images of shape {list(shape)} are too small for a 3×3 convolution: use digits-mlp")
+            raise UserError(f"images must have at least 3×3 pixels, got shape {list(shape)}: use digits-mlp")
         return CNN(shape, recipe.width, recipe.classes, rngs=rngs)
     if isinstance(recipe, MLPRecipe):
         return MLP((int(np.prod(shape)), recipe.hidden, recipe.classes), rngs=rngs)
@@ -73,15 +73,15 @@ def image_model(recipe: ImageRecipe, shape: tuple[int, ...]) -> nnx.Module:
 
 
 def resnet_model(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
-    """The ResNet for images of that shape. Raises `UserError` for those that it cannot take."""
+    """Return the ResNet for images of this shape. Raises `UserError` for an unsupported shape."""
     if len(shape) != 3:
-        raise UserError(f"images of shape {list(shape)} have no height, width and channels: use digits-mlp")
+        raise UserError(f"images must have height, width and channels, got shape {list(shape)}: use digits-mlp")
     model = ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))
     return in_groups(model, _groups(recipe))
 
 
 def _groups(recipe: ResNetRecipe) -> int:
-    """One for each device that has rows of its own, where each is to have statistics of its own."""
+    """Return the number of BatchNorm groups: one per data-parallel device if each computes its own statistics."""
     return ways(resolved(recipe.mesh)) if recipe.batch_norm == "device" else 1
 
 
@@ -102,35 +102,35 @@ def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig
 def _stateless(model: Callable[[], nnx.Module]) -> tuple[Callable[[], Any], LossFn, Predict]:
     apply, _ = functional(nnx.eval_shape(model))
 
-    def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
+    def predict(params: Any, batch: Any, model_state: Any) -> Predictions:
         del model_state
-        return _predicted(apply(params, batch["image"]), batch)
+        return _predictions(apply(params, batch["image"]), batch)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
         del rng
-        predicted = predict(params, batch, None)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}
+        predictions = predict(params, batch, None)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}
 
     return lambda: (functional(model())[1], None), loss_fn, predict
 
 
 def _with_state(model: Callable[[], nnx.Module]) -> tuple[Callable[[], Any], LossFn, Predict]:
-    """Of a model with BatchNorm, which in training takes the batch's own statistics."""
+    """Return (init, loss_fn, predict) of a model with BatchNorm, which normalizes with batch statistics in training."""
     apply, *_ = functional_with_state(nnx.eval_shape(model))
 
-    def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
-        return _predicted(apply(params, model_state, batch["image"], False)[0], batch)
+    def predict(params: Any, batch: Any, model_state: Any) -> Predictions:
+        return _predictions(apply(params, model_state, batch["image"], False)[0], batch)
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
         logits, model_state = apply(params, model_state, batch["image"], rng is not None)
-        predicted = _predicted(logits, batch)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}, model_state
+        predictions = _predictions(logits, batch)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}, model_state
 
     return lambda: functional_with_state(model())[1:], loss_fn, predict
 
 
-def _predicted(logits: Any, batch: Any) -> Predicted:
-    return Predicted(logits, batch["label"], row_weights(batch, len(batch["label"])))
+def _predictions(logits: Any, batch: Any) -> Predictions:
+    return Predictions(logits, batch["label"], row_weights(batch, len(batch["label"])))
 
 
 def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable:
@@ -151,5 +151,5 @@ def _images(path: Path | None) -> tuple[Images, Images]:
     if path is None:
         return digits()
     if not path.exists():
-        raise UserError(f"{path} does not exist: give an .npz file or a folder with one sub-folder of images a class")
+        raise UserError(f"{path} does not exist: use an .npz file or a folder with one sub-folder of images per class")
     return image_folder(path) if path.is_dir() else npz(path)

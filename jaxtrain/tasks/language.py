@@ -1,9 +1,8 @@
-"""Causal language modelling: a GPT-2 or a Llama that predicts every next token, bytes if nothing else is said."""
+"""Causal language modeling: a GPT-2 or a Llama that predicts the next token; tokens are bytes by default."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,41 +10,42 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import (
-    Example,
-    Mapped,
     Packed,
     Source,
     Text,
+    TokenizedDocuments,
     Tokenizer,
-    Tokens,
     is_table,
     pack,
     split_documents,
     split_table,
     thinned,
+    tokenized_rows,
     tokenizer,
     unigram_entropy,
 )
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
-from jaxtrain.models import GPT2, GPT2Config, functional, gpt2, llama
+from jaxtrain.models import GPT2, GPT2Config, Sampling, functional, gpt2, llama, stream
 from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
 from jaxtrain.step import Loss
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.task import Predictions, Task, row_weights
+from jaxtrain.tasks.text_stream import replace_unprintable
 
 BYTES = 256
 PROMPT = "def "
 SAMPLE_TOKENS = 300
+TEMPERATURE = 0.8
 
 
 def language_task(recipe: LanguageRecipe) -> Task:
-    """The task of a `LanguageRecipe`."""
+    """Return the task of a `LanguageRecipe`."""
     texts = tokenizer(recipe.tokenizer)
     train, validation, entropy = _sources(recipe, texts)
-    apply, init, names = decoder(recipe)
+    model, apply, init, names = decoder(recipe)
 
-    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+    def predict(params: Any, batch: Any, rng: Any) -> Predictions:
         if "segments" in batch:
             inputs, targets = batch["tokens"], batch["targets"]
             real = batch["segments"] > 0
@@ -55,15 +55,15 @@ def language_task(recipe: LanguageRecipe) -> Task:
             real = jnp.ones_like(targets, bool)
             logits = apply(params, inputs, rng)
         weight = jnp.where(real, row_weights(batch, len(targets))[:, None], 0)
-        return Predicted(logits, targets, weight)
+        return Predictions(logits, targets, weight)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
         return predict(params, batch, rng).loss(), {}
 
     def sample(params: Any, seed: int) -> str:
         prompt = texts.encode(PROMPT).tolist()
-        written = generate(apply, params, recipe.seq_len, prompt, SAMPLE_TOKENS, seed=seed)
-        return printable(texts.decode([*prompt, *written]))
+        tokens = stream(model, params, prompt, SAMPLE_TOKENS, sampling=Sampling(TEMPERATURE), seed=seed)
+        return replace_unprintable(texts.decode([*prompt, *tokens]))
 
     return Task(
         init=lambda: (init(), None),
@@ -77,9 +77,9 @@ def language_task(recipe: LanguageRecipe) -> Task:
         unit="tokens",
         units_per_row=recipe.seq_len,
         bounds={"segments": recipe.seq_len + 1, "positions": recipe.seq_len},
-        facts={
+        description={
             "text": str(recipe.data) if recipe.data else "the source of Python's standard library",
-            "rows": f"{len(train):,} to train on, {len(validation):,} to validate on",
+            "rows": f"{len(train):,} for training, {len(validation):,} for validation",
         },
         references={"unigram entropy": entropy},
         sample=sample,
@@ -88,91 +88,69 @@ def language_task(recipe: LanguageRecipe) -> Task:
     )
 
 
-def decoder(recipe: LanguageRecipe) -> tuple[Callable[..., Any], Callable[[], Any], NameTable]:
-    """(apply, init, names) of the recipe's model.
+class Decoder(NamedTuple):
+    """The model of a `LanguageRecipe`.
 
-    `init()` makes its first parameters, `jax.eval_shape(init)` their shapes.
+    Attributes:
+      model: The module, without arrays.
+      apply: `apply(params, tokens, rng, positions, segments)` returns the logits [B, T, vocabulary].
+      init: Creates the initial params; `jax.eval_shape(init)` returns their shapes.
+      names: PyTorch's names of the parameters.
     """
+
+    model: nnx.Module
+    apply: Callable[..., Any]
+    init: Callable[[], Any]
+    names: NameTable
+
+
+def decoder(recipe: LanguageRecipe) -> Decoder:
+    """Return the recipe's model. Raises `UserError` for sizes that are not divisible."""
     if isinstance(recipe, GPTRecipe):
         config = gpt2_config(recipe)
-        return *_functional(lambda rngs: GPT2(config, rngs=rngs), recipe.seed), gpt2.torch_names()
+        return _decoder(lambda rngs: GPT2(config, rngs=rngs), recipe.seed, gpt2.torch_names())
     if isinstance(recipe, LlamaRecipe):
         sizes = llama_config(recipe)
-        return *_functional(lambda rngs: Llama(sizes, rngs=rngs), recipe.seed), llama.torch_names(sizes)
+        return _decoder(lambda rngs: Llama(sizes, rngs=rngs), recipe.seed, llama.torch_names(sizes))
     raise TypeError(f"no model for {type(recipe).__name__}")
 
 
 def vocabulary(recipe: LanguageRecipe) -> int:
-    """How many tokens the model knows."""
+    """Return the size of the model's vocabulary."""
     return BYTES if recipe.tokenizer is None else tokenizer(recipe.tokenizer).size
 
 
-def generate(
-    apply: Any,
-    params: Any,
-    seq_len: int,
-    prompt: Sequence[int],
-    length: int,
-    *,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> Iterator[int]:
-    """`length` tokens that follow `prompt`, one by one, each drawn with the last `seq_len` tokens as context.
-
-    `temperature` 0 takes the likeliest token.
-    """
-
-    @jax.jit
-    def next_token(params: Any, window: Any, last: Any, key: Any) -> Any:
-        logits = apply(params, window)[0, last].astype(np.float32)
-        drawn = jax.random.categorical(key, logits / max(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, logits.argmax())
-
-    text, keys = list(prompt), jax.random.key(seed)
-    for i in range(length):
-        context = text[-seq_len:]
-        window = np.zeros((1, seq_len), np.int32)
-        window[0, : len(context)] = context
-        text.append(int(next_token(params, window, np.int32(len(context) - 1), jax.random.fold_in(keys, i))))
-        yield text[-1]
-
-
-def printable(text: str) -> str:
-    """`text` for a terminal: what was no UTF-8, and control characters, become "·"."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text).replace("\ufffd", "·")
-
-
 def _sources(recipe: LanguageRecipe, texts: Tokenizer) -> tuple[Source, Source, float]:
-    """(train, validation, the entropy of the validation's tokens): windows over all text, or rows of whole texts."""
+    """Return (train, validation, unigram entropy of the validation tokens): windows over all text, or packed rows."""
     if recipe.data is not None and is_table(recipe.data):
-        encode = partial(_encoded, recipe, texts)
-        train, validation = (Mapped(rows, encode) for rows in split_table(recipe.data, [recipe.text_column]))
-        return _packed(recipe, train, validation)
-    of_train, of_validation = split_documents(recipe.data, texts)
+        rows = split_table(recipe.data, [recipe.text_column])
+        train, validation = (
+            tokenized_rows(recipe.data, part, recipe.text_column, texts, name)
+            for part, name in zip(rows, ("train", "validation"), strict=True)
+        )
+        return _pack_rows(recipe, train, validation)
+    train_texts, validation_texts = split_documents(recipe.data, texts)
     if recipe.packing:
-        return _packed(recipe, of_train, of_validation)
-    tokens = np.concatenate(of_validation)
-    windows = Text(np.concatenate(of_train), recipe.seq_len), Text(tokens, recipe.seq_len)
-    return *windows, unigram_entropy(tokens)
+        return _pack_rows(recipe, train_texts, validation_texts)
+    windows = Text(train_texts.tokens, recipe.seq_len), Text(validation_texts.tokens, recipe.seq_len)
+    return *windows, unigram_entropy(validation_texts.tokens)
 
 
-def _packed(recipe: LanguageRecipe, train: Any, validation: Any) -> tuple[Packed, Source, float]:
+def _pack_rows(
+    recipe: LanguageRecipe, train: TokenizedDocuments, validation: TokenizedDocuments
+) -> tuple[Packed, Source, float]:
     rows = thinned(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
     targets = [rows[i]["targets"][rows[i]["segments"] > 0] for i in range(len(rows))]
     return pack(train, recipe.seq_len, pad=0), rows, unigram_entropy(np.concatenate(targets))
 
 
-def _encoded(recipe: LanguageRecipe, texts: Tokenizer, row: Example) -> Tokens:
-    return texts.encode(str(row[recipe.text_column]))
-
-
-def _functional(model: Callable[[nnx.Rngs], nnx.Module], seed: int) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    apply, _ = functional(nnx.eval_shape(lambda: model(nnx.Rngs(seed))))
-    return apply, jax.jit(lambda: functional(model(nnx.Rngs(seed)))[1])
+def _decoder(create: Callable[[nnx.Rngs], nnx.Module], seed: int, names: NameTable) -> Decoder:
+    model = nnx.eval_shape(lambda: create(nnx.Rngs(seed)))
+    return Decoder(model, functional(model)[0], jax.jit(lambda: functional(create(nnx.Rngs(seed)))[1]), names)
 
 
 def gpt2_config(recipe: GPTRecipe) -> GPT2Config:
-    """The model's configuration. Raises `UserError` for sizes that do not divide."""
+    """Return the model's configuration. Raises `UserError` for sizes that are not divisible."""
     if recipe.n_embd % recipe.n_head:
         raise UserError(f"n_embd {recipe.n_embd} is not divisible by n_head {recipe.n_head}: change one of them")
     return GPT2Config(
@@ -187,12 +165,12 @@ def gpt2_config(recipe: GPTRecipe) -> GPT2Config:
 
 
 def llama_config(recipe: LlamaRecipe) -> LlamaConfig:
-    """The model's configuration. Raises `UserError` for sizes that do not divide."""
+    """Return the model's configuration. Raises `UserError` for sizes that are not divisible."""
     width, heads, shared = recipe.hidden_size, recipe.num_attention_heads, recipe.num_key_value_heads
     if width % (2 * heads):
-        raise UserError(f"hidden_size {width} is no multiple of 2 × num_attention_heads {heads}: change one of them")
+        raise UserError(f"hidden_size {width} is not divisible by 2 × num_attention_heads {heads}: change one of them")
     if heads % shared:
-        raise UserError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}: change one")
+        raise UserError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {shared}: change one")
     return LlamaConfig(
         vocab_size=vocabulary(recipe),
         hidden_size=width,
@@ -208,5 +186,5 @@ def llama_config(recipe: LlamaRecipe) -> LlamaConfig:
 
 
 def _initial_std(width: int) -> float:
-    # GPT-2's 0.02 belongs to its width of 768; narrower models learn faster from the wider start.
+    # GPT-2's 0.02 is meant for its width of 768; narrower models learn faster from a larger standard deviation.
     return 0.02 * math.sqrt(768 / width)

@@ -1,4 +1,4 @@
-"""Masked language modelling (Devlin et al. 2018): a BERT that fills in what is hidden of a text."""
+"""Masked language modeling (Devlin et al. 2018): a BERT that predicts masked tokens."""
 
 import math
 from collections.abc import Callable
@@ -31,47 +31,48 @@ from jaxtrain.models import functional
 from jaxtrain.models.bert import SHARDING, Bert, BertConfig, torch_names
 from jaxtrain.recipes import EncoderRecipe, MaskedLanguageRecipe
 from jaxtrain.step import Loss
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 
-HIDDEN, RANDOM = 0.8, 0.1
-"""Of the tokens to predict, the shares that the model sees hidden and replaced; the others it sees as they are."""
+MASKED, RANDOM = 0.8, 0.1
+"""Shares of the predicted tokens that are replaced by the mask token and by a random token; the rest is unchanged."""
 
 
 def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
-    """The task of a `MaskedLanguageRecipe`."""
+    """Return the task of a `MaskedLanguageRecipe`."""
     texts = tokenizer(recipe.tokenizer)
     pad, mask = texts.special("pad"), texts.special("mask")
-    around = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
-    train, held_out = _sources(recipe, texts)
-    train, validation = Numbered(train), Numbered(thinned(held_out, recipe.eval_sequences))
+    special = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
+    train_rows, validation_rows = _sources(recipe, texts)
+    train, validation = Numbered(train_rows), Numbered(thinned(validation_rows, recipe.eval_sequences))
     config = bert_config(recipe, texts, recipe.seq_len, num_labels=None)
     apply, init = bert(config, recipe.seed)
 
-    def hide(batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
-        """What the model sees of a batch, and where it is to predict."""
-        # In evaluation there is no key: what is hidden then depends on the example's number alone.
+    def mask_batch(batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
+        """Return the model's input tokens and where it predicts."""
+        # Evaluation has no key: its mask depends on the example's index alone.
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if rng is None else rng, batch["index"])
-        hidden = partial(masked, mask=mask, vocabulary=texts.size, share=recipe.masked)
-        of_text = jnp.isin(batch["tokens"], around, invert=True)
-        return jax.vmap(hidden)(keys, batch["tokens"], of_text)
+        mask_row = partial(mask_tokens, mask=mask, vocabulary=texts.size, share=recipe.masked)
+        maskable = jnp.isin(batch["tokens"], special, invert=True)
+        return jax.vmap(mask_row)(keys, batch["tokens"], maskable)
 
-    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+    def predict(params: Any, batch: Any, rng: Any) -> Predictions:
         mask_rng, rng = (None, None) if rng is None else jax.random.split(rng)
         tokens = batch["tokens"]
-        seen, predicted = hide(batch, mask_rng)
+        inputs, predicted = mask_batch(batch, mask_rng)
         weight = jnp.where(predicted, row_weights(batch, len(tokens))[:, None], 0)
-        return Predicted(apply(params, seen, tokens != pad, None, rng), tokens, weight)
+        return Predictions(apply(params, inputs, tokens != pad, None, rng), tokens, weight)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        predicted = predict(params, batch, rng)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}
+        predictions = predict(params, batch, rng)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}
 
     def sample(params: Any, seed: int) -> str:
         example = validation[int(np.random.default_rng(seed).integers(len(validation)))]
         batch = {name: np.asarray(value)[None] for name, value in example.items()}
-        seen, predicted = hide(batch, None)
-        filled = apply(params, seen, batch["tokens"] != pad, None, None).argmax(-1)
-        return f"{_with_gaps(texts, batch['tokens'], predicted)}\n→\n{texts.decode(_filled(batch, predicted, filled))}"
+        inputs, predicted = mask_batch(batch, None)
+        filled = apply(params, inputs, batch["tokens"] != pad, None, None).argmax(-1)
+        text = texts.decode(_fill_masks(batch, predicted, filled))
+        return f"{_show_masks(texts, batch['tokens'], predicted)}\n→\n{text}"
 
     targets = np.concatenate([validation[i]["tokens"] for i in range(len(validation))])
     return Task(
@@ -86,9 +87,9 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
         unit="tokens",
         units_per_row=recipe.seq_len,
         bounds={"index": max(len(train), len(validation))},
-        facts={
+        description={
             "text": str(recipe.data) if recipe.data else "the source of Python's standard library",
-            "sequences": f"{len(train):,} to train on, {len(validation):,} to validate on",
+            "sequences": f"{len(train):,} for training, {len(validation):,} for validation",
         },
         references={"unigram entropy": unigram_entropy(targets[targets != pad])},
         sample=sample,
@@ -97,24 +98,35 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
     )
 
 
-def masked(
-    rng: jax.Array, tokens: jax.Array, real: jax.Array, *, mask: int, vocabulary: int, share: float
+def mask_tokens(
+    rng: jax.Array, tokens: jax.Array, maskable: jax.Array, *, mask: int, vocabulary: int, share: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens as seen, bool where to predict them), both [T], for tokens int [T] of which the `real` ones count.
+    """Choose the tokens to predict and mask them as BERT does.
 
-    Each is to be predicted with the probability `share`; of these 80 % are seen as `mask`, 10 % as any token and 10 %
-    as they are, so that a model cannot know which of those it sees is right.
+    Of the tokens to predict, 80 % are replaced by the mask token and 10 % by a random token; 10 % stay unchanged, so
+    that the model cannot know which of its input tokens are correct.
+
+    Args:
+      rng: Key of the draws.
+      tokens: int [T].
+      maskable: bool [T], False for special tokens.
+      mask: The mask token.
+      vocabulary: Number of tokens to draw random ones from.
+      share: Probability that a token is to be predicted.
+
+    Returns:
+      A tuple (input tokens int [T], bool [T] where to predict).
     """
-    of_choice, of_sight, of_tokens = jax.random.split(rng, 3)
-    predicted = (jax.random.uniform(of_choice, tokens.shape) < share) & real
-    sight = jax.random.uniform(of_sight, tokens.shape)
-    anything = jax.random.randint(of_tokens, tokens.shape, 0, vocabulary, tokens.dtype)
-    replaced = jnp.where(sight < HIDDEN, jnp.full_like(tokens, mask), anything)
-    return jnp.where(predicted & (sight < HIDDEN + RANDOM), replaced, tokens), predicted
+    choice_rng, action_rng, random_rng = jax.random.split(rng, 3)
+    predicted = (jax.random.uniform(choice_rng, tokens.shape) < share) & maskable
+    action = jax.random.uniform(action_rng, tokens.shape)
+    random_tokens = jax.random.randint(random_rng, tokens.shape, 0, vocabulary, tokens.dtype)
+    replaced = jnp.where(action < MASKED, jnp.full_like(tokens, mask), random_tokens)
+    return jnp.where(predicted & (action < MASKED + RANDOM), replaced, tokens), predicted
 
 
 def bert_config(recipe: EncoderRecipe, texts: Tokenizer, seq_len: int, num_labels: int | None) -> BertConfig:
-    """The configuration of the recipe's model. Raises `UserError` for sizes that make none."""
+    """Return the model's configuration. Raises `UserError` for sizes that are not divisible."""
     if recipe.hidden_size % recipe.num_attention_heads:
         raise UserError(
             f"hidden_size {recipe.hidden_size} is not divisible by num_attention_heads {recipe.num_attention_heads}: "
@@ -129,7 +141,7 @@ def bert_config(recipe: EncoderRecipe, texts: Tokenizer, seq_len: int, num_label
         max_position_embeddings=seq_len,
         hidden_dropout_prob=recipe.dropout,
         attention_probs_dropout_prob=recipe.dropout,
-        # BERT's 0.02 belongs to its width of 768; narrower models learn faster from the wider start.
+        # BERT's 0.02 is meant for its width of 768; narrower models learn faster from a larger standard deviation.
         initializer_range=0.02 * math.sqrt(768 / recipe.hidden_size),
         pad_token_id=texts.special("pad"),
         num_labels=num_labels,
@@ -137,7 +149,7 @@ def bert_config(recipe: EncoderRecipe, texts: Tokenizer, seq_len: int, num_label
 
 
 def bert(config: BertConfig, seed: int) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """(apply, init) of the model: `init()` makes its first parameters."""
+    """Return (apply, init) of the model; `init()` creates the initial params."""
 
     def model() -> Bert:
         return Bert(config, rngs=nnx.Rngs(seed))
@@ -146,32 +158,31 @@ def bert(config: BertConfig, seed: int) -> tuple[Callable[..., Any], Callable[[]
     return apply, jax.jit(lambda: functional(model())[1])
 
 
-def enclosed(texts: Tokenizer, text: str, length: int) -> Tokens:
-    """The tokens of a text between the one that starts and the one that ends it, int32 [length]: the text is cut, or
-    the row padded, to that."""
+def encode_text(texts: Tokenizer, text: str, length: int) -> Tokens:
+    """Return a text's tokens between start and end token, truncated or padded to int32 [length]."""
     start, end = texts.special("start"), texts.special("end")
     return padded(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
 
 
 def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, Source]:
-    """Windows over the text of files, or the rows of a table, each of `seq_len` tokens."""
+    """Return (train, validation): windows over the text of files, or a table's rows, of `seq_len` tokens each."""
     if recipe.seq_len < 3:
-        raise UserError(f"seq_len is {recipe.seq_len}: choose 3 or more")
+        raise UserError(f"seq_len must be at least 3, got {recipe.seq_len}: use 3 or more")
     if recipe.data is not None and is_table(recipe.data):
-        encode = partial(_encoded, recipe, texts)
+        encode = partial(_encode_row, recipe, texts)
         train, validation = split_table(recipe.data, [recipe.text_column])
         return Mapped(train, encode), Mapped(validation, encode)
-    train_text, validation_text = (np.concatenate(files) for files in split_documents(recipe.data, texts))
-    return Text(train_text, recipe.seq_len - 1), Text(validation_text, recipe.seq_len - 1)
+    train_texts, validation_texts = split_documents(recipe.data, texts)
+    return Text(train_texts.tokens, recipe.seq_len - 1), Text(validation_texts.tokens, recipe.seq_len - 1)
 
 
-def _encoded(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:
-    return {"tokens": enclosed(texts, str(row[recipe.text_column]), recipe.seq_len)}
+def _encode_row(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:
+    return {"tokens": encode_text(texts, str(row[recipe.text_column]), recipe.seq_len)}
 
 
-def _filled(batch: Any, predicted: jax.Array, filled: jax.Array) -> np.ndarray:
+def _fill_masks(batch: Any, predicted: jax.Array, filled: jax.Array) -> np.ndarray:
     return np.where(predicted, filled, batch["tokens"])[0]
 
 
-def _with_gaps(texts: Tokenizer, tokens: np.ndarray, predicted: jax.Array) -> str:
+def _show_masks(texts: Tokenizer, tokens: np.ndarray, predicted: jax.Array) -> str:
     return "".join("█" if gap else texts.decode([token]) for token, gap in zip(tokens[0], predicted[0], strict=True))

@@ -1,4 +1,4 @@
-"""Text classification: a BERT that says which class a text is of."""
+"""Text classification with a BERT."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -24,31 +24,31 @@ from jaxtrain.errors import UserError
 from jaxtrain.models.bert import SHARDING, torch_names
 from jaxtrain.recipes import TextClassificationRecipe
 from jaxtrain.step import Loss
-from jaxtrain.tasks.masked_language import bert, bert_config, enclosed
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.masked_language import bert, bert_config, encode_text
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 
-_BASELINE_TEXTS = 100_000  # more make a bag of words no better, and take memory
+_BASELINE_TEXTS = 100_000  # enough for naive Bayes; bounds its memory
 
 
 def text_classification_task(recipe: TextClassificationRecipe) -> Task:
-    """The task of a `TextClassificationRecipe`."""
+    """Return the task of a `TextClassificationRecipe`."""
     if recipe.seq_len < 1:
-        raise UserError(f"seq_len is {recipe.seq_len}: choose 1 or more")
+        raise UserError(f"seq_len must be positive, got {recipe.seq_len}: use 1 or more")
     texts = tokenizer(recipe.tokenizer)
     pad, length = texts.special("pad"), recipe.seq_len + 2
-    train, validation, classes = _labelled(recipe)
-    encode = partial(encoded, texts, length, classes)
+    train, validation, classes = _labeled_rows(recipe)
+    encode = partial(encode_row, texts, length, classes)
     config = bert_config(recipe, texts, length, num_labels=len(classes))
     apply, init = bert(config, recipe.seed)
 
-    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+    def predict(params: Any, batch: Any, rng: Any) -> Predictions:
         tokens, labels = batch["tokens"], batch["label"]
         logits = apply(params, tokens, tokens != pad, None, rng)
-        return Predicted(logits, labels, row_weights(batch, len(labels)))
+        return Predictions(logits, labels, row_weights(batch, len(labels)))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        predicted = predict(params, batch, rng)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}
+        predictions = predict(params, batch, rng)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}
 
     labels = [validation[i]["label"] for i in range(len(validation))]
     frequencies = np.array([labels.count(c) for c in classes if c in labels]) / len(labels)
@@ -57,7 +57,7 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
         loss_fn=loss_fn,
         predict=lambda params, batch, _: predict(params, batch, None),
         class_names=[str(name) for name in classes],
-        given=lambda example: texts.decode(example["tokens"]),
+        input_text=lambda example: texts.decode(example["tokens"]),
         train=Mapped(train, encode),
         validation=Mapped(validation, encode),
         eval_rows=len(validation),
@@ -65,12 +65,14 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
         unit="examples",
         units_per_row=1,
         bounds={"tokens": texts.size},
-        facts={
-            "texts": str(recipe.data) if recipe.data else "statements of the standard library, less their keyword",
-            "examples": f"{len(train):,} to train on, {len(validation):,} to validate on",
+        description={
+            "texts": str(recipe.data) if recipe.data else "statements of the standard library without their keyword",
+            "examples": f"{len(train):,} for training, {len(validation):,} for validation",
             "classes": ", ".join(map(str, classes)),
-            "accuracy to be beaten": f"{frequencies.max():.3f} by the commonest class, "
-            f"{bag_of_words_accuracy(train, validation):.3f} by naive Bayes over words",
+        },
+        baselines=lambda: {
+            "accuracy to be beaten": f"{frequencies.max():.3f} by the most frequent class, "
+            f"{bag_of_words_accuracy(train, validation):.3f} by naive Bayes over words"
         },
         references={"class entropy": float(frequencies @ np.log(1 / frequencies))},
         sharding=SHARDING,
@@ -78,18 +80,18 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
     )
 
 
-def encoded(texts: Tokenizer, length: int, classes: Sequence[Any], row: Example) -> Example:
-    """`{"tokens": int32 [length], "label": int32}` of `{"text", "label"}`.
+def encode_row(texts: Tokenizer, length: int, classes: Sequence[Any], row: Example) -> Example:
+    """Encode `{"text", "label"}` as `{"tokens": int32 [length], "label": int32}`.
 
-    Raises UserError for a label that is no class.
+    Raises `UserError` for a label that is not a class.
     """
     if row["label"] not in classes:
-        raise UserError(f"the label {row['label']!r} is in the validation split alone: give texts of it to train on")
-    return {"tokens": enclosed(texts, row["text"], length), "label": np.int32(classes.index(row["label"]))}
+        raise UserError(f"label {row['label']!r} occurs only in the validation split: add training texts with it")
+    return {"tokens": encode_text(texts, row["text"], length), "label": np.int32(classes.index(row["label"]))}
 
 
 def bag_of_words_accuracy(train: Source, validation: Source) -> float:
-    """The accuracy of multinomial naive Bayes over counts of words and of punctuation."""
+    """Return the accuracy of multinomial naive Bayes over counts of words and punctuation."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.naive_bayes import MultinomialNB
 
@@ -104,18 +106,18 @@ def bag_of_words_accuracy(train: Source, validation: Source) -> float:
     return float(bayes.score(words.transform(texts), labels))
 
 
-def _labelled(recipe: TextClassificationRecipe) -> tuple[Source, Source, list[Any]]:
-    """(train, validation, classes), the rows `{"text": str, "label": one of the classes}`."""
+def _labeled_rows(recipe: TextClassificationRecipe) -> tuple[Source, Source, list[Any]]:
+    """Return (train, validation, classes), with rows `{"text": str, "label": one of the classes}`."""
     if recipe.data is None:
         train, validation = python_statements(*split_files(stdlib_files(), sysconfig.get_paths()["stdlib"]))
         return train, thinned(validation, recipe.eval_texts), list(KEYWORDS)
     row = partial(_row, recipe)
     rows, validation_rows = split_table(recipe.data, [recipe.text_column, recipe.label_column])
-    # Without the texts: they may be many.
+    # The label column alone: the texts may be large.
     labels, _ = split_table(recipe.data, [recipe.label_column])
     classes = sorted({_plain(labels[i][recipe.label_column]) for i in range(len(labels))})
     if len(classes) < 2:
-        raise UserError(f"{recipe.data} has one class in {recipe.label_column!r}: give two or more")
+        raise UserError(f"{recipe.data} must have two or more classes in {recipe.label_column!r}, got 1: add another")
     return Mapped(rows, row), Mapped(thinned(validation_rows, recipe.eval_texts), row), classes
 
 

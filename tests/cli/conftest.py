@@ -1,4 +1,4 @@
-"""A place to run in and small texts to train on."""
+"""An empty working folder and small texts to train on."""
 
 import os
 
@@ -11,7 +11,7 @@ TINY_GPT = "--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --batch-size 8 --eva
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla")))
-    # A terminal as wide in CI as here.
+    # The same terminal width in CI and locally.
     monkeypatch.setenv("COLUMNS", "100")
 
 

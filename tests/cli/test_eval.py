@@ -1,4 +1,4 @@
-"""`jaxtrain eval`: the run's own evaluation again, to the bit, and which examples it is made of."""
+"""`jaxtrain eval` reproduces the run's evaluation bit for bit and lists its examples."""
 
 import base64
 import io
@@ -30,7 +30,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder of texts, in which to run."""
+    """A working folder with a folder of texts."""
     root = tmp_path_factory.mktemp("eval")
     (root / "texts").mkdir()
     for i in range(4):
@@ -46,7 +46,7 @@ def write_table(path):
 
 @pytest.fixture(scope="module", params=RUNS)
 def run(request, place):
-    """A recipe, trained, and `eval`uated."""
+    """The folder of a recipe trained and evaluated."""
     folder = trained(place, request.param)
     assert main(["eval", str(folder), "--worst", "3", "--json", f"{folder}.json"]) == 0
     return folder
@@ -76,7 +76,7 @@ def test_the_figures_are_the_runs_own_and_the_examples_sum_up_to_them(run):
     assert len(examples) == written["examples"]
     weights = [example.get("tokens", 1) for example in examples]
     losses = [example["loss"] or 0.0 for example in examples]
-    # Each is rounded once to float32; the run sums up batches.
+    # Each loss is rounded once to float32; the run sums batches.
     assert np.average(losses, weights=weights) == pytest.approx(written["loss"], rel=1e-6)
     for example in examples:
         if "losses" in example:
@@ -100,7 +100,7 @@ def test_the_figures_are_the_runs_own_and_the_examples_sum_up_to_them(run):
 
 
 class Page(HTMLParser):
-    """The text of a page, its elements, and what it would fetch."""
+    """Text and elements of a page, and the URLs it would fetch."""
 
     def __init__(self, text):
         super().__init__()
@@ -128,7 +128,7 @@ def test_the_page_stands_alone_and_shows_the_worst(run):
         assert f"example {worst['index']} · loss {worst['loss']:.3f}" in page.text
     tokens = "loss_by_kind" in written
     assert bool(page.titles) == tokens
-    assert ("taken for" in page.text) != tokens
+    assert ("predicted as" in page.text) != tokens
     assert len(page.images) == (3 if run.name.startswith("digits") else 0)
     if run.name in ("gpt-stdlib", "llama-stdlib"):
         assert re.search("</?b>", page.text)  # as text, not as an element
@@ -157,9 +157,9 @@ def test_what_is_said_in_the_terminal_and_of_other_examples(place, capsys):
 
 
 BAD = {
-    "eval": "which run?",
+    "eval": "a run folder is required",
     "eval nowhere": "nowhere holds no run",
-    "eval digits-mlp --worst 0": "worst 0 shows nothing",
+    "eval digits-mlp --worst 0": "--worst must be positive, got 0",
     "eval digits-mlp --split test": "test",
     "eval digits-mlp --out no/where.html": "no/where.html",
 }

@@ -1,4 +1,4 @@
-"""`jaxtrain export`: what other programs make of a run is what the run's own evaluation makes of it."""
+"""`jaxtrain export`: other programs compute the same outputs as the run's evaluation."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from jaxtrain.cli import main
-from jaxtrain.cli.arguments import parse
+from jaxtrain.cli.flags import parse
 from jaxtrain.errors import RunFailed
 from jaxtrain.export import huggingface, onnx_operators, stablehlo, torch_run
 from jaxtrain.export.inference import inference
@@ -63,7 +63,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(place):
-    """(the run's folder, what is exported of it, what the command message) by recipe and format."""
+    """(run folder, exported path, printed output) by recipe and format."""
     done = {}
 
     def export(name, form):
@@ -83,7 +83,7 @@ def exported(place):
 
 
 def begin(place, name):
-    """A run that has weights, biases and statistics like no other's."""
+    """A run whose weights, biases and statistics are all different and not initial values."""
     if "table.parquet" in RUNS[name]:
         write_table(place / "table.parquet")
     flags = [str(place / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
@@ -119,7 +119,7 @@ def widened(tree, dtype):
 
 @functools.cache
 def evaluated(folder):
-    """(inputs, their logits in float64 and in float32) by the run's own evaluation; what is hidden, by the model."""
+    """Return (inputs, their logits in float64 and in float32) of the evaluation, with its mask if the model masks."""
     _, recipe = read_recipe(RunFolder(folder))
     task = build(recipe)
     state = restore_state(RunFolder(folder).checkpoints, recipe, task)
@@ -139,7 +139,7 @@ def evaluated(folder):
 
 
 def assert_same(got, truth, ours):
-    """By the bar of low precision: at most twice as far from float64 as JAX's float32."""
+    """Check that the outputs are at most twice as far from float64 as those of JAX in float32."""
     distance, own = (np.linalg.norm(x - truth) / np.linalg.norm(truth) for x in (np.asarray(got), ours))
     assert distance <= BAR * max(own, NOISE)
 
@@ -180,7 +180,7 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
             ).logits.numpy()
 
     assert_same(logits(torch.float32), truth, ours)
-    # The norms of these two are in float32 in transformers, whatever the rest is in.
+    # transformers computes the norms of these two in float32 in any dtype.
     if name not in ("llama-stdlib", "t5-dates"):
         np.testing.assert_allclose(logits(torch.float64), truth, rtol=1e-10, atol=1e-10)
 
@@ -188,7 +188,7 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
 def test_the_command_says_what_to_give_and_how_far_off_it_is(exported):
     folder, out, printed = exported("gpt-stdlib", "stablehlo")
     assert re.match(
-        rf"{folder} is {out}, after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "
+        rf"exported {folder} to {out} after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "
         r"in batches of 1, 3 and 8 \d\.\de-0\d from float64, JAX's float32 \d\.\de-0\d\n",
         printed,
     )
@@ -196,7 +196,7 @@ def test_the_command_says_what_to_give_and_how_far_off_it_is(exported):
 
 
 def perturbed(module, name, monkeypatch):
-    """`module.name`, which from here on is given numbers a thousandth larger."""
+    """Patch `module.name` so that its numbers are larger by a thousandth."""
     right = getattr(module, name)
 
     def wrong(*args, **kwargs):
@@ -235,9 +235,9 @@ def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeyp
     folder, out, _ = exported("digits-cnn", "torch")
     before = sorted(place.iterdir())
     for flags, message in {
-        f"--format onnx --out {out}": f"{out} is there already: choose another --out",
+        f"--format onnx --out {out}": f"{out} already exists: choose another --out",
         f"--format huggingface --out {place}/new": "transformers has no CNN: export it as onnx, stablehlo or torch",
-        f"--format onnx --out {place}/a/b": f"{place}/a is no folder: make it, or choose another --out",
+        f"--format onnx --out {place}/a/b": f"{place}/a is not a folder: create it or choose another --out",
         "--format tflite": "invalid choice",
     }.items():
         capsys.readouterr()

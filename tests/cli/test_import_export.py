@@ -1,4 +1,4 @@
-"""`jaxtrain import-torch` and `export`: a run between PyTorch's loop and `jaxtrain train`, and back."""
+"""`jaxtrain import-torch` and `export`: runs moved between PyTorch's loop and `jaxtrain train`."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_run_goes_on_in_jax_and_ends_in_pytorch_where_pytorch_alone_ends(capsy
     save("half.pt", model, optimizer, scheduler, epoch=0, step=3)
     assert run(f"import-torch half.pt {MLP} --out run") == 0
     printed = capsys.readouterr().out
-    assert "half.pt is run, after 3 updates: {'layers/0/kernel layers/1/kernel': adamw(" in printed
+    assert "imported half.pt into run after 3 updates: {'layers/0/kernel layers/1/kernel': adamw(" in printed
     assert "continue: jaxtrain train digits-mlp --resume --out run\n" in printed
     assert run("train --resume --out run " + LOGGING) == 0
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
@@ -165,7 +165,7 @@ RESNET = "--model digits-resnet --width 4 --batch-size 16 --clip-norm 0.5 --step
 
 
 class Pictures(torch.nn.Module):
-    """The recipe's ResNet, of transformers' parts, for pictures as the loader gives them."""
+    """The recipe's ResNet built from transformers' parts, taking images in the loader's layout."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Pictures(torch.nn.Module):
 
 def test_running_statistics_go_along_in_both_directions():
     pictures = Pictures()
-    # Without eps a bias before a BatchNorm, whose gradient is rounding alone, would take steps of lr.
+    # Without eps, a bias before a BatchNorm, whose gradient is pure rounding error, would move by lr per step.
     optimizer = torch.optim.AdamW(pictures.parameters(), lr=1e-2, eps=1e-4)
     scheduler = LambdaLR(optimizer, lambda t: 1 - t / 10)
     loader = Loader(digits()[0], 16, 0)
@@ -227,16 +227,16 @@ def test_running_statistics_of_a_run_that_began_here_are_pytorchs():
 
 
 BAD = {
-    "import-torch": "which checkpoint?",
-    "import-torch good.pt": "which model?",
+    "import-torch": "a checkpoint is required",
+    "import-torch good.pt": "--model is required",
     "import-torch good.pt --model digits-mpl": "no recipe 'digits-mpl', did you mean 'digits-mlp'",
     "import-torch nowhere.pt --model digits-mlp": "nowhere.pt is no file",
     "import-torch good.pt --model digits-mlp": "mis-shaped 1.weight: (8, 64) for layers/0/kernel (64, 512)",
-    "import-torch good.pt --model digits-mlp --hidden 8 --optimizer sgd(momentum=0.9)": "its arguments are in the",
+    "import-torch good.pt --model digits-mlp --hidden 8 --optimizer sgd(momentum=0.9)": "without arguments, got 'sgd(",
     "import-torch good.pt --model digits-mlp --hidden 8 --schedule ramp": "schedule 'ramp' is unknown",
     "import-torch bad.pt --model digits-mlp --hidden 8": "1.weight holds inf or NaN",
     "import-torch good.pt --model digits-mlp --hidden 8 --out a_file": "a_file is a file",
-    "export": "which run?",
+    "export": "a run folder is required",
     "export nowhere": "nowhere holds no run",
     "train digits-mlp --optimizer sdg": "'sdg' is not one we have",
     "train digits-mlp --optimizer adamw(speed=3)": "adamw takes no speed",

@@ -67,7 +67,7 @@ def test_nothing_fits_in_one_line(capsys):
         ("plan gpt-stdlob", "did you mean 'gpt-stdlib'"),
         (f"plan {IMAGES} --accumulate 3", "is not divisible by accumulate 3"),
         (f"plan {IMAGES} --remat nothing", "remat 'nothing' is unknown"),
-        (f"train {IMAGES} --micro-batch 8", "invalid choice: '8'"),
+        (f"train {IMAGES} --micro-batch 8", "invalid choice '8' for argument '--micro-batch'"),
     ],
 )
 def test_wrong_usage_is_one_line(command, message, capsys):
@@ -88,7 +88,7 @@ def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     assert chosen.batch_size == 8
     assert chosen.precision == "fp32"
     assert f"chosen: micro-batch {8 // chosen.accumulate} × {chosen.accumulate}, remat {chosen.remat}, fp32: " in out
-    # A run that is there is refused before anything is compiled for it, and a resumed one keeps what it has.
+    # An existing run is rejected before anything is compiled; a resumed run keeps its settings.
     status, out, err = ran(capsys, f"train {recipe} --micro-batch auto --out run")
     assert (status, "compiling" in out) == (2, False)
     assert "already holds a run" in err

@@ -14,10 +14,10 @@ SMALL = "--hidden 32 --batch-size 16 --log-every 2 --eval-every 4 --save-every 4
 def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
     assert main(f"train digits-mlp --steps 8 {SMALL} --profile 3:6 --out run".split()) == 0
     out = capsys.readouterr().out
-    assert "a step takes " in out
+    assert " ms per step, in traced operations" in out
     assert "models/mlp.py:" in out
     (trace,) = Path("run/profile").rglob("*.xplane.pb")
-    assert f"the trace: {trace}" in out
+    assert f"trace: {trace}" in out
     assert [*Path("run/profile").rglob("*.trace.json.gz")]
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if "profile" not in path.parts}
     assert main(["profile", "run", "--steps", "3"]) == 0
@@ -27,7 +27,7 @@ def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
         "matmul",
         "elementwise",
         "idle",
-        "to see it: xprof --logdir run",
+        "view it with: xprof --logdir run",
     ):
         assert expected in out
     after = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if "profile" not in path.parts}
@@ -44,9 +44,9 @@ def test_a_trace_without_operations_is_told_apart_from_the_estimate_in_its_place
     assert main(["profile", "run", "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert "the trace has no operations" in out
-    assert " ms by the clock" in out
+    assert " ms per step, wall-clock time" in out
     assert "estimated by the roofline of cpu, not measured" in out
-    assert "in operations of the trace" not in out
+    assert "in traced operations" not in out
     assert "idle" not in out
     assert re.search(r"^ +dot_general +\S+ +\S+% +\d+ +models/", out, re.MULTILINE)
 
@@ -54,12 +54,15 @@ def test_a_trace_without_operations_is_told_apart_from_the_estimate_in_its_place
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("profile", "which run? jaxtrain profile DIR"),
+        ("profile", "a run folder is required: jaxtrain profile DIR"),
         ("profile nowhere", "nowhere holds no run"),
-        ("profile nowhere --steps 0", "0 steps are none to trace"),
-        ("train digits-mlp --steps 8 --profile 8", "--profile '8' is no range of steps 1 to 8: give A:B, as in 10:20"),
-        ("train digits-mlp --steps 8 --profile 3:3", "is no range of steps"),
-        ("train digits-mlp --steps 8 --profile 5:90", "is no range of steps"),
+        ("profile nowhere --steps 0", "--steps must be positive, got 0"),
+        (
+            "train digits-mlp --steps 8 --profile 8",
+            "--profile must be a range A:B of steps from 1 to 8, got '8': use one such as 10:20",
+        ),
+        ("train digits-mlp --steps 8 --profile 3:3", "must be a range A:B of steps from 1 to 8, got '3:3'"),
+        ("train digits-mlp --steps 8 --profile 5:90", "must be a range A:B of steps from 1 to 8, got '5:90'"),
     ],
 )
 def test_wrong_usage_is_one_line(command, message, capsys):

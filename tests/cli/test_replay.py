@@ -1,4 +1,4 @@
-"""`jaxtrain replay` as a user drives it, on runs that ended and on sound ones."""
+"""`jaxtrain replay` on failed and on finite runs."""
 
 import dataclasses
 import json
@@ -44,11 +44,11 @@ def test_a_sound_step_has_the_loss_that_was_logged(precision, capsys):
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --precision {precision} --out run") == 0
     for step in (1, 8, 12):
         out = replayed(capsys, f"run {step}", 0)
-        assert "all is finite" in out
+        assert "all values are finite" in out
         own, wide = printed_losses(out)
         assert own == float(f"{lines('run')[step]['loss']:.7g}")
         assert wide == pytest.approx(own, rel=1e-6 if precision == "fp32" else 1e-2)
-    assert "from step 10: 1 steps before this one" in out
+    assert "starting at step 10: 1 steps to rerun before step 12" in out
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_dropout_draws_what_it_drew(text_folder, capsys):
     command = f"train gpt-stdlib {TINY_GPT} --data {text_folder} --dropout 0.5 --accumulate 2 --steps 2 --log-every 1"
     assert run(f"{command} --out run") == 0
     own, wide = printed_losses(replayed(capsys, "run 2", 0))
-    # Other masks of half of everything move the loss by far more than rounding does.
+    # Different dropout masks would change the loss far more than rounding does.
     assert wide == pytest.approx(own, rel=1e-6)
     assert own == float(f"{lines('run')[2]['loss']:.7g}")
 
@@ -65,15 +65,15 @@ def test_an_overflow_is_one_of_the_runs_own_precision(capsys):
     assert run(f"train digits-mlp {SMALL} --lr 1e30 --clip-norm None --warmup-steps 0 --out run") == 1
     assert "jaxtrain replay run 2" in capsys.readouterr().err
     out = replayed(capsys, "run 2", 1)
-    assert "nan in fp32, the same bits as then" in out
-    assert "finite in float64: an overflow of fp32" in out
+    assert "nan in fp32, bit-identical to the run" in out
+    assert "finite in float64: fp32 overflows" in out
     assert "arises        dot_general -> float32[8, 10]" in out
     assert "jaxtrain/models/mlp.py:" in out
     assert "forward       the loss, the gradient of layers/0/" in out
 
 
 def with_more(loss_of):
-    """`build`, of a task that adds a loss of its parameters."""
+    """Return a `build` whose task adds a loss of its parameters."""
 
     def patched(recipe):
         task = build(recipe)
@@ -108,9 +108,9 @@ def test_the_batch_of_then_is_taken_though_the_data_are_mended(capsys, monkeypat
     assert run(f"train digits-mlp {SMALL} --out run") == 1
     changed.factors.clear()
     out = replayed(capsys, "run 8", 1)
-    assert "the data are not what they were" in out
-    assert "the same bits as then" in out
-    assert "given         batch/image: float64[8, 8, 8, 1], 64 NaN, else 0 to 1" in out
+    assert "the data have changed since the run" in out
+    assert ", bit-identical to the run" in out
+    assert "input         batch/image: float64[8, 8, 8, 1], 64 NaN, else 0 to 1" in out
     Path("run/replay/step-8.npz").write_bytes(b"PK\x03\x04 cut")
     assert run("replay run 8") == 2
     assert "run/replay/step-8.npz cannot be read" in capsys.readouterr().err
@@ -131,11 +131,11 @@ def test_steps_after_a_rollback_have_the_batches_they_had(capsys, monkeypatch):
 def test_what_is_no_step_of_it(capsys):
     assert run(f"train digits-mlp {SMALL} --out run") == 0
     for command, message in {
-        "replay": "which step?",
-        "replay run": "which step?",
-        "replay run 0": "step '0' is none of a run's",
-        "replay run x": "step 'x' is none of a run's",
-        "replay run 13": "run is at step 12: choose a step up to that, not 13",
+        "replay": "a run folder and a step are required",
+        "replay run": "a run folder and a step are required",
+        "replay run 0": "STEP must be a positive integer, got '0'",
+        "replay run x": "STEP must be a positive integer, got 'x'",
+        "replay run 13": "STEP must be at most 12, the last step of run, got 13",
         "replay nowhere 1": "nowhere holds no run",
     }.items():
         assert run(command) == 2

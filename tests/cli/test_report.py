@@ -1,4 +1,4 @@
-"""`jaxtrain report`, and what `jaxtrain train` tells to others than a person."""
+"""`jaxtrain report`, and the machine-readable output of `jaxtrain train`."""
 
 import http.client
 import json
@@ -32,31 +32,31 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "error_line"),
     [
-        ("report", "which run? jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
-        ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
+        ("report", "a run folder is required: jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
+        ("report nowhere", "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib"),
         (
             "report nowhere --serve",
-            "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib",
+            "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib",
         ),
         ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
-        ("report a --serve --out x.html", "--out x.html with --serve: one of them, a page is either written or served"),
-        ("report a --serve 99999", "port 99999 cannot be served (bind(): port must be 0-65535.): choose another"),
+        ("report a --serve --out x.html", "--out x.html and --serve are mutually exclusive: use one of them"),
+        ("report a --serve 99999", "port 99999 cannot be opened (bind(): port must be 0-65535.): choose another"),
         ("report a --serve x", "--serve: "),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(command, message, capsys):
+def test_what_cannot_be_done_is_said_in_one_line(command, error_line, capsys):
     write_run(Path("a"))
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert error_line in error
     assert error.count("\n") == 1
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """A run, and what asks the server that `jaxtrain report a --serve 0` starts."""
+    """A run, and a function that sends requests to the server started by `jaxtrain report a --serve 0`."""
     folder = write_run(Path("a").absolute(), steps=30)
     begun, servers = threading.Event(), []
     start = serve.report_server
@@ -112,31 +112,31 @@ def test_a_port_in_use_is_told(served, capsys):
     _, port, _ = served
     capsys.readouterr()
     assert run(f"report a --serve {port}") == 2
-    assert f"port {port} cannot be served (Address already in use): choose another" in capsys.readouterr().err
+    assert f"port {port} cannot be opened (Address already in use): choose another" in capsys.readouterr().err
 
 
-class Told:
-    """A tracker that remembers."""
+class RecordingTracker:
+    """A tracker that records its calls."""
 
     name = "mlflow"
 
     def __init__(self, uri: str) -> None:
-        self.told = [uri]
+        self.calls = [uri]
 
     def begin(self, record, folder, known):
         return "id"
 
     def log(self, lines):
-        self.told += [line["step"] for line in lines]
+        self.calls += [line.step for line in lines]
 
     def end(self, record, exit_status):
-        self.told += [exit_status, record.references]
+        self.calls += [exit_status, record.references]
         return "there"
 
 
 def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
     trackers = []
-    monkeypatch.setattr(train, "MLflow", lambda uri: trackers.append(Told(uri)) or trackers[-1])
+    monkeypatch.setattr(train, "MLflow", lambda uri: trackers.append(RecordingTracker(uri)) or trackers[-1])
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     flags = "--steps 4 --hidden 32 --batch-size 16 --log-every 2 --out a"
@@ -151,17 +151,17 @@ def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
     assert events[-1]["report"] == "a/report.html"
     assert {"event": "message", "text": "mlflow: there"} in events
     (tracker,) = trackers
-    assert tracker.told == ["sqlite:///mlflow.db", 0, 2, 4, 0, events[-1]["references"]]
+    assert tracker.calls == ["sqlite:///mlflow.db", 0, 2, 4, 0, events[-1]["references"]]
     assert json.loads(Path("a/result.json").read_text())["step"] == 4
 
 
 def test_ways_to_be_told_that_cannot_be(monkeypatch, capsys):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    for flags, message in (
-        ("--quiet --json", "--quiet with --json: one of them"),
+    for flags, error_line in (
+        ("--quiet --json", "--quiet and --json are mutually exclusive: use one of them"),
         ("--wandb", "--wandb needs the package wandb: pip install 'jaxtrain[wandb]'"),
         ("--mlflow http://here", "--mlflow needs the package mlflow: pip install 'jaxtrain[mlflow]'"),
     ):
         assert run(f"train digits-mlp --out a {flags}") == 2
-        assert capsys.readouterr().err == f"jaxtrain: {message}\n"
+        assert capsys.readouterr().err == f"jaxtrain: {error_line}\n"
     assert not Path("a").exists()

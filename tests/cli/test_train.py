@@ -1,4 +1,4 @@
-"""`jaxtrain train` and `sample` as a user drives them."""
+"""`jaxtrain train` and `sample` from the command line."""
 
 import json
 import os
@@ -14,9 +14,11 @@ import pytest
 from PIL import Image
 
 from jaxtrain.cli import main
+from jaxtrain.cli.flags import parse_known
+from jaxtrain.cli.train import Train
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import loop, read_recipe
+from jaxtrain.runner import interval, loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.optimizer import schedule
@@ -28,7 +30,7 @@ SMALL = "--batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
 
 
 class Killed(BaseException):
-    """Nothing catches it."""
+    """An exception that nothing catches."""
 
 
 def run(command: str) -> int:
@@ -45,8 +47,8 @@ def final_params(folder: str):
 
 
 def stop_after(step: int, monkeypatch) -> None:
-    """Send this process SIGINT while it takes that step."""
-    add, seen = loop.Interval.add, []
+    """Send SIGINT to this process during that step."""
+    add, seen = interval.Interval.add, []
 
     def signalling(self, metrics):
         seen.append(metrics)
@@ -54,7 +56,7 @@ def stop_after(step: int, monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         add(self, metrics)
 
-    monkeypatch.setattr(loop.Interval, "add", signalling)
+    monkeypatch.setattr(interval.Interval, "add", signalling)
 
 
 def test_a_run_leaves_everything_the_folder_promises(capsys):
@@ -138,7 +140,7 @@ def test_the_logged_learning_rate_is_the_one_used():
     assert run(f"train digits-mlp --steps 10 --hidden 16 --warmup-steps 3 {SMALL}") == 0
     recipe = read_recipe(RunFolder(Path("runs/digits-mlp")))[1]
     logged = {m["step"]: m["lr"] for m in lines("runs/digits-mlp") if "lr" in m}
-    # The update of step n is the n-th, and a schedule counts from 0.
+    # Step n makes the n-th update; schedules count from 0.
     assert logged == pytest.approx({n: float(schedule(recipe)(n - 1)) for n in (2, 4, 6, 8, 10)}, rel=1e-6)
 
 
@@ -172,7 +174,7 @@ def test_own_arrays_and_image_folders_train(tmp_path, capsys):
 
 
 def shown(folder: str) -> list[dict]:
-    """The lines without what no two runs have in common."""
+    """Return the lines without values that differ between any two runs."""
     timed = ("step_time_s", "examples_per_s", "input_wait_s", "peak_memory_bytes")
     return [{k: v for k, v in m.items() if k not in timed} for m in lines(folder)]
 
@@ -186,7 +188,7 @@ TINY = f"train digits-mlp --steps 6 --hidden 8 {SMALL}"
 
 
 def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
-    """Begun, killed before it had a checkpoint, begun again, stopped, resumed, done."""
+    """Started, killed before its first checkpoint, started again, stopped, resumed, finished."""
     command = f"{TINY} --log-every 3 --resume auto --out looped"
     assert run(f"{TINY} --log-every 3 --out whole") == 0
     with monkeypatch.context() as patched:
@@ -196,7 +198,8 @@ def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
     assert [m["step"] for m in lines("looped")] == [0]
     assert run("train --resume --out looped") == 2
     assert (
-        "looped has no checkpoint: jaxtrain train --resume auto --out looped begins it again" in capsys.readouterr().err
+        "looped has no checkpoint: start it again with jaxtrain train --resume auto --out looped"
+        in capsys.readouterr().err
     )
     with monkeypatch.context() as patched:
         stop_after(5, patched)  # in the middle of an interval
@@ -217,7 +220,7 @@ def test_a_cut_short_import_is_not_begun_again_from_random_weights(capsys):
     Path("imported/torch.pt").touch()
     capsys.readouterr()
     assert run(f"{TINY} --resume auto --out imported") == 2
-    assert "imported was not imported to its end" in capsys.readouterr().err
+    assert "imported was not imported completely" in capsys.readouterr().err
 
 
 def test_config_json_repeats_a_run_to_the_same_bits(capsys):
@@ -225,25 +228,28 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
     assert run(f"{TINY} {settings} --out first") == 0
     capsys.readouterr()
     assert run("train --from first/config.json --out second") == 0
-    assert "the bits may differ" not in capsys.readouterr().out
+    assert "bit-identical" not in capsys.readouterr().out
     assert same_bits("first", "second")
     assert shown("first") == shown("second")
     config = json.loads(Path("first/config.json").read_text())
     assert json.loads(Path("second/config.json").read_text())["settings"] == config["settings"]
-    # What is asked for besides is changed, what is different here is printed.
+    # Other flags override settings; differences of the environment are reported.
     config["versions"]["jax"] = "0.1"
     Path("first/config.json").write_text(json.dumps(config))
     assert run("train digits-mlp --from=first/config.json --out third --hidden 9 --seed 4 --steps 2") == 0
     printed = capsys.readouterr().out
-    assert f"first/config.json was made with jax 0.1, here {jax.__version__}: the bits may differ" in printed
+    assert (
+        f"first/config.json was written with jax 0.1, here {jax.__version__}: results may not be bit-identical"
+        in printed
+    )
     third = read_recipe(RunFolder(Path("third")))[1]
     assert (third.hidden, third.seed, third.optimizer) == (9, 4, "sgd(momentum=0.9)")
     for command, error in {
         "train --from first/config.json --out first": "first already holds a run",
         "train gpt-stdlib --from first/config.json": "first/config.json holds a run of digits-mlp, not of gpt-stdlib",
         "train --from nowhere.json": "nowhere.json cannot be read",
-        "train --from": "expected one argument",
-        "train --resume sometimes": "invalid choice: 'sometimes'",
+        "train --from": "Missing value for argument '--from'",
+        "train --resume sometimes": "--resume: invalid choice 'sometimes'",
     }.items():
         assert run(command) == 2
         err = capsys.readouterr().err
@@ -261,7 +267,7 @@ def test_what_is_kept_is_a_setting_and_may_change_on_the_way(capsys):
     assert set(saved_steps(Path("kept/checkpoints"))) == {4, 8, 9, best["step"]}
     capsys.readouterr()
     assert run("train --resume --out kept --keep-last 0") == 2
-    assert "keep_last 0" in capsys.readouterr().err
+    assert "keep_last must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
@@ -273,7 +279,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
     for command in ("train --resume --out whole", "train --resume auto --out hurt"):
         assert run(f"{command} --steps 6") == 0
     printed = capsys.readouterr().out
-    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): set aside as" in printed
+    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): moved to" in printed
     assert "resuming hurt at step 4" in printed
     assert same_bits("whole", "hurt")
     assert shown("whole") == shown("hurt")
@@ -281,7 +287,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
         Path(f"hurt/checkpoints/{step}/run.json").unlink()
     for command in ("train --resume --out hurt", "train --resume auto --out hurt"):
         assert run(command) == 2
-        assert "hurt has no whole checkpoint left" in capsys.readouterr().err
+        assert "hurt has no intact checkpoint left" in capsys.readouterr().err
 
 
 def test_a_folder_in_use_is_refused_by_name_and_untouched(capsys):
@@ -329,14 +335,14 @@ BAD = {
     "train --resume": "runs/gpt-stdlib holds no run",
     "train --resume --out fresh": "fresh holds no run",
     "train --n-head 3": "n_embd 128 is not divisible by n_head 3",
-    "train --dropout 1": "dropout 1.0 is no rate",
-    "train --steps 0": "steps 0 is too small",
+    "train --dropout 1": "dropout must be in [0, 1), got 1.0",
+    "train --steps 0": "steps must be at least 1, got 0",
     "train --steps many": "many",
     "train --precision fp8": "fp8",
-    "train --lr -1": "lr -1.0",
+    "train --lr -1": "lr must be positive and representable in float32, got -1.0",
     "train --stepz 3": "--stepz",
     "train --out a_file": "a_file is a file",
-    "sample": "which run?",
+    "sample": "a run folder is required",
     "sample nowhere": "nowhere holds no run",
 }
 
@@ -394,6 +400,11 @@ def test_ctrl_c_in_a_real_process_saves_and_exits_130(tmp_path):
 def test_every_recipe_states_each_of_its_fields():
     for recipe in RECIPES.values():
         assert type(recipe).__doc__
+
+
+def test_a_flag_may_be_spelled_with_underscores():
+    options, rest = parse_known(Train(), ["--micro_batch", "auto", "--batch_size", "8"], "jaxtrain train")
+    assert (options.micro_batch, rest) == ("auto", ["--batch_size", "8"])
 
 
 def test_help_names_every_flag(capsys):

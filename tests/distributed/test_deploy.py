@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxtrain.cli.train import _parse, _place, recipe_name
+from jaxtrain.cli.flags import parse_known, recipe_name
+from jaxtrain.cli.train import Train, parse_recipe
 from jaxtrain.distributed.processes import arguments
 from jaxtrain.recipes import RECIPES
 
@@ -64,9 +65,9 @@ def test_the_job_set_trains_a_recipe() -> None:
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["jaxtrain", "train"]
     name, flags = recipe_name(container["args"])
-    place, rest = _place(flags)
-    assert (place.resume, rest) == ("auto", [])
-    assert _parse(RECIPES[name], name, place, rest).recipe == RECIPES[name]
+    options, rest = parse_known(Train(), flags, "train")
+    assert (options.resume, rest) == ("auto", [])
+    assert parse_recipe(RECIPES[name], name, options, rest) == RECIPES[name]
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")

@@ -48,8 +48,8 @@ def test_each_line_is_passed_on_whole_with_the_number_of_its_process() -> None:
 @pytest.mark.parametrize(
     ("ends", "status", "said"),
     [
-        ("sys.exit(7)", 7, "process 1 of 3 exited with 7: the others are ended"),
-        ("os.kill(os.getpid(), 9)", 137, "process 1 of 3 was ended by SIGKILL: the others are ended"),
+        ("sys.exit(7)", 7, "process 1 of 3 exited with 7: terminating the others"),
+        ("os.kill(os.getpid(), 9)", 137, "process 1 of 3 was terminated by SIGKILL: terminating the others"),
     ],
 )
 def test_the_first_that_fails_ends_all_and_its_status_is_kept(ends: str, status: int, said: str) -> None:
@@ -140,9 +140,9 @@ def test_each_process_is_told_its_place_and_its_devices() -> None:
     assert ids(Launch(processes=2)) == ["0,1,2,3", "4,5,6,7"]
     assert ids(Launch(processes=3, devices_per_process=2)) == ["0,1", "2,3", "4,5"]
     for launch, says in {
-        Launch(processes=3): "8 GPUs cannot be shared evenly by 3 processes",
-        Launch(processes=9): "8 GPUs cannot be shared evenly by 9 processes",
-        Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs each need 9 and 8 are visible",
+        Launch(processes=3): "8 GPUs are not divisible by 3 processes",
+        Launch(processes=9): "8 GPUs are not divisible by 9 processes",
+        Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs need 9, but 8 are visible",
     }.items():
         with pytest.raises(UserError, match=says):
             _settings(launch, {}, gpus=8)
@@ -161,14 +161,14 @@ def test_gpus_are_counted_where_jax_would_use_them(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ("-- train", "0 processes: say how many, 1 or more"),
-        ("-n 0 -- train", "0 processes"),
+        ("-- train", "--processes must be positive, got 0: use -n 2"),
+        ("-n 0 -- train", "--processes must be positive, got 0"),
         ("-n two -- train", "two"),
         ("-n 2 train", "unrecognized"),
-        ("-n 2", "nothing cannot be launched: give train after --"),
-        ("-n 2 -- eval runs/x", "eval cannot be launched"),
-        ("-n 2 --devices-per-process 0 -- train", "devices_per_process is 0"),
-        ("-n 2 --grace-seconds nan -- train", "grace_seconds is nan"),
+        ("-n 2", "the command after -- must be train, got nothing: use jaxtrain launch -n 2 -- train"),
+        ("-n 2 -- eval runs/x", "the command after -- must be train, got eval"),
+        ("-n 2 --devices-per-process 0 -- train", "--devices-per-process must be positive, got 0"),
+        ("-n 2 --grace-seconds nan -- train", "--grace-seconds must not be negative, got nan"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_in_a_line(args: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,7 +328,8 @@ def test_a_process_killed_ends_the_run_and_the_next_one_goes_on_to_the_bit(
             begin = time.monotonic()
             assert process.stderr
             assert (
-                f"jaxtrain: process {victim} of 2 was ended by SIGKILL: the others are ended" in process.stderr.read()
+                f"jaxtrain: process {victim} of 2 was terminated by SIGKILL: terminating the others"
+                in process.stderr.read()
             )
             assert process.wait(PATIENCE) == 137
             assert time.monotonic() - begin < 30
@@ -409,7 +410,7 @@ def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) 
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     for args, says in {
         "digits-mlp --batch-size 7 --out run": r"7 rows is not divisible by the 2 devices",
-        "digits-mlp --lr -1 --out run": "lr -1.0 makes no training",
+        "digits-mlp --lr -1 --out run": "lr must be positive and representable in float32, got -1.0",
         "digits-mlp --resume --out none": "none holds no run",
         "digits-mlp --mesh data=4 --out run": "mesh 'data=4' is of 4 devices and there are 2",
     }.items():
@@ -418,7 +419,7 @@ def test_a_refusal_is_one_line(tmp_path: Path) -> None:
         assert done.returncode == 2, done.stderr
         assert re.search(says, lines[0]), done.stderr
         assert lines[0].startswith("[0] jaxtrain: ")
-        assert lines[1:] == [line for line in lines[1:] if "exited with 2: the others are ended" in line]
+        assert lines[1:] == [line for line in lines[1:] if "exited with 2: terminating the others" in line]
     assert not (tmp_path / "run").exists()
 
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.cli.replay import _on_its_mesh
+from jaxtrain.cli.replay import _with_available_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from tests.cli.test_replay import lines, printed_losses
@@ -15,7 +15,7 @@ SMALL = "digits-mlp --hidden 8 --batch-size 8 --accumulate 2 --log-every 1 --eva
 
 
 @pytest.mark.slow
-def test_a_run_is_replayed_on_its_mesh_or_on_one_device(tmp_path, monkeypatch, capsys):
+def test_a_run_is_replayed_with_available_mesh_or_on_one_device(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(f"train {SMALL} --mesh data=2,tensor=2 --out run".split()) == 0
     logged = lines("run")[6]["loss"]
@@ -32,7 +32,7 @@ def test_a_run_is_replayed_on_its_mesh_or_on_one_device(tmp_path, monkeypatch, c
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert main(["replay", "run", "6"]) == 0
     out = capsys.readouterr().out
-    assert "its mesh data=2,tensor=2 is of 4 devices, here are 1: on one device, the same up to rounding" in out
+    assert "mesh data=2,tensor=2 needs 4 devices, found 1: using one device, equal up to rounding" in out
     assert printed_losses(out) == pytest.approx([logged, wide], rel=1e-6)
 
 
@@ -51,9 +51,9 @@ def test_a_nan_of_a_run_on_a_mesh_has_the_same_bits_again_and_is_found(tmp_path,
 
 def test_what_one_device_would_compute_otherwise_is_not_replayed_on_it():
     recipe = dataclasses.replace(RECIPES["digits-resnet"], batch_norm="device", mesh="data=2,fsdp=2")
-    assert _on_its_mesh(recipe, 4) is recipe
-    said = "batch_norm 'device' is of the 4 devices of mesh 'data=2,fsdp=2', and here are 1: replay it on as many"
+    assert _with_available_mesh(recipe, 4) is recipe
+    said = "batch_norm 'device' needs the 4 devices of mesh 'data=2,fsdp=2', found 1: use 4 devices"
     with pytest.raises(UserError, match=said):
-        _on_its_mesh(recipe, 1)
-    assert _on_its_mesh(dataclasses.replace(recipe, mesh="tensor=4"), 1).mesh is None
-    assert _on_its_mesh(dataclasses.replace(recipe, mesh=None), 4).mesh is None
+        _with_available_mesh(recipe, 1)
+    assert _with_available_mesh(dataclasses.replace(recipe, mesh="tensor=4"), 1).mesh is None
+    assert _with_available_mesh(dataclasses.replace(recipe, mesh=None), 4).mesh is None

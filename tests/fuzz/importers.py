@@ -1,4 +1,4 @@
-"""Files made to harm, read in a process of bounded memory: `python -m tests.fuzz.importers COUNT SEED [KIND …]`.
+"""Read malicious files in a process of bounded memory: `python -m tests.fuzz.importers COUNT SEED [KIND …]`.
 
 Of each kind of file that jaxtrain reads, a sound one is changed again and again. Reading it must end in an array or in
 a `UserError`, within seconds and within `ROOM` bytes. The first that does not is shown with its traceback, and kept.
@@ -52,32 +52,32 @@ STRAY = [
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind: `name`, of the file changed; `contents`, what it may hold; `read`, given a folder with it."""
+    """A kind of file: `name` of the mutated file, its possible `contents`, and `read`, which takes its folder."""
 
     name: str
     contents: Callable[[], st.SearchStrategy[bytes]]
     read: Callable[[Path], Any]
     prepare: Callable[[Path], None] = lambda folder: None
-    share: float = 1.0  # of the inputs
+    share: float = 1.0  # share of the inputs
 
 
 class Hang(BaseException):
-    """A file takes longer than any of its size may."""
+    """Reading a file takes too long for its size."""
 
 
 def of_json(valid: bytes) -> st.SearchStrategy[bytes]:
-    """A JSON file, changed as JSON or as bytes."""
+    """A JSON file, mutated as JSON or as bytes."""
     trees = replanted(json.loads(valid)).map(lambda tree: json.dumps(tree).encode())
     return st.one_of(trees, trees, trees, damaged(valid))
 
 
 def of_safetensors(valid: bytes) -> st.SearchStrategy[bytes]:
-    """A safetensors file whose header says other things, or whose bytes are changed."""
+    """A safetensors file with a mutated header or mutated bytes."""
     length = int.from_bytes(valid[:8], "little")
     header, body = json.loads(valid[8 : 8 + length]), valid[8 + length :]
 
-    def packed(said: Any) -> bytes:
-        text = json.dumps(said).encode()
+    def packed(header: Any) -> bytes:
+        text = json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text + body
 
     return st.one_of(damaged(valid), replanted(header).map(packed))
@@ -85,7 +85,7 @@ def of_safetensors(valid: bytes) -> st.SearchStrategy[bytes]:
 
 @cache
 def checkpoint(kind: str) -> dict[str, Any]:
-    """A run of PyTorch's after three updates."""
+    """A PyTorch checkpoint after three updates."""
     model = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)})
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
     one_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=9, cycle_momentum=False)
@@ -165,10 +165,10 @@ def npz_contents() -> st.SearchStrategy[bytes]:
     def of_npy(member: bytes) -> st.SearchStrategy[bytes]:
         version = st.sampled_from([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x09"])
 
-        def npy(said: bytes, version: bytes) -> bytes:
+        def npy(header: bytes, version: bytes) -> bytes:
             width = 2 if version == b"\x01\x00" else 4
-            said = said.ljust(110) + b"\n"
-            return b"\x93NUMPY" + version + len(said).to_bytes(width, "little") + said + member[128:]
+            header = header.ljust(110) + b"\n"
+            return b"\x93NUMPY" + version + len(header).to_bytes(width, "little") + header + member[128:]
 
         return st.one_of(damaged(member), st.builds(npy, headers, version))
 
@@ -194,7 +194,7 @@ def arrow_contents(suffix: str) -> st.SearchStrategy[bytes]:
     rows, out = pyarrow.table(columns()), io.BytesIO()
     if suffix == "parquet":
         pyarrow.parquet.write_table(rows, out, row_group_size=8)
-    elif suffix == "feather":  # its columns are compressed
+    elif suffix == "feather":  # with compressed columns
         pyarrow.feather.write_feather(rows, out)
     else:
         opened = pyarrow.ipc.new_file if suffix == "arrow" else pyarrow.ipc.new_stream
@@ -271,7 +271,7 @@ def another_image(folder: Path) -> None:
 
 @cache
 def family(name: str) -> Any:
-    """(config, module) of a tiny model."""
+    """Return (config, module) of a tiny model."""
     from jaxtrain.models import bert, gpt2, llama, mixtral, resnet, t5, vit
 
     heads = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
@@ -342,7 +342,7 @@ KINDS = {
 
 
 def fuzz(name: str, count: int, number: int) -> dict[str, Any]:
-    """Read `count` files of a kind. The exit of the process, with what it was, where one ends in neither."""
+    """Read `count` files of a kind; exit the process with a description if one is neither read nor rejected."""
     kind, ends, slowest = KINDS[name], Counter[str](), 0.0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -371,7 +371,7 @@ def fuzz(name: str, count: int, number: int) -> dict[str, Any]:
                     ends["refused"] += 1
                     why = chain(error)
                     blown = [e for e in why if isinstance(e, MemoryError) or "allocate" in str(e)]
-                    # Arrow asks for what a compressed column is said to be, and is refused, before it is used.
+                    # Arrow allocates the stated size of a compressed column, which fails before it is used.
                     assert all(type(e).__name__ == "ArrowMemoryError" for e in blown), blown
             slowest = max(slowest, time.perf_counter() - start)
 
@@ -380,14 +380,14 @@ def fuzz(name: str, count: int, number: int) -> dict[str, Any]:
         except BaseException as error:
             kept = Path(tempfile.gettempdir(), f"jaxtrain-fuzz-{name.replace(' ', '-')}")
             kept.write_bytes(file.read_bytes())
-            error.__notes__ = [f"by {kept}"]  # Hypothesis shows the strategy, files and all
+            error.__notes__ = [f"by {kept}"]  # Hypothesis would print the strategy with all its files
             raise
     return {**ends, "slowest_s": round(slowest, 2)}
 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Within it, `Hang` after `SECONDS` of computing; the process ends where code in C does not hear of it."""
+    """Raise `Hang` after `SECONDS` of CPU time; terminate the process if C code blocks the signal."""
 
     def ring(number: int, frame: Any) -> None:
         raise Hang
@@ -403,12 +403,12 @@ def bounded() -> Iterator[None]:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """The error and what led to it."""
+    """Return the error and its causes."""
     return [] if error is None else [error, *chain(error.__cause__ or error.__context__)]
 
 
 def main(count: int, number: int, *names: str) -> None:
-    """Share `count` files among the kinds; what became of them, as JSON."""
+    """Divide `count` files among the kinds and print the results as JSON."""
     chosen = names or tuple(KINDS)
     whole = sum(KINDS[name].share for name in chosen)
     result = {}

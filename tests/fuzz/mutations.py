@@ -1,4 +1,4 @@
-"""Hypothesis strategies: what a sound file may become when it is damaged, or made to do harm."""
+"""Hypothesis strategies that damage or manipulate valid files."""
 
 import copy
 import io
@@ -17,16 +17,16 @@ NASTY = st.one_of(
     st.integers(-9, 9),
     st.floats(width=32, allow_nan=False, allow_infinity=False),
 )
-"""Values, of JSON, that are seldom the right ones."""
+"""JSON values that are rarely valid."""
 
 
 @st.composite
 def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Bytes overwritten, cut out, put in twice, or cut off, in a few places."""
+    """Overwrite, remove, duplicate or truncate bytes in a few places."""
     data = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, max(len(data) - 1, 0)))
-        # Headers stand at the ends of files.
+        # Headers are at the ends of files.
         place = draw(st.sampled_from([place, min(place, 200), max(len(data) - place % 200, 0)]))
         length = draw(st.integers(1, 16))
         match draw(st.sampled_from(["byte", "number", "cut", "twice", "end", "noise"])):
@@ -49,7 +49,7 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
 
 @st.composite
 def replanted(draw: st.DrawFn, valid: Any, nasty: st.SearchStrategy[Any] = NASTY) -> Any:
-    """A tree of dictionaries and lists of which a few branches are others, gone, renamed, or there twice."""
+    """Replace, remove, rename or duplicate a few branches of a tree of dictionaries and lists."""
     root = [copy.deepcopy(valid)]
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(root))
@@ -70,7 +70,7 @@ def replanted(draw: st.DrawFn, valid: Any, nasty: st.SearchStrategy[Any] = NASTY
 
 
 def _places(tree: Any) -> Any:
-    """(container, key) of every branch."""
+    """Yield (container, key) of every branch."""
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(entries):
         yield tree, key
@@ -79,7 +79,7 @@ def _places(tree: Any) -> Any:
 
 @st.composite
 def rezipped(draw: st.DrawFn, valid: bytes, inside: Callable[[bytes], st.SearchStrategy[bytes]] = damaged) -> bytes:
-    """A sound archive whose members are damaged, gone, renamed, there twice, or compressed."""
+    """Damage, remove, rename, duplicate or compress members of a valid archive."""
     with zipfile.ZipFile(io.BytesIO(valid)) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
     chosen = draw(st.integers(0, len(members) - 1))

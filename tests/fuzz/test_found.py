@@ -1,4 +1,4 @@
-"""Files that were not refused as they should be, each once, when they were tried first."""
+"""Invalid files that fuzzing found to be accepted or to crash, as regression tests."""
 
 import json
 import struct
@@ -64,7 +64,7 @@ def test_what_unpacks_to_far_more_than_it_is(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_is_compressed(tmp_path):
-    """Mapped tensors would be the compressed bytes."""
+    """Memory-mapped tensors would be the compressed bytes."""
     torch.save({"w": torch.arange(9999.0)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as whole, zipfile.ZipFile(tmp_path / "b.pt", "w", 8) as out:
         for name in whole.namelist():
@@ -124,7 +124,7 @@ def texts(tmp_path):
 
 
 def test_offsets_out_of_a_files_memory(texts):
-    """Arrow itself follows them: the process ended."""
+    """Arrow itself follows them, which crashed the process."""
     offsets, wrong = struct.pack("<5i", 0, 2, 4, 6, 8), struct.pack("<5i", 0, 2, 2**31 - 1, 6, 8)
     content = texts.read_bytes()
     assert content.count(offsets) == 1
@@ -149,7 +149,7 @@ def test_a_parquet_page_that_is_damaged(tmp_path):
 
 
 def test_a_row_group_that_decodes_to_far_more_than_the_file(tmp_path, monkeypatch):
-    """A dictionary of one long text, and two thousand rows of it."""
+    """A dictionary with one long text, referenced by two thousand rows."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 2000}), tmp_path / "a.parquet")
     rows = table(tmp_path / "a.parquet")
@@ -176,7 +176,7 @@ def write_tokenizer(path, vocabulary, **options):
 
 
 def test_tokens_beyond_the_number_of_tokens(tmp_path):
-    """An embedding has as many rows as tokens, and JAX takes its last row for any beyond."""
+    """An embedding has as many rows as tokens, and JAX clamps larger indices to its last row."""
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 10**6}, unk_token="a")
     refused("numbers 2 tokens up to 1000000", FileTokenizer, path)
 
@@ -203,7 +203,7 @@ def write_png(path, width, height):
 def test_pictures_of_more_pixels_than_can_be_held(size, tmp_path):
     write_png(tmp_path / "a" / "1.png", *size)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as a user's Python would go on
+        warnings.simplefilter("ignore")  # as in a user's Python
         refused("1.png (is .*, more than can be held|cannot be decoded)", image_folder, tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_a_picture_that_only_calls_itself_png(tmp_path):
 
 
 def endless():
-    """A tuple that takes 2¹⁰⁰ words to show, in a hundred objects."""
+    """A tuple of a hundred objects whose repr has 2¹⁰⁰ words."""
     value = ("x",)
     for _ in range(100):
         value = (value, value)
@@ -288,7 +288,7 @@ def test_numbers_that_json_has_not(number, tmp_path):
 
 
 def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
-    """The Hub's cache is such links, but to blobs/ alone."""
+    """The Hub's cache consists of such links, but only to blobs/."""
     snapshot = tmp_path / "cache" / "snapshots" / "1"
     snapshot.mkdir(parents=True)
     (tmp_path / "cache" / "secret").write_text("{}")

@@ -1,4 +1,4 @@
-"""Thousands of damaged and doctored files, read in a process of bounded memory: see `tests.fuzz.importers`."""
+"""Thousands of damaged and manipulated files, read in a process of bounded memory; see `tests.fuzz.importers`."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from tests.fuzz.importers import KINDS
 
 COUNT = int(os.environ.get("JAXTRAIN_FUZZ", "500"))
 MODELS = {"model", "index", *(name for name in KINDS if name.endswith("config"))}
-# Making a model of each family to begin with takes longer than reading a hundred files.
+# Creating a model of each family takes longer than reading a hundred files.
 QUICK = [name for name in KINDS if name not in MODELS - {"gpt2 config", "index"}]
 
 
@@ -28,5 +28,5 @@ def test_a_file_is_read_or_refused_whatever_is_in_it(count, names):
     assert sum(ends.get("read", 0) + ends.get("refused", 0) for ends in result.values()) >= 0.9 * count
     for name, ends in result.items():
         assert ends.get("refused", 0) > 0, (name, ends)
-    # A mutation that nothing survives would look at nothing but first checks.
+    # Mutations that are all rejected would only exercise the first checks.
     assert sum("read" in ends for ends in result.values()) >= len(result) // 2

@@ -1,4 +1,4 @@
-"""Settings that no run can have: each is refused in one line that names it, before anything is compiled or written."""
+"""Invalid settings: each raises a one-line error that names it, before anything is compiled or written."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ MALFORMED = st.sampled_from(
 
 
 def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
-    """Texts that are no value of the field."""
+    """Texts that are not a value of the field."""
     hint = get_type_hints(type(recipe))[field]
     kinds = set(get_args(hint)) if get_origin(hint) not in (None, Literal) else {hint}
     numbers = st.sampled_from(["nan", "inf", "-inf", "-1", "1e400", "-1e-9", "1e39"])
@@ -58,29 +58,29 @@ def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
         )
     if field in ("optimizer", "schedule", "loss_scale", "remat", "mesh"):
         return MALFORMED
-    return st.nothing()  # a column may have any name; a flag without a value has none that is bad
+    return st.nothing()  # a column may have any name; a boolean flag has no value
 
 
 @st.composite
 def bad_flags(draw: st.DrawFn) -> tuple[str, str, str]:
-    """(recipe, field, value)"""
+    """Draw (recipe, field, invalid value)."""
     name, field = draw(st.sampled_from([(n, f) for n, f in FIELDS if not bad_for(RECIPES[n], f).is_empty]))
     return name, field, draw(bad_for(RECIPES[name], field))
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reaches a model has gone too far."""
+    """Fail if a model is created."""
 
     def compiled(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a model was made for settings that no run can have")
+        raise AssertionError("a model was created for invalid settings")
 
     for task in ("language", "classification", "masked_language", "seq2seq"):
         monkeypatch.setattr(f"jaxtrain.tasks.{task}.functional", compiled)
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that is message."""
+    """Return the one-line error."""
     before = sorted(Path().rglob("*"))
     assert main(args) == 2, args
     out, err = capsys.readouterr()
@@ -93,7 +93,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def names(message: str, field: str) -> bool:
-    """Whether the field is named, as a setting or as a flag."""
+    """Return whether the message names the field, as a setting or as a flag."""
     return re.search(rf"\b{field}\b|--{field.replace('_', '-')}\b", message) is not None
 
 
@@ -135,7 +135,7 @@ WRONG: dict[Any, list[Any]] = {
 
 
 def doctored() -> Iterator[tuple[str, str, Any]]:
-    """(recipe, field, value): what a run's config.json could hold, and no run has."""
+    """Yield (recipe, field, value) of invalid values that a config.json could hold."""
     for name, field in FIELDS:
         hint = get_type_hints(type(RECIPES[name]))[field]
         kinds = {get_origin(hint)} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}
@@ -174,7 +174,7 @@ def test_every_command_refuses_a_doctored_config(capsys):
 
 
 def sensible(recipe: Any, field: str) -> st.SearchStrategy[Any]:
-    """Values that a run can have."""
+    """Valid values of the field."""
     hint = get_type_hints(type(recipe))[field]
     if field in ("optimizer",):
         return st.sampled_from([*OPTIMIZERS, "sgd(momentum=0.9, nesterov=True)", "adamw(eps=1e-6, amsgrad=True)"])
@@ -247,8 +247,8 @@ def test_what_a_machine_cannot_hold_after_all_is_one_line_too(monkeypatch, capsy
     monkeypatch.setattr("jaxtrain.cli.sample.main", exhausted)
     assert main(["sample", "run"]) == 1
     assert capsys.readouterr().err == (
-        "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): make batch_size or the model "
-        "smaller\n"
+        "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): reduce batch_size or the "
+        "model's size\n"
     )
     monkeypatch.setattr("jaxtrain.cli.sample.main", lambda args: {}["not ours to hide"])
     with pytest.raises(KeyError):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.memory import CLEAR, _kilobytes
+from benchmarks.memory import reset_peak, status_kib
 from jaxtrain.cost.roofline import CPU
 from jaxtrain.data.loader import Loader
 from jaxtrain.planning.plan import compiled
@@ -43,10 +43,10 @@ def above_rest(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: A
     for _ in range(4):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        at_rest = _kilobytes("VmRSS")
-        CLEAR.write_text("5")  # man 5 proc: the peak starts again from what is held now
+        at_rest = status_kib("VmRSS")
+        reset_peak()
         state, _ = jax.block_until_ready(step(state, batch))
-        peaks.append((_kilobytes("VmHWM") - at_rest) * 1024)
+        peaks.append((status_kib("VmHWM") - at_rest) * 1024)
     # The first step finds threads and code not there yet.
     return state, statistics.median(peaks[1:])
 

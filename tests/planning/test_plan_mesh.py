@@ -282,7 +282,7 @@ def test_where_nothing_fits_all_is_told_before(capsys):
     assert (status, err.count("\n")) == (1, 1)
     assert err.startswith("jaxtrain: nothing fits 10.0 KiB: parameters and optimizer state alone take ")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["digits-mlp", "·", "fsdp=2", "·", "10.0", "KiB", "a", "device"]
+    assert lines[0] == ["digits-mlp", "·", "fsdp=2", "·", "10.0", "KiB", "per", "device"]
     assert ["compiling", "for", "fsdp=4,", "3", "of", "3", "…"] in lines
     assert [row[0] for row in lines if "KiB" in row and "over" not in row].count("reduce-scatter") == 1
     assert ["devices", "mesh", "micro-batch", "memory", "sent"] in lines
@@ -291,7 +291,7 @@ def test_where_nothing_fits_all_is_told_before(capsys):
         ["✗", "2", "fsdp=2", "8"],
         ["✗", "4", "fsdp=4", "8"],
     ]
-    assert "fsdp grows; all of it is of one device, whose 8 rows of a micro-batch stay" in out
+    assert "fsdp grows; all values are per device, with 8 rows of a micro-batch on each" in out
 
 
 @pytest.mark.usefixtures("of_four_devices")
@@ -306,8 +306,8 @@ def test_where_nothing_fits_all_is_told_before(capsys):
         ("--mesh data=2 --bandwidth 50GB", "'50GB' is no bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s"),
         ("--mesh data=2 --memory 50", "'50' is no amount of memory"),
         ("--mesh data=2 --device abacus", "device 'abacus' is not known: choose one of H200, H100, A100, L4, V100, T4"),
-        ("--bandwidth 50GB/s", "--bandwidth is of the devices of a mesh: say which, as in --mesh data=8"),
-        ("--device H100", "--device is of the devices of a mesh"),
+        ("--bandwidth 50GB/s", "--bandwidth requires --mesh: add one, such as --mesh data=8"),
+        ("--device H100", "--device requires --mesh: add one"),
     ],
 )
 def test_wrong_usage_is_one_line(flags, said, capsys):
@@ -332,7 +332,7 @@ def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
     lines = [line.split() for line in out.splitlines()]
     assert ["devices", "mesh", "micro-batch", "memory", "sent", "time", "share"] in lines
     assert [row[:3] for row in lines if row[:1] in (["1"], ["→"])] == [["1", "data=1", "8"], ["→", "2", "data=2"]]
-    assert ["it", "sends", "in", "a", "step", "over", "times", "bytes", "at", "50", "GB/s"] in lines
+    assert ["sent", "per", "step", "over", "times", "bytes", "at", "50", "GB/s"] in lines
     assert "data=4 and larger: too many: take fewer" in out.splitlines()
 
 

@@ -1,4 +1,4 @@
-"""Tables of texts to learn from."""
+"""Tables of training texts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def write_table(tmp_path: Path) -> Callable[[dict[str, list[Any]]], Path]:
-    """Write columns as a parquet file, and say where."""
+    """A function that writes columns to a Parquet file and returns its path."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     def write(columns: dict[str, list[Any]]) -> Path:

@@ -1,4 +1,4 @@
-"""Images: a model with running statistics among those without."""
+"""Image classification, with and without running statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ def test_batch_norms_statistics_move_in_training_and_hold_in_evaluation() -> Non
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), first, state.model_state)))
     state, metrics = step(state, batch)
     assert not any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), first, state.model_state)))
-    # A batch's own statistics are not those of no batch: the two modes differ.
+    # Batch statistics differ from the running statistics, so the two modes differ.
     assert abs(float(metrics["loss"]) - float(evaluated["loss"][0] / evaluated["loss"][1])) > 1e-3
 
 
 def test_images_without_channels_are_refused(tmp_path) -> None:
     np.savez(tmp_path / "flat.npz", x=np.zeros((20, 5), np.float32), y=np.arange(20) % 10)
-    with pytest.raises(UserError, match=r"images of shape \[5\] have no height, width and channels"):
+    with pytest.raises(UserError, match=r"images must have height, width and channels, got shape \[5\]"):
         classification_task(ResNetRecipe(width=4, data=tmp_path / "flat.npz"))

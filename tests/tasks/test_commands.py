@@ -1,4 +1,4 @@
-"""The recipes as a user runs them, small."""
+"""Small versions of the recipes from the command line."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_an_encoder_trains_on_a_folder_of_text(capsys):
     assert "█" in out
     assert "jaxtrain sample" not in out
     assert run("sample bert") == 2
-    assert "holds a run of bert-stdlib, which writes no text" in capsys.readouterr().err
+    assert "holds a run of bert-stdlib, which generates no text" in capsys.readouterr().err
 
 
 def test_an_encoder_learns_the_classes_of_a_table(write_table):
@@ -77,7 +77,7 @@ def test_a_llama_trains_on_packed_texts_and_writes(capsys):
 
 
 def test_running_statistics_are_resumed_to_the_same_bits():
-    # A schedule that does not know how many steps are to come.
+    # A schedule that does not depend on the number of steps.
     command = f"train digits-resnet --width 4 --schedule constant --warmup-steps 2 {SMALL}"
     assert run(f"{command} --steps 4 --out whole") == 0
     assert run(f"{command} --steps 4 --out parts") == 0

@@ -1,4 +1,4 @@
-"""Rows of whole texts: a packed row is to a decoder what its texts are alone."""
+"""Packed rows: a decoder computes the same for a packed row as for its texts alone."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from jaxtrain.data import unigram_entropy
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
-from jaxtrain.tasks.language import decoder, language_task, printable, vocabulary
+from jaxtrain.tasks.language import decoder, language_task, vocabulary
 
 LENGTH = 24
 GPT = GPTRecipe(n_layer=1, n_embd=8, n_head=2, seq_len=LENGTH, packing=True, eval_sequences=3)
@@ -23,7 +23,7 @@ LLAMA = LlamaRecipe(
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """Files of several lengths, some longer than a row."""
+    """Files of different lengths, some longer than a row."""
     for i in range(30):
         (tmp_path / f"{i:02}.txt").write_text("abcdefghijklmnopqrstuvwxyz"[i % 7 : 3 + i % 24] + "!" * (i % 3) * 9)
     return tmp_path
@@ -36,7 +36,7 @@ def rows_of(source) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("recipe", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_loss_of_packed_rows_is_that_of_their_texts_alone(recipe: LanguageRecipe, texts: Path) -> None:
     task = language_task(type(recipe)(**{**vars(recipe), "data": texts}))
-    apply, _, _ = decoder(recipe)
+    apply = decoder(recipe).apply
     packed = rows_of(task.train)
     loss, _ = jax.jit(task.loss_fn)(task.params, packed, None)
 
@@ -53,14 +53,14 @@ def test_the_loss_of_packed_rows_is_that_of_their_texts_alone(recipe: LanguageRe
             total += float(alone(tokens, targets, real))
             weight += places.sum()
     assert float(loss.weight) == weight
-    assert packed["segments"].max() > 1  # there is something to keep apart
+    assert packed["segments"].max() > 1  # at least one row holds two texts
     np.testing.assert_allclose(loss.total, total, rtol=1e-5)
 
 
 def test_the_windows_of_all_text_are_as_before(texts: Path) -> None:
     settings = {**vars(GPT), "data": texts, "packing": False}
     task = language_task(GPTRecipe(**settings))
-    apply, _, _ = decoder(GPT)
+    apply = decoder(GPT).apply
     tokens = rows_of(task.validation)["tokens"]
     loss, _ = task.loss_fn(task.params, {"tokens": tokens}, None)
     losses = cross_entropy(apply(task.params, tokens[:, :-1]), jnp.asarray(tokens[:, 1:]))
@@ -103,16 +103,12 @@ def test_a_tokenizer_decides_the_vocabulary_and_the_sample(texts: Path, tmp_path
     [
         (
             LlamaRecipe(hidden_size=10, num_attention_heads=4),
-            "hidden_size 10 is no multiple of 2 × num_att",
+            "hidden_size 10 is not divisible by 2 × num_att",
         ),
-        (LlamaRecipe(num_key_value_heads=3), "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        (LlamaRecipe(num_key_value_heads=3), "num_attention_heads 4 is not divisible by num_key_value_heads 3"),
         (GPTRecipe(n_embd=10), "n_embd 10 is not divisible by n_head 4"),
     ],
 )
 def test_settings_that_make_no_model_are_named(recipe: LanguageRecipe, says: str) -> None:
     with pytest.raises(UserError, match=says):
         decoder(recipe)
-
-
-def test_what_a_terminal_cannot_show_becomes_a_dot() -> None:
-    assert printable("a\n\tb\x1b\ufffdé") == "a\n\tb··é"

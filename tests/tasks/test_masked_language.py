@@ -1,4 +1,4 @@
-"""What a masked language model is shown, and what it is to predict."""
+"""Inputs and targets of a masked language model."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from jaxtrain.data.loader import epoch_batches
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.recipes.masked_language import MaskedLanguageRecipe
-from jaxtrain.tasks.masked_language import bert, bert_config, enclosed, masked, masked_language_task
+from jaxtrain.tasks.masked_language import bert, bert_config, encode_text, mask_tokens, masked_language_task
 from jaxtrain.tasks.task import Task
 
 PAD, START, END, MASK = (ByteTokenizer().special(role) for role in ("pad", "start", "end", "mask"))
@@ -30,7 +30,7 @@ def task(tmp_path: Path) -> Task:
 def shown(count: int, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tokens = jnp.arange(count, dtype=np.int32) % 100
     keys = jax.random.key(3)
-    seen, predicted = masked(keys, tokens, tokens != 50, mask=MASK, vocabulary=260, share=share)
+    seen, predicted = mask_tokens(keys, tokens, tokens != 50, mask=MASK, vocabulary=260, share=share)
     return np.asarray(tokens), np.asarray(seen), np.asarray(predicted)
 
 
@@ -42,7 +42,7 @@ def test_what_is_predicted_is_hidden_replaced_or_left_in_the_proportions_of_the_
     hidden, same = seen == MASK, seen == tokens
     count_predicted = predicted.sum()
     shares = [predicted.mean() / 0.99, *((kind & predicted).sum() / count_predicted for kind in (hidden, same))]
-    # A tenth is replaced by any of 260 tokens: by chance also by the mask, and by itself.
+    # A tenth is replaced by one of 260 tokens, possibly the mask or the token itself.
     expected = [0.15, 0.8 + 0.1 / 260, 0.1 + 0.1 / 260]
     for share, of, n in zip(shares, expected, [count, count_predicted, count_predicted], strict=True):
         assert abs(share - of) < 5 * (of * (1 - of) / n) ** 0.5
@@ -58,7 +58,7 @@ def test_evaluation_hides_the_same_whatever_the_batch(task: Task) -> None:
         totals[rows] = np.sum(jax.device_get(losses), axis=0)
     assert totals[2] == pytest.approx(totals[7], rel=1e-5)
     assert totals[3] == pytest.approx(totals[7], rel=1e-5)
-    assert 0.05 < totals[7][1] / (7 * 16) < 0.3  # what it weighs is what was hidden
+    assert 0.05 < totals[7][1] / (7 * 16) < 0.3  # the weight counts the masked tokens
 
 
 def test_training_hides_anew_with_every_key(task: Task) -> None:
@@ -68,11 +68,11 @@ def test_training_hides_anew_with_every_key(task: Task) -> None:
 
 
 def test_the_loss_is_that_of_the_predicted_tokens(task: Task) -> None:
-    """Against the model called by hand, in evaluation, where the hidden are those of the example's number."""
+    """Against the model called directly, in evaluation, where the mask depends on the example's index."""
     example = task.validation[4]
     batch = {name: np.asarray(value)[None] for name, value in example.items()}
     loss, metrics = task.loss_fn(task.params, batch, None)
-    hide = partial(masked, mask=MASK, vocabulary=260, share=SMALL.masked)
+    hide = partial(mask_tokens, mask=MASK, vocabulary=260, share=SMALL.masked)
     seen, predicted = hide(jax.random.fold_in(jax.random.key(0), 4), jnp.asarray(example["tokens"]), jnp.ones(16, bool))
     apply, _ = bert(bert_config(SMALL, ByteTokenizer(), 16, num_labels=None), 0)
     logits = apply(task.params, seen[None], jnp.ones((1, 16), bool))[0]
@@ -92,10 +92,10 @@ def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
     assert ByteTokenizer().decode(tokens).startswith("text ")
     assert tokens[-1] == PAD
     batch = {name: np.asarray(value)[None] for name, value in task.train[0].items()}
-    # Only the text's own bytes are ever to be predicted.
+    # Only bytes of the text are predicted.
     weights = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].weight) for seed in range(6)]
     assert max(weights) == (tokens < 256).sum()
-    assert enclosed(ByteTokenizer(), "abcdef", 5).tolist() == [START, 97, 98, 99, END]
+    assert encode_text(ByteTokenizer(), "abcdef", 5).tolist() == [START, 97, 98, 99, END]
 
 
 def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
@@ -110,7 +110,7 @@ def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
     ("settings", "says"),
     [
         ({"hidden_size": 9}, "hidden_size 9 is not divisible by num_attention_heads 2"),
-        ({"seq_len": 2}, "seq_len is 2"),
+        ({"seq_len": 2}, "seq_len must be at least 3, got 2"),
         ({"data": Path("nowhere.txt")}, "nowhere.txt does not exist"),
     ],
 )

@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.cli import main
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.python_statements import KEYWORDS, Statements
 from jaxtrain.errors import UserError
 from jaxtrain.recipes.text_classification import TextClassificationRecipe
 from jaxtrain.tasks import text_classification
-from jaxtrain.tasks.text_classification import bag_of_words_accuracy, encoded, text_classification_task
+from jaxtrain.tasks.text_classification import bag_of_words_accuracy, encode_row, text_classification_task
 
 SMALL = TextClassificationRecipe(
     num_hidden_layers=1, hidden_size=8, num_attention_heads=2, seq_len=14, eval_texts=6, text_column="body"
@@ -51,7 +52,7 @@ def test_padding_changes_no_prediction(write_table) -> None:
         float(task.loss_fn(task.params, batch(task.train, 8), None)[0].total)
         for task in (text_classification_task(of(path, seq_len=14)), text_classification_task(of(path, seq_len=8)))
     ]
-    # The longer rows' position embeddings differ in number, so in values: give both the same parameters.
+    # The numbers of position embeddings differ, and so do their initial values: use the same parameters for both.
     long, short = text_classification_task(of(path, seq_len=14)), text_classification_task(of(path, seq_len=8))
     params = jax.tree.map(lambda x: x, long.params)
     params["embeddings"]["position"] = params["embeddings"]["position"][:10]
@@ -61,10 +62,10 @@ def test_padding_changes_no_prediction(write_table) -> None:
 
 
 def test_a_text_is_cut_to_its_length_between_start_and_end() -> None:
-    example = encoded(ByteTokenizer(), 5, ["a", "b"], {"text": "abcdef", "label": "b"})
+    example = encode_row(ByteTokenizer(), 5, ["a", "b"], {"text": "abcdef", "label": "b"})
     assert (example["tokens"].tolist(), example["label"]) == ([START, 97, 98, 99, END], 1)
-    with pytest.raises(UserError, match="label 'c' is in the validation split alone"):
-        encoded(ByteTokenizer(), 5, ["a", "b"], {"text": "a", "label": "c"})
+    with pytest.raises(UserError, match="label 'c' occurs only in the validation split"):
+        encode_row(ByteTokenizer(), 5, ["a", "b"], {"text": "a", "label": "c"})
 
 
 def test_the_standard_library_is_read_where_no_data_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,23 +74,40 @@ def test_the_standard_library_is_read_where_no_data_is_given(monkeypatch: pytest
     task = text_classification_task(of(None))
     assert task.classes == len(KEYWORDS)
     assert task.train[1]["label"] == KEYWORDS.index("for")
-    assert task.facts["accuracy to be beaten"] == "0.500 by the commonest class, 1.000 by naive Bayes over words"
+    assert task.baselines() == {
+        "accuracy to be beaten": "0.500 by the most frequent class, 1.000 by naive Bayes over words"
+    }
     assert task.references["class entropy"] == pytest.approx(np.log(2))
 
 
 def test_naive_bayes_is_laplaces() -> None:
-    """Two words say "a", the prior says "b": worked out by hand."""
+    """Two words favor "a", the prior favors "b"; computed by hand."""
     train = [{"text": t, "label": c} for t, c in [("x x", "a"), ("y z", "b"), ("y", "b")]]
     # p(a) (2 + 1)/(2 + 3) = 1/5 against p(b) 1/(3 + 3) = 1/9 for "x"; 1/15 against 2/9 for "z".
     held_out = [{"text": t, "label": c} for t, c in [("x", "a"), ("z", "b"), ("z", "a")]]
     assert bag_of_words_accuracy(train, held_out) == pytest.approx(2 / 3)
 
 
+def test_the_baseline_is_fitted_only_where_it_is_reported(write_table, monkeypatch, tmp_path) -> None:
+    path = write_table({"body": ["bad", "good"] * 20, "label": ["no", "yes"] * 20})
+    fits = []
+    monkeypatch.setattr(text_classification, "bag_of_words_accuracy", lambda *sources: fits.append(sources) or 0.5)
+    text_classification_task(of(path))
+    assert fits == []
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num-hidden-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-len 14 --batch-size 8"
+    train = f"train bert-keywords --data {path} --text-column body {sizes} --out run".split()
+    assert main([*train, "--steps", "1"]) == 0
+    assert len(fits) == 1
+    assert main([*train, "--steps", "2", "--resume"]) == 0
+    assert len(fits) == 1
+
+
 def test_what_makes_no_classes_is_named(write_table) -> None:
     path = write_table({"body": ["text"] * 9, "label": [1] * 9})
-    with pytest.raises(UserError, match="has one class in 'label'"):
+    with pytest.raises(UserError, match="must have two or more classes in 'label', got 1"):
         text_classification_task(of(path))
     with pytest.raises(UserError, match="has no column 'kind', only body, label"):
         text_classification_task(of(path, label_column="kind"))
-    with pytest.raises(UserError, match="seq_len is 0"):
+    with pytest.raises(UserError, match="seq_len must be positive, got 0"):
         text_classification_task(of(path, seq_len=0))

@@ -1,0 +1,71 @@
+"""Rows and ratios formatted for people: the table, the summary lines and the labels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.job import Job
+
+NAMES = {"jax": "JAX", "optax": "optax", "torch_eager": "PyTorch eager", "torch_compile": "PyTorch compiled"}
+"""Engines as displayed."""
+
+
+def settings(row: Mapping[str, Any]) -> str:
+    """Format the settings that distinguish a row from the plain one of its workload.
+
+    Example:
+      >>> settings({"accumulate": 4, "remat": "full", "feature": "", "sizes": {"rows": 8}})
+      'k=4 remat=full rows=8'
+    """
+    parts = [f"k={row['accumulate']}"] if row["accumulate"] > 1 else []
+    parts += [f"remat={row['remat']}"] if row["remat"] != "none" else []
+    parts += [row["feature"]] if row["feature"] else []
+    return " ".join([*parts, *(f"{name}={value}" for name, value in row["sizes"].items())])
+
+
+def job_label(job: Job) -> str:
+    """Format a job for a message.
+
+    Example:
+      >>> job_label(Job("gpt2-tiny", "torch_eager", "bf16", remat="full"))
+      'gpt2-tiny by torch_eager in bf16 remat=full'
+    """
+    return f"{job.workload} by {job.engine} in {job.precision} {settings(asdict(job))}".strip()
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Format rows as a table for the terminal."""
+    columns = Table(
+        *("workload", "engine", "precision", "settings", "lower decile", "median", "per second", "MFU", "memory"),
+        "compile, warm",
+    )
+    for row in rows:
+        columns.add_row(
+            row["workload"],
+            row["engine"],
+            row["precision"],
+            settings(row),
+            f"{row['lower_decile_s'] * 1e3:.2f} ms",
+            f"{row['median_s'] * 1e3:.2f} ms",
+            f"{row['per_s']:,.0f} {row['unit']}",
+            "" if row["mfu"] is None else f"{row['mfu']:.0%}",
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            "" if row["compile_s"] is None else f"{row['compile_s']:.1f} s, {row['warm_compile_s']:.1f} s",
+        )
+    return columns
+
+
+def ratio_line(ratio: Mapping[str, Any]) -> str:
+    """Format a ratio as a sentence.
+
+    Example:
+      >>> plain = {"accumulate": 1, "remat": "none", "feature": "", "sizes": {}}
+      >>> ratio_line({"workload": "vit-s", "precision": "bf16", "jax_vs_eager": 1.5, "jax_vs_compile": None, **plain})
+      'vit-s bf16: JAX is 1.50× as fast as eager PyTorch'
+    """
+    names = {"jax_vs_eager": "eager PyTorch", "jax_vs_compile": "compiled PyTorch"}
+    speeds = [f"{ratio[key]:.2f}× as fast as {name}" for key, name in names.items() if ratio[key] is not None]
+    work = f"{ratio['workload']} {ratio['precision']} {settings(ratio)}".strip()
+    return f"{work}: JAX is {' and '.join(speeds)}"

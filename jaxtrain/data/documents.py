@@ -1,0 +1,98 @@
+"""Text files and table columns as tokenized documents, read from the token cache."""
+
+import hashlib
+import importlib.metadata
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.data.files import files_under
+from jaxtrain.data.holdout import share
+from jaxtrain.data.source import Source
+from jaxtrain.data.text import split_files, stdlib_files, text_files
+from jaxtrain.data.token_cache import TokenizedDocuments, file_identity, tokenized
+from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer
+from jaxtrain.errors import UserError
+
+_VALIDATION_FRACTION = 0.1
+
+
+class _Range(NamedTuple):
+    """The bytes of a file from `start` to `stop`."""
+
+    file: Path
+    start: int
+    stop: int
+
+
+def split_documents(path: Path | None, texts: Tokenizer) -> tuple[TokenizedDocuments, TokenizedDocuments]:
+    """Tokenize the text files of a path, or of Python's standard library, one document per file.
+
+    Args:
+      path: A text file or folder; None for the standard library. A single file is cut in two.
+      texts: Tokenizer.
+
+    Returns:
+      A tuple (train, validation), split as by `split_text`.
+
+    Raises:
+      UserError: There is no text, or too little to split.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    train, validation = _split(stdlib_files() if path is None else text_files(path), root)
+    if not all(any(part.stop > part.start for part in parts) for parts in (train, validation)):
+        raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
+    return _tokenized_ranges(train, texts), _tokenized_ranges(validation, texts)
+
+
+def tokenized_rows(path: Path, rows: Source, column: str, texts: Tokenizer, part: str) -> TokenizedDocuments:
+    """Tokenize the texts in a column of a table, one document per row.
+
+    Args:
+      path: File or folder of the table.
+      rows: The rows to tokenize, of that table.
+      column: Column of the texts.
+      texts: Tokenizer.
+      part: Name of the part of the table that the rows are, such as "train".
+
+    Returns:
+      The documents, in the order of the rows.
+    """
+
+    def documents() -> Iterator[NDArray[np.integer[Any]]]:
+        return (texts.encode(str(rows[i][column])) for i in range(len(rows)))
+
+    files = [path] if path.is_file() else files_under(path)
+    return _cached(texts, (column, part, str(len(rows)), *map(file_identity, files)), documents)
+
+
+def _split(files: list[Path], root: Path) -> tuple[list[_Range], list[_Range]]:
+    if len(files) == 1:
+        (file,) = files
+        size = file.stat().st_size
+        cut = size - share(size, _VALIDATION_FRACTION)
+        return [_Range(file, 0, cut)], [_Range(file, cut, size)]
+    train, validation = split_files(files, root, _VALIDATION_FRACTION)
+    return [_Range(f, 0, f.stat().st_size) for f in train], [_Range(f, 0, f.stat().st_size) for f in validation]
+
+
+def _tokenized_ranges(ranges: list[_Range], texts: Tokenizer) -> TokenizedDocuments:
+    def documents() -> Iterator[NDArray[np.integer[Any]]]:
+        return (texts.encode_file(file.read_bytes()[start:stop]) for file, start, stop in ranges)
+
+    return _cached(texts, [f"{start} {stop} {file_identity(file)}" for file, start, stop in ranges], documents)
+
+
+def _cached(texts: Tokenizer, parts: Iterable[str], documents: Any) -> TokenizedDocuments:
+    if isinstance(texts, ByteTokenizer):
+        return tokenized(["bytes", *parts], documents, np.uint8)
+    dtype = np.min_scalar_type(max(texts.size - 1, 0))
+    if not isinstance(texts, FileTokenizer):
+        return tokenized(None, documents, dtype)
+    digest = hashlib.sha256(texts.file.read_bytes()).hexdigest()
+    version = importlib.metadata.version("tokenizers")
+    return tokenized([f"tokenizers {version} {digest}", *parts], documents, dtype)

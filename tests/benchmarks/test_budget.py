@@ -1,0 +1,189 @@
+"""A suite ends within its time limit on any machine: slow work is reduced or skipped, with a line for each."""
+
+import contextlib
+
+import pytest
+
+from benchmarks import ceiling, equality, measure, timing
+from benchmarks.budget import Budget, OutOfTime, fit_side
+from benchmarks.job import Job
+from benchmarks.suites import SUITES
+from jaxtrain.errors import RunFailed
+
+HOUR = 3600.0
+
+
+class Clock:
+    """A clock that only work advances."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class FakeWorker(contextlib.nullcontext):
+    """A worker whose steps take the given seconds of a clock."""
+
+    def __init__(self, clock, step_s, first_s):
+        super().__init__(self)
+        self.clock, self.step_s, self.first_s = clock, step_s, first_s
+
+    def ask(self, command, timeout):
+        kind, *arguments = command.split()
+        if kind == "turn":
+            self.spend(int(arguments[0]) * self.step_s, timeout)
+            return {"wall": [self.step_s] * int(arguments[0]), "cpu": [self.step_s] * int(arguments[0])}
+        if kind == "first":
+            self.spend(self.first_s, timeout)
+            return {"first_s": self.first_s, "note": ""}
+        self.spend(2 * self.step_s, timeout)
+        return {"step_s": self.step_s, "device": "cpu", "compile_s": 1.0, "warm_compile_s": 1.0, "flops": None}
+
+    def finish(self, timeout):
+        self.spend(0.0, timeout)
+        return {"peak_bytes": 1}
+
+    def spend(self, seconds, timeout):
+        self.clock.now += min(seconds, timeout)
+        if seconds > timeout:
+            raise OutOfTime
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def run(clock, monkeypatch):
+    """Measure a suite with workers whose step takes `seconds(job)`, and equality checks that take `check_s`."""
+
+    def run(suite, seconds, check_s=10.0):
+        def verify(jobs, budget, report):
+            clock.now += min(check_s, budget.remaining())
+            if check_s > budget.remaining():
+                report(f"skipped {jobs[0].workload}")
+                return False
+            return True
+
+        monkeypatch.setattr(equality, "verify", verify)
+        monkeypatch.setattr(timing, "start_worker", lambda job: FakeWorker(clock, seconds(job), seconds(job)))
+        notes = []
+        results = measure.measure(suite, Budget(600, clock), lambda _: None, notes.append, lambda _: None)
+        assert results.notes == notes
+        return results
+
+    return run
+
+
+def test_a_job_over_the_limit_is_skipped_by_one_line_and_the_others_are_measured(run, clock):
+    def seconds(job):
+        return 60.0 if job.precision == "bf16" and job.engine == "torch_eager" else 0.02
+
+    results = run(SUITES["cpu"], seconds)
+    assert clock.now < 600
+    slow = [t for t in results.timings + results.ceilings if seconds(t.job) > 1]
+    assert not slow
+    assert len(results.timings) == sum(map(len, SUITES["cpu"].groups)) - 2
+    assert all(len(t.wall) == 5 * SUITES["cpu"].rounds for t in results.timings)
+    assert [line for line in results.notes if "gpt2-tiny" in line] == [
+        "skipped gpt2-tiny by torch_eager in bf16: its first step took 60.0 s, over the time limit"
+    ]
+    assert len(results.notes) == 4  # product, copy, gpt2-tiny, mlp-launch-bound
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_ends_in_time_where_nothing_ever_ends(run, clock, name):
+    results = run(SUITES[name], lambda job: HOUR)
+    assert clock.now <= 600
+    assert not results.timings
+    assert all(line.startswith("skipped ") for line in results.notes)
+    assert len(results.notes) >= sum(map(len, SUITES[name].groups))
+
+
+def test_a_workload_whose_check_does_not_end_is_not_timed(run, clock):
+    results = run(SUITES["cpu"], lambda job: 0.02, check_s=HOUR)
+    assert clock.now <= 600
+    assert not results.timings
+    assert len([line for line in results.notes if line.startswith("skipped")]) == 3
+
+
+def test_rounds_are_reduced_to_the_limit(run, clock):
+    results = run(SUITES["cpu"], lambda job: 2.0)
+    assert clock.now <= 600
+    assert len(results.timings) == sum(map(len, SUITES["cpu"].groups))
+    assert all(5 <= len(t.wall) < 5 * SUITES["cpu"].rounds for t in results.timings)
+    assert any("rounds, for the time limit" in line for line in results.notes)
+
+
+def test_a_turn_that_hangs_skips_its_job_alone(clock, monkeypatch):
+    jobs = [Job("gpt2-tiny", "jax"), Job("gpt2-tiny", "torch_eager")]
+    workers = {job.engine: FakeWorker(clock, 0.1, 0.1) for job in jobs}
+    monkeypatch.setattr(timing, "start_worker", lambda job: workers[job.engine])
+    notes = []
+
+    def ask(command, timeout):
+        if command.startswith("turn"):
+            workers["jax"].spend(HOUR, timeout)
+        return FakeWorker.ask(workers["jax"], command, timeout)
+
+    workers["jax"].ask = ask
+    (found,) = timing.time_jobs(jobs, 4, Budget(100, clock), notes.append)
+    assert found.job.engine == "torch_eager"
+    assert len(found.wall) == 20
+    assert notes == ["skipped gpt2-tiny by jax in fp32: a turn did not end within the time limit"]
+
+
+@pytest.mark.parametrize(("flop_rate", "side"), [(1e12, 2048), (5e9, 1024), (1e8, 256), (1.0, 128)])
+def test_the_product_is_reduced_to_what_the_machine_can_do(clock, flop_rate, side):
+    def product(n):
+        def call():
+            clock.now += 2 * n**3 / flop_rate
+
+        return call
+
+    engine = ceiling._product_engine(Job("product", "torch_eager", "bf16"), product, 2048, "cpu", clock)
+    assert engine.flops == 2 * side**3
+    reduced = f"matrix product by torch_eager in bf16: reduced from 2048x2048 to {side}x{side}"
+    assert engine.note == ("" if side == 2048 else reduced)
+    if flop_rate > 1:
+        assert engine.flops / flop_rate <= ceiling.CALL_LIMIT_S
+
+
+def test_a_slow_product_is_never_tried_at_full_size():
+    tried = []
+    fit_side(lambda side: tried.append(side) or 2 * side**3 / 1e8, 2048, 1.0)
+    assert max(tried) == 256
+
+
+def test_shares_add_up_to_less_than_the_whole(clock):
+    budget = Budget(600, clock)
+    for parts in range(16, 0, -1):
+        share = budget.share(parts).remaining()
+        assert share + 1e-9 > 600 / 16 or parts < 16
+        clock.now += share
+    assert clock.now == pytest.approx(600)
+    assert budget.remaining() == pytest.approx(0)
+
+
+def test_a_process_that_does_not_answer_is_given_up():
+    with timing.Process("silent", "-c", "import time; time.sleep(60)") as process, pytest.raises(OutOfTime):
+        process.receive(0.01)
+
+
+def test_a_process_that_ends_is_reported_by_its_last_line():
+    code = "raise ValueError('all is lost')"
+    with (
+        timing.Process("broken", "-S", "-c", code) as process,
+        pytest.raises(RunFailed, match=r"^broken: ValueError: all is lost$"),
+    ):
+        process.ask("turn 1 0", 60.0)
+
+
+def test_answers_are_the_json_lines():
+    code = "print('noise'); print('{\"a\": 1}'); print('{\"b\": 2}'); input(); print('{\"c\": 3}')"
+    with timing.Process("talker", "-S", "-c", code) as process:
+        assert process.receive(60.0) == {"a": 1}
+        assert process.receive(60.0) == {"b": 2}
+        assert process.ask("", 60.0) == {"c": 3}
