@@ -243,6 +243,6 @@ def test_what_is_no_case_of_ones_own_is_one_line(
 def test_prove_says_what_is_proven_and_what_is_not(capsys):
     assert main(["prove", "gpt2"]) == 0
     said = capsys.readouterr().out
-    assert "gpt2: 29 tensors and 0 buffers of PyTorch's are 16 leaves of JAX's, each used once" in said
+    assert "gpt2: 29 tensors and 0 buffers of PyTorch correspond to 16 leaves of JAX, each used once" in said
     assert "tied: lm_head.weight is transformer.wte.weight" in said
     assert "change both losses alike" in said
