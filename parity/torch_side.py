@@ -91,9 +91,9 @@ def run(
         before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
-        for micro_batch, kept in window:
+        for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
-                with autocast, nullcontext() if kept is None else GivenMasks(kept):
+                with autocast, nullcontext() if mask is None else GivenMasks(mask):
                     total, weight = _checked(case.torch_loss(model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
@@ -203,10 +203,10 @@ def _windows(
         orders = rows if shuffle is None else shuffle.permuted(rows, axis=1)
         window = []
         for i, order in enumerate(orders, start=step * accumulate):
-            kept = None if masks is None else masks[i]
-            if kept is not None and shuffle is not None:
-                kept = permute_masks(kept, order % len(order))
-            window.append(({name: tensor(x[order], precision) for name, x in batch.items()}, kept))
+            mask = None if masks is None else masks[i]
+            if mask is not None and shuffle is not None:
+                mask = permute_masks(mask, order % len(order))
+            window.append(({name: tensor(x[order], precision) for name, x in batch.items()}, mask))
         yield window
 
 

@@ -391,12 +391,12 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
         fits = {path: next((u, ls[0]) for u in side.units if (ls := side.layouts(u, path))) for path in side.leaves}
         trees.append({path: _filled(unit, layout, still[unit.name]) for path, (unit, layout) in fits.items()})
 
-    def by_torch(moved: Tensors) -> float:
-        now = {**weights, **moved}
+    def by_torch(perturbed: Tensors) -> float:
+        now = {**weights, **perturbed}
         return probe.torch_loss({name: now[aliases.get(name, name)] for name in weights})
 
-    def by_jax(side: _Side | None = None, **moved: Any) -> float:
-        now = [{**tree, **moved} if own is side else tree for own, tree in zip(sides, trees, strict=True)]
+    def by_jax(side: _Side | None = None, **perturbed: Any) -> float:
+        now = [{**tree, **perturbed} if own is side else tree for own, tree in zip(sides, trees, strict=True)]
         params, state = [*(unflattened(tree, side.like) for tree, side in zip(now, sides, strict=True)), None][:2]
         return probe.jax_loss(params, state)
 
@@ -405,12 +405,12 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
     jax_changes: dict[tuple[str, bytes], float] = {}
 
     def costs(side: _Side, unit: _Unit, path: str, layouts: list[Layout]) -> list[float]:
-        moved = [x + move for x, move in zip(still[unit.name], _moves(unit), strict=True)]
+        perturbed = [x + move for x, move in zip(still[unit.name], _moves(unit), strict=True)]
         if unit.name not in torch_changes:
-            torch_changes[unit.name] = by_torch(dict(zip(unit.tensors, moved, strict=True))) - theirs
+            torch_changes[unit.name] = by_torch(dict(zip(unit.tensors, perturbed, strict=True))) - theirs
         found = []
         for layout in layouts:
-            leaf = _filled(unit, layout, moved)
+            leaf = _filled(unit, layout, perturbed)
             key = path, leaf.tobytes()
             if key not in jax_changes:
                 jax_changes[key] = by_jax(side, **{path: leaf}) - ours

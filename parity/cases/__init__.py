@@ -19,7 +19,7 @@ SUMMARIES = {
     "llama.packed": "the first, three sequences to a row",
     "mixtral": "transformers.MixtralForCausalLM of 2 layers, 4 experts, the router's loss",
     "t5": "transformers.T5ForConditionalGeneration of 2 + 2 layers, padded on both sides",
-    "t5.gated": "T5 v1.1 and FLAN-T5: gated GELU, an output layer of its own",
+    "t5.gated": "T5 v1.1 and FLAN-T5: gated GELU, a separate output layer",
     "bert": "transformers.BertForMaskedLM of 2 layers, padded rows, two token types",
     "bert.classifier": "transformers.BertForSequenceClassification of the same",
     "vit": "transformers.ViTForImageClassification of 2 layers, on 8×12 images",

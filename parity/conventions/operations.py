@@ -227,9 +227,9 @@ def attended(
     if mask is not None and mask.dtype != torch.bool and not (diagonal or invert):
         scores, mask = scores + mask, None
     if mask is not None:
-        kept = mask if mask.dtype == torch.bool else mask == 0
-        kept = ~kept if invert else kept | kept.roll(diagonal, -1)
-        scores = scores.masked_fill(~kept, -math.inf)
+        shown = mask if mask.dtype == torch.bool else mask == 0
+        shown = ~shown if invert else shown | shown.roll(diagonal, -1)
+        scores = scores.masked_fill(~shown, -math.inf)
     return F.dropout(torch.softmax(scores, axis), a["dropout_p"]) @ v
 
 
@@ -318,7 +318,7 @@ OPERATIONS: tuple[OperationConvention, ...] = (
     ),
     OperationConvention("batch_norm", "momentum is the old value's weight", "momentum=1 - {momentum}", momentum_of_old),
     OperationConvention(
-        "batch_norm", "running variance is biased", "n / (n - 1) times the variance kept", biased_running_var
+        "batch_norm", "running variance is biased", "n / (n - 1) times the stored variance", biased_running_var
     ),
     OperationConvention("gelu", "is the tanh approximation", "approximate=False", given(approximate="tanh")),
     OperationConvention("gelu", "is exact", "approximate=True", given(approximate="none")),

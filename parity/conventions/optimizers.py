@@ -149,8 +149,8 @@ def _momentum(o: Options) -> optax.GradientTransformation:
     def update(updates: Any, state: _State, params: Any = None) -> tuple[Any, _State]:
         fresh = jnp.where((state.count == 0) & (not o.get("damps_first")), 1.0, undamped)
         buffer = jax.tree.map(lambda b, u: mu * b + fresh * u, state.mu, updates)
-        moved = jax.tree.map(lambda b, u: u + mu * b, buffer, updates) if o.get("nesterov") else buffer
-        return moved, state._replace(count=state.count + 1, mu=buffer)
+        updated = jax.tree.map(lambda b, u: u + mu * b, buffer, updates) if o.get("nesterov") else buffer
+        return updated, state._replace(count=state.count + 1, mu=buffer)
 
     return optax.GradientTransformation(_fresh, update)
 

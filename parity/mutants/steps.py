@@ -105,8 +105,8 @@ def unscaled(change: Callable[[Any, Any], Any]) -> Callable[[], optax.GradientTr
 
 def keep_parameters_only(skip: Any, old: Any, new: Any) -> Any:
     """Restore only the parameters of a skipped update, not the optimizer's state and count of updates."""
-    kept = new[0] if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old[0], new[0])
-    return kept, *new[1:]
+    params = new[0] if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old[0], new[0])
+    return params, *new[1:]
 
 
 def shifted(z: Any, y: Any) -> tuple[Any, Any]:

@@ -146,8 +146,9 @@ def located(case: Case) -> Divergence:
 @pytest.mark.parametrize(
     "name",
     [
-        *("mlp", "cnn", "gpt2", "autograd.double-backward"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn-bn", "gradient-penalty")),
+        *("mlp", "autograd.double-backward"),
+        # The models of this file, a transformer and a convolution with BatchNorm, show the same below.
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "gpt2", "cnn-bn", "gradient-penalty")),
     ],
 )
 def test_nothing_is_located_where_nothing_differs(name: str) -> None:
@@ -189,8 +190,9 @@ def test_a_wrong_value_is_located_in_its_layer_and_on_its_line(bug: str, where: 
     ("bug", "where", "stage"),
     [
         ("padding", "0: aten.convolution", "forward"),
-        ("unbiased", "1: aten.native_batch_norm (aten.add)", "forward"),
-        ("leaky", "2.0: aten.relu", "forward"),
+        # One wrong value of the forward pass between layouts is enough by default.
+        pytest.param("unbiased", "1: aten.native_batch_norm (aten.add)", "forward", marks=pytest.mark.slow),
+        pytest.param("leaky", "2.0: aten.relu", "forward", marks=pytest.mark.slow),
         ("flatten order", "4: aten.addmm", "forward"),
         ("running variance", "1: aten.native_batch_norm (aten.mul)", "buffers"),
     ],
@@ -340,15 +342,20 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("precision", "settings", "said"),
     [
-        ({"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
-        ({"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        ("fp64", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
+        ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        ("fp32", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        # A window in fp32 takes the path of remat in fp32.
+        pytest.param(
+            *("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
-    settings: dict[str, Any], said: str, precision: str, monkeypatch: pytest.MonkeyPatch
+def test_a_difference_of_a_window_or_remat_alone_is_reported_as_such(
+    precision: str, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def averaged_twice(window: Any) -> Any:
         return jax.tree.map(lambda g: g / 4, mean_gradient(window))
