@@ -1,9 +1,9 @@
 """Record every value that PyTorch computes in training a case, with its module and line.
 
-Nothing is annotated: a dispatch mode receives each operation of the forward pass, the backward pass and the optimizer. An
-operation of the backward pass belongs to the module of the forward operation that it differentiates, which the sequence
-number of its autograd node identifies. PyTorch exposes this number, the current node and the decompositions only under
-private names (`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`, `torch._decomp`).
+Nothing is annotated: a dispatch mode receives each operation of the forward pass, the backward pass and the optimizer.
+An operation of the backward pass belongs to the module of the forward operation that it differentiates, which the
+sequence number of its autograd node identifies. PyTorch exposes this number, the current node and the decompositions
+only under private names (`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`, `torch._decomp`).
 """
 
 import functools
