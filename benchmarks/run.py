@@ -24,7 +24,7 @@ def steps_per_step(feature: str) -> int:
 def engine(job: Job) -> Engine:
     """Return a run's loop reduced to the feature of `job`, one of `STEPS` or `SAVES`."""
     from jaxtrain.recipes import RECIPES
-    from jaxtrain.runner import Checkpoints, DispatchedStep, Guard, Interval, build_training
+    from jaxtrain.runner import Checkpoints, DispatchedStep, FetchedBatch, Guard, Interval, build_training
 
     recipe = RECIPES[RECIPE]
     training, state = build_training(recipe)
@@ -38,10 +38,11 @@ def engine(job: Job) -> Engine:
         nonlocal state
         for number in itertools.islice(numbers, COUNT):
             state, metrics = training.step(state, batch)
-            interval.add(metrics)
+            dispatched = DispatchedStep(number, FetchedBatch(batch, number), metrics)
+            interval.add(dispatched)
             if guarded:
-                guard.add(DispatchedStep(number, batch, number, metrics))
-        interval.close()
+                guard.add(dispatched)
+        interval.close(number, state.opt_state)
 
     def begin_save() -> None:
         checkpoints.save(state._replace(step=state.step * 0 + next(saves)), {}, None)

@@ -1,4 +1,4 @@
-"""The paths of a run folder, and its config.json: settings, versions, git commit, seed."""
+"""The paths of a run folder, and its config.json: settings, versions, git commit and seed."""
 
 import dataclasses
 import importlib.metadata
@@ -19,65 +19,69 @@ from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES, Recipe
 
 _REPORTED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
-# Settings of JAX's from outside that change bits.
+# Environment variables that change results.
 _VARIABLES = ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run."""
+    """The paths of one run.
+
+    Args:
+      path: The folder.
+    """
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """Settings, versions, git commit, seed."""
+        """Settings, versions, git commit and seed."""
         return self.path / "config.json"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a logged step."""
+        """One JSON object per logged step."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """orbax's folder of steps."""
+        """One folder per saved step."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def torch(self) -> Path:
-        """Of a run that began in PyTorch: what its checkpoint held besides tensors."""
+        """What the PyTorch checkpoint of an imported run held besides tensors."""
         return self.path / "torch.pt"
 
     @property
     def replay(self) -> Path:
-        """Batches of the steps that ended the run, for `jaxtrain replay`."""
+        """The batches of steps that ended the run, for `jaxtrain replay`."""
         return self.path / "replay"
 
     @property
     def report(self) -> Path:
-        """The page to look at."""
+        """The page that `jaxtrain report` writes."""
         return self.path / "report.html"
 
     def create(self, name: str, recipe: Recipe) -> None:
-        """Make the folder and write config.json. Raises `UserError` where the system refuses."""
+        """Create the folder and write config.json. Raises `UserError` if the operating system refuses."""
         self.make()
         self.write_config(name, recipe)
 
     def make(self) -> None:
-        """Make the folder. Raises `UserError` where the system refuses."""
+        """Create the folder. Raises `UserError` if the operating system refuses."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be made ({error.strerror}): choose another --out") from error
+            raise UserError(f"{self.path} cannot be created ({error.strerror}): choose another --out") from error
 
     def write_config(self, name: str, recipe: Recipe) -> None:
-        """Write config.json, whole or not at all. Raises `UserError` where the system refuses."""
+        """Write config.json atomically. Raises `UserError` if the operating system refuses."""
         config = {"recipe": name, "settings": _plain(recipe), **environment()}
         partial = self.config.with_suffix(".partial")
         try:
@@ -85,21 +89,33 @@ class RunFolder:
             sync(partial)
             partial.replace(self.config)
         except OSError as error:
-            raise UserError(f"{self.config} cannot be written ({error.strerror}): mend that first") from error
+            raise UserError(f"{self.config} cannot be written ({error.strerror}): make it writable first") from error
 
 
 def read_config(config: Path) -> tuple[str, Recipe]:
-    """(name, recipe) of a config.json. Raises `UserError` for one that cannot be read."""
+    """Read the name and settings of a recipe.
+
+    Args:
+      config: A config.json.
+
+    Returns:
+      A tuple (name of the recipe, the recipe with those settings).
+
+    Raises:
+      UserError: The file cannot be read, or its recipe is unknown.
+    """
     try:
         written = json.loads(config.read_text())
         name, settings = written["recipe"], written["settings"]
+        if isinstance(name, str) and name not in RECIPES:
+            raise UserError(f"{config}: unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
         return name, dataclasses.replace(RECIPES[name], **_typed(type(RECIPES[name]), settings))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{config} cannot be read ({error!r}): restore it, or start a new run") from error
 
 
 def sync(path: Path) -> None:
-    """Return when the system has written this file, or this folder's list of names, to disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -118,7 +134,7 @@ def _typed(recipe_type: type[Recipe], settings: Mapping[str, Any]) -> dict[str, 
 
 
 def environment() -> dict[str, Any]:
-    """What besides the settings decides the numbers of a run, and when and how it was started."""
+    """Return what else determines the numbers of a run, and when and how it was started, as JSON."""
     return {
         "versions": {name: importlib.metadata.version(name) for name in _REPORTED},
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console as RichConsole
 
 from jaxtrain.cli import main as jaxtrain
-from jaxtrain.observe import Console, QuietConsole, read_record, write_report, write_result
+from jaxtrain.observe import Console, LogLine, QuietConsole, read_record, write_report, write_result
 from jaxtrain.observe.console import ProgressView
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.recipes import RECIPES
@@ -45,7 +45,7 @@ class PanelConsole(QuietConsole):
         self._panel = LivePanel(start, total, unit)
         yield self
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         """Update the panel, and record it at the given step."""
         self._panel.advance(step, line)
         if step == self._at:

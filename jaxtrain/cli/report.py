@@ -42,11 +42,7 @@ def main(args: list[str]) -> int:
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
     for record in records:
-        best = (
-            f", best validation loss {record.best['eval_loss']:.4f} at step {record.best['step']}"
-            if record.best
-            else ""
-        )
+        best = f", best validation loss {record.best.eval_loss:.4f} at step {record.best.step}" if record.best else ""
         print(f"{record.name} · {record.config['recipe']} · step {record.step}{best}")
     print(f"page  {out}")
     return 0

@@ -40,7 +40,7 @@ from jaxtrain.planning import in_words, notes, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
 from jaxtrain.run_folder import RunFolder, environment, read_config
-from jaxtrain.runner import Outcome, check_free, fit, read_recipe
+from jaxtrain.runner import Outcome, check_free, fit, stored_recipe
 
 # Misclassified examples shown in TensorBoard, and the number of validation examples they are taken from.
 _WORST, _EVALUATED = 8, 512
@@ -198,7 +198,7 @@ def _environment_differences(config: dict[str, Any]) -> list[str]:
 
 def _resumed_recipe(run: RunFolder, named: str | None, options: Train, flags: list[str]) -> tuple[str, Recipe]:
     """Return the run's recipe, with the settings replaced that a resumed run may change."""
-    name, saved = read_recipe(run)
+    name, saved = stored_recipe(run)
     _check_recipe(name, named, run.path)
     recipe = parse_recipe(saved, name, options, flags)
     for field in dataclasses.fields(recipe):

@@ -64,9 +64,9 @@ class Loader:
         # Batching before repeating keeps an epoch's remainder out of the next epoch.
         batches = ordered.batch(batch_size, drop_remainder=True, batch_fn=np.array).repeat()
         self.rows = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
-        read = batches.map(lambda batch: _stack([source[int(i)] for i in batch[self.rows]]))
+        self._by_position = batches.map(lambda batch: _stack([source[int(i)] for i in batch[self.rows]]))
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        self._batches = iter(read.to_iter_dataset(options))
+        self._batches = iter(self._by_position.to_iter_dataset(options))
 
     def __iter__(self) -> "Loader":
         return self
@@ -78,6 +78,11 @@ class Loader:
             # grain has taken the batch off its queue but not counted it; make the queue start there again.
             self._batches.set_state(self._batches.get_state())
             raise
+        return batch
+
+    def peek(self) -> Batch:
+        """Return the next batch without handing it out; only its examples are read, and nothing is prefetched."""
+        batch: Batch = self._by_position[self._batches.get_state()["next_index"]]
         return batch
 
     def state(self) -> dict[str, int]:

@@ -1,10 +1,11 @@
-"""What a run shows: the console, metrics.jsonl, TensorBoard, the report."""
+"""The output of a run: console, metrics.jsonl, TensorBoard, the report, trackers."""
 
 from jaxtrain.observe.console import Console
 from jaxtrain.observe.error_analysis import ErrorAnalysis, error_summary, write_error_page
 from jaxtrain.observe.formatting import format_count
 from jaxtrain.observe.gauges import Gauges
 from jaxtrain.observe.histograms import histograms
+from jaxtrain.observe.log_line import LogLine, Rollback, Throughput
 from jaxtrain.observe.machine import JsonConsole, QuietConsole
 from jaxtrain.observe.metrics import MetricsLog, NoMetricsLog, metrics_log, read_metrics
 from jaxtrain.observe.predictions import evaluate_examples
@@ -21,10 +22,13 @@ __all__ = [
     "ErrorAnalysis",
     "Gauges",
     "JsonConsole",
+    "LogLine",
     "MLflow",
     "MetricsLog",
     "NoMetricsLog",
     "QuietConsole",
+    "Rollback",
+    "Throughput",
     "Tracker",
     "WandB",
     "error_summary",

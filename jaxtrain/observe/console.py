@@ -1,8 +1,11 @@
-"""The terminal: phases, facts, progress and the summary. Live on a terminal, plain lines elsewhere."""
+"""The terminal output of a run: phases, facts, progress and a summary.
+
+Live on a terminal, plain lines elsewhere.
+"""
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,32 +21,37 @@ from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.curve import curve
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.live import LivePanel
+from jaxtrain.observe.log_line import LogLine
 
 
 class ProgressView(Protocol):
-    """What the loop reports to."""
+    """Receives the progress of the training loop."""
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
-        """`step` is done; `line` holds its metrics where it was logged, and is empty where it was not."""
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
+        """Report that `step` is done; `line` holds its metrics if the step is logged."""
 
 
 class Console:
-    """Where a run speaks to its user."""
+    """Prints a run's messages, progress and summary.
+
+    Args:
+      rich: Console of the rich library to print on; standard output by default.
+    """
 
     def __init__(self, rich: RichConsole | None = None) -> None:
-        # Of a notebook's and of some logs' wish for colours rich makes a terminal: a panel redrawn line after line.
+        # rich takes a notebook's or a CI log's wish for colors for a terminal, and would redraw the panel line by line.
         self.rich = rich or RichConsole(highlight=False, force_terminal=None if sys.stdout.isatty() else False)
 
     def message(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.rich.print(text, markup=False, soft_wrap=True)
 
     def headline(self, text: str) -> None:
-        """What begins."""
+        """Print the line that introduces a run."""
         self.message(text)
 
     def facts(self, rows: Mapping[str, str]) -> None:
-        """Names beside values."""
+        """Print names beside values."""
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
             table.add_row(Text(name, style="dim"), Text(value))
@@ -51,7 +59,7 @@ class Console:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """A named wait: said as it begins, timed when it ends."""
+        """Announce a phase when it begins and print its duration when it ends."""
         begin = time.perf_counter()
         if self.rich.is_terminal:
             with self.rich.status(text):
@@ -63,83 +71,102 @@ class Console:
 
     @contextmanager
     def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:
-        """A view of the steps from `start` to `total`."""
+        """Show the progress from step `start` to step `total`.
+
+        Args:
+          start: The last step already done.
+          total: The last step of the run.
+          unit: What throughput counts: "tokens" or "examples".
+
+        Yields:
+          A view; call its `advance` after every step.
+        """
         if not self.rich.is_terminal:
-            yield _Lines(self, start, total, unit)
+            yield _LineProgress(self, start, total)
             return
         panel = LivePanel(start, total, unit)
         with Live(panel, console=self.rich, refresh_per_second=4):
-            yield _Panel(self, panel)
+            yield _PanelProgress(self, panel)
 
     def summary(
-        self, metrics: list[dict[str, Any]], references: Mapping[str, float], places: Mapping[str, str]
+        self,
+        metrics: Sequence[LogLine | Mapping[str, Any]],
+        references: Mapping[str, float],
+        places: Mapping[str, str],
     ) -> None:
-        """The curve, the best and the last evaluation, and where everything is."""
-        evaluations = [m for m in metrics if m.get("eval_loss") is not None]
+        """Print the validation curve, the best and the last evaluation, and where to find the results.
+
+        Args:
+          metrics: The lines of metrics.jsonl.
+          references: Losses that a useful model must beat, by name.
+          places: Paths and commands, by name.
+        """
+        evaluations = [line for line in map(LogLine.of, metrics) if line.has_finite_eval_loss]
         if not evaluations:
             return
-        best, last = min(evaluations, key=lambda m: m["eval_loss"]), evaluations[-1]
-        points = [(m["step"], m["eval_loss"]) for m in evaluations]
+        best, last = min(evaluations, key=lambda line: line.evaluation["loss"]), evaluations[-1]
+        points = [(line.step, line.evaluation["loss"]) for line in evaluations]
         table = Table.grid(padding=(0, 2))
-        table.add_row(Text("best evaluation", style="dim"), f"step {best['step']}: {evaluated(best)}")
-        table.add_row(Text("last evaluation", style="dim"), f"step {last['step']}: {evaluated(last)}")
+        table.add_row(Text("best evaluation", style="dim"), f"step {best.step}: {format_evaluation(best)}")
+        table.add_row(Text("last evaluation", style="dim"), f"step {last.step}: {format_evaluation(last)}")
         for name, value in {**{k: f"{v:.3f} (dotted)" for k, v in references.items()}, **places}.items():
             table.add_row(Text(name, style="dim"), Text(value))
-        drawn = Text(curve(points, references, width=max(20, min(self.rich.width - 14, 72))))
-        self.rich.print(Panel(Group(drawn, Text(), table), title="validation loss, nats", box=box.ROUNDED))
+        drawing = Text(curve(points, references, width=max(20, min(self.rich.width - 14, 72))))
+        self.rich.print(Panel(Group(drawing, Text(), table), title="validation loss, nats", box=box.ROUNDED))
 
     def sample(self, text: str) -> None:
-        """Text from the model."""
-        self.rich.print(Panel(Text(text), title="a sample", box=box.ROUNDED))
+        """Print a text generated by the model."""
+        self.rich.print(Panel(Text(text), title="sample", box=box.ROUNDED))
 
 
-class _Lines:
-    """Progress for logs and CI: a plain line a logged step."""
+class _LineProgress:
+    """Progress for logs and CI: one plain line per logged step."""
 
-    def __init__(self, console: Console, start: int, total: int, unit: str) -> None:
-        self._console, self._start, self._total, self._unit = console, start, total, unit
+    def __init__(self, console: Console, start: int, total: int) -> None:
+        self._console, self._start, self._total = console, start, total
         self._begin = time.perf_counter()
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         if not line:
             return
-        left = (time.perf_counter() - self._begin) / (step - self._start) * (self._total - step)
-        self._console.message(f"step {step}/{self._total}  {_numbers(line, self._unit)}  {format_duration(left)} left")
-        if "eval_loss" in line:
-            self._console.message(f"step {step}/{self._total}  evaluation: {evaluated(line)}")
+        line = LogLine.of(line)
+        left = (time.perf_counter() - self._begin) / max(step - self._start, 1) * (self._total - step)
+        parts = [f"step {step}/{self._total}", *_numbers(line), f"{format_duration(left)} left"]
+        self._console.message("  ".join(parts))
+        if line.eval_loss is not None:
+            self._console.message(f"step {step}/{self._total}  evaluation: {format_evaluation(line)}")
 
 
-class _Panel:
-    """Progress for a terminal: a live panel, and above it a line kept an evaluation."""
+class _PanelProgress:
+    """Progress for a terminal: a live panel, and above it one line per evaluation."""
 
     def __init__(self, console: Console, panel: LivePanel) -> None:
         self._console, self._panel = console, panel
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
+        line = LogLine.of(line) if line else None
         self._panel.advance(step, line)
-        if "eval_loss" in line:
-            self._console.message(f"step {step}: {evaluated(line)}")
+        if line and line.eval_loss is not None:
+            self._console.message(f"step {step}: {format_evaluation(line)}")
 
 
-def evaluated(line: Mapping[str, Any]) -> str:
-    """The evaluation in a line of metrics, for a person."""
-    others = [
-        f"{k.removeprefix('eval_')} {v:.4f}" for k, v in line.items() if k.startswith("eval_") and k != "eval_loss"
-    ]
-    return ", ".join([f"validation loss {line['eval_loss']:.3f}", *others])
+def format_evaluation(line: LogLine) -> str:
+    """Format the evaluation of a line."""
+    metrics = [f"{name} {value:.4f}" for name, value in line.evaluation.items() if name != "loss"]
+    return ", ".join([f"validation loss {line.eval_loss:.3f}", *metrics])
 
 
-def _numbers(line: Mapping[str, Any], unit: str) -> str:
-    scale = f"scale {line['loss_scale']:g}" if line["loss_scale"] != 1 else ""
-    skips = f"skipped {line['skipped']}" if line["skipped"] else ""
+def _numbers(line: LogLine) -> list[str]:
+    """Format the numbers that the line holds: a user's own loop may measure only some."""
+    shares = {"MFU": line.mfu, "GPU": line.gpu_utilization}
     parts = [
-        f"loss {line['loss']:.3f}",
-        f"lr {line['lr']:.1e}" if "lr" in line else "",
-        f"grad {line['grad_norm']:.2f}",
-        scale,
-        skips,
-        f"{format_count(line[f'{unit}_per_s'])} {unit}/s",
-        *(f"{name} {line[key]:.0%}" for key, name in (("mfu", "MFU"), ("gpu_utilisation", "GPU")) if key in line),
-        shown_bytes(line["peak_memory_bytes"]),
+        None if line.loss is None else f"loss {line.loss:.3f}",
+        None if line.lr is None else f"lr {line.lr:.1e}",
+        None if line.grad_norm is None else f"grad {line.grad_norm:.2f}",
+        None if line.loss_scale in (None, 1) else f"scale {line.loss_scale:g}",
+        f"skipped {line.skipped}" if line.skipped else None,
+        f"{format_count(line.throughput.per_s)} {line.throughput.unit}/s" if line.throughput else None,
+        *(f"{name} {value:.0%}" for name, value in shares.items() if value is not None),
+        None if line.peak_memory_bytes is None else shown_bytes(int(line.peak_memory_bytes)),
     ]
-    return "  ".join(part for part in parts if part)
+    return [part for part in parts if part]

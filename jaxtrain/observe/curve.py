@@ -1,4 +1,4 @@
-"""Curves in characters."""
+"""Curves drawn with text characters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,17 +7,23 @@ _EIGHTHS = "▁▂▃▄▅▆▇█"
 
 
 def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float], width: int) -> str:
-    """`points` (x, y) as an area of block characters, with a dotted line across at every reference below its top.
+    """Draw points as an area of block characters, with a dotted line at every reference below the curve's top.
 
-    >>> print(curve([(0, 2.0), (1, 1.0), (2, 0.0)], {}, width=6).splitlines()[0].rstrip())
-       2.00 ┤█
+    Args:
+      points: (x, y), in the order of x; at least one.
+      references: Levels of y by name.
+      width: Characters, without the labels of the axis.
+
+    Example:
+      >>> print(curve([(0, 2.0), (1, 1.0), (2, 0.0)], {}, width=6).splitlines()[0].rstrip())
+         2.00 ┤█
     """
     (first, *_), (last, *_) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
     low = min([low, *(r for r in references.values() if r < high)])
     span = (high - low) or 1.0
-    floor = low - span / HEIGHT  # so that the lowest value still shows
-    heights = [(y - floor) / (high - floor) * HEIGHT for y in _resampled(points, width)]
+    floor = low - span / HEIGHT  # so that the lowest value is visible
+    heights = [(y - floor) / (high - floor) * HEIGHT for y in _resample(points, width)]
     dotted = {int((r - floor) / (high - floor) * HEIGHT) for r in references.values() if r < high}
     rows = []
     for level in reversed(range(HEIGHT)):
@@ -31,17 +37,16 @@ def curve(points: Sequence[tuple[float, float]], references: Mapping[str, float]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values in a line of at most `width` characters, from the lowest to the highest.
+    """Draw values in one line of at most `width` characters, scaled from their lowest to their highest.
 
     >>> sparkline([4.0, 2.0, 1.0, 1.0], width=4)
     '█▃▁▁'
     """
     if not values:
         return ""
-    points = list(enumerate(values))
-    shown = _resampled(points, min(width, len(values)))
-    low, high = min(shown), max(shown)
-    return "".join(_EIGHTHS[round((value - low) / (high - low or 1.0) * 7)] for value in shown)
+    resampled = _resample(list(enumerate(values)), min(width, len(values)))
+    low, high = min(resampled), max(resampled)
+    return "".join(_EIGHTHS[round((value - low) / (high - low or 1.0) * 7)] for value in resampled)
 
 
 def _cell(fill: float, empty: str) -> str:
@@ -50,8 +55,8 @@ def _cell(fill: float, empty: str) -> str:
     return _EIGHTHS[min(int(fill * 8), 7)]
 
 
-def _resampled(points: Sequence[tuple[float, float]], width: int) -> list[float]:
-    """`width` values between the first point and the last, by linear interpolation."""
+def _resample(points: Sequence[tuple[float, float]], width: int) -> list[float]:
+    """Return `width` values from the first point to the last, by linear interpolation."""
     first, last = points[0][0], points[-1][0]
     xs = [first + (last - first) * i / max(width - 1, 1) for i in range(width)]
     values, j = [], 0

@@ -1,4 +1,4 @@
-"""One self-contained page about what a model gets wrong: the worst examples, who is taken for whom, how sure it is."""
+"""Render a self-contained page about a model's errors: the worst examples, confusions and calibration."""
 
 import base64
 import io
@@ -20,21 +20,24 @@ from jaxtrain.observe.pictures import READABLE, image_of
 from jaxtrain.observe.predictions import Bin, Predictions, by_kind, by_position, calibration, confusion
 from jaxtrain.tasks import Task
 
-_SHOWN = 70  # characters of a text in the terminal
-_CONFUSIONS = 12
+_TEXT_WIDTH = 70  # characters of a text in the terminal
+_CONFUSIONS = 12  # most frequent confusions listed
 
 
-class Piece(NamedTuple):
-    """A token of a text: how it reads; its loss, None where it was not to be predicted; what was held likeliest."""
+class TokenLoss(NamedTuple):
+    """A token of a text."""
 
     text: str
     loss: float | None
+    """None if the token was not to be predicted."""
     predicted: str
+    """The most probable token."""
     confidence: float
+    """Its probability."""
 
 
 class Confusion(NamedTuple):
-    """How often a class was taken for another."""
+    """How often one class was predicted in place of another."""
 
     target: str
     predicted: str
@@ -43,7 +46,7 @@ class Confusion(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ErrorAnalysis:
-    """A checkpoint on the examples of a split: `metrics`, means over all of them; `predictions`, of each."""
+    """A checkpoint, evaluated on the examples of a split."""
 
     recipe: str
     step: int
@@ -51,54 +54,55 @@ class ErrorAnalysis:
     task: Task
     source: Source
     metrics: dict[str, float]
+    """Means over all examples."""
     predictions: Predictions
 
     @cached_property
-    def means(self) -> NDArray[np.float64]:
-        """The mean loss of each example."""
+    def losses(self) -> NDArray[np.float64]:
+        """Mean loss of each example, float64[N]."""
         return self.predictions.means()
 
     @cached_property
     def calibration(self) -> tuple[list[Bin], float]:
-        """The reliability diagram and the expected calibration error."""
+        """Reliability diagram and expected calibration error."""
         return calibration(self.predictions)
 
     def figures(self) -> dict[str, float]:
-        """The numbers of the whole."""
-        perplexity = {"perplexity": math.exp(min(self.metrics["loss"], 700))} if self.predictions.of_tokens() else {}
+        """Return the metrics, perplexity and calibration error, by name."""
+        perplexity = {"perplexity": math.exp(min(self.metrics["loss"], 700))} if self.predictions.is_per_token else {}
         return {**self.metrics, **perplexity, "calibration error": self.calibration[1]}
 
-    def said(self, i: int) -> str:
-        """One example in one line."""
-        if self.predictions.of_tokens():
-            text = "".join(piece.text for piece in self.pieces(i))
-            return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
-        names, given = self.task.class_names, self.given(i)
+    def describe(self, i: int) -> str:
+        """Describe example `i` in one line."""
+        if self.predictions.is_per_token:
+            text = "".join(token.text for token in self.tokens(i))
+            return repr(text if len(text) <= _TEXT_WIDTH else f"{text[:_TEXT_WIDTH]}…")
+        names, text = self.task.class_names, self.input_text(i)
         target, predicted = (names[int(x[i])] for x in (self.predictions.target, self.predictions.predicted))
-        what = f"{target} taken for {predicted}" if target != predicted else f"{target}, rightly"
-        text = f": {given[:_SHOWN]!r}" if given else ""
-        return f"{what}, {self.predictions.confidence[i]:.0%} sure{text}"
+        outcome = f"{target} predicted as {predicted}" if target != predicted else f"{target}, correct"
+        quoted = f": {text[:_TEXT_WIDTH]!r}" if text else ""
+        return f"{outcome}, confidence {self.predictions.confidence[i]:.0%}{quoted}"
 
-    def given(self, i: int) -> str:
-        """The text that the model was given."""
-        return self.task.given(self.source[i]) if self.task.given else ""
+    def input_text(self, i: int) -> str:
+        """Return the text of example `i`; empty if it is not a text."""
+        return self.task.input_text(self.source[i]) if self.task.input_text else ""
 
-    def pieces(self, i: int) -> list[Piece]:
-        """The tokens of an example, without those that stand for no text and were not to be predicted."""
-        texts, of = self.task.texts, self.predictions
-        assert texts is not None
+    def tokens(self, i: int) -> list[TokenLoss]:
+        """Return the tokens of example `i`, without special tokens that were not to be predicted."""
+        tokenizer, predictions = self.task.texts, self.predictions
+        assert tokenizer is not None
         found = []
-        for t in range(of.target.shape[1]):
-            weighs = of.weight[i, t] > 0
-            text = read(texts, int(of.target[i, t]))
-            if text or weighs:
-                predicted = read(texts, int(of.predicted[i, t]))
-                loss = float(of.loss[i, t]) if weighs else None
-                found.append(Piece(text or "▪", loss, predicted or "▪", float(of.confidence[i, t])))
+        for t in range(predictions.target.shape[1]):
+            is_predicted = predictions.weight[i, t] > 0
+            text = decode(tokenizer, int(predictions.target[i, t]))
+            if text or is_predicted:
+                predicted = decode(tokenizer, int(predictions.predicted[i, t]))
+                loss = float(predictions.loss[i, t]) if is_predicted else None
+                found.append(TokenLoss(text or "▪", loss, predicted or "▪", float(predictions.confidence[i, t])))
         return found
 
     def confusions(self) -> list[Confusion]:
-        """The commonest."""
+        """Return the most frequent confusions, in descending order."""
         names = self.task.class_names
         counts = confusion(self.predictions, len(names))
         np.fill_diagonal(counts, 0)
@@ -107,92 +111,108 @@ class ErrorAnalysis:
         return [Confusion(names[a], names[b], int(counts[a, b])) for a, b in pairs if counts[a, b]]
 
     def kinds(self) -> dict[str, tuple[int, float]]:
-        """Tokens and mean loss by kind of token."""
-        texts = self.task.texts
-        assert texts is not None
-        return by_kind(self.predictions, {int(t): texts.decode([int(t)]) for t in np.unique(self.predictions.target)})
+        """Return (tokens, mean loss) by kind of token."""
+        tokenizer = self.task.texts
+        assert tokenizer is not None
+        texts = {int(token): tokenizer.decode([int(token)]) for token in np.unique(self.predictions.target)}
+        return by_kind(self.predictions, texts)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """One object an example, for a file."""
-        of, names = self.predictions, self.task.class_names
-        for i in range(len(of)):
-            line = {"index": i, "loss": _finite(self.means[i])}
-            if of.of_tokens():
-                counted = of.weight[i] > 0
+        """Yield one JSON object per example."""
+        predictions, names = self.predictions, self.task.class_names
+        for i in range(len(predictions)):
+            line = {"index": i, "loss": _finite(self.losses[i])}
+            if predictions.is_per_token:
+                counted = predictions.weight[i] > 0
                 yield {
                     **line,
                     "tokens": int(counted.sum()),
-                    "target": of.target[i, counted].tolist(),
-                    "losses": [_finite(x) for x in of.loss[i, counted]],
+                    "target": predictions.target[i, counted].tolist(),
+                    "losses": [_finite(x) for x in predictions.loss[i, counted]],
                 }
             else:
-                said = {"target": names[int(of.target[i])], "predicted": names[int(of.predicted[i])]}
-                yield {**line, **said, "confidence": _finite(of.confidence[i])}
+                target, predicted = names[int(predictions.target[i])], names[int(predictions.predicted[i])]
+                confidence = _finite(predictions.confidence[i])
+                yield {**line, "target": target, "predicted": predicted, "confidence": confidence}
 
 
-def error_summary(evaluated: ErrorAnalysis, worst: int) -> dict[str, Any]:
-    """The figures, as JSON."""
-    bins, error = evaluated.calibration
-    of = evaluated.predictions
-    more: dict[str, Any] = {}
-    if of.of_tokens():
-        more["loss_by_position"] = by_position(of)
-        more["loss_by_kind"] = {kind: {"tokens": n, "loss": loss} for kind, (n, loss) in evaluated.kinds().items()}
+def error_summary(analysis: ErrorAnalysis, worst: int) -> dict[str, Any]:
+    """Summarize an analysis as JSON.
+
+    Args:
+      analysis: The evaluated checkpoint.
+      worst: Number of worst examples to list.
+    """
+    bins, error = analysis.calibration
+    predictions = analysis.predictions
+    details: dict[str, Any] = {}
+    if predictions.is_per_token:
+        details["loss_by_position"] = by_position(predictions)
+        details["loss_by_kind"] = {kind: {"tokens": n, "loss": loss} for kind, (n, loss) in analysis.kinds().items()}
     else:
-        more["classes"] = list(evaluated.task.class_names)
-        more["confusion"] = confusion(of, len(evaluated.task.class_names)).tolist()
+        details["classes"] = list(analysis.task.class_names)
+        details["confusion"] = confusion(predictions, len(analysis.task.class_names)).tolist()
     return {
-        "recipe": evaluated.recipe,
-        "step": evaluated.step,
-        "split": evaluated.split,
-        "examples": len(of),
-        **{name: _finite(value) for name, value in evaluated.metrics.items()},
+        "recipe": analysis.recipe,
+        "step": analysis.step,
+        "split": analysis.split,
+        "examples": len(predictions),
+        **{name: _finite(value) for name, value in analysis.metrics.items()},
         "calibration_error": error,
         "calibration": [bin._asdict() for bin in bins],
-        **more,
-        "worst": [{"index": int(i), "loss": float(evaluated.means[i])} for i in of.worst(worst)],
+        **details,
+        "worst": [{"index": int(i), "loss": float(analysis.losses[i])} for i in predictions.worst(worst)],
     }
 
 
-def write_error_page(path: Path, evaluated: ErrorAnalysis, worst: int) -> None:
-    """Write the page, whole or not at all; beside it the worst as JSON, for the run's report."""
-    task, of = evaluated.task, evaluated.predictions
+def write_error_page(path: Path, analysis: ErrorAnalysis, worst: int) -> None:
+    """Write the page atomically, and beside it the worst examples as JSON, for the run's report.
+
+    Args:
+      path: The HTML file.
+      analysis: The evaluated checkpoint.
+      worst: Number of worst examples to show.
+    """
+    task, predictions = analysis.task, analysis.predictions
     template = jinja2.Template(
         resources.files("jaxtrain.observe").joinpath("error_analysis.html.j2").read_text(),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    tokens, classes = of.of_tokens(), len(task.class_names)
+    per_token, classes = predictions.is_per_token, len(task.class_names)
+    indices = [int(i) for i in predictions.worst(worst)]
     page = template.render(
-        evaluated=evaluated,
-        figures=evaluated.figures(),
+        analysis=analysis,
+        predictions=predictions,
+        class_names=task.class_names,
+        figures=analysis.figures(),
         references=task.references,
-        worst=[int(i) for i in of.worst(worst)],
-        pictures={int(i): _picture(evaluated.source[int(i)]) for i in of.worst(worst)},
+        worst=indices,
+        pictures={i: _picture(analysis.source[i]) for i in indices},
         scale=math.log(task.classes),
-        bins=evaluated.calibration[0],
-        positions=_curve(by_position(of)) if tokens else None,
-        kinds=evaluated.kinds() if tokens else {},
-        confusion=confusion(of, classes) if not tokens and classes <= READABLE else None,
-        confusions=[] if tokens else evaluated.confusions(),
+        bins=analysis.calibration[0],
+        positions=_curve(by_position(predictions)) if per_token else None,
+        kinds=analysis.kinds() if per_token else {},
+        confusion=confusion(predictions, classes) if not per_token and classes <= READABLE else None,
+        confusions=[] if per_token else analysis.confusions(),
     )
     _write(path, page)
-    _write(path.with_suffix(".worst.json"), json.dumps(_worst(evaluated, worst)))
+    _write(path.with_suffix(".worst.json"), json.dumps(_worst(analysis, worst)))
 
 
-def _worst(evaluated: ErrorAnalysis, count: int) -> dict[str, Any]:
-    """The worst, each with its picture, if it has one."""
+def _worst(analysis: ErrorAnalysis, count: int) -> dict[str, Any]:
+    """The worst examples, each with its picture if it has one; the report reads these keys."""
     examples = [
         {
             "index": int(i),
-            "loss": float(evaluated.means[i]),
-            "said": evaluated.said(int(i)),
-            "picture": _picture(evaluated.source[int(i)]),
+            "loss": float(analysis.losses[i]),
+            "said": analysis.describe(int(i)),
+            "picture": _picture(analysis.source[int(i)]),
         }
-        for i in evaluated.predictions.worst(count)
+        for i in analysis.predictions.worst(count)
     ]
-    return {"step": evaluated.step, "split": evaluated.split, "examples": examples}
+    return {"step": analysis.step, "split": analysis.split, "examples": examples}
 
 
 def _write(path: Path, text: str) -> None:
@@ -201,14 +221,14 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def read(texts: Tokenizer, token: int) -> str:
-    """A token as it is shown: a byte that is no character alone, by its number."""
-    text = texts.decode([token])
+def decode(tokenizer: Tokenizer, token: int) -> str:
+    """Decode one token for display; a byte that is not a character by itself is shown as its number."""
+    text = tokenizer.decode([token])
     return f"⟨{token:02x}⟩" if text == "\ufffd" else text
 
 
 def _picture(example: dict[str, Any]) -> str | None:
-    """The example's image as a data URL; None where it has none that can be seen."""
+    """Return the example's image as a data URL; None if it has no displayable one."""
     from PIL import Image
 
     pixels = image_of(example)
@@ -220,7 +240,7 @@ def _picture(example: dict[str, Any]) -> str | None:
 
 
 def _curve(losses: list[float | None]) -> dict[str, Any]:
-    """A polyline of the losses in a field of 100 by 100, and their range."""
+    """Return a polyline of the losses in a square of 100 by 100, and the ranges of its axes."""
     points = [(i, loss) for i, loss in enumerate(losses) if loss is not None]
     high = max((loss for _, loss in points), default=1.0) or 1.0
     last = max(len(losses) - 1, 1)

@@ -1,8 +1,8 @@
-"""Amounts and times for a person."""
+"""Format counts and durations for people."""
 
 
 def format_count(value: float) -> str:
-    """A number of things.
+    """Format a count with a metric suffix.
 
     >>> format_count(12345.0), format_count(640.0), format_count(7.25)
     ('12.3k', '640', '7.2')
@@ -14,7 +14,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time.
+    """Format a duration in seconds as [days] [hours:]minutes:seconds.
 
     >>> format_duration(59.6), format_duration(3725), format_duration(90061)
     ('1:00', '1:02:05', '1 d 1:01:01')

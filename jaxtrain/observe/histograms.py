@@ -1,4 +1,4 @@
-"""How the numbers of a model's arrays are distributed, computed where they are."""
+"""Histograms of a model's arrays, computed on the device."""
 
 from typing import Any, NamedTuple
 
@@ -11,16 +11,16 @@ BINS = 64
 
 
 class Histogram(NamedTuple):
-    """Of an array's finite elements: how many in each of `BINS` equal widths from `low` to `high`."""
+    """The finite elements of an array, counted in `BINS` bins of equal width from `low` to `high`."""
 
-    counts: Any  # int32 [BINS]
-    low: Any  # float32
-    high: Any
-    sum: Any
-    sum_squares: Any
+    counts: Any  # int32[BINS]
+    low: Any  # float32[]
+    high: Any  # float32[]
+    sum: Any  # float32[]
+    sum_squares: Any  # float32[]
 
     def edges(self) -> NDArray[np.float64]:
-        """[BINS + 1]: the bounds of the widths."""
+        """Return the bin edges, float64[BINS + 1]."""
         return np.linspace(float(self.low), float(self.high), BINS + 1)
 
 
@@ -30,11 +30,20 @@ def _histograms(arrays: list[jax.Array]) -> list[Histogram]:
 
 
 def histograms(tree: Any) -> dict[str, Histogram]:
-    """Of every floating-point array of a pytree, by its path: one small program on the device, 64 counts come back.
+    """Compute the histogram of every floating-point array of a pytree.
 
-    >>> found = histograms({"w": jnp.array([0.0, 1.0, 2.0, jnp.inf])})
-    >>> int(found["w"].counts.sum()), float(found["w"].high), found["w"].counts[[0, 32, 63]].tolist()
-    (3, 2.0, [1, 1, 1])
+    One program on the device; only the counts are copied to the host.
+
+    Args:
+      tree: Pytree of arrays.
+
+    Returns:
+      The histogram of each floating-point array, by its path.
+
+    Example:
+      >>> found = histograms({"w": jnp.array([0.0, 1.0, 2.0, jnp.inf])})
+      >>> int(found["w"].counts.sum()), float(found["w"].high), found["w"].counts[[0, 32, 63]].tolist()
+      (3, 2.0, [1, 1, 1])
     """
     leaves = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
@@ -47,12 +56,13 @@ def histograms(tree: Any) -> dict[str, Histogram]:
 
 
 def _histogram(x: jax.Array) -> Histogram:
-    finite = jnp.isfinite(x)
+    is_finite = jnp.isfinite(x)
     low, high = (
-        of(jnp.where(finite, x, other)) for of, other in ((jnp.min, np.float32(np.inf)), (jnp.max, np.float32(-np.inf)))
+        reduce(jnp.where(is_finite, x, filler))
+        for reduce, filler in ((jnp.min, np.float32(np.inf)), (jnp.max, np.float32(-np.inf)))
     )
     width = jnp.where(high > low, (high - low) / np.float32(BINS), np.float32(1))
-    place = jnp.where(finite, jnp.clip((x - low) / width, 0, BINS - 1), 0).astype(np.int32)
-    counts = jnp.zeros(BINS, np.int32).at[place].add(finite.astype(np.int32))
-    of_finite = jnp.where(finite, x, np.float32(0))
-    return Histogram(counts, low, high, of_finite.sum(), (of_finite**2).sum())
+    bins = jnp.where(is_finite, jnp.clip((x - low) / width, 0, BINS - 1), 0).astype(np.int32)
+    counts = jnp.zeros(BINS, np.int32).at[bins].add(is_finite.astype(np.int32))
+    finite = jnp.where(is_finite, x, np.float32(0))
+    return Histogram(counts, low, high, finite.sum(), (finite**2).sum())

@@ -16,40 +16,40 @@ from rich.text import Text
 from jaxtrain.cost import shown_bytes
 from jaxtrain.observe.curve import sparkline
 from jaxtrain.observe.formatting import format_count, format_duration
+from jaxtrain.observe.log_line import LogLine
 
-_SPARK = 32  # logged losses in the curve, the latest
-# Of a step, spent waiting for its batch: from here on worth a word.
-_WAITING = 0.1
+_SPARKLINE = 32  # width of the curve: the latest logged losses
+_WAITING = 0.1  # share of a step spent waiting for its batch, from which on it is shown
 
 
 class LivePanel:
-    """The run's progress and its latest numbers, drawn anew whenever rich asks."""
+    """The run's progress and its latest metrics, rendered whenever rich asks."""
 
     def __init__(self, start: int, total: int, unit: str) -> None:
         self._start, self._total, self._unit = start, total, unit
         self._step, self._begin = start, time.perf_counter()
-        self._losses: deque[float] = deque(maxlen=_SPARK)
+        self._losses: deque[float] = deque(maxlen=_SPARKLINE)
         self._skipped = 0
-        self._line: Mapping[str, Any] = {}
+        self._line: LogLine | None = None
         self._best: tuple[float, int] | None = None
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
-        """`step` is done; `line` holds its metrics where it was logged."""
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
+        """Report that `step` is done; `line` holds its metrics if the step is logged."""
         self._step = step
         if not line:
             return
-        self._line = line
-        self._skipped += line["skipped"]
-        if math.isfinite(line["loss"]):
-            self._losses.append(line["loss"])
-        loss = line.get("eval_loss", math.nan)
-        if math.isfinite(loss) and (self._best is None or loss < self._best[0]):
+        self._line = line = LogLine.of(line)
+        self._skipped += line.skipped or 0
+        if line.loss is not None and math.isfinite(line.loss):
+            self._losses.append(line.loss)
+        loss = line.eval_loss
+        if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best[0]):
             self._best = loss, step
 
     def __rich__(self) -> RenderableType:
         rows = [self._progress()]
         if self._line:
-            rows += [self._loss(), _facts(self._settings()), _facts(self._speed())]
+            rows += [self._loss(self._line), _facts(self._optimization(self._line)), _facts(self._speed(self._line))]
         return Panel(Group(*rows), box=box.ROUNDED, border_style="dim")
 
     def _progress(self) -> RenderableType:
@@ -58,42 +58,44 @@ class LivePanel:
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
         share = (self._step - self._start) / max(self._total - self._start, 1)
-        passed = time.perf_counter() - self._begin
-        left = f"{format_duration(passed / share - passed)} left" if share else "first step …"
+        elapsed = time.perf_counter() - self._begin
+        left = f"{format_duration(elapsed / share - elapsed)} left" if share else "first step …"
         steps = Text(f"step {self._step:,} of {self._total:,}", style="bold")
         row.add_row(steps, ProgressBar(total=self._total, completed=self._step, complete_style="cyan"), Text(left))
         return row
 
-    def _loss(self) -> RenderableType:
-        text = Text.assemble(("loss ", "dim"), (f"{self._line['loss']:.4g}", "bold"))
-        text.append(f"  {sparkline(list(self._losses), _SPARK)}", style="cyan")
+    def _loss(self, line: LogLine) -> RenderableType:
+        text = Text()
+        if line.loss is not None:
+            text.append("loss ", style="dim").append(f"{line.loss:.4g}", style="bold")
+        text.append(f"  {sparkline(list(self._losses), _SPARKLINE)}", style="cyan")
         if self._best:
             text.append("  best validation ", style="dim").append(f"{self._best[0]:.4g}")
             text.append(f" at step {self._best[1]:,}", style="dim")
         return text
 
-    def _settings(self) -> dict[str, str]:
-        line = self._line
-        scale = {"scale": f"{line['loss_scale']:g}"} if line["loss_scale"] != 1 else {}
-        skipped = {"skipped": f"{self._skipped:,}"} if self._skipped else {}
-        return {"lr": _rate(line), "grad norm": f"{line['grad_norm']:.3g}", **scale, **skipped}
+    def _optimization(self, line: LogLine) -> dict[str, str]:
+        facts = {"lr": "set by the optimizer" if line.lr is None else f"{line.lr:.2e}"}
+        if line.grad_norm is not None:
+            facts["grad norm"] = f"{line.grad_norm:.3g}"
+        if line.loss_scale not in (None, 1):
+            facts["scale"] = f"{line.loss_scale:g}"
+        if self._skipped:
+            facts["skipped"] = f"{self._skipped:,}"
+        return facts
 
-    def _speed(self) -> dict[str, str]:
-        line = self._line
-        shares = {"mfu": "MFU", "gpu_utilisation": "GPU"}
-        waited = line.get("input_wait_s", 0.0) / line["step_time_s"]
-        return {
-            f"{self._unit}/s": format_count(line[f"{self._unit}_per_s"]),
-            **{name: f"{line[key]:.0%}" for key, name in shares.items() if key in line},
-            "memory": shown_bytes(line["peak_memory_bytes"]),
-            **({"waiting for input": f"{waited:.0%}"} if waited > _WAITING else {}),
-        }
+    def _speed(self, line: LogLine) -> dict[str, str]:
+        facts = {f"{line.throughput.unit}/s": format_count(line.throughput.per_s)} if line.throughput else {}
+        shares = {"MFU": line.mfu, "GPU": line.gpu_utilization}
+        facts |= {name: f"{share:.0%}" for name, share in shares.items() if share is not None}
+        if line.peak_memory_bytes is not None:
+            facts["memory"] = shown_bytes(int(line.peak_memory_bytes))
+        waiting = (line.input_wait_s or 0.0) / line.step_time_s if line.step_time_s else 0.0
+        if waiting > _WAITING:
+            facts["waiting for input"] = f"{waiting:.0%}"
+        return facts
 
 
-def _rate(line: Mapping[str, Any]) -> str:
-    return f"{line['lr']:.2e}" if "lr" in line else "its own"
-
-
-def _facts(of: Mapping[str, str]) -> RenderableType:
-    parts = [Text.assemble((f"{name} ", "dim"), value) for name, value in of.items()]
+def _facts(facts: Mapping[str, str]) -> RenderableType:
+    parts = [Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items()]
     return Text("   ").join(parts)

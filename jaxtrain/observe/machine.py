@@ -1,104 +1,118 @@
-"""Consoles for what is no person: one that says only what went out of the ordinary, one that speaks JSON."""
+"""Consoles for programs instead of people: a quiet one, and one that prints JSON."""
 
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from jaxtrain.observe.console import Console, ProgressView
+from jaxtrain.observe.log_line import LogLine
 
 
 class QuietConsole(Console):
-    """Messages go to standard error, all else nowhere."""
+    """A console that prints only messages, to standard error."""
 
     def message(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         print(text, file=sys.stderr, flush=True)
 
     def headline(self, text: str) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def facts(self, rows: Mapping[str, str]) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Nothing."""
+        """Print nothing."""
         yield
 
     @contextmanager
     def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:
-        """Nothing."""
+        """Print nothing."""
         yield self
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
-        """Nothing."""
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
+        """Print nothing."""
 
     def summary(
-        self, metrics: list[dict[str, Any]], references: Mapping[str, float], places: Mapping[str, str]
+        self,
+        metrics: Sequence[LogLine | Mapping[str, Any]],
+        references: Mapping[str, float],
+        places: Mapping[str, str],
     ) -> None:
-        """Nothing."""
+        """Print nothing."""
 
     def sample(self, text: str) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 class JsonConsole(Console):
-    """All that a person would be told, as an object a line; `event` says of which kind. What is not finite is null."""
+    """A console that prints everything as JSON, one object per line; the key `event` names its kind.
+
+    Numbers that are not finite are null.
+
+    Args:
+      out: The file to write to; standard output by default.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         super().__init__()
         self._out = out or sys.stdout
 
     def headline(self, text: str) -> None:
-        """`{"event": "start", "text"}`."""
+        """Print `{"event": "start", "text"}`."""
         self._event("start", text=text)
 
     def message(self, text: str) -> None:
-        """`{"event": "message", "text"}`."""
+        """Print `{"event": "message", "text"}`."""
         self._event("message", text=text)
 
     def facts(self, rows: Mapping[str, str]) -> None:
-        """`{"event": "facts", name: value …}`."""
+        """Print `{"event": "facts", name: value …}`."""
         self._event("facts", **rows)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """`{"event": "phase", "text", "seconds"}`, when it ends."""
+        """Print `{"event": "phase", "text", "seconds"}` when the phase ends."""
         begin = time.perf_counter()
         yield
         self._event("phase", text=text, seconds=round(time.perf_counter() - begin, 3))
 
     @contextmanager
     def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:
-        """`{"event": "step", "of", …}`, with what metrics.jsonl holds of it, for each step that is logged."""
-        yield _Steps(self, total)
+        """Print `{"event": "step", "of", …}` with the line of metrics.jsonl, for each logged step."""
+        yield _JsonProgress(self, total)
 
     def summary(
-        self, metrics: list[dict[str, Any]], references: Mapping[str, float], places: Mapping[str, str]
+        self,
+        metrics: Sequence[LogLine | Mapping[str, Any]],
+        references: Mapping[str, float],
+        places: Mapping[str, str],
     ) -> None:
-        """`{"event": "end", "step", "best", "references", …}`: `best` is the line of the lowest validation loss."""
-        evaluated = [line for line in metrics if line.get("eval_loss") is not None]
-        best = min(evaluated, key=lambda line: line["eval_loss"], default=None)
-        step = metrics[-1]["step"] if metrics else 0
-        self._event("end", step=step, best=best, references=dict(references), **places)
+        """Print `{"event": "end", "step", "best", "references", …}`; `best` is the line of the lowest eval_loss."""
+        lines = [LogLine.of(line) for line in metrics]
+        evaluations = [line for line in lines if line.has_finite_eval_loss]
+        best = min(evaluations, key=lambda line: line.evaluation["loss"], default=None)
+        step = lines[-1].step if lines else 0
+        self._event("end", step=step, best=best and best.to_json(), references=dict(references), **places)
 
     def sample(self, text: str) -> None:
-        """`{"event": "sample", "text"}`."""
+        """Print `{"event": "sample", "text"}`."""
         self._event("sample", text=text)
 
-    def _event(self, event: str, **of: Any) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in of.items()}
+    def _event(self, event: str, **fields: Any) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
         print(json.dumps({"event": event} | finite), file=self._out, flush=True)
 
 
-class _Steps:
+class _JsonProgress:
     def __init__(self, console: JsonConsole, total: int) -> None:
         self._console, self._total = console, total
 
-    def advance(self, step: int, line: Mapping[str, Any]) -> None:
+    def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         if line:
-            self._console._event("step", of=self._total, **line)
+            self._console._event("step", of=self._total, **LogLine.of(line).to_json())

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: one line, and its numbers as scalars, a logged step."""
+"""metrics.jsonl and TensorBoard: one line, and its numbers as scalars, per logged step."""
 
 import json
 import math
@@ -11,24 +11,36 @@ from typing import Any
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe.histograms import Histogram
+from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.tensorboard import Events, write_all
 
 
 class MetricsLog:
-    """Appends to both; a line is with the system before `write` returns. JSON has no NaN: what is not finite is null.
+    """Append lines to metrics.jsonl and scalars to TensorBoard event files.
 
-    What either holds of `from_step` and later is forgotten, and half a line left by a kill: a resumed run writes them
-    again. Raises `UserError` where they cannot be opened.
+    A line is with the operating system before `write` returns. JSON has no NaN: a number that is not finite is null.
+
+    A resumed run passes `from_step`, the first step that it repeats. Lines of that step and of later ones, and a line
+    cut short by a kill, then leave metrics.jsonl; they are appended to metrics.superseded.jsonl beside it, never
+    deleted. TensorBoard no longer shows those steps.
+
+    Args:
+      path: The file metrics.jsonl; created if there is none.
+      tensorboard: Folder of the event files; created if there is none.
+      from_step: First step that will be written again; None appends after the last line.
+
+    Raises:
+      UserError: A file cannot be opened or written.
     """
 
-    def __init__(self, path: Path, tensorboard: Path, from_step: int) -> None:
+    def __init__(self, path: Path, tensorboard: Path, from_step: int | None = None) -> None:
         try:
-            _drop(path, from_step)
+            _supersede(path, from_step)
             self._events = Events(tensorboard, from_step)
-            # Without a buffer a line is one call of the system, and a failed one is not tried again on closing.
+            # Unbuffered, so that a line is one system call, and a failed one is not repeated at close.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(f"{path.parent} cannot be written ({error.strerror}): mend that first") from error
+            raise UserError(f"{path.parent} cannot be written ({error.strerror}): make it writable first") from error
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -39,31 +51,42 @@ class MetricsLog:
         self._file.close()
         self._events.close()
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Log one step's numbers; `line["step"]` says which. Raises `RunFailed` where the system refuses."""
-        finite = {k: v if math.isfinite(v) else None for k, v in line.items()}
-        with self._refusals(line["step"]):
-            write_all(self._file, json.dumps(finite).encode() + b"\n")
+    def write(self, line: LogLine | Mapping[str, Any]) -> None:
+        """Log the metrics of one step.
+
+        Args:
+          line: A `LogLine`, or a mapping with a "step" and any numbers by name.
+
+        Raises:
+          RunFailed: The operating system refuses the write.
+        """
+        line = LogLine.of(line)
+        with self._write_errors(line.step):
+            write_all(self._file, json.dumps(line.to_json()).encode() + b"\n")
             self._events.scalars(line)
 
-    def histograms(self, step: int, of: Mapping[str, Histogram]) -> None:
-        """Show TensorBoard how the numbers of arrays are distributed. Raises `RunFailed` where the system refuses."""
-        with self._refusals(step):
-            self._events.histograms(step, of)
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write the distributions of arrays, by name, to TensorBoard.
+
+        Raises:
+          RunFailed: The operating system refuses the write.
+        """
+        with self._write_errors(step):
+            self._events.histograms(step, histograms)
 
     @contextmanager
-    def _refusals(self, step: int) -> Iterator[None]:
+    def _write_errors(self, step: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise RunFailed(
                 f"step {step} could not be logged in {self._file.name} ({error.strerror}): "
-                "what is saved is whole; mend that, then --resume auto"
+                "everything saved before is intact; fix that, then continue with --resume auto"
             ) from error
 
 
 class NoMetricsLog:
-    """Of a process whose lines another one writes."""
+    """The log of a process whose lines another process writes."""
 
     def __enter__(self) -> "NoMetricsLog":
         return self
@@ -71,36 +94,50 @@ class NoMetricsLog:
     def __exit__(self, *raised: object) -> None:
         pass
 
-    def write(self, line: dict[str, Any]) -> None:
-        """Leave it."""
+    def write(self, line: LogLine | Mapping[str, Any]) -> None:
+        """Ignore the line."""
 
-    def histograms(self, step: int, of: Mapping[str, Histogram]) -> None:
-        """Leave them."""
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Ignore the histograms."""
 
 
-def metrics_log(path: Path, tensorboard: Path, from_step: int) -> MetricsLog | NoMetricsLog:
-    """The run's `MetricsLog`, of its first process; the others have none."""
+def metrics_log(path: Path, tensorboard: Path, from_step: int | None) -> MetricsLog | NoMetricsLog:
+    """Return the `MetricsLog` of a run in its first process, a `NoMetricsLog` in the others."""
     return MetricsLog(path, tensorboard, from_step) if processes.is_first() else NoMetricsLog()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, but for one not yet written to its end; none where there is no file."""
+def read_metrics(path: Path) -> list[LogLine]:
+    """Read the complete lines of a metrics.jsonl; a missing file has none."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [LogLine.from_json(json.loads(line)) for line in lines if line.endswith(b"\n")]
 
 
-def _drop(path: Path, from_step: int) -> None:
-    """Leave the lines before `from_step`, all of them or all that there were, whenever this is cut short."""
+def _supersede(path: Path, from_step: int | None) -> None:
+    """Move the lines from `from_step` on, and incomplete ones, to the file beside `path`.
+
+    The copy is appended before the lines are dropped: an interruption in between may duplicate them, never lose them.
+    """
     if not path.exists():
         return
-    kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < from_step]
+    lines = path.read_bytes().splitlines()
+    first = math.inf if from_step is None else from_step
+    retained = [line for line in lines if _step_of(line) < first]
+    superseded = [line for line in lines if not _step_of(line) < first]
+    if superseded:
+        with path.with_name(f"{path.stem}.superseded{path.suffix}").open("ab") as file:
+            file.write(_joined(superseded))
     partial = path.with_suffix(".partial")
-    partial.write_bytes(b"".join(line + b"\n" for line in kept))
+    partial.write_bytes(_joined(retained))
     partial.replace(path)
 
 
+def _joined(lines: list[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
+
+
 def _step_of(line: bytes) -> float:
+    """The step of a line; inf of one that is incomplete or not ours."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # cut short by a kill
+        return math.inf

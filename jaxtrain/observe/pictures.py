@@ -1,4 +1,4 @@
-"""What a model gets wrong as pixels: an example's image, and who is taken for whom."""
+"""Render an example's image and a confusion matrix as pixels."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]
-"""[H, W], grey, or [H, W, 3], red, green and blue."""
+"""uint8[H, W], gray, or uint8[H, W, 3], RGB."""
 
 READABLE = 40
-"""Classes of a confusion matrix that can be read, at most."""
+"""Most classes of a confusion matrix that is still readable."""
 _CELL, _MARGIN, _LETTER = 28, 6, 7
-_FEW = (255, 255, 255)
-_MANY = (23, 78, 166)
+_LIGHT = (255, 255, 255)
+_DARK = (23, 78, 166)
 
 
 def image_of(example: Mapping[str, Any]) -> Pixels | None:
-    """The example's image, from its darkest value or 0 to its brightest or 1; None where it has none that can be seen.
+    """Return the example's image, scaled from min(lowest, 0) to max(highest, 1); None if it has no displayable one.
 
     >>> image_of({"image": np.array([[[0.0], [0.5], [1.0]]])}).tolist()
     [[0, 128, 255]]
@@ -32,7 +32,14 @@ def image_of(example: Mapping[str, Any]) -> Pixels | None:
 
 
 def confusion_picture(counts: NDArray[np.int64], names: Sequence[str]) -> Pixels:
-    """[H, W, 3] of counts [target, predicted]: a row a target, the darker the larger its share of the row.
+    """Draw a confusion matrix: one row per target, darker cells for larger shares of the row.
+
+    Args:
+      counts: int64[n, n], by target and predicted class.
+      names: The n classes.
+
+    Returns:
+      uint8[H, W, 3].
 
     >>> picture = confusion_picture(np.array([[9, 1], [0, 5]]), ["cat", "dog"])
     >>> picture.shape == (_CELL * 2 + 2 * _MARGIN + _CELL, _CELL * 2 + 2 * _MARGIN + 3 * _LETTER, 3)
@@ -52,7 +59,7 @@ def confusion_picture(counts: NDArray[np.int64], names: Sequence[str]) -> Pixels
         draw.text((left + _CELL * row + _CELL // 2, top - _MARGIN), _short(name), fill="black", anchor="ms")
         for column in range(n):
             x, share = left + _CELL * column, float(shares[row, column])
-            shade = tuple(round(few + share * (many - few)) for few, many in zip(_FEW, _MANY, strict=True))
+            shade = tuple(round(light + share * (dark - light)) for light, dark in zip(_LIGHT, _DARK, strict=True))
             draw.rectangle((x, y, x + _CELL - 2, y + _CELL - 2), fill=shade)
             if counts[row, column]:
                 ink = "white" if share > 0.5 else "black"
@@ -61,12 +68,12 @@ def confusion_picture(counts: NDArray[np.int64], names: Sequence[str]) -> Pixels
 
 
 def _short(name: str) -> str:
-    """As much of a name as a column has room for."""
+    """Cut a name to the width of a column."""
     return name[: _CELL // _LETTER]
 
 
 def _count(number: int) -> str:
-    """In at most four characters, up to a billion.
+    """Format a count in at most four characters.
 
     >>> [_count(n) for n in (7, 999, 12_345, 3_400_000)]
     ['7', '999', '12k', '3M']

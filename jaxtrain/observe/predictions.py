@@ -1,4 +1,4 @@
-"""What a model makes of each example of a split: its losses, what it holds likeliest, and how sure it is."""
+"""Evaluate a model example by example: loss, predicted class or token, and confidence."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,70 +20,79 @@ BINS = 10
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Of each example [N], or of each of its tokens [N, T].
-
-    `loss`, in nats; `weight`, 0 where there is nothing to predict; `target`; `predicted`, the likeliest; `confidence`,
-    the probability of that.
-    """
+    """Predictions of each example, [N], or of each of its tokens, [N, T]."""
 
     loss: NDArray[np.float32]
+    """In nats."""
     weight: NDArray[np.float32]
+    """0 where there is nothing to predict."""
     target: NDArray[np.int32]
     predicted: NDArray[np.int32]
+    """The most probable class or token."""
     confidence: NDArray[np.float32]
+    """Its probability."""
 
     def __len__(self) -> int:
         return len(self.loss)
 
-    def of_tokens(self) -> bool:
-        """Whether every token is predicted, rather than a class."""
+    @property
+    def is_per_token(self) -> bool:
+        """Whether every token is predicted, rather than one class per example."""
         return self.loss.ndim == 2
 
     def means(self) -> NDArray[np.float64]:
-        """The mean loss of each example [N]; NaN of one in which there is nothing to predict."""
+        """Return the mean loss of each example, float64[N]; NaN if it has nothing to predict."""
         loss, weight = (x.astype(np.float64).reshape(len(self), -1) for x in (self.loss, self.weight))
-        whole = weight.sum(-1)
-        return np.divide((loss * weight).sum(-1), whole, out=np.full(len(self), np.nan), where=whole > 0)
+        total = weight.sum(-1)
+        return np.divide((loss * weight).sum(-1), total, out=np.full(len(self), np.nan), where=total > 0)
 
     def worst(self, count: int) -> NDArray[np.intp]:
-        """The examples of the highest mean loss, that first."""
+        """Return the indices of the `count` examples with the highest mean loss, in descending order."""
         means = self.means()
-        order = np.argsort(-means, kind="stable")  # NaN comes last
+        order = np.argsort(-means, kind="stable")  # NaN sorts last
         return order[: min(count, int(np.isfinite(means).sum()))]
 
 
 class Bin(NamedTuple):
-    """Predictions of about one confidence: their number, their mean confidence, the share of them that is right."""
+    """Predictions of similar confidence."""
 
     predictions: int
     confidence: float
+    """Mean confidence."""
     accuracy: float
 
 
 def evaluate_examples(
     task: Task, state: TrainState, batches: Iterable[Batch], *, precision: str
 ) -> tuple[dict[str, float], Predictions]:
-    """The means of the loss and of the task's metrics over `batches`, and the predictions they are of.
+    """Evaluate a state on batches, example by example.
 
-    The means are those of the run's own evaluation, by the same programs on the same batches.
+    The means equal those of the run's own evaluation: the same programs on the same batches.
+
+    Args:
+      task: The task of the run.
+      state: The state to evaluate.
+      batches: Evaluation batches, with a "weight" that marks their real rows.
+      precision: Precision of the run.
+
+    Returns:
+      A tuple (means of the loss and of the task's metrics, predictions of each example).
     """
     evaluate = eval_step(task.loss_fn, precision=precision)
-    judge = jax.jit(policy(precision).apply(lambda params, batch, model: _judged(task, params, batch, model)))
+    predict = jax.jit(policy(precision).apply(lambda params, batch, model: _predict(task, params, batch, model)))
     sums, parts = [], []
     for batch in batches:
         sums.append(jax.device_get(evaluate(state, batch)))
-        real = int(batch["weight"].sum())
-        parts.append(
-            {name: x[:real] for name, x in jax.device_get(judge(state.params, batch, state.model_state)).items()}
-        )
-    of_metrics = means(sums)
-    of_loss = {"loss": of_metrics.pop("loss")}  # which comes first
-    return of_loss | of_metrics, Predictions(
-        **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    )
+        rows = int(batch["weight"].sum())
+        arrays = jax.device_get(predict(state.params, batch, state.model_state))
+        parts.append({name: x[:rows] for name, x in arrays.items()})
+    metrics = means(sums)
+    loss = {"loss": metrics.pop("loss")}  # comes first
+    predictions = Predictions(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    return loss | metrics, predictions
 
 
-def _judged(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, jax.Array]:
+def _predict(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, jax.Array]:
     logits, targets, weight = task.predict(params, batch, model_state)
     return {
         "loss": cross_entropy(logits, targets),
@@ -95,7 +104,7 @@ def _judged(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, 
 
 
 def confusion(predictions: Predictions, classes: int) -> NDArray[np.int64]:
-    """[classes, classes]: how many of each target (row) were taken for each class (column).
+    """Return the confusion matrix, int64[classes, classes]: counts by target (row) and predicted class (column).
 
     >>> one = np.ones(3, np.float32)
     >>> confusion(Predictions(one, one, np.array([0, 1, 1]), np.array([0, 0, 1]), one), 2).tolist()
@@ -107,60 +116,64 @@ def confusion(predictions: Predictions, classes: int) -> NDArray[np.int64]:
 
 
 def calibration(predictions: Predictions) -> tuple[list[Bin], float]:
-    """(a reliability diagram, the expected calibration error): of `BINS` equal widths of confidence, and the mean
-    distance of confidence to accuracy over them, each weighed by its predictions (Guo et al. 2017, arXiv:1706.04599).
+    """Compute the reliability diagram and the expected calibration error (Guo et al. 2017, arXiv:1706.04599).
 
-    >>> one, sure = np.ones(2, np.float32), np.array([0.75, 0.75], np.float32)
-    >>> bins, error = calibration(Predictions(one, one, np.array([0, 1]), np.array([0, 0]), sure))
-    >>> bins[7], error
-    (Bin(predictions=2, confidence=0.75, accuracy=0.5), 0.25)
+    Returns:
+      A tuple (`BINS` bins of equal width in confidence, the mean of |confidence - accuracy| over the bins, weighted by
+      their predictions).
+
+    Example:
+      >>> one, sure = np.ones(2, np.float32), np.array([0.75, 0.75], np.float32)
+      >>> bins, error = calibration(Predictions(one, one, np.array([0, 1]), np.array([0, 0]), sure))
+      >>> bins[7], error
+      (Bin(predictions=2, confidence=0.75, accuracy=0.5), 0.25)
     """
     counted = predictions.weight > 0
-    sure = predictions.confidence[counted].astype(np.float64)
-    right = (predictions.target == predictions.predicted)[counted].astype(np.float64)
-    place = np.clip((sure * BINS).astype(int), 0, BINS - 1)
-    counts, sums, hits = (np.bincount(place, weights, BINS) for weights in (None, sure, right))
+    confidence = predictions.confidence[counted].astype(np.float64)
+    correct = (predictions.target == predictions.predicted)[counted].astype(np.float64)
+    index = np.clip((confidence * BINS).astype(int), 0, BINS - 1)
+    counts, sums, hits = (np.bincount(index, weights, BINS) for weights in (None, confidence, correct))
     bins = [
         Bin(int(n), float(total / n), float(hit / n)) if n else Bin(0, 0.0, 0.0)
         for n, total, hit in zip(counts, sums, hits, strict=True)
     ]
-    error = sum(b.predictions * abs(b.confidence - b.accuracy) for b in bins) / max(len(sure), 1)
+    error = sum(b.predictions * abs(b.confidence - b.accuracy) for b in bins) / max(len(confidence), 1)
     return bins, float(error)
 
 
 def by_position(predictions: Predictions) -> list[float | None]:
-    """The mean loss of the tokens at each place; None where none is predicted."""
+    """Return the mean loss of the tokens at each position; None where none is predicted."""
     totals = (predictions.loss.astype(np.float64) * predictions.weight).sum(0)
     weights = predictions.weight.astype(np.float64).sum(0)
     return [float(total / weight) if weight else None for total, weight in zip(totals, weights, strict=True)]
 
 
 def by_kind(predictions: Predictions, texts: Mapping[int, str]) -> dict[str, tuple[int, float]]:
-    """(tokens, mean loss) of each kind of target; `texts`: those of the tokens.
+    """Return (tokens, mean loss) for each kind of target token; `texts` decodes the tokens.
 
     >>> one = np.ones((1, 3), np.float32)
     >>> by_kind(Predictions(one, one, np.array([[0, 1, 1]]), np.zeros((1, 3)), one), {0: "a", 1: " "})
-    {'letters': (1, 1.0), 'space': (2, 1.0)}
+    {'letters': (1, 1.0), 'whitespace': (2, 1.0)}
     """
     kinds = {token: _kind(text) for token, text in texts.items()}
     found: dict[str, tuple[int, float]] = {}
     counted = predictions.weight > 0
     tokens, losses = predictions.target[counted], predictions.loss[counted].astype(np.float64)
-    for token, text in sorted(kinds.items(), key=lambda pair: pair[1]):
-        of_token = losses[tokens == token]
-        if len(of_token):
-            count, mean = found.get(text, (0, 0.0))
-            whole = count + len(of_token)
-            found[text] = whole, float((count * mean + of_token.sum()) / whole)
+    for token, kind in sorted(kinds.items(), key=lambda pair: pair[1]):
+        token_losses = losses[tokens == token]
+        if len(token_losses):
+            count, mean = found.get(kind, (0, 0.0))
+            total = count + len(token_losses)
+            found[kind] = total, float((count * mean + token_losses.sum()) / total)
     return found
 
 
 def _kind(text: str) -> str:
     bare = text.strip()
     if not bare:
-        return "space" if text else "marks of the tokenizer"
+        return "whitespace" if text else "special tokens"
     if "\ufffd" in bare:
-        return "parts of characters"
+        return "partial characters"
     if bare.isalpha():
         return "letters"
-    return "digits" if bare.isdecimal() else "words and signs" if any(map(str.isalnum, bare)) else "signs"
+    return "digits" if bare.isdecimal() else "mixed" if any(map(str.isalnum, bare)) else "punctuation"

@@ -1,16 +1,16 @@
 "use strict";
-// The curves of the page: drawn from the JSON in #data, again whenever a setting, the width or the data change.
+// Draw the curves of the page from the JSON in #data, again whenever a setting, the width or the data change.
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const MARGIN = { left: 66, right: 14, top: 10, bottom: 24 };
-const COLOURS = 8; // --c0 to --c7 of the style sheet
+const COLORS = 8; // --c0 to --c7 in report.css
 
 const form = document.querySelector("form");
 const view = { smoothing: 0, x: "step", logX: false, range: null, cursor: null, hidden: new Set(), logY: new Map() };
 let data = JSON.parse(document.getElementById("data").textContent);
-let drawn = []; // what the last drawing of each figure left for the cursor
+let plots = []; // by figure: what the cursor needs of its last drawing
 
-// Numbers for a person
+// Formatting
 
 function number(value) {
   if (value === 0) return "0";
@@ -22,7 +22,7 @@ function number(value) {
   return parseFloat(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 6 });
 }
 
-function scaled(value, sizes) {
+function withSuffix(value, sizes) {
   const [size, unit] = sizes.find(([size]) => Math.abs(value) >= size) || sizes[sizes.length - 1];
   return `${parseFloat((value / size).toPrecision(4))}${unit}`;
 }
@@ -30,12 +30,12 @@ function scaled(value, sizes) {
 const COUNTS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
 const BYTES = [[2 ** 30, " GiB"], [2 ** 20, " MiB"], [2 ** 10, " KiB"], [1, " B"]];
 
-function valued(value, unit) {
-  if (unit === "B") return scaled(value, BYTES);
+function formatValue(value, unit) {
+  if (unit === "B") return withSuffix(value, BYTES);
   if (unit === "%") return `${number(value * 100)} %`;
   if (unit === "×" && value >= 1) return value.toLocaleString("en");
   if (unit === "s") return Math.abs(value) < 1 ? `${number(value * 1000)} ms` : `${number(value)} s`;
-  return Math.abs(value) >= 1e4 && unit !== "nats" ? scaled(value, COUNTS) : number(value);
+  return Math.abs(value) >= 1e4 && unit !== "nats" ? withSuffix(value, COUNTS) : number(value);
 }
 
 function clock(seconds) {
@@ -44,14 +44,14 @@ function clock(seconds) {
   return h ? `${h}:${two(m)}:${two(s)}` : `${m}:${two(s)}`;
 }
 
-function placed(x) {
+function formatX(x) {
   if (view.x === "seconds") return clock(x);
-  return view.x === "units" ? scaled(x, COUNTS) : Math.round(x).toLocaleString("en");
+  return view.x === "units" ? withSuffix(x, COUNTS) : Math.round(x).toLocaleString("en");
 }
 
 // Points
 
-function interpolated(xs, ys, x) {
+function interpolate(xs, ys, x) {
   let low = 0, high = xs.length - 1;
   if (x <= xs[0]) return ys[0];
   if (x >= xs[high]) return ys[high];
@@ -62,14 +62,14 @@ function interpolated(xs, ys, x) {
   return ys[low] + ((ys[high] - ys[low]) * (x - xs[low])) / (xs[high] - xs[low]);
 }
 
-function across(run, step) {
+function xOf(run, step) {
   const [steps, seconds, units] = run.clock;
   if (view.x === "step") return step;
-  return interpolated(steps, view.x === "seconds" ? seconds : units, step);
+  return interpolate(steps, view.x === "seconds" ? seconds : units, step);
 }
 
-// The exponential moving average of TensorBoard's slider: its bias towards 0 taken out.
-function smoothed(values, weight) {
+// The bias-corrected exponential moving average of TensorBoard's slider.
+function movingAverage(values, weight) {
   let mean = 0, count = 0;
   return values.map((value) => {
     if (value === null) return null;
@@ -88,14 +88,14 @@ function linesOf(chart) {
       if (!series) return;
       const { steps, values: raw, low, high } = series;
       const smooth = curve.smooth && view.smoothing > 0;
-      const values = smooth ? smoothed(raw, view.smoothing) : raw;
+      const values = smooth ? movingAverage(raw, view.smoothing) : raw;
       const alone = data.runs.length === 1;
       lines.push({
         run, curve, steps, values, raw: smooth && !low ? raw : null, low, high,
         label: alone ? curve.label : chart.curves.length > 1 ? `${run.name}, ${curve.label}` : run.name,
-        colour: `var(--c${(alone ? c : r) % COLOURS})`,
+        color: `var(--c${(alone ? c : r) % COLORS})`,
         dashed: !alone && c > 0,
-        xs: steps.map((step) => across(run, step)),
+        xs: steps.map((step) => xOf(run, step)),
       });
     });
   });
@@ -128,7 +128,7 @@ function byteTicks(low, high, count) {
   return linearTicks(low / size, high / size, count).map((t) => t * size);
 }
 
-// A loss scale only ever doubles and halves.
+// A loss scale is a power of 2.
 function binaryTicks(low, high, count) {
   const [from, to] = [Math.floor(Math.log2(low)), Math.ceil(Math.log2(high))];
   const every = Math.max(1, Math.ceil((to - from) / count));
@@ -158,10 +158,10 @@ function extent(values, log) {
   return low <= high ? [low, high] : null;
 }
 
-function wholeRange() {
+function fullRange() {
   const xs = data.runs.filter((run) => !view.hidden.has(run.name)).flatMap((run) =>
     Object.values(run.series).flatMap(({ steps }) => [steps[0], steps[1] ?? steps[0], steps[steps.length - 1]])
-      .map((step) => across(run, step)));
+      .map((step) => xOf(run, step)));
   return extent(xs, view.logX) || [0, 1];
 }
 
@@ -181,7 +181,7 @@ function path(line, values, x, y, logY) {
     const v = values[i];
     if (v === null || (logY && v <= 0) || (view.logX && at <= 0)) { pen = false; return; }
     const [px, py] = [x.at(at).toFixed(1), y.at(v).toFixed(1)];
-    if (!pen) d += `M${px} ${py}h0`; // a point alone is a dot
+    if (!pen) d += `M${px} ${py}h0`; // a single point is drawn as a dot
     else if (line.curve.stepped) d += `H${px}V${py}`;
     else d += `L${px} ${py}`;
     pen = true;
@@ -189,7 +189,7 @@ function path(line, values, x, y, logY) {
   return d;
 }
 
-// From the lowest to the highest of each stretch that a value is the mean of.
+// The range of the points that each mean stands for.
 function band(line, x, y, logY) {
   const known = line.xs.map((at, i) => [at, line.low[i], line.high[i]])
     .filter(([at, low]) => low !== null && !(logY && low <= 0) && !(view.logX && at <= 0));
@@ -202,7 +202,7 @@ function draw(figure) {
   const logY = view.logY.get(chart.title) ?? chart.log;
   const width = plot.clientWidth, height = plot.clientHeight;
   const lines = linesOf(chart);
-  const [left, right] = view.range || wholeRange();
+  const [left, right] = view.range || fullRange();
   plot.replaceChildren();
   plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
 
@@ -212,8 +212,8 @@ function draw(figure) {
   const box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
   const x = axis(left, right, box.left, box.right, view.logX);
   if (!found) {
-    svg(plot, "text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "nothing to show here");
-    drawn[id] = { plot, chart, lines: [], x, box };
+    svg(plot, "text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "no data in this range");
+    plots[id] = { plot, chart, lines: [], x, box };
     return;
   }
   let [low, high] = found;
@@ -230,12 +230,12 @@ function draw(figure) {
   for (const t of ticks) {
     if (y.at(t) < box.top - 1 || y.at(t) > box.bottom + 1) continue;
     svg(plot, "line", { class: "grid", x1: box.left, x2: box.right, y1: y.at(t), y2: y.at(t) });
-    svg(plot, "text", { x: box.left - 7, y: y.at(t) + 4, "text-anchor": "end" }, valued(t, chart.unit));
+    svg(plot, "text", { x: box.left - 7, y: y.at(t) + 4, "text-anchor": "end" }, formatValue(t, chart.unit));
   }
   const columns = Math.max(2, Math.floor((box.right - box.left) / 95));
-  for (const t of view.logX ? logTicks(left, right, columns) : timed(left, right, columns)) {
+  for (const t of view.logX ? logTicks(left, right, columns) : timeTicks(left, right, columns)) {
     svg(plot, "line", { class: "grid", x1: x.at(t), x2: x.at(t), y1: box.bottom, y2: box.bottom + 4 });
-    svg(plot, "text", { x: x.at(t), y: height - 5, "text-anchor": x.at(t) > width - 30 ? "end" : "middle" }, placed(t));
+    svg(plot, "text", { x: x.at(t), y: height - 5, "text-anchor": x.at(t) > width - 30 ? "end" : "middle" }, formatX(t));
   }
   svg(plot, "line", { class: "grid", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom });
 
@@ -248,22 +248,22 @@ function draw(figure) {
     svg(field, "text", { x: box.right - 4, y: y.at(value) - 5, "text-anchor": "end" }, `${name} ${number(value)}`);
   }
   for (const line of lines) {
-    const style = { class: "line", style: `stroke: ${line.colour}`, "stroke-dasharray": line.dashed ? "5 3" : "none" };
-    if (line.low) svg(field, "path", { class: "band", style: `fill: ${line.colour}; stroke: ${line.colour}`, d: band(line, x, y, logY) });
+    const style = { class: "line", style: `stroke: ${line.color}`, "stroke-dasharray": line.dashed ? "5 3" : "none" };
+    if (line.low) svg(field, "path", { class: "band", style: `fill: ${line.color}; stroke: ${line.color}`, d: band(line, x, y, logY) });
     if (line.raw) svg(field, "path", { ...style, class: "line raw", d: path(line, line.raw, x, y, logY) });
     svg(field, "path", { ...style, d: path(line, line.values, x, y, logY) });
     if (line.curve.dotted && line.xs.length <= 80)
       line.xs.forEach((at, i) => {
         if (line.values[i] !== null && !(logY && line.values[i] <= 0) && !(view.logX && at <= 0))
-          svg(field, "circle", { cx: x.at(at), cy: y.at(line.values[i]), r: 2.8, style: `fill: ${line.colour}` });
+          svg(field, "circle", { cx: x.at(at), cy: y.at(line.values[i]), r: 2.8, style: `fill: ${line.color}` });
       });
   }
   marks(field, chart, x, box);
-  drawn[id] = { plot, chart, lines, x, y, box, logY, over: svg(plot, "g", {}) };
+  plots[id] = { plot, chart, lines, x, y, box, logY, over: svg(plot, "g", {}) };
 }
 
-// Minutes and hours have their own round numbers.
-function timed(low, high, count) {
+// Round numbers of minutes and hours.
+function timeTicks(low, high, count) {
   if (view.x !== "seconds") return linearTicks(low, high, count);
   const sizes = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200];
   const size = sizes.find((s) => (high - low) / s <= count);
@@ -278,64 +278,64 @@ function marks(field, chart, x, box) {
     const of = data.runs.length > 1 ? `${run.name}: ` : "";
     if (chart.skips)
       for (const [step, count] of run.skips) {
-        const at = x.at(across(run, step));
+        const at = x.at(xOf(run, step));
         const mark = svg(field, "path", { class: "skip", d: `M${at} ${box.bottom - 9}l4.5 8h-9z` });
-        svg(mark, "title", {}, `${of}${count} skipped up to step ${step.toLocaleString("en")}`);
+        svg(mark, "title", {}, `${of}${count} updates skipped up to step ${step.toLocaleString("en")}`);
       }
     for (const [from, to] of run.rollbacks) {
-      const at = x.at(across(run, from));
+      const at = x.at(xOf(run, from));
       svg(field, "line", { class: "rollback", x1: at, x2: at, y1: box.top, y2: box.bottom });
-      if (chart.wide) svg(field, "text", { class: "told", x: at + 4, y: box.top + 10 }, `${of}spike at ${from}, back to ${to}`);
+      if (chart.wide) svg(field, "text", { class: "label", x: at + 4, y: box.top + 10 }, `${of}spike at ${from}, rolled back to ${to}`);
     }
   });
 }
 
-// What is under the cursor, or the last of each curve
+// Legend: the values at the cursor, or the last ones
 
-function tell(id) {
-  const of = drawn[id];
+function updateLegend(id) {
+  const of = plots[id];
   const key = of.plot.parentElement.querySelector(".key");
   key.replaceChildren();
   if (of.over) of.over.replaceChildren();
-  const said = [];
+  const descriptions = [];
   const shown = of.over && view.cursor !== null && of.x.at(view.cursor) >= of.box.left - 1 && of.x.at(view.cursor) <= of.box.right + 1;
   if (shown) {
     const at = of.x.at(view.cursor);
     svg(of.over, "line", { class: "cursor", x1: at, x2: at, y1: of.box.top, y2: of.box.bottom });
-    said.push(`${{ step: "step ", seconds: "", units: "" }[view.x]}${placed(view.cursor)}`);
+    descriptions.push(`${{ step: "step ", seconds: "", units: "" }[view.x]}${formatX(view.cursor)}`);
     const where = document.createElement("span");
-    where.textContent = said[0];
+    where.textContent = descriptions[0];
     key.append(where);
   }
   for (const line of of.lines) {
     const i = shown ? nearest(line, view.cursor) : lastOf(line);
     const value = i === null ? null : line.values[i];
     const entry = document.createElement("span"), swatch = document.createElement("i"), bold = document.createElement("b");
-    swatch.style.color = line.colour;
+    swatch.style.color = line.color;
     if (line.dashed) swatch.className = "dashed";
-    bold.textContent = value === null ? "—" : valued(value, of.chart.unit);
+    bold.textContent = value === null ? "—" : formatValue(value, of.chart.unit);
     entry.append(swatch, line.label, bold);
     key.append(entry);
-    said.push(`${line.label} ${bold.textContent}`);
+    descriptions.push(`${line.label} ${bold.textContent}`);
     if (shown && value !== null && !(of.logY && value <= 0))
-      svg(of.over, "circle", { cx: of.x.at(line.xs[i]), cy: of.y.at(value), r: 3.6, style: `fill: ${line.colour}` });
+      svg(of.over, "circle", { cx: of.x.at(line.xs[i]), cy: of.y.at(value), r: 3.6, style: `fill: ${line.color}` });
   }
   const skips = of.chart.skips ? data.runs.filter((r) => !view.hidden.has(r.name)).flatMap((r) => r.skips) : [];
   if (skips.length) {
     const entry = document.createElement("span"), mark = document.createElement("span");
     const count = skips.reduce((sum, [, n]) => sum + n, 0);
-    const told = `${count.toLocaleString("en")} ${count === 1 ? "update" : "updates"} skipped`;
+    const text = `${count.toLocaleString("en")} ${count === 1 ? "update" : "updates"} skipped`;
     mark.className = "wrong";
     mark.textContent = "▲ ";
-    entry.append(mark, told);
+    entry.append(mark, text);
     key.append(entry);
-    said.push(told);
+    descriptions.push(text);
   }
-  const [low, high] = view.range || wholeRange();
+  const [low, high] = view.range || fullRange();
   of.plot.setAttribute("aria-valuemin", Math.round(low));
   of.plot.setAttribute("aria-valuemax", Math.round(high));
   of.plot.setAttribute("aria-valuenow", Math.round(view.cursor ?? high));
-  of.plot.setAttribute("aria-valuetext", said.join(", "));
+  of.plot.setAttribute("aria-valuetext", descriptions.join(", "));
 }
 
 function lastOf(line) {
@@ -352,37 +352,37 @@ function nearest(line, at) {
 }
 
 function redraw() {
-  drawn = [];
+  plots = [];
   document.querySelectorAll("figure[data-chart]").forEach(draw);
   form.whole.hidden = view.range === null;
-  retell();
+  updateLegends();
 }
 
-function retell() {
-  Object.keys(drawn).forEach(tell);
+function updateLegends() {
+  Object.keys(plots).forEach(updateLegend);
 }
 
-function enlarge(low, high) {
-  const whole = wholeRange();
+function zoom(low, high) {
+  const whole = fullRange();
   const range = [Math.max(low, whole[0]), Math.min(high, whole[1])];
   view.range = range[1] > range[0] && (range[0] > whole[0] || range[1] < whole[1]) ? range : null;
   redraw();
 }
 
-// What a reader does
+// Input
 
 function chartOf(event) {
   const plot = event.target.closest?.(".plot");
-  return plot ? drawn[plot.parentElement.dataset.chart] : null;
+  return plot ? plots[plot.parentElement.dataset.chart] : null;
 }
 
-function under(of, event) {
+function xUnder(of, event) {
   const at = event.clientX - of.plot.getBoundingClientRect().left;
   return of.x.value(Math.min(Math.max(at, of.box.left), of.box.right));
 }
 
-// At a point of a curve, so that what is told is what was measured.
-function snapped(of, x) {
+// Snap to a point of a curve, so that the legend shows measured values.
+function snap(of, x) {
   const points = of.lines.map((line) => [line, nearest(line, x)]).filter(([, i]) => i !== null).map(([line, i]) => line.xs[i]);
   return points.length ? points.reduce((a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a)) : x;
 }
@@ -390,44 +390,44 @@ function snapped(of, x) {
 let dragged = null;
 document.addEventListener("pointerdown", (event) => {
   const of = chartOf(event);
-  if (of && of.over && event.button === 0) dragged = { of, from: under(of, event), band: null };
+  if (of && of.over && event.button === 0) dragged = { of, from: xUnder(of, event), band: null };
 });
 document.addEventListener("pointermove", (event) => {
   const of = dragged?.of ?? chartOf(event);
   if (!of || !of.over) {
-    if (view.cursor !== null && !document.activeElement?.closest?.(".plot")) { view.cursor = null; retell(); }
+    if (view.cursor !== null && !document.activeElement?.closest?.(".plot")) { view.cursor = null; updateLegends(); }
     return;
   }
-  view.cursor = snapped(of, under(of, event));
-  retell();
+  view.cursor = snap(of, xUnder(of, event));
+  updateLegends();
   if (dragged && event.pointerType !== "touch") {
-    const [a, b] = [of.x.at(dragged.from), of.x.at(under(of, event))];
+    const [a, b] = [of.x.at(dragged.from), of.x.at(xUnder(of, event))];
     svg(of.over, "rect", { class: "chosen", x: Math.min(a, b), width: Math.abs(a - b), y: of.box.top, height: of.box.bottom - of.box.top });
   }
 });
 document.addEventListener("pointerup", (event) => {
   if (!dragged) return;
-  const { of, from } = dragged, to = under(of, event);
+  const { of, from } = dragged, to = xUnder(of, event);
   dragged = null;
-  if (event.pointerType !== "touch" && Math.abs(of.x.at(from) - of.x.at(to)) > 8) enlarge(Math.min(from, to), Math.max(from, to));
+  if (event.pointerType !== "touch" && Math.abs(of.x.at(from) - of.x.at(to)) > 8) zoom(Math.min(from, to), Math.max(from, to));
 });
 document.addEventListener("dblclick", (event) => { if (chartOf(event)) { view.range = null; redraw(); } });
-document.addEventListener("focusout", (event) => { if (chartOf(event)) { view.cursor = null; retell(); } });
+document.addEventListener("focusout", (event) => { if (chartOf(event)) { view.cursor = null; updateLegends(); } });
 document.addEventListener("keydown", (event) => {
   const of = chartOf(event);
   if (!of || !of.lines.length || event.ctrlKey || event.metaKey || event.altKey) return;
-  const [low, high] = view.range || wholeRange();
+  const [low, high] = view.range || fullRange();
   const points = [...new Set(of.lines.flatMap((line) => line.xs.filter((x, i) => line.values[i] !== null && x >= low && x <= high)))].sort((a, b) => a - b);
   const here = view.cursor === null ? points.length - 1 : points.findIndex((x) => x >= view.cursor - 1e-9);
   const to = { ArrowLeft: here - 1, ArrowRight: here + 1, PageDown: here - 10, PageUp: here + 10, Home: 0, End: points.length - 1 }[event.key];
   const middle = view.cursor ?? (low + high) / 2;
   if (to !== undefined) view.cursor = points[Math.min(Math.max(to, 0), points.length - 1)] ?? null;
-  else if (event.key === "+" || event.key === "=") enlarge(middle - (middle - low) / 2, middle + (high - middle) / 2);
-  else if (event.key === "-") enlarge(middle - (middle - low) * 2, middle + (high - middle) * 2);
+  else if (event.key === "+" || event.key === "=") zoom(middle - (middle - low) / 2, middle + (high - middle) / 2);
+  else if (event.key === "-") zoom(middle - (middle - low) * 2, middle + (high - middle) * 2);
   else if (event.key === "Escape") { view.range = null; redraw(); }
   else return;
   event.preventDefault();
-  retell();
+  updateLegends();
 });
 document.addEventListener("change", (event) => {
   const figure = event.target.closest("figure[data-chart]");
@@ -456,11 +456,11 @@ new ResizeObserver(([entry]) => {
   if (entry.contentRect.width !== width) { width = entry.contentRect.width; requestAnimationFrame(redraw); }
 }).observe(document.querySelector(".charts"));
 
-// Live: the parts of the page that changed are put in place of those that are shown
+// Live: replace the parts of the page that changed
 
 const live = document.getElementById("live");
 const parts = [...document.querySelectorAll("[data-part]")];
-const shown = new Map(parts.map((part) => [part.dataset.part, part.innerHTML])); // as it came, whatever the reader opened
+const shown = new Map(parts.map((part) => [part.dataset.part, part.innerHTML])); // as loaded, before the reader's changes
 
 async function refresh() {
   try {
@@ -471,7 +471,7 @@ async function refresh() {
     live.textContent = "live";
   } catch {
     live.className = "lost";
-    live.textContent = "jaxtrain report no longer answers: this is the last it said";
+    live.textContent = "jaxtrain report no longer responds: showing the last update";
   }
   setTimeout(refresh, 2000);
 }

@@ -1,4 +1,4 @@
-"""A report over HTTP, made anew as its runs go on: to this machine only."""
+"""Serve a report over HTTP to this machine, rendered again as its runs progress."""
 
 from collections.abc import Callable
 from http import HTTPStatus
@@ -11,16 +11,21 @@ HOST = "127.0.0.1"
 
 
 def report_server(port: int, stamp: Callable[[], str], page: Callable[[], str]) -> ThreadingHTTPServer:
-    """A server on `port`, 0 for any free one, not yet serving.
+    """Create the server of a page; call its `serve_forever`.
 
-    It answers with `page()`, which is made again where `stamp()` is another than before. Raises `UserError` for a port
-    that cannot be had.
+    Args:
+      port: TCP port on 127.0.0.1; 0 chooses a free one.
+      stamp: Returns the version of what the page shows.
+      page: Renders the page as HTML; called again whenever `stamp()` has changed.
+
+    Raises:
+      UserError: The port cannot be opened.
     """
     try:
         return _Server(port, stamp, page)
     except (OSError, OverflowError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"port {port} cannot be served ({said}): choose another, --serve 0 for any") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"port {port} cannot be opened ({reason}): choose another, or --serve 0 for any") from error
 
 
 class _Server(ThreadingHTTPServer):
@@ -29,22 +34,22 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, port: int, stamp: Callable[[], str], page: Callable[[], str]) -> None:
         super().__init__((HOST, port), _Handler)
         self._stamp, self._page, self._lock = stamp, page, Lock()
-        self._made: tuple[str, bytes] | None = None
+        self._rendered: tuple[str, bytes] | None = None
 
     def answer(self) -> tuple[str, bytes]:
-        """The page, and the stamp it was made at."""
+        """Return (stamp, page)."""
         with self._lock:
             stamp = self._stamp()
-            if self._made is None or self._made[0] != stamp:
-                self._made = stamp, self._page().encode()
-            return self._made
+            if self._rendered is None or self._rendered[0] != stamp:
+                self._rendered = stamp, self._page().encode()
+            return self._rendered
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        # A name that another site had resolved to this machine would let that site read the page.
+        # Reject DNS rebinding: another site's name resolved to 127.0.0.1 would let that site read the page.
         if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path != "/":
@@ -59,16 +64,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
             return
         tag = f'"{stamp}"'
-        fresh = self.headers.get("If-None-Match") == tag
-        self.send_response(HTTPStatus.NOT_MODIFIED if fresh else HTTPStatus.OK)
+        is_current = self.headers.get("If-None-Match") == tag
+        self.send_response(HTTPStatus.NOT_MODIFIED if is_current else HTTPStatus.OK)
         self.send_header("ETag", tag)
         self.send_header("Cache-Control", "no-cache")
-        if not fresh:
+        if not is_current:
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(page)))
         self.end_headers()
-        if not fresh:
+        if not is_current:
             self.wfile.write(page)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of each request."""
+        """Do not log requests."""

@@ -1,17 +1,25 @@
-"""TensorBoard's event files, written without TensorFlow."""
+"""Write TensorBoard event files without TensorFlow and without PyTorch.
 
+The messages come from tensorboardX; the file is our own. tensorboardX's `SummaryWriter` (2.6.5) queues events to a
+thread: of 1000 scalars written before SIGKILL it lost the last 48, and after a refused write (file size limit) the
+thread was gone and `add_scalar` blocked forever. clu.metric_writers needs TensorFlow.
+"""
+
+import importlib.abc
 import io
 import os
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.observe.histograms import Histogram
+from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.pictures import READABLE, Pixels, confusion_picture, image_of
 from jaxtrain.observe.predictions import confusion
 
@@ -21,24 +29,28 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """An event file. tensorboardX's own writer has a thread: a kill loses events, an error hangs it.
+    """An event file; an event is with the operating system when its method returns.
 
-    With `from_step` TensorBoard forgets that step and later ones of the files before. Raises `OSError` where the system
-    refuses.
+    Args:
+      folder: The folder of event files; created if there is none.
+      from_step: TensorBoard hides this step and later ones of earlier files; None hides nothing.
+
+    Raises:
+      OSError: The operating system refuses a write.
     """
 
     def __init__(self, folder: Path, from_step: int | None = None) -> None:
-        _import_without_torch()
+        _import_tensorboardx()
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder.mkdir(exist_ok=True)
-        # TensorBoard reads the files in the order of their names; a second may see two lives of a run.
+        # TensorBoard reads files in the order of their names; a run may be resumed within one second.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         self._file = (folder / name).open("xb", buffering=0)
         self._append(file_version="brain.Event:2")
         if from_step is not None:
-            # START hides what came before of this step and later ones (tensorboard's event_accumulator.py).
+            # START hides what was written before for this step and later ones (tensorboard's event_accumulator.py).
             self._append(step=from_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def __enter__(self) -> "Events":
@@ -49,24 +61,24 @@ class Events:
     ) -> None:
         self.close()
 
-    def scalars(self, line: Mapping[str, Any]) -> None:
-        """The numbers of a line of metrics.jsonl."""
+    def scalars(self, line: LogLine) -> None:
+        """Write every number of a line as a scalar."""
         values = [
             self._summary.Value(tag=name.replace("eval_", "eval/"), simple_value=value)
-            for name, value in line.items()
+            for name, value in line.values().items()
             if name != "step"
         ]
-        self._append(step=line["step"], summary=self._summary(value=values))
+        self._append(step=line.step, summary=self._summary(value=values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text, shown as it is: TensorBoard takes Markdown."""
+        """Write a text, to be shown verbatim: TensorBoard renders Markdown."""
         from tensorboardX import summary
 
-        indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))  # Markdown's code
+        indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))  # a Markdown code block
         self._append(step=step, summary=summary.text(name, indented))
 
     def image(self, step: int, name: str, pixels: Pixels) -> None:
-        """A picture."""
+        """Write an image."""
         from PIL import Image
 
         png = io.BytesIO()
@@ -75,18 +87,18 @@ class Events:
         image = self._summary.Image(**shape, encoded_image_string=png.getvalue())
         self._append(step=step, summary=self._summary(value=[self._summary.Value(tag=name, image=image)]))
 
-    def histograms(self, step: int, of: Mapping[str, Histogram]) -> None:
-        """How the numbers of each array are distributed."""
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write the histogram of each array that has finite elements."""
         from tensorboardX import summary
 
-        for name, one in of.items():
+        for name, one in histograms.items():
             if one.counts.any():
                 limits, counts = one.edges()[1:], one.counts
                 moments = float(one.low), float(one.high), int(counts.sum()), float(one.sum), float(one.sum_squares)
                 self._append(step=step, summary=summary.histogram_raw(name, *moments, limits.tolist(), counts.tolist()))
 
     def hparams(self, settings: Mapping[str, Any], metrics: list[str]) -> None:
-        """The settings of the run, beside the last values of the scalars of these tags."""
+        """Write the settings of the run, to be shown beside the last values of the scalars tagged `metrics`."""
         from tensorboardX import summary
 
         plain = {
@@ -109,45 +121,58 @@ class Events:
 
 
 def log_final(folder: Path, record: "Record") -> None:
-    """What the end of a run adds: its settings beside its last evaluation, and its sample."""
+    """Write what the end of a run adds: its settings beside its last evaluation, and its sample."""
     with Events(folder) as events:
-        evaluated = record.evaluations[-1] if record.evaluations else {}
-        tags = [name.replace("eval_", "eval/") for name in evaluated if name.startswith("eval_")]
+        tags = [f"eval/{name}" for name in record.evaluations[-1].evaluation] if record.evaluations else []
         events.hparams({"recipe": record.config["recipe"], **record.config["settings"]}, tags)
         if record.sample:
             events.text(record.sample_step, "sample", record.sample)
 
 
-def log_error_analysis(folder: Path, evaluated: "ErrorAnalysis", worst: int) -> None:
-    """What an evaluation adds: its worst examples in words and, where they have any, their images; and a picture of who
-    is taken for whom."""
-    of, step, split = evaluated.predictions, evaluated.step, evaluated.split
-    shown = [int(i) for i in of.worst(worst)]
-    names = evaluated.task.class_names
+def log_error_analysis(folder: Path, analysis: "ErrorAnalysis", worst: int) -> None:
+    """Write the worst examples as text and, where they have any, images; and the confusion matrix as an image."""
+    predictions, step, split = analysis.predictions, analysis.step, analysis.split
+    indices = [int(i) for i in predictions.worst(worst)]
+    names = analysis.task.class_names
     with Events(folder) as events:
-        said = [f"{i}: loss {evaluated.means[i]:.3f}, {evaluated.said(i)}" for i in shown]
-        events.text(step, f"{split}/worst", "\n".join(said))
-        for place, i in enumerate(shown):
-            pixels = image_of(evaluated.source[i])
+        lines = [f"{i}: loss {analysis.losses[i]:.3f}, {analysis.describe(i)}" for i in indices]
+        events.text(step, f"{split}/worst", "\n".join(lines))
+        for rank, i in enumerate(indices):
+            pixels = image_of(analysis.source[i])
             if pixels is not None:
-                # As TensorBoard itself names the images of one tag.
-                events.image(step, f"{split}/worst/image/{place}", pixels)
-        if not of.of_tokens() and len(names) <= READABLE:
-            events.image(step, f"{split}/confusion", confusion_picture(confusion(of, len(names)), names))
+                # TensorBoard itself names several images of one tag like this.
+                events.image(step, f"{split}/worst/image/{rank}", pixels)
+        if not predictions.is_per_token and len(names) <= READABLE:
+            events.image(step, f"{split}/confusion", confusion_picture(confusion(predictions, len(names)), names))
 
 
 def write_all(file: Any, data: bytes) -> None:
-    """Write `data`: on a full disk a part is taken before the rest is refused."""
+    """Write all of `data`: a nearly full disk accepts a part before it refuses the rest."""
     while data:
         data = data[os.write(file.fileno(), data) :]
 
 
-def _import_without_torch() -> None:
-    """tensorboardX imports PyTorch where it is there: seconds, for what is not used here."""
-    if "torch" in sys.modules:
+class _WithoutTorch(importlib.abc.MetaPathFinder):
+    """Import finder that reports torch as not installed, to one thread only."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("torch is not needed here", name=name)
+
+
+def _import_tensorboardx() -> None:
+    """Import tensorboardX without PyTorch, which it imports if installed: seconds, for a type annotation.
+
+    Other threads can import torch meanwhile. `sys.meta_path` is replaced, not edited: they may be iterating over it.
+    """
+    if "torch" in sys.modules or "tensorboardX" in sys.modules:
         return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as none is: https://docs.python.org/3/reference/import.html
+    finder = _WithoutTorch()
+    sys.meta_path = [finder, *sys.meta_path]
     try:
         import tensorboardX  # noqa: F401
     finally:
-        del sys.modules["torch"]
+        sys.meta_path = [other for other in sys.meta_path if other is not finder]

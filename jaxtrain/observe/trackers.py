@@ -1,21 +1,22 @@
-"""Weights & Biases and MLflow, as a run is told to them."""
+"""Report runs to Weights & Biases and MLflow."""
 
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.record import Record
 
-_WANDB_PATIENCE = 30  # seconds that a server has to answer at all
-_MLFLOW_BATCH = 900  # metrics to a request: MLflow takes 1000
+_WANDB_TIMEOUT = 30  # seconds for the server's first answer
+_MLFLOW_BATCH = 900  # metrics per request: MLflow accepts 1000
 
 
 class WandB:
-    """A run in a Weights & Biases project; without an API key one on this disk, to be synced later."""
+    """Reports to a Weights & Biases project; without an API key to a local folder, for `wandb sync`."""
 
     name = "wandb"
 
@@ -23,36 +24,36 @@ class WandB:
         self._project = project
         self._run: Any = None
 
-    def begin(self, record: Record, folder: Path, known: str | None) -> str:
-        """The id of the run, which goes on where it is known."""
+    def begin(self, record: Record, folder: Path, run_id: str | None) -> str:
+        """Create or continue a run; return its id."""
         import wandb
 
-        # Its own lines on the terminal would be in the way of ours, and among JSON.
-        settings = wandb.Settings(console="off", silent=True, init_timeout=_WANDB_PATIENCE)
+        # wandb's own terminal output would mix with ours, and with JSON.
+        settings = wandb.Settings(console="off", silent=True, init_timeout=_WANDB_TIMEOUT)
         wandb.setup(settings)
-        online = os.environ.get("WANDB_MODE", "online") == "online"
+        is_online = os.environ.get("WANDB_MODE", "online") == "online"
         self._run = wandb.init(
             project=self._project,
-            id=known,
+            id=run_id,
             name=folder.name,
             dir=folder,
             config=dict(record.config),
             resume="allow",
-            mode="offline" if online and not wandb.login(prompt=False, verify=False) else None,
+            mode="offline" if is_online and not wandb.login(prompt=False, verify=False) else None,
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 
-    def log(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """By the run's own step, which a rollback takes back."""
+    def log(self, lines: Sequence[LogLine]) -> None:
+        """Log against our own step: wandb's cannot decrease, as it does in a rollback."""
         for line in lines:
             self._run.log(_finite(line))
 
     def end(self, record: Record, exit_status: int) -> str:
-        """Its address, or its folder."""
+        """Finish the run; return its address, or its local folder."""
         if record.best:
-            self._run.summary["best_eval_loss"] = record.best["eval_loss"]
+            self._run.summary["best_eval_loss"] = record.best.eval_loss
         if record.sample:
             self._run.summary["sample"] = record.sample
         where = f"{self._run.settings.sync_dir}, for wandb sync" if self._run.offline else self._run.url
@@ -61,7 +62,7 @@ class WandB:
 
 
 class MLflow:
-    """A run in an experiment of its recipe's name, at a tracking URI: a server's, or a folder's."""
+    """Reports to an MLflow experiment named after the recipe, at the tracking URI of a server or a folder."""
 
     name = "mlflow"
 
@@ -70,34 +71,34 @@ class MLflow:
         self._run = ""
         self._client: Any = None
 
-    def begin(self, record: Record, folder: Path, known: str | None) -> str:
-        """The id of the run, which goes on where it is known."""
+    def begin(self, record: Record, folder: Path, run_id: str | None) -> str:
+        """Create or continue a run; return its id."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        for name in ("mlflow", "urllib3.connectionpool"):  # what fails is told once, by us
+        for name in ("mlflow", "urllib3.connectionpool"):  # a failure is reported once, by us
             logging.getLogger(name).setLevel(logging.ERROR)
         self._client = MlflowClient(self._uri)
         recipe = record.config["recipe"]
-        found = self._client.get_experiment_by_name(recipe)
-        experiment = found.experiment_id if found else self._client.create_experiment(recipe)
-        if known:
-            self._run = known
-            self._client.update_run(known, status="RUNNING")
-            return known
+        existing = self._client.get_experiment_by_name(recipe)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(recipe)
+        if run_id:
+            self._run = run_id
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
         settings = {"recipe": recipe, **record.config["settings"]}
         self._client.log_batch(self._run, params=[Param(name, str(value)) for name, value in settings.items()])
         self._client.log_dict(self._run, dict(record.config), "config.json")
         return self._run
 
-    def log(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """A point of each metric a line; what is not finite has none."""
+    def log(self, lines: Sequence[LogLine]) -> None:
+        """Log a point for each finite number of each line."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         points = [
-            Metric(name, value, now, line["step"])
+            Metric(name, value, now, line.step)
             for line in lines
             for name, value in _finite(line).items()
             if name != "step"
@@ -106,17 +107,17 @@ class MLflow:
             self._client.log_batch(self._run, metrics=batch)
 
     def end(self, record: Record, exit_status: int) -> str:
-        """Its URI and id."""
+        """Finish the run; return its id and URI."""
         if record.sample:
             self._client.log_text(self._run, record.sample, "sample.txt")
-        stopped = exit_status >= 128  # by a signal, after which it can be resumed
-        status = "FINISHED" if exit_status == 0 else "KILLED" if stopped else "FAILED"
+        by_signal = exit_status >= 128  # such a run can be resumed
+        status = "FINISHED" if exit_status == 0 else "KILLED" if by_signal else "FAILED"
         self._client.set_terminated(self._run, status)
         return f"run {self._run} at {self._uri}"
 
 
-def _finite(line: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if value is not None and math.isfinite(value)}
+def _finite(line: LogLine) -> dict[str, float]:
+    return {name: value for name, value in line.values().items() if math.isfinite(value)}
 
 
 def _batches(points: list[Any]) -> Iterator[list[Any]]:

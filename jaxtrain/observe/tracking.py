@@ -1,4 +1,4 @@
-"""Trackers follow a run from its files, each in a thread of its own: the run does not feel what befalls them."""
+"""Follow a run from its files with trackers, each in its own thread: their failures never affect the run."""
 
 import json
 import os
@@ -9,152 +9,177 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol
 
+from jaxtrain.observe.log_line import LogLine
 from jaxtrain.observe.record import Record, read_record
 from jaxtrain.run_folder import RunFolder
 
-_EVERY = 1.0  # seconds between two looks at metrics.jsonl
-# Seconds that a run waits for its trackers, when it is done; when it was told to stop, or failed.
-_PATIENCE, _IN_HASTE = 60.0, 10.0
+_POLL_EVERY = 1.0  # seconds between reads of metrics.jsonl
+# Seconds to wait for the trackers at the end of a run that finished; of one that was stopped or failed.
+_TIMEOUT, _SHORT_TIMEOUT = 60.0, 10.0
 
 
 class Tracker(Protocol):
-    """A place that runs are told to."""
+    """A service that runs are reported to. Its methods may raise and may block."""
 
     name: str
+    """Names the package to install, and the file NAME.json in the run's folder."""
 
-    def begin(self, record: Record, folder: Path, known: str | None) -> str:
-        """Begin a run there, or go on with the one `known` by its id: that id."""
+    def begin(self, record: Record, folder: Path, run_id: str | None) -> str:
+        """Create a run there, or continue the run `run_id`; return its id."""
 
-    def log(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Tell lines of metrics.jsonl: a line after a rollback has a step that was told before."""
+    def log(self, lines: Sequence[LogLine]) -> None:
+        """Report new lines. After a rollback their steps were reported before."""
 
     def end(self, record: Record, exit_status: int) -> str:
-        """Tell that it ended: where it is to be found."""
+        """Report that the run ended; return where it can be found."""
 
 
 @contextmanager
 def track_run(
-    run: RunFolder, trackers: Sequence[Tracker], say: Callable[[str], None]
+    run: RunFolder, trackers: Sequence[Tracker], message: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Have the trackers follow `run` while this lasts; what it gives is to be told the exit status.
+    """Report `run` to trackers while the context lasts.
 
-    What goes wrong with one is said once, and it follows no further. Raises nothing.
+    A tracker that fails is reported once and dropped. The trackers raise nothing here.
+
+    Args:
+      run: The folder of the run.
+      trackers: The trackers.
+      message: Prints one line.
+
+    Yields:
+      A callback; call it with the exit status of the run, else the run counts as failed.
     """
-    followers = [_Follower(run, tracker, say) for tracker in trackers]
-    status = [1]
+    followers = [_Follower(run, tracker, message) for tracker in trackers]
+    status = 1
+
+    def set_status(exit_status: int) -> None:
+        nonlocal status
+        status = exit_status
+
     for follower in followers:
         follower.start()
     try:
-        yield lambda exit_status: status.__setitem__(0, exit_status)
+        yield set_status
     finally:
         for follower in followers:
-            follower.finish(status[0])
-        patience = _IN_HASTE if status[0] else _PATIENCE
-        deadline = time.monotonic() + patience
+            follower.finish(status)
+        timeout = _SHORT_TIMEOUT if status else _TIMEOUT
+        deadline = time.monotonic() + timeout
         for follower in followers:
             follower.join(max(deadline - time.monotonic(), 0))
             if follower.is_alive():
-                follower.give_up()
+                follower.silence()
                 name = follower.tracker.name
-                say(f"warning: {name} has not taken all within {patience:.0f} s: the run is whole, its copy may not be")
+                message(f"warning: {name} did not finish within {timeout:.0f} s: its copy of the run may be incomplete")
 
 
 class _Follower(Thread):
-    """Tells a tracker each line of metrics.jsonl once, over all the processes that a run takes.
+    """Reports each line of metrics.jsonl to a tracker once, across all processes of a resumed run.
 
-    A file of the tracker's name in the run's folder holds the id of the run there and what was told.
+    NAME.json in the run's folder stores the tracker's id of the run and what was reported.
     """
 
-    def __init__(self, run: RunFolder, tracker: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunFolder, tracker: Tracker, message: Callable[[str], None]) -> None:
         super().__init__(name=tracker.name, daemon=True)
         self.tracker = tracker
-        self._run, self._say = run, say
+        self._run, self._message = run, message
         self._ended, self._exit_status = Event(), 1
 
     def finish(self, exit_status: int) -> None:
-        """Tell what is left, and that it is the end."""
+        """Report what is left, and the end of the run."""
         self._exit_status = exit_status
         self._ended.set()
 
-    def give_up(self) -> None:
-        """Say no more."""
-        self._say = lambda text: None
+    def silence(self) -> None:
+        """Print nothing from now on."""
+        self._message = lambda text: None
 
     def run(self) -> None:
-        """Follow, and never raise."""
+        """Follow the run; never raise."""
         try:
             self._follow()
         except (Exception, SystemExit) as error:
-            said = " ".join(str(error).split())[:300] or type(error).__name__
-            self._say(f"warning: {self.tracker.name} follows no further: {said}")
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            self._message(f"warning: {self.tracker.name} stopped tracking: {reason}")
 
     def _follow(self) -> None:
         while not self._run.metrics.exists():
-            if self._ended.wait(_EVERY) and not self._run.metrics.exists():
-                return  # it never began
-        place = self._run.path / f"{self.tracker.name}.json"
-        known = json.loads(place.read_text()) if place.exists() else {}
-        identity = self.tracker.begin(read_record(self._run), self._run.path, known.get("id"))
-        lines, news = _Lines(self._run.metrics), _News(known.get("told", -1), known.get("rollbacks", []))
-        _write(place, {"id": identity, "told": news.told, "rollbacks": news.rollbacks})
+            if self._ended.wait(_POLL_EVERY) and not self._run.metrics.exists():
+                return  # the run never began
+        state_file = self._run.path / f"{self.tracker.name}.json"
+        state = json.loads(state_file.read_text()) if state_file.exists() else {}
+        run_id = self.tracker.begin(read_record(self._run), self._run.path, state.get("id"))
+        lines = _GrowingFile(self._run.metrics)
+        unreported = _Unreported(state.get("told", -1), state.get("rollbacks", []))
+        _write(state_file, {"id": run_id, **unreported.state()})
         while True:
-            last = self._ended.is_set()  # asked before the look: nothing is written after it
-            if fresh := news.of(lines.read()):
-                self.tracker.log(fresh)
-                _write(place, {"id": identity, "told": news.told, "rollbacks": news.rollbacks})
-            if last:
+            is_last = self._ended.is_set()  # read before the file: nothing is written to it afterwards
+            if new := unreported.take(lines.read()):
+                self.tracker.log(new)
+                _write(state_file, {"id": run_id, **unreported.state()})
+            if is_last:
                 break
-            self._ended.wait(_EVERY)
-        self._say(f"{self.tracker.name}: {self.tracker.end(read_record(self._run), self._exit_status)}")
+            self._ended.wait(_POLL_EVERY)
+        self._message(f"{self.tracker.name}: {self.tracker.end(read_record(self._run), self._exit_status)}")
 
 
-class _Lines:
+class _GrowingFile:
     """A metrics.jsonl that grows, or is replaced by a shorter one."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._read = path, 0, 0
+        self._path, self._inode, self._offset = path, 0, 0
 
-    def read(self) -> list[dict[str, Any]]:
-        """The lines since the last time; all of them of a file that took the place of the last one."""
+    def read(self) -> list[LogLine]:
+        """Return the lines since the previous call; all lines if the file was replaced."""
         with self._path.open("rb") as file:
-            now = os.fstat(file.fileno()).st_ino
-            if now != self._file:
-                self._file, self._read = now, 0
-            file.seek(self._read)
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [LogLine.from_json(json.loads(line)) for line in complete.splitlines()]
 
 
-class _News:
-    """What of the lines was not told yet. After a restart its steps are the same; after a rollback they are others.
+class _Unreported:
+    """Selects lines that were not reported yet.
 
-    >>> news = _News(told=4, rollbacks=[])
-    >>> news.of([{"step": 4}, {"step": 2, "rolled_back_from": 4}, {"step": 3}])
-    [{'step': 2, 'rolled_back_from': 4}, {'step': 3}]
-    >>> news.of([{"step": 2, "rolled_back_from": 4}, {"step": 3}, {"step": 4}])
-    [{'step': 4}]
+    A restart repeats lines, which are skipped; after a rollback the same steps have new lines, which are not.
+
+    >>> from jaxtrain.observe.log_line import Rollback
+    >>> lines = [LogLine(step=4), LogLine(step=2, rollback=Rollback(4, 2, 9.0, 1)), LogLine(step=3)]
+    >>> unreported = _Unreported(last_step=4, rollbacks=[])
+    >>> [line.step for line in unreported.take(lines)]
+    [2, 3]
+    >>> [line.step for line in unreported.take([*lines[1:], LogLine(step=4)])]
+    [4]
     """
 
-    def __init__(self, told: int, rollbacks: list[list[int]]) -> None:
-        self.told, self.rollbacks = told, rollbacks
+    def __init__(self, last_step: int, rollbacks: list[list[int]]) -> None:
+        self._last_step, self._rollbacks = last_step, rollbacks
 
-    def of(self, lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Those of the lines that are news, which they are no more."""
-        news = []
+    def state(self) -> dict[str, Any]:
+        """Return what was reported, as JSON."""
+        return {"told": self._last_step, "rollbacks": self._rollbacks}
+
+    def take(self, lines: Sequence[LogLine]) -> list[LogLine]:
+        """Return the lines that were not reported yet; they count as reported from now on."""
+        new = []
         for line in lines:
-            rollback = [line["step"], line.get("rolled_back_from"), line.get("batches_skipped")]
-            if "rolled_back_from" in line and rollback not in self.rollbacks:
-                self.rollbacks.append(rollback)
-                self.told = line["step"] - 1
-            if line["step"] > self.told:
-                news.append(line)
-                self.told = line["step"]
-        return news
+            if line.rollback:
+                rollback = [line.step, line.rollback.from_step, line.rollback.batches_skipped]
+                if rollback not in self._rollbacks:
+                    self._rollbacks.append(rollback)
+                    self._last_step = line.step - 1
+            if line.step > self._last_step:
+                new.append(line)
+                self._last_step = line.step
+        return new
 
 
-def _write(path: Path, of: Mapping[str, Any]) -> None:
+def _write(path: Path, state: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(of) + "\n")
+    partial.write_text(json.dumps(state) + "\n")
     partial.replace(path)

@@ -1,10 +1,11 @@
-"""A run's batches, how long each was waited for, and word of one that does not come."""
+"""The batches of a run: how long each was waited for, and a warning when one does not arrive."""
 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,20 +16,41 @@ from jaxtrain.distributed import processes
 from jaxtrain.profile import INPUT
 
 
-class Batches:
-    """The loader's batches, within a `with`; after `stall_seconds` of waiting for one `say` is told, once a batch.
+class FetchedBatch(NamedTuple):
+    """A batch that the loader handed out."""
 
-    `next_batch`: the position after the last one handed out. `waited`: seconds it was waited for. With 0
-    `stall_seconds` nothing is said.
+    arrays: Batch
+    next_batch: int
+    """The loader's position after it."""
+    wait_s: float = 0.0
+    """Seconds that the loop waited for it."""
+
+
+@dataclass(frozen=True)
+class DispatchedStep:
+    """A training step that was dispatched to the device; it may not be done yet."""
+
+    step: int
+    batch: FetchedBatch
+    metrics: Mapping[str, jax.Array]
+
+
+class Batches:
+    """Iterates over the loader's batches; while entered, a thread warns of one that does not arrive.
+
+    Args:
+      loader: The loader.
+      source: Names the data in the warning.
+      stall_seconds: Warn once a batch has been waited for this long; 0 never warns.
+      message: Prints one line.
     """
 
-    def __init__(self, loader: Loader, source: str, stall_seconds: float, say: Callable[[str], None]) -> None:
-        self.next_batch = loader.state()["next_batch"]
-        self.waited = 0.0
-        self._loader, self._source, self._limit, self._say = loader, source, stall_seconds, say
-        self._since: float | None = None
+    def __init__(self, loader: Loader, source: str, stall_seconds: float, message: Callable[[str], None]) -> None:
+        self._loader, self._source, self._limit, self._message = loader, source, stall_seconds, message
+        self._next_batch = loader.state()["next_batch"]
+        self._waiting_since: float | None = None
         self._ended = threading.Event()
-        # One thread for all of a run: a timer a batch would cost more than most batches do.
+        # One thread per run: a timer per batch would cost more than most batches.
         self._thread = threading.Thread(target=self._watch, name="stalled input", daemon=True)
 
     def __enter__(self) -> "Batches":
@@ -43,41 +65,45 @@ class Batches:
         if self._limit:
             self._thread.join()
 
-    def __next__(self) -> Batch:
-        begin = self._since = time.perf_counter()
+    def __next__(self) -> FetchedBatch:
+        begin = self._waiting_since = time.perf_counter()
         try:
             with jax.profiler.TraceAnnotation(INPUT):
-                batch = next(self._loader)
+                arrays = next(self._loader)
         finally:
-            self._since = None
-        self.waited = time.perf_counter() - begin
-        self.next_batch += 1
-        return batch
+            self._waiting_since = None
+        wait_s = time.perf_counter() - begin
+        self._next_batch += 1
+        return FetchedBatch(arrays, self._next_batch, wait_s)
 
-    def whole(self, batch: Batch) -> Batch:
-        """The batch that one handed out is part of, of several processes each of which gives its own."""
+    def gather(self, batch: Batch) -> Batch:
+        """Return the whole batch of all processes, each of which holds some of its rows."""
         if processes.count() == 1:
             return batch
-        rows, given = process_allgather((self._loader.rows, batch), tiled=True)
-        _, first = np.unique(rows, return_index=True)  # of those that several hold, one
-        return {name: x[first] for name, x in given.items()}
+        rows, parts = process_allgather((self._loader.rows, batch), tiled=True)
+        _, first = np.unique(rows, return_index=True)  # several processes may hold the same row
+        return {name: x[first] for name, x in parts.items()}
 
     def state(self) -> dict[str, Any]:
-        """The loader's position."""
+        """Return the loader's position, as JSON."""
         return self._loader.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises `UserError` where it is of other data."""
+        """Continue from `state()`.
+
+        Raises:
+          UserError: The position belongs to other data.
+        """
         self._loader.restore(state)
-        self.next_batch = state["next_batch"]
+        self._next_batch = state["next_batch"]
 
     def _watch(self) -> None:
-        told = None
+        warned = None
         while not self._ended.wait(self._limit / 10):
-            since = self._since
-            if since is not None and since != told and time.perf_counter() - since >= self._limit:
-                told = since
-                self._say(
-                    f"batch {self.next_batch} of {self._source} has not come for {self._limit:g} s: still waiting; "
-                    "is its disk or network down?"
+            since = self._waiting_since
+            if since is not None and since != warned and time.perf_counter() - since >= self._limit:
+                warned = since
+                self._message(
+                    f"batch {self._next_batch} of {self._source} has not arrived for {self._limit:g} s: still waiting; "
+                    "check its disk or network"
                 )

@@ -1,9 +1,13 @@
-"""Checkpoints: the whole `TrainState` by orbax and all else that a run is, whole or not there, verified when read.
+"""Save and restore checkpoints: atomic, verified by checksums, written in the background.
 
-A step's folder is written under the name `STEP.partial`: the state by orbax, `run.json`, last the manifest. Renaming it
-to `STEP` is the commit. All but the copy off the device is done in a thread of its own.
+A step is written to the folder `STEP.partial`: the state by orbax, `run.json`, last the manifest. Renaming it to `STEP`
+is the commit. Only the copy off the device blocks the loop. With several processes each one writes and reads what its
+devices hold, in one folder; the first one does everything else.
 
-Of several processes each writes and reads what its devices hold, in one folder; all else the first one does.
+orbax's CheckpointManager (0.12) is not used: it renames a step to its final name as soon as the items are written and
+offers a callback only afterwards (`post_finalization_callback`). A kill in between would leave a committed checkpoint
+without a manifest, which cannot be told from a damaged one. What it would replace is `_finish`, `_evict` and
+`Retention`, 50 lines.
 """
 
 import contextlib
@@ -34,34 +38,37 @@ from jaxtrain.tasks import Task
 
 _PARTIAL = ".partial"
 _STATE, _RUN = "state", "run.json"
-# orbax reports every phase of every save through absl, and in full what it raises as well.
-logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `last` ones, the `best` ones by eval_loss, and those of every `every`th step.
+    """Which checkpoints are retained.
 
-    >>> sorted(Retention(last=1, best=1, every=10).of({0: 2.3, 4: 0.7, 8: 0.9, 10: None, 12: 0.8}))
-    [4, 10, 12]
+    Raises:
+      UserError: A number is out of range.
 
-    Raises UserError for a number out of range.
+    Example:
+      >>> sorted(Retention(last=1, best=1, every=10).retained({0: 2.3, 4: 0.7, 8: 0.9, 10: None, 12: 0.8}))
+      [4, 10, 12]
     """
 
     last: int = 3
+    """The n newest."""
     best: int = 1
+    """The n with the lowest eval_loss."""
     every: int | None = None
+    """Those whose step is a multiple of n; None for none."""
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise UserError(f"keep_last {self.last} keeps nothing to resume from: make it 1 or more")
+            raise UserError(f"keep_last must be at least 1, got {self.last}: a run resumes from its last checkpoint")
         if self.best < 0:
-            raise UserError(f"keep_best {self.best} is negative: make it 0 or more")
+            raise UserError(f"keep_best must be at least 0, got {self.best}")
         if self.every is not None and self.every < 1:
-            raise UserError(f"keep_every {self.every} is too small: make it 1 or more")
+            raise UserError(f"keep_every must be at least 1, got {self.every}")
 
-    def of(self, losses: Mapping[int, float | None]) -> set[int]:
-        """Those of the steps that stay, given each one's eval_loss, None where none was taken."""
+    def retained(self, losses: Mapping[int, float | None]) -> set[int]:
+        """Return the steps to retain, given the eval_loss of each step, None if it was not evaluated."""
         evaluated = [step for step in losses if losses[step] is not None]
         every = {step for step in losses if self.every and step and step % self.every == 0}
         best = sorted(evaluated, key=lambda step: (losses[step], step))[: self.best]
@@ -69,21 +76,28 @@ class Retention:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Nothing is written, moved or deleted but by `save`, and `restore(set_aside=…)`."""
+    """The checkpoints of one run. Only `save`, and `restore(on_damaged=…)`, change files.
 
-    def __init__(self, path: Path, keep: Retention | None = None) -> None:
+    Args:
+      path: The folder of checkpoints; the first save creates it.
+      retention: Which checkpoints are retained; the last three and the best one by default.
+    """
+
+    def __init__(self, path: Path, retention: Retention | None = None) -> None:
         self._path = path.absolute()
         self._run = path.parent
-        self._keep = keep or Retention()
-        # Compressing what is nearly random takes the steps' cores for a fifth of the size.
+        self._retention = retention or Retention()
+        # Compressing nearly random numbers would take the cores from the steps, for a fifth of the size.
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._commit: tuple[int, Future[None]] | None = None
         self._losses: dict[int, float | None] = {}
-        self._broken = False
+        self._has_failed = False
 
     def __enter__(self) -> "Checkpoints":
-        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._unraised
+        logging.getLogger("absl").addFilter(_not_from_orbax)
+        self._hook, self._previous_hook = self._drop_closed_loop, sys.unraisablehook
+        sys.unraisablehook = self._hook
         return self
 
     def __exit__(
@@ -94,21 +108,32 @@ class Checkpoints:
                 self.wait()
         finally:
             self._thread.shutdown()
-            # What has failed is raised already; orbax's closing raises what else has.
-            with contextlib.suppress(*[Exception] if self._broken else []):
+            # A failed save was raised already; closing orbax would raise its other errors.
+            with contextlib.suppress(*[Exception] if self._has_failed else []):
                 self._orbax.close()
-            sys.unraisablehook = self._unraisable
+            logging.getLogger("absl").removeFilter(_not_from_orbax)
+            if sys.unraisablehook == self._hook:  # else another library has chained its own to it
+                sys.unraisablehook = self._previous_hook
 
-    def _unraised(self, late: Any) -> None:
-        # One write has failed, which is raised; TensorStore's other writes then find orbax's event loop gone.
-        if str(late.exc_value) != "Event loop is closed":
-            self._unraisable(late)
+    def _drop_closed_loop(self, late: Any) -> None:
+        """Drop the errors of TensorStore's writes after one has failed, which was raised: orbax closed their loop.
+
+        They call `call_soon_threadsafe` from C++: it is the outermost frame, as in no program written in Python.
+        """
+        frame = late.exc_traceback and late.exc_traceback.tb_frame.f_code.co_name
+        if not (isinstance(late.exc_value, RuntimeError) and frame == "call_soon_threadsafe" and late.object is None):
+            self._previous_hook(late)
 
     def save(self, state: TrainState, data: Mapping[str, Any], eval_loss: float | None = None) -> None:
-        """Save under `state.step`, unless that step is saved already; returns when `state` may be donated.
+        """Save a state under its step, unless that step is saved already; returns when `state` may be donated.
 
-        `data` is what a run is besides its state, as JSON. Raises `RunFailed` where this save cannot begin or the one
-        before it could not be committed.
+        Args:
+          state: The training state.
+          data: What else a resumed run needs, such as the loader's position, as JSON.
+          eval_loss: Validation loss of the state, for `Retention.best`.
+
+        Raises:
+          RunFailed: This save cannot begin, or the one before it could not be committed.
         """
         self.wait()
         step = int(state.step)
@@ -125,11 +150,15 @@ class Checkpoints:
 
     @property
     def idle(self) -> bool:
-        """Whether no save is on its way."""
+        """Whether no save is in progress."""
         return self._commit is None or self._commit[1].done()
 
     def wait(self) -> None:
-        """Until the last save is committed. Raises `RunFailed` where it could not be."""
+        """Wait until the last save is committed.
+
+        Raises:
+          RunFailed: It could not be committed.
+        """
         if self._commit is None:
             return
         (step, commit), self._commit = self._commit, None
@@ -145,38 +174,52 @@ class Checkpoints:
         processes.once(committed)
 
     def _is_saved(self, step: int) -> bool:
-        """Whether it is; what an interrupted save has left is removed."""
+        """Whether a step is saved. Removes what interrupted saves left."""
         for remains in self._path.glob(f"*{_PARTIAL}"):
             shutil.rmtree(remains, ignore_errors=True)
         return step in saved_steps(self._path)
 
     def restore(
-        self, like: TrainState, set_aside: Callable[[str], None] | None = None, *, before: int | None = None
+        self, like: TrainState, on_damaged: Callable[[str], None] | None = None, *, before: int | None = None
     ) -> tuple[TrainState, dict[str, Any]]:
-        """(state, data) of the newest checkpoint, with the shapes, dtypes and shardings of `like`.
+        """Restore the newest checkpoint.
 
-        Of those before step `before`, where it is given.
+        Args:
+          like: A state, or its shapes, with the shapes, dtypes and shardings to restore.
+          on_damaged: If given, a damaged checkpoint is moved to `damaged/`, reported by this callback, and the one
+            before it is restored. Without it, a damaged checkpoint is an error.
+          before: Restore the newest checkpoint before this step.
 
-        A damaged one is an error; with `set_aside` it is moved to `damaged/`, `set_aside` is told, and the one before
-        it taken. Raises `UserError` where none is left, and where it is not of such a state.
+        Returns:
+          A tuple (state, data), as they were saved.
+
+        Raises:
+          UserError: There is no intact checkpoint, or it holds a state of other shapes.
         """
-        folder = Path(processes.once(lambda: str(self._verified(set_aside, before))))
+        folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
         return self._read(folder, like), json.loads((folder / _RUN).read_text())["data"]
 
     def restore_params(self, like: Any) -> Any:
-        """The parameters alone of the newest checkpoint. Raises `UserError` as `restore` does."""
+        """Restore only the parameters of the newest checkpoint.
+
+        Args:
+          like: The parameters, or their shapes.
+
+        Raises:
+          UserError: As `restore`.
+        """
         return self._read(self._verified(None), {"params": like}, partial_restore=True)["params"]
 
     def _read(self, folder: Path, like: Any, **how: bool) -> Any:
-        """The tree `like`. Raises `UserError` where another is saved: orbax would convert what it can, if it can."""
-        there, here = _kinds(self._orbax.metadata(folder / _STATE).item_metadata.tree), _kinds(like)
+        """Read the tree `like`. Raises `UserError` if another was saved: orbax would convert it silently."""
+        saved, expected = _kinds(self._orbax.metadata(folder / _STATE).item_metadata.tree), _kinds(like)
         if how.get("partial_restore"):
-            there = {name: there[name] for name in there.keys() & here.keys()}
-        for name in sorted(there.keys() | here.keys()):
-            if there.get(name) != here.get(name):
+            saved = {name: saved[name] for name in saved.keys() & expected.keys()}
+        for name in sorted(saved.keys() | expected.keys()):
+            if saved.get(name) != expected.get(name):
                 raise UserError(
-                    f"{folder} has {there.get(name, 'nothing')} at {name} where this recipe's state has "
-                    f"{here.get(name, 'nothing')}: it is of another version, or its config.json was changed"
+                    f"{folder} has {saved.get(name, 'nothing')} at {name} where this recipe's state has "
+                    f"{expected.get(name, 'nothing')}: it was saved by another version, or config.json was changed"
                 )
         item = _abstract(like)
         shardings = ocp.checkpoint_utils.construct_restore_args(item)
@@ -193,7 +236,7 @@ class Checkpoints:
         self._orbax.save(self._partial(step) / _STATE, args=ocp.args.PyTreeSave(state))
 
     def _finish(self, step: int, data: dict[str, Any], eval_loss: float | None) -> None:
-        """Commit a save, then evict: never the other way round, so that a kill finds a whole one at any moment."""
+        """Commit a save, then evict: in this order, so that a kill leaves an intact checkpoint at any moment."""
         self._orbax.wait_until_finished()
         if not processes.is_first():
             return
@@ -210,61 +253,84 @@ class Checkpoints:
             if step not in self._losses:
                 self._losses[step] = _eval_loss(self._path / str(step))
         self._losses = {step: self._losses[step] for step in saved_steps(self._path)}
-        for step in self._losses.keys() - self._keep.of(self._losses):
-            # Renamed first: a kill leaves no half of a checkpoint under a step's name. What cannot go now goes later.
+        for step in self._losses.keys() - self._retention.retained(self._losses):
+            # Renamed first, so that a kill leaves no half of a checkpoint under a step's name.
             shutil.rmtree((self._path / str(step)).rename(self._partial(step)), ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> RunFailed:
-        self._broken = True
-        # On a full disk, what else is to be written needs the room.
+        self._has_failed = True
+        # On a full disk the other files need the space.
         shutil.rmtree(self._partial(step), ignore_errors=True)
         newest = max(saved_steps(self._path), default=None)
-        left = "there is none before it" if newest is None else f"the checkpoint of step {newest} is whole"
+        left = "there is no checkpoint before it" if newest is None else f"the checkpoint of step {newest} is intact"
         return RunFailed(
-            f"step {step} could not be saved in {self._run} ({_reason(error)}): {left}; mend that, then --resume auto"
+            f"step {step} could not be saved in {self._run} ({_reason(error)}): {left}; fix that, then continue with "
+            "--resume auto"
         )
 
-    def _verified(self, set_aside: Callable[[str], None] | None, before: int | None = None) -> Path:
-        """The newest step's folder that matches its manifest."""
+    def _verified(self, on_damaged: Callable[[str], None] | None, before: int | None = None) -> Path:
+        """Return the newest folder that matches its manifest."""
         damaged = self._path / "damaged"
         for step in sorted((s for s in saved_steps(self._path) if before is None or s < before), reverse=True):
             folder = self._path / str(step)
             try:
                 verify(folder)
             except DamagedCheckpoint as error:
-                if not folder.exists():  # evicted by the run while it was read
-                    return self._verified(set_aside, before)
-                if set_aside is None:
+                if not folder.exists():  # evicted by a running process meanwhile
+                    return self._verified(on_damaged, before)
+                if on_damaged is None:
                     raise UserError(
                         f"the checkpoint of step {step} in {self._run} is damaged ({error}): "
-                        f"jaxtrain train --resume --out {self._run} goes on from the one before it"
+                        f"jaxtrain train --resume --out {self._run} continues from the one before it"
                     ) from error
                 damaged.mkdir(exist_ok=True)
                 n = sum(re.fullmatch(rf"{step}(-\d+)?", p.name) is not None for p in damaged.iterdir())
                 moved = folder.rename(damaged / (f"{step}-{n}" if n else f"{step}"))
-                set_aside(f"the checkpoint of step {step} is damaged ({error}): set aside as {moved}")
+                on_damaged(f"the checkpoint of step {step} is damaged ({error}): moved to {moved}")
             else:
                 return folder
         if damaged.exists():
-            raise UserError(f"{self._run} has no whole checkpoint left, see {damaged}: start again with another --out")
+            raise UserError(f"{self._run} has no intact checkpoint left, see {damaged}: start again with another --out")
         raise UserError(
-            f"{self._run} has no checkpoint: jaxtrain train --resume auto --out {self._run} begins it again"
+            f"{self._run} has no checkpoint: start it again with jaxtrain train --resume auto --out {self._run}"
         )
 
 
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """Drop orbax's records: it logs every phase of a save, and the tracebacks of errors that it raises too."""
+    return "orbax" not in Path(record.pathname).parts or record.levelno >= logging.CRITICAL
+
+
 def saved_steps(path: Path) -> list[int]:
-    """The steps that have a checkpoint under `path`, whole or damaged."""
+    """Return the steps that have a checkpoint in the folder `path`, intact or damaged, in no order."""
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
 def restore_params(path: Path, like: Any) -> Any:
-    """The parameters alone of the newest checkpoint under `path`. Raises `UserError` where there is none."""
+    """Restore the parameters of the newest checkpoint.
+
+    Args:
+      path: The folder of checkpoints.
+      like: The parameters, or their shapes.
+
+    Raises:
+      UserError: There is no intact checkpoint, or it holds other shapes.
+    """
     with Checkpoints(path) as checkpoints:
         return checkpoints.restore_params(like)
 
 
 def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
-    """The state in the newest checkpoint under `path`, of a run of `recipe`. Raises `UserError` where there is none."""
+    """Restore the state of the newest checkpoint.
+
+    Args:
+      path: The folder of checkpoints.
+      recipe: The settings of the run.
+      task: The task of the recipe.
+
+    Raises:
+      UserError: There is no intact checkpoint, or it holds other shapes.
+    """
     step = training_step(recipe, task.loss_fn)
     like = step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
     with Checkpoints(path) as checkpoints:
@@ -273,7 +339,7 @@ def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
 
 
 def _in_host_memory(state: TrainState) -> bool:
-    """Whether this process holds all of it, where orbax would read it in place: the next steps could not reuse it."""
+    """Whether orbax would read the state in place, in memory of this process that the next steps could not reuse."""
     devices = state.step.devices()
     return processes.count() == 1 and all(device.platform == "cpu" for device in devices)
 
@@ -289,17 +355,17 @@ def _abstract(tree: Any) -> Any:
 
 
 def _kinds(tree: Any) -> dict[str, str]:
-    """Name -> dtype and shape, as saved: of a key its numbers."""
+    """Return dtype and shape by name, as saved; of a random key those of its data."""
 
-    def saved(x: Any) -> Any:
+    def key_data(x: Any) -> Any:
         return jax.eval_shape(jax.random.key_data, x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
-    leaves = {name: saved(x) for name, x in ocp.tree.to_flat_dict(tree, sep="/").items()}
+    leaves = {name: key_data(x) for name, x in ocp.tree.to_flat_dict(tree, sep="/").items()}
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
 
 
 def _eval_loss(folder: Path) -> float | None:
-    """As saved; None in a folder too damaged to say."""
+    """Read the eval_loss; None if it was not evaluated or the folder is damaged."""
     try:
         loss = json.loads((folder / _RUN).read_bytes())["eval_loss"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -308,10 +374,10 @@ def _eval_loss(folder: Path) -> float | None:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in one line: the system's words where it was the system."""
+    """Return the cause in one line: the operating system's message if it is a system error."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error)
-    # TensorStore writes a page and ends it with the system's number: "… [os_error_code='28']".
+    # TensorStore's page-long message ends with the error number: "… [os_error_code='28']".
     number = re.search(r"\[os_error_code='(\d+)'", text)
     return os.strerror(int(number[1])) if number else next(iter(text.splitlines()), type(error).__name__)

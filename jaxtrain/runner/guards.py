@@ -1,148 +1,172 @@
-"""Guards of a run: an inf or NaN that was applied, and a loss that leaps.
+"""Guards of a run: an applied inf or NaN, a loss spike, and updates that are always skipped.
 
-A step is judged by its metrics, when the next one is on its way: the device never waits for a judgement. What a step
-left is looked at before it is saved, so that a spoiled state is never the newest checkpoint and evicts no sound one.
+A step is checked by its metrics while the next one runs, so that the device never waits. Before a state is saved all of
+it is checked: a checkpoint is never invalid, and never evicts a valid one.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxtrain.data.loader import Batch
 from jaxtrain.errors import UserError
+from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
 from jaxtrain.recipes import Recipe
-from jaxtrain.step import TrainState, finite_leaves, leaf_name
+from jaxtrain.runner.batches import DispatchedStep
+from jaxtrain.step import TrainState, current_scale, finite_leaves, leaf_name
 
 WINDOW = 64
-"""Losses, of as many applied updates before it, that a loss is judged against."""
+"""Applied updates whose median loss a loss is compared to."""
 FEWEST = 16
-"""And how many of them there must be."""
+"""Fewest of them for a comparison."""
 MOST_ROLLBACKS = 3
-"""To one checkpoint, one after the other."""
-
-
-@dataclass(frozen=True)
-class DispatchedStep:
-    """A step that was dispatched: its number, batch and metrics, and the data's position after it."""
-
-    step: int
-    batch: Batch
-    next_batch: int
-    metrics: Mapping[str, jax.Array]
+"""Consecutive rollbacks to one checkpoint before the run fails."""
 
 
 class RunInvalid(Exception):  # noqa: N818
-    """A step after which the run cannot go on, and what is wrong with it in words."""
+    """A step after which the run cannot continue.
 
-    def __init__(self, taken: DispatchedStep, what: str) -> None:
-        super().__init__(what)
-        self.taken, self.what = taken, what
+    Attributes:
+      step: The step.
+      reason: What is wrong with it.
+    """
+
+    def __init__(self, step: DispatchedStep, reason: str) -> None:
+        super().__init__(reason)
+        self.step, self.reason = step, reason
 
 
 class Spike(RunInvalid):
-    """A step whose loss leapt."""
+    """A step whose loss spiked."""
 
 
 class Guard:
-    """Judges the steps of a run of `recipe` whose parameters are like `params`: `add` each, `settle` before it counts.
+    """Checks the steps of a run.
 
-    `event`: the numbers of a rollback, until `take_event`.
+    Args:
+      recipe: The settings of the run.
+      params: Its parameters, or their shapes, for the names of leaves.
     """
 
     def __init__(self, recipe: Recipe, params: Any) -> None:
-        self._factor = recipe.spike_factor
+        self._factor, self._max_skips = recipe.spike_factor, recipe.max_skips
         self._params = jax.eval_shape(lambda: params)
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._taken: DispatchedStep | None = None
-        self._judged = True
+        self._newest: DispatchedStep | None = None
+        self._is_checked = True
+        self._skips, self._reached_skip_limit = 0, False
+        self._nonfinite = -1, -1  # micro-batch and leaf of the last gradient that was not finite
         self._target, self._rollbacks = -1, 0
-        self.event: dict[str, float] = {}
 
-    def add(self, taken: DispatchedStep) -> None:
-        """Take note of a dispatched step and judge the one before it. Raises `RunInvalid`, or `Spike`."""
-        # On their way before they are asked for, so that asking costs no wait of its own.
-        taken.metrics["loss"].copy_to_host_async()
-        taken.metrics["nonfinite_leaf"].copy_to_host_async()
+    @property
+    def reached_skip_limit(self) -> bool:
+        """Whether `max_skips` updates in a row were skipped."""
+        return self._reached_skip_limit
+
+    def add(self, step: DispatchedStep) -> None:
+        """Add a dispatched step and check the one before it.
+
+        Raises:
+          RunInvalid: The step before it is invalid; `Spike` if its loss spiked.
+        """
+        # The copies are under way before the values are read.
+        for name in ("loss", "nonfinite_leaf", "skipped"):
+            step.metrics[name].copy_to_host_async()
         self.settle()
-        self._taken, self._judged = taken, False
+        self._newest, self._is_checked = step, False
 
     def settle(self) -> None:
-        """Judge the newest step, waiting for it. Raises `RunInvalid`, or `Spike`."""
-        if not self._judged and self._taken is not None:
-            self._judged = True
-            self._judge(self._taken)
+        """Check the newest step, waiting for it. Raises as `add`."""
+        if not self._is_checked and self._newest is not None:
+            self._is_checked = True
+            self._check(self._newest)
 
     def check(self, state: TrainState) -> None:
-        """Judge the newest step and all that it left, before that is saved. Raises `RunInvalid`, or `Spike`."""
+        """Check the newest step and the state after it, before that is saved. Raises as `add`."""
         self.settle()
-        if self._taken is not None and (where := find_nonfinite_array(state)):
-            raise RunInvalid(self._taken, f"{where} holds inf or NaN, though loss and gradient were finite")
+        if self._newest is not None and (where := find_nonfinite_array(state)):
+            raise RunInvalid(self._newest, f"{where} holds inf or NaN, though loss and gradient were finite")
 
-    def _judge(self, taken: DispatchedStep) -> None:
-        # An array's conversion by NumPy is the cheapest there is.
-        loss, leaf = float(np.asarray(taken.metrics["loss"])), int(np.asarray(taken.metrics["nonfinite_leaf"]))
+    def _check(self, step: DispatchedStep) -> None:
+        # np.asarray is the cheapest conversion of a scalar.
+        loss, leaf = float(np.asarray(step.metrics["loss"])), int(np.asarray(step.metrics["nonfinite_leaf"]))
+        is_skipped = bool(np.asarray(step.metrics["skipped"]))
+        self._skips = self._skips + 1 if is_skipped else 0
+        self._reached_skip_limit |= self._skips >= self._max_skips
+        if leaf >= 0:
+            self._nonfinite = int(step.metrics["nonfinite_micro_batch"]), leaf
         if leaf < 0 and math.isfinite(loss):
             if self._factor is not None:
-                self._judge_loss(taken, loss, self._factor)
-        elif not taken.metrics["skipped"]:  # as fp16 does now and then: nothing was applied
+                self._check_loss(step, loss, self._factor)
+        elif not is_skipped:
             where = "is finite"
             if leaf >= 0:
-                micro_batch = int(taken.metrics["nonfinite_micro_batch"])
-                where = f"has its first inf or NaN in {leaf_name(self._params, leaf)}, micro-batch {micro_batch}"
-            raise RunInvalid(taken, f"the loss is {loss:g} and its gradient {where}")
+                name = leaf_name(self._params, leaf)
+                where = f"has its first inf or NaN in {name}, micro-batch {self._nonfinite[0]}"
+            raise RunInvalid(step, f"the loss is {loss:g} and its gradient {where}")
 
-    def _judge_loss(self, taken: DispatchedStep, loss: float, factor: float) -> None:
+    def _check_loss(self, step: DispatchedStep, loss: float, factor: float) -> None:
         if len(self._losses) >= FEWEST and loss > factor * (usual := median(self._losses)) > 0:
-            raise Spike(taken, f"the loss is {loss:g}, more than {factor:g} times {usual:g}, the median before it")
+            raise Spike(step, f"the loss is {loss:g}, more than {factor:g} times {usual:g}, the median before it")
         self._losses.append(loss)
 
-    def roll_back(self, target: int, spike: Spike, saved: Mapping[str, Any]) -> bool:
-        """Go back to the checkpoint of step `target`, which has `saved`; False after too many rollbacks to it."""
+    def skip_limit_message(self, step: int, state: TrainState) -> str:
+        """Return the error of a run whose updates are always skipped."""
+        micro_batch, leaf = self._nonfinite
+        return (
+            f"step {step}: {self._max_skips} updates in a row were skipped, their gradients inf or NaN down to "
+            f"loss scale {float(current_scale(state.loss_scale)):g}, the last one first in "
+            f"{leaf_name(state.params, leaf)}, micro-batch {micro_batch}; the state is saved: start again with a lower "
+            "--lr or with --precision bf16"
+        )
+
+    def roll_back(self, target: int, state: Mapping[str, Any] | None, *, skips: int) -> bool:
+        """Return to the checkpoint of step `target`, which holds `state`; False after too many rollbacks to it."""
         self._rollbacks = self._rollbacks + 1 if target == self._target else 1
-        self._target, self._taken = target, None
+        self._target, self._newest, self._skips = target, None, skips
         if self._rollbacks > MOST_ROLLBACKS:
             return False
-        self._losses = deque(saved.get("guard", {}).get("losses", []), maxlen=WINDOW)
-        self.event = {
-            "rolled_back_from": spike.taken.step,
-            "rolled_back_to": target,
-            "spike_loss": float(spike.taken.metrics["loss"]),
-            "batches_skipped": spike.taken.next_batch - saved["next_batch"],
-        }
+        self._losses = deque((state or {}).get("losses", []), maxlen=WINDOW)
         return True
 
-    def take_event(self) -> dict[str, float]:
-        """The numbers of a rollback that no line tells yet."""
-        event, self.event = self.event, {}
-        return event
-
     def state(self) -> dict[str, Any]:
-        """What must be saved, as JSON, for the resumed run to judge as this one would."""
+        """Return what a resumed run needs to check as this one would, as JSON."""
         return {"losses": list(self._losses), "rollbacks": [self._target, self._rollbacks]}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state()`; None of a checkpoint that has none."""
+    def restore(self, state: Mapping[str, Any] | None, *, skips: int = 0) -> None:
+        """Continue from `state()`, None if the checkpoint has none, after `skips` consecutive skips."""
+        self._skips = skips
         if state is not None:
             self._losses = deque(state["losses"], maxlen=WINDOW)
             self._target, self._rollbacks = state["rollbacks"]
 
 
-def write_batch(folder: Path, taken: DispatchedStep, event: Mapping[str, float]) -> Path:
-    """Write `step-N.npz` for `jaxtrain replay`: the batch, the step's metrics, and a rollback no line tells of.
+class SavedStep(NamedTuple):
+    """The step that ended a run, as `write_batch` saved it."""
 
-    Raises `OSError` where the system refuses.
+    batch: Batch
+    metrics: dict[str, Any]
+    rollback: Rollback | None
+    """The rollback before it, if no line reports that."""
+
+
+def write_batch(folder: Path, step: DispatchedStep, rollback: Rollback | None) -> Path:
+    """Write the step as `step-N.npz`, for `jaxtrain replay`, atomically.
+
+    Raises:
+      OSError: The operating system refuses the write.
     """
     folder.mkdir(exist_ok=True)
-    path = folder / f"step-{taken.step}.npz"
-    parts: dict[str, Mapping[str, Any]] = {"batch": taken.batch, "metrics": taken.metrics, "event": event}
+    path = folder / f"step-{step.step}.npz"
+    event = rollback.to_json() if rollback else {}
+    parts: dict[str, Mapping[str, Any]] = {"batch": step.batch.arrays, "metrics": step.metrics, "event": event}
     arrays = {f"{part}/{name}": np.asarray(x) for part, named in parts.items() for name, x in named.items()}
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -151,10 +175,15 @@ def write_batch(folder: Path, taken: DispatchedStep, event: Mapping[str, float])
     return path
 
 
-def read_batch(folder: Path, step: int) -> tuple[Batch, dict[str, Any], dict[str, float]] | None:
-    """(batch, metrics, event) as `write_batch` wrote them; None where there is none of the step.
+def read_batch(folder: Path, step: int) -> SavedStep | None:
+    """Read what `write_batch` wrote; None if there is nothing of that step.
 
-    Raises `UserError` for a file that cannot be read.
+    Args:
+      folder: The folder `replay` of the run.
+      step: The step that ended the run.
+
+    Raises:
+      UserError: The file cannot be read.
     """
     path = folder / f"step-{step}.npz"
     if not path.exists():
@@ -165,13 +194,20 @@ def read_batch(folder: Path, step: int) -> tuple[Batch, dict[str, Any], dict[str
             for key in file.files:
                 part, _, name = key.partition("/")
                 parts[part][name] = file[key]
-    except Exception as error:  # zipfile, zlib and NumPy each have their own
-        raise UserError(f"{path} cannot be read ({error}): delete it to have the data read instead") from error
-    return parts["batch"], parts["metrics"], {name: float(x) for name, x in parts["event"].items()}
+        rollback = Rollback.from_json(parts["event"]) if parts["event"] else None
+    except Exception as error:  # zipfile, zlib and NumPy raise their own
+        raise UserError(f"{path} cannot be read ({error}): delete it, and the batch is read from the data") from error
+    return SavedStep(parts["batch"], parts["metrics"], rollback)
 
 
 def find_nonfinite_array(state: TrainState) -> str | None:
-    """The first array of the state that holds inf or NaN. Scalars may: the best loss so far begins at inf."""
+    """Return the name of the first array of a state that holds inf or NaN; None if all are finite.
+
+    Scalars are not checked: the best loss of a plateau schedule begins at inf.
+
+    Args:
+      state: The training state.
+    """
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "ema")}
     arrays = [(path, x) for path, x in jax.tree.leaves_with_path(parts) if x.ndim]
     finite = np.asarray(_finite([x for _, x in arrays]))

@@ -1,4 +1,4 @@
-"""A run folder belongs to one process at a time."""
+"""Lock a run folder: it belongs to one process at a time."""
 
 import errno
 import fcntl
@@ -13,23 +13,30 @@ from jaxtrain.runner.checkpoint import saved_steps
 
 
 def check_free(run: RunFolder) -> None:
-    """Raises `UserError` where the folder holds a run already, or cannot be written."""
+    """Check that a folder can take a new run.
+
+    Args:
+      run: The folder.
+
+    Raises:
+      UserError: It already holds a run, or it cannot be written.
+    """
     if run.config.exists():
         raise UserError(f"{run.path} already holds a run: continue it with --resume, or choose another --out")
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file: choose another --out")
     if saved_steps(run.checkpoints):
-        raise UserError(f"{run.path} has checkpoints but no config.json: put it back, or choose another --out")
+        raise UserError(f"{run.path} has checkpoints but no config.json: restore it, or choose another --out")
     parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
     if not os.access(parent, os.W_OK):
         raise UserError(f"{parent} cannot be written: choose another --out")
 
 
 class RunLock:
-    """A run's folder held by one process, until it ends, however it ends: the kernel lets go of the lock, not we.
+    """A lock on a run's folder. The kernel releases it when the process ends, however it ends.
 
-    It is on the file `lock` in the folder, which says who took it last and is never deleted: to lock a file that
-    another process is about to delete would lock nothing.
+    The lock is on the file `lock` in the folder, which names its last holder. The file is never deleted: a lock on a
+    file that another process deletes protects nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,11 +54,11 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process holds it."""
+        """Whether this process holds the lock."""
         return self._file is not None
 
     def take(self) -> None:
-        """Lock the folder. Raises `UserError` where another process holds it."""
+        """Lock the folder. Raises `UserError` if another process holds the lock."""
         try:
             file = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file's size and SHA-256, so that what was damaged is found before it is read."""
+"""The manifest of a checkpoint: size and SHA-256 of every file, to detect damage before reading."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ NAME = "manifest.json"
 
 
 class DamagedCheckpoint(Exception):  # noqa: N818
-    """What differs from the manifest, in a few words."""
+    """A checkpoint that differs from its manifest; the message says how."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Record every file under `folder`, each of them on disk, not in a cache, when this returns."""
+    """Write the manifest of every file under `folder`; all of them are on disk when this returns."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -26,7 +26,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Read every file that the manifest names. Raises `DamagedCheckpoint` where one is not what was written."""
+    """Verify every file of the manifest. Raises `DamagedCheckpoint` if one differs."""
     for name, written in _files(folder).items():
         path = folder / name
         try:

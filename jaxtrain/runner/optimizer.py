@@ -1,4 +1,4 @@
-"""The optimizer, the learning rate schedule and the loss scale of a recipe."""
+"""Build the optimizer, learning rate schedule and loss scale of a recipe."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,15 @@ SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 
 def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
-    """The step of a run of `recipe`. Raises `UserError` for settings that make none."""
+    """Build the training step of a recipe.
+
+    Args:
+      recipe: The settings of the run.
+      loss_fn: The loss of its task.
+
+    Raises:
+      UserError: A setting is invalid.
+    """
     return train_step(
         loss_fn,
         optimizer(recipe),
@@ -42,23 +50,27 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
 
 
 def schedule(recipe: Recipe) -> optax.Schedule:
-    """The learning rate of the update numbered so."""
+    """Return the learning rate as a function of the update's number."""
     return build_expression(schedule_call(recipe), SCHEDULES, {})
 
 
 def schedule_call(recipe: Recipe) -> Call:
-    """The recipe's schedule with all its arguments."""
+    """Return the recipe's schedule as a call with all its arguments.
+
+    Raises:
+      UserError: The schedule is unknown.
+    """
     lr, steps = recipe.lr, recipe.steps
     warmup = min(recipe.warmup_steps, steps - 1)
     rest = steps - warmup
-    falling = {"lr": lr, "warmup_steps": warmup}
+    decaying = {"lr": lr, "warmup_steps": warmup}
     named = {
-        "warmup-cosine": Call("warmup_cosine", {**falling, "total_steps": steps, "final_lr": lr / 10}),
-        # A last fifth of decay, as Hägele et al. (2024) recommend.
-        "wsd": Call("wsd", {**falling, "stable_steps": rest - steps // 5, "decay_steps": steps // 5}),
+        "warmup-cosine": Call("warmup_cosine", {**decaying, "total_steps": steps, "final_lr": lr / 10}),
+        # Decay over the last fifth, as Hägele et al. (2024) recommend.
+        "wsd": Call("wsd", {**decaying, "stable_steps": rest - steps // 5, "decay_steps": steps // 5}),
         "onecycle": Call("one_cycle_lr", {"max_lr": lr, "total_steps": steps}),
-        "linear": Call("wsd", {**falling, "stable_steps": 0, "decay_steps": rest}),
-        "constant": Call("wsd", {**falling, "stable_steps": rest, "decay_steps": 0, "final_lr": lr}),
+        "linear": Call("wsd", {**decaying, "stable_steps": 0, "decay_steps": rest}),
+        "constant": Call("wsd", {**decaying, "stable_steps": rest, "decay_steps": 0, "final_lr": lr}),
     }
     if recipe.schedule in named:
         return named[recipe.schedule]
@@ -72,16 +84,16 @@ def schedule_call(recipe: Recipe) -> Call:
 
 
 def optimizer_expression(recipe: Recipe) -> Expression:
-    """The recipe's optimizer with what it leaves to the other settings."""
-    left_out = {"learning_rate": schedule_call(recipe), "b2": recipe.beta2, "weight_decay": recipe.weight_decay}
-    return complete_expression(parse_expression(recipe.optimizer), OPTIMIZERS, left_out)
+    """Return the recipe's optimizer as an expression, completed from the recipe's other settings."""
+    defaults = {"learning_rate": schedule_call(recipe), "b2": recipe.beta2, "weight_decay": recipe.weight_decay}
+    return complete_expression(parse_expression(recipe.optimizer), OPTIMIZERS, defaults)
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
-    """The recipe's optimizer, which decays matrices but neither biases nor norms, unless it says otherwise."""
+    """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
     return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
 
 
 def loss_scale(recipe: Recipe) -> Any:
-    """The recipe's loss scale; None for that of its precision."""
+    """Build the recipe's loss scale; None for the default of its precision."""
     return None if recipe.loss_scale is None else build_expression(parse_expression(recipe.loss_scale), SCALES, {})

@@ -1,7 +1,7 @@
-"""What a run that does not fit is told: what was refused, the settings to try, and the command that finds the best.
+"""Explain out-of-memory errors: what could not be allocated, settings to try, and the command that finds the best ones.
 
-Half a micro-batch can be tried at once; which settings fit takes minutes of compiling to say, and memory that there is
-none of, so that it is left to a process of its own, `jaxtrain plan`.
+Finding settings that fit takes minutes of compilation, and memory that this process lacks: `jaxtrain plan` does it in
+another one.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from jaxtrain.run_folder import RunFolder
 
 @contextlib.contextmanager
 def explain_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator[None]:
-    """Raises `RunFailed`, one line, where the host or a device has no memory left."""
+    """Turn an out-of-memory error, of the host or a device, into a `RunFailed` of one line."""
     try:
         yield
     except UserError:
@@ -22,25 +22,25 @@ def explain_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error).partition("\n")[0] or type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         flags = flags_for_less_memory(recipe)
         if flags is None:
-            line = "the micro-batch is one example already: make the model smaller"
+            line = "the micro-batch is already one example: make the model smaller"
         elif run.config.exists():
             out = f"{run.path}-smaller"
-            line = f"what is saved is whole; try jaxtrain train {name} --from {run.config} --out {out} {flags}"
+            line = f"everything saved is intact; try jaxtrain train {name} --from {run.config} --out {out} {flags}"
         else:
-            line = f"nothing is written; try the same with {flags}"
+            line = f"nothing was written; try the same with {flags}"
         if flags is not None:
-            line += f"; {command('plan', name, recipe)} says what fits"
-        raise RunFailed(f"out of memory ({said}): {line}") from error
+            line += f"; {command('plan', name, recipe)} shows what fits"
+        raise RunFailed(f"out of memory ({reason}): {line}") from error
 
 
 def flags_for_less_memory(recipe: Recipe) -> str | None:
-    """Flags under which the same update takes less memory; None where there are none left.
+    """Return flags with which the same update takes less memory; None if there are none left.
 
-    At most half the examples to a micro-batch, the same number to an update; where it is one already, blocks computed
-    again instead of kept.
+    They divide the batch into micro-batches at most half as large, or rematerialize blocks if a micro-batch is already
+    one example.
 
     >>> from jaxtrain.recipes import RECIPES
     >>> flags_for_less_memory(RECIPES["gpt-stdlib"])

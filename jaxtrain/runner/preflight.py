@@ -1,4 +1,4 @@
-"""What is checked, and told, before the first step."""
+"""Checks before the first step, and the facts printed about a run."""
 
 import contextlib
 import dataclasses
@@ -22,41 +22,66 @@ from jaxtrain.step import TrainState
 from jaxtrain.tasks import Task
 from jaxtrain.transforms import remat
 
-_FROM_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best"}
+_MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}
-# Steps are counted in int32. Larger sizes of a model than the others are mistakes, which would be traced or allocated.
+# Steps are counted in int32. Larger sizes of a model are mistakes that would be traced or allocated.
 _MOST_OF_RUN, _MOST_WIDE = 2**31 - 1, 2**20
 _MOST_LAYERS = {"n_layer": 1000, "num_hidden_layers": 1000, "num_layers": 1000, "depth": 100}
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-# As torch.optim and its schedulers check them.
-_SHARES = {"b1", "b2"}
+# Checked as torch.optim and its schedulers do.
+_BETAS = {"b1", "b2"}
 _PERIODS = {"step_size", "t_max", "t_0", "t_mult", "total_steps", "step_size_up", "step_size_down", "ns_steps"}
-_NOT_NEGATIVE = _SHARES | {
+_NOT_NEGATIVE = _BETAS | {
     *("learning_rate", "lr", "max_lr", "base_lr", "eta_min", "final_lr", "min_lr"),
     *("momentum", "rho", "weight_decay", "eps", "alpha", "lr_decay", "momentum_decay", "initial_accumulator_value"),
     *("warmup_steps", "stable_steps", "decay_steps", "total_iters", "patience", "cooldown"),
 }
-# A fresh model guesses about evenly; beyond this share of log(classes) its initialisation or its loss is suspect.
+# An untrained model predicts almost uniformly; a first loss this far from log(classes), relative to it, is suspect.
 _SUSPECT = 0.25
 
 
 def read_recipe(run: RunFolder) -> tuple[str, Recipe]:
-    """Read the name and the settings of a run, and validate them.
+    """Read the name and settings of a run and check them.
+
+    Args:
+      run: The folder of the run.
+
+    Returns:
+      A tuple (name of the recipe, the recipe with the run's settings).
 
     Raises:
-      UserError: The folder holds no run, or its settings are ones that no run can have.
+      UserError: The folder holds no run, or its settings are invalid.
     """
-    if not run.config.exists():
-        raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
-    name, recipe = read_config(run.config)
+    name, recipe = stored_recipe(run)
     check_settings(recipe)
     return name, recipe
 
 
+def stored_recipe(run: RunFolder) -> tuple[str, Recipe]:
+    """Read the name and settings of a run without checking them, for a caller that changes and then checks them.
+
+    Args:
+      run: The folder of the run.
+
+    Raises:
+      UserError: The folder holds no run.
+    """
+    if not run.config.exists():
+        raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
+    return read_config(run.config)
+
+
 def check_settings(recipe: Recipe) -> None:
-    """Raises `UserError` for a setting no run can have, before anything is read, allocated or compiled for it."""
+    """Check the settings of a run before anything is read, allocated or compiled.
+
+    Args:
+      recipe: The settings.
+
+    Raises:
+      UserError: A setting is invalid; the message says what is allowed.
+    """
     if wrong := mistyped(recipe):
-        raise UserError(f"{wrong[0]}: mend it")
+        raise UserError(f"{wrong[0]}: fix it")
     for name, hint in get_type_hints(type(recipe)).items():
         value = getattr(recipe, name)
         if value is not None and int in (hint, *get_args(hint)):
@@ -64,64 +89,64 @@ def check_settings(recipe: Recipe) -> None:
     if recipe.batch_size % recipe.accumulate:
         raise UserError(
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
-            f"make it a multiple of {recipe.accumulate}"
+            f"use a multiple of {recipe.accumulate}"
         )
     if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (n := ways(sizes(recipe.mesh))):
         raise UserError(
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate} × the {n} devices of "
-            f"mesh {recipe.mesh!r} that rows are divided over: make it a multiple of {n * recipe.accumulate}"
+            f"mesh {recipe.mesh!r} that rows are sharded over: use a multiple of {n * recipe.accumulate}"
         )
-    for name, what in {"beta2": "share", "dropout": "rate"}.items():
+    for name in ("beta2", "dropout"):
         if not 0 <= (value := getattr(recipe, name, 0)) < 1:
-            raise UserError(f"{name} {value} is no {what}: choose 0 or more, below 1")
+            raise UserError(f"{name} must be in [0, 1), got {value}")
     if not 0 < (masked := getattr(recipe, "masked", 0.5)) < 1:
-        raise UserError(f"masked {masked} is no share: choose a number between 0 and 1")
+        raise UserError(f"masked must be in (0, 1), got {masked}")
     for name in ("lr", "clip_norm"):
         if (value := getattr(recipe, name)) is not None and not _is_positive(value):
-            raise UserError(f"{name} {value} makes no training: make it positive, in float32")
+            raise UserError(f"{name} must be positive and representable in float32, got {value}")
     if recipe.weight_decay < 0 or recipe.weight_decay > _LARGEST:
-        raise UserError(f"weight_decay {recipe.weight_decay} is out of range: make it 0 or more, in float32")
+        raise UserError(f"weight_decay must be at least 0 and representable in float32, got {recipe.weight_decay}")
     if recipe.spike_factor is not None and not 1 < recipe.spike_factor <= _LARGEST:
-        raise UserError(f"spike_factor {recipe.spike_factor} makes spikes of sound losses: make it more than 1, 10 say")
+        raise UserError(f"spike_factor must be > 1, for example 10, got {recipe.spike_factor}")
     if not 0 <= recipe.stall_seconds <= threading.TIMEOUT_MAX:
-        raise UserError(f"stall_seconds {recipe.stall_seconds} is no time: make it 0, for never, or more")
+        raise UserError(f"stall_seconds must be at least 0, got {recipe.stall_seconds}: 0 never warns")
     remat(lambda: None, recipe.remat)
     _check_expressions(recipe)
 
 
 def _check_number(name: str, value: int) -> None:
-    least = 0 if name in _FROM_ZERO else 1
+    least = 0 if name in _MAY_BE_ZERO else 1
     most = _MOST_LAYERS.get(name, _MOST_OF_RUN if name in _OF_RUN else _MOST_WIDE)
     if value < least:
-        raise UserError(f"{name} {value} is too small: make it {least} or more")
+        raise UserError(f"{name} must be at least {least}, got {value}")
     if value > most:
-        raise UserError(f"{name} {shown(value)} is too large: make it {most:,} or less")
+        raise UserError(f"{name} must be at most {most:,}, got {shown(value)}")
 
 
 def _is_positive(value: float) -> bool:
-    """Whether it is so in float32, in which updates are made."""
+    """Whether a value is positive in float32, the precision of updates."""
     return _SMALLEST <= value <= _LARGEST
 
 
 def _check_expressions(recipe: Recipe) -> None:
-    """Each is put to use once, on a small matrix: what it needs and cannot have shows there."""
+    """Check loss scale, schedule and optimizer by applying each of them once, to a small matrix."""
     with _naming("loss_scale", recipe.loss_scale):
         if (scale := loss_scale(recipe)) is not None:
             jax.eval_shape(scale.init, None)
     with _naming("schedule", recipe.schedule):
         _check_arguments(schedule_call(recipe))
-        # A plateau is none of a step alone: the optimizer sees to it.
+        # A plateau schedule is not a function of the step: the optimizer applies it.
         if callable(rate := schedule(recipe)):
             jax.eval_shape(rate, jax.ShapeDtypeStruct((), np.int32))
     with _naming("optimizer", recipe.optimizer):
-        whole = optimizer_expression(recipe)
-        for member in [whole] if isinstance(whole, Call) else whole.values():
+        groups = optimizer_expression(recipe)
+        for member in [groups] if isinstance(groups, Call) else groups.values():
             _check_arguments(member)
             _check_update(build_expression(member, OPTIMIZERS, {}))
 
 
 def _check_arguments(call: Any) -> None:
-    """Raises `UserError` for a number in the call, or in a call in it, that is not finite or below what it can be."""
+    """Raise `UserError` for a number in a call, or nested in it, that is out of range."""
     if isinstance(call, list | tuple):
         for entry in call:
             _check_arguments(entry)
@@ -130,13 +155,13 @@ def _check_arguments(call: Any) -> None:
     for name, value in call.arguments.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not -_LARGEST <= value <= _LARGEST:
-                raise UserError(f"{name} {shown(value)} of {call.function} is no float32")
+                raise UserError(f"{name} of {call.function} must be representable in float32, got {shown(value)}")
             if value < 0 and name in _NOT_NEGATIVE:
-                raise UserError(f"{name} {value} of {call.function} is negative: make it 0 or more")
-            if name in _SHARES and value >= 1:
-                raise UserError(f"{name} {value} of {call.function} is no share: make it less than 1")
+                raise UserError(f"{name} of {call.function} must be at least 0, got {value}")
+            if name in _BETAS and value >= 1:
+                raise UserError(f"{name} of {call.function} must be less than 1, got {value}")
             if name in _PERIODS and (value < 1 or not isinstance(value, int)):
-                raise UserError(f"{name} {value} of {call.function} is no number of steps: make it 1 or more")
+                raise UserError(f"{name} of {call.function} must be a number of steps, at least 1, got {value}")
         _check_arguments(value)
 
 
@@ -145,60 +170,60 @@ def _check_update(optimizer: optax.GradientTransformationExtraArgs) -> None:
     state = jax.eval_shape(optimizer.init, like)
     updates, _ = jax.eval_shape(optimizer.update, like, state, like)
     if jax.tree.map(lambda x: x.shape, updates) != jax.tree.map(lambda x: x.shape, like):
-        raise UserError("its updates are of another shape than the parameters")
+        raise UserError("the optimizer returned updates whose shapes differ from the parameters'")
 
 
 @contextlib.contextmanager
-def _naming(setting: str, written: str | None) -> Iterator[None]:
-    """Raises `UserError`, with the setting's name, for whatever goes wrong in making use of what is written."""
+def _naming(setting: str, value: str | None) -> Iterator[None]:
+    """Turn any error of applying a setting into a `UserError` that names it."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{setting} {shown(written)}: {error}") from error
-    except Exception as error:  # the functions it calls check few of their arguments
+        raise UserError(f"{setting} {shown(value)}: {error}") from error
+    except Exception as error:  # few of the called functions check their arguments
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"{setting} {shown(written)} makes none ({why}): mend it") from error
+        raise UserError(f"{setting} {shown(value)}: no {setting.replace('_', ' ')} could be built ({why})") from error
 
 
 def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:
-    """What a person would look at first: data, shapes, dtypes, label range, parameter count, mesh, effective batch."""
+    """Return the facts printed before the first step: data, shapes, ranges, parameters, mesh, effective batch."""
     leaves = jax.tree.leaves(state.params)
     count = sum(x.size for x in leaves)
     size = sum(x.size * x.dtype.itemsize for x in leaves)
     dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
-    # Of several processes this one has some of the rows.
+    # With several processes this one has some of the rows.
     shapes = {name: [recipe.batch_size, *x.shape[1:]] for name, x in batch.items()}
     arrays = {name: f"{x.dtype} {shapes[name]}, {x.min():g} to {x.max():g}" for name, x in batch.items()}
     mesh = resolved(recipe.mesh)
     effective = EffectiveBatch(recipe.batch_size // recipe.accumulate // ways(mesh), recipe.accumulate, ways(mesh))
-    shared = {}
+    sharding = {}
     if math.prod(mesh.values()) > 1:
-        kept = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
+        local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
         shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
-        shared = {"mesh": f"{shape}; of parameters and optimizer state {kept / 2**20:.1f} MiB a device"}
+        sharding = {"mesh": f"{shape}; {local / 2**20:.1f} MiB of parameters and optimizer state per device"}
     return {
-        **task.facts,
+        **task.description,
         **arrays,
         "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB",
-        **shared,
+        **sharding,
         "effective batch": str(effective).removeprefix("effective batch "),
     }
 
 
 def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
-    """Raises `UserError` for an integer array of the batch that is out of its bounds."""
+    """Raise `UserError` for an integer array of a batch with values out of range."""
     for name, x in batch.items():
         bound = task.bounds.get(name, task.classes)
         if np.issubdtype(x.dtype, np.integer) and not (x.min() >= 0 and x.max() < bound):
-            raise UserError(f"{name} runs from {x.min()} to {x.max()}, outside 0..{bound - 1}: mend the data")
+            raise UserError(f"{name} must be in 0..{bound - 1}, got {x.min()} to {x.max()}: fix the data")
 
 
 def check_first_loss(loss: float, task: Task) -> dict[str, str]:
-    """The first loss beside what it should be near and below. Raises `UserError` where it is not finite."""
+    """Compare the first loss to that of a uniform prediction. Raises `UserError` if it is not finite."""
     if not math.isfinite(loss):
-        raise UserError(f"the first loss is {loss}: look for inf or NaN in the data")
-    even = math.log(task.classes)
-    near = abs(loss - even) <= _SUSPECT * even
-    advice = "" if near else " — far from it: look at initialisation, labels and loss"
+        raise UserError(f"the first loss is {loss}: check the data for inf or NaN")
+    uniform = math.log(task.classes)
+    is_near = abs(loss - uniform) <= _SUSPECT * uniform
+    advice = "" if is_near else ", which is far from it: check initialization, labels and loss"
     references = {name: f"{value:.3f} (to be beaten)" for name, value in task.references.items()}
-    return {"first loss": f"{loss:.3f}; an even guess is log({task.classes}) = {even:.3f}{advice}", **references}
+    return {"first loss": f"{loss:.3f}; a uniform guess is log({task.classes}) = {uniform:.3f}{advice}", **references}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop: the step at hand is finished and saved first."""
+"""Stop on Ctrl-C and SIGTERM, after the current step is finished and saved."""
 
 import os
 import signal
@@ -12,17 +12,17 @@ from jaxtrain.distributed import processes
 
 
 class StopSignals:
-    """Within it, the first SIGINT or SIGTERM is a wish to stop; a second one ends the process at once.
+    """While entered, the first SIGINT or SIGTERM requests a stop; a second one ends the process immediately.
 
-    Of several processes any may be given it, and all then stop after the same step. JAX's runtime sees to that, and
-    has SIGTERM to itself: a second one changes nothing.
+    With several processes a signal to any of them stops all after the same step. JAX's runtime coordinates that and
+    handles SIGTERM itself: a second one has no effect.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._handled = [signal.SIGINT, signal.SIGTERM] if processes.count() == 1 else [signal.SIGINT]
         if threading.current_thread() is not threading.main_thread():
-            self._handled = []  # Python gives signals to the main thread alone
+            self._handled = []  # Python handles signals in the main thread only
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -37,7 +37,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def wanted(self, step: int) -> bool:
-        """Whether to stop after this step: asked after every one, and answered alike in all processes."""
+        """Whether to stop after this step. Call it after every step; all processes get the same answer."""
         if processes.count() > 1 and reached_preemption_sync_point(step):
             self.received = self.received or signal.SIGTERM
             return True
@@ -51,13 +51,13 @@ class StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.received = signal.Signals(number)
-        # The system's own action ends the process even while it waits for the device. To Python's, for Ctrl-C an
-        # exception, every wait on the way out would be an obstacle.
+        # The default action of the system ends the process even while it waits for the device; Python's own, an
+        # exception, would wait on the way out.
         for other in self._previous:
             signal.signal(other, signal.SIG_DFL)
         if processes.count() > 1:
-            signal.raise_signal(signal.SIGTERM)  # by which the runtime is told
+            signal.raise_signal(signal.SIGTERM)  # notifies the runtime of all processes
         if os.isatty(1):
-            # The cursor, hidden by the progress bar: nobody would show it then. Past Python's buffer, which this
-            # may have interrupted.
+            # Show the cursor that the progress bar has hidden. Written past Python's buffer, which the signal may have
+            # interrupted.
             os.write(1, b"\x1b[?25h")

@@ -24,8 +24,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.models.bert import SHARDING, torch_names
 from jaxtrain.recipes import TextClassificationRecipe
 from jaxtrain.step import Loss
-from jaxtrain.tasks.masked_language import bert, bert_config, enclosed
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.masked_language import bert, bert_config, encode_text
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 
 _BASELINE_TEXTS = 100_000  # enough for naive Bayes; bounds its memory
 
@@ -36,19 +36,19 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
         raise UserError(f"seq_len must be positive, got {recipe.seq_len}: use 1 or more")
     texts = tokenizer(recipe.tokenizer)
     pad, length = texts.special("pad"), recipe.seq_len + 2
-    train, validation, classes = _labeled(recipe)
-    encode = partial(encoded, texts, length, classes)
+    train, validation, classes = _labeled_rows(recipe)
+    encode = partial(encode_row, texts, length, classes)
     config = bert_config(recipe, texts, length, num_labels=len(classes))
     apply, init = bert(config, recipe.seed)
 
-    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+    def predict(params: Any, batch: Any, rng: Any) -> Predictions:
         tokens, labels = batch["tokens"], batch["label"]
         logits = apply(params, tokens, tokens != pad, None, rng)
-        return Predicted(logits, labels, row_weights(batch, len(labels)))
+        return Predictions(logits, labels, row_weights(batch, len(labels)))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        predicted = predict(params, batch, rng)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}
+        predictions = predict(params, batch, rng)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}
 
     labels = [validation[i]["label"] for i in range(len(validation))]
     frequencies = np.array([labels.count(c) for c in classes if c in labels]) / len(labels)
@@ -57,7 +57,7 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
         loss_fn=loss_fn,
         predict=lambda params, batch, _: predict(params, batch, None),
         class_names=[str(name) for name in classes],
-        given=lambda example: texts.decode(example["tokens"]),
+        input_text=lambda example: texts.decode(example["tokens"]),
         train=Mapped(train, encode),
         validation=Mapped(validation, encode),
         eval_rows=len(validation),
@@ -65,7 +65,7 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
         unit="examples",
         units_per_row=1,
         bounds={"tokens": texts.size},
-        facts={
+        description={
             "texts": str(recipe.data) if recipe.data else "statements of the standard library without their keyword",
             "examples": f"{len(train):,} for training, {len(validation):,} for validation",
             "classes": ", ".join(map(str, classes)),
@@ -80,14 +80,14 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
     )
 
 
-def encoded(texts: Tokenizer, length: int, classes: Sequence[Any], row: Example) -> Example:
+def encode_row(texts: Tokenizer, length: int, classes: Sequence[Any], row: Example) -> Example:
     """Encode `{"text", "label"}` as `{"tokens": int32 [length], "label": int32}`.
 
     Raises `UserError` for a label that is not a class.
     """
     if row["label"] not in classes:
         raise UserError(f"label {row['label']!r} occurs only in the validation split: add training texts with it")
-    return {"tokens": enclosed(texts, row["text"], length), "label": np.int32(classes.index(row["label"]))}
+    return {"tokens": encode_text(texts, row["text"], length), "label": np.int32(classes.index(row["label"]))}
 
 
 def bag_of_words_accuracy(train: Source, validation: Source) -> float:
@@ -106,7 +106,7 @@ def bag_of_words_accuracy(train: Source, validation: Source) -> float:
     return float(bayes.score(words.transform(texts), labels))
 
 
-def _labeled(recipe: TextClassificationRecipe) -> tuple[Source, Source, list[Any]]:
+def _labeled_rows(recipe: TextClassificationRecipe) -> tuple[Source, Source, list[Any]]:
     """Return (train, validation, classes), with rows `{"text": str, "label": one of the classes}`."""
     if recipe.data is None:
         train, validation = python_statements(*split_files(stdlib_files(), sysconfig.get_paths()["stdlib"]))

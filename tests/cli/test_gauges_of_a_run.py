@@ -12,9 +12,9 @@ from jaxtrain.observe import gauges
 
 
 def test_a_run_logs_its_share_of_the_peak_and_its_histograms(monkeypatch, capsys):
-    busy = types.SimpleNamespace(take=lambda: 0.25, close=lambda: None)
+    busy = types.SimpleNamespace(mean=lambda: 0.25, close=lambda: None)
     monkeypatch.setattr(gauges, "peak_flops", lambda device, precision: 1e12)
-    monkeypatch.setattr(gauges, "Busy", lambda: busy)
+    monkeypatch.setattr(gauges, "GpuUtilization", lambda: busy)
     flags = "--steps 6 --hidden 32 --batch-size 16 --log-every 1 --eval-every 3 --out run --histograms"
     assert main(["train", "digits-mlp", *flags.split()]) == 0
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][1:]
@@ -30,10 +30,10 @@ def test_a_run_logs_its_share_of_the_peak_and_its_histograms(monkeypatch, capsys
     assert set(events.Tags()["histograms"]) == {f"layers/{i}/{part}" for i in (0, 1) for part in ("bias", "kernel")}
     kernel = events.Histograms("layers/0/kernel")
     assert [(e.step, sum(e.histogram_value.bucket)) for e in kernel] == [(3, 2048), (6, 2048)]
-    assert "GPU utilisation" in Path("run/report.html").read_text()
+    assert "GPU utilization" in Path("run/report.html").read_text()
 
 
-def test_a_run_on_a_cpu_tells_neither(capsys):
+def test_a_run_on_a_cpu_logs_neither(capsys):
     flags = "--steps 2 --hidden 32 --batch-size 16 --log-every 1 --out run"
     assert main(["train", "digits-mlp", *flags.split()]) == 0
     assert not {"mfu", "gpu_utilisation"} & set(json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1]))

@@ -35,18 +35,18 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
     ("command", "error_line"),
     [
         ("report", "a run folder is required: jaxtrain report DIR… [--out PAGE.html] [--serve [PORT]]"),
-        ("report nowhere", "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib"),
+        ("report nowhere", "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib"),
         (
             "report nowhere --serve",
-            "nowhere holds no run: name the folder of one, as in jaxtrain report runs/gpt-stdlib",
+            "nowhere holds no run: give the folder of one, as in jaxtrain report runs/gpt-stdlib",
         ),
         ("report a --out no/where.html", "no/where.html cannot be written (No such file or directory): choose another"),
         ("report a --serve --out x.html", "--out x.html and --serve are mutually exclusive: use one of them"),
-        ("report a --serve 99999", "port 99999 cannot be served (bind(): port must be 0-65535.): choose another"),
+        ("report a --serve 99999", "port 99999 cannot be opened (bind(): port must be 0-65535.): choose another"),
         ("report a --serve x", "--serve: "),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(command, error_line, capsys):
+def test_invalid_usage_is_one_line(command, error_line, capsys):
     write_run(Path("a"))
     assert run(command) == 2
     error = capsys.readouterr().err
@@ -108,11 +108,11 @@ def test_only_this_machine_under_its_own_name_is_answered(served):
     assert serve.HOST == "127.0.0.1"
 
 
-def test_a_port_in_use_is_told(served, capsys):
+def test_a_port_in_use_is_an_error(served, capsys):
     _, port, _ = served
     capsys.readouterr()
     assert run(f"report a --serve {port}") == 2
-    assert f"port {port} cannot be served (Address already in use): choose another" in capsys.readouterr().err
+    assert f"port {port} cannot be opened (Address already in use): choose another" in capsys.readouterr().err
 
 
 class RecordingTracker:
@@ -127,14 +127,14 @@ class RecordingTracker:
         return "id"
 
     def log(self, lines):
-        self.calls += [line["step"] for line in lines]
+        self.calls += [line.step for line in lines]
 
     def end(self, record, exit_status):
         self.calls += [exit_status, record.references]
         return "there"
 
 
-def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
+def test_a_run_prints_json_and_is_reported_to_a_tracker(monkeypatch, capsys):
     trackers = []
     monkeypatch.setattr(train, "MLflow", lambda uri: trackers.append(RecordingTracker(uri)) or trackers[-1])
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name)
@@ -155,7 +155,7 @@ def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
     assert json.loads(Path("a/result.json").read_text())["step"] == 4
 
 
-def test_ways_to_be_told_that_cannot_be(monkeypatch, capsys):
+def test_invalid_outputs_are_rejected(monkeypatch, capsys):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     for flags, error_line in (
         ("--quiet --json", "--quiet and --json are mutually exclusive: use one of them"),

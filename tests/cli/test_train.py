@@ -18,7 +18,7 @@ from jaxtrain.cli.flags import parse_known
 from jaxtrain.cli.train import Train
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import loop, read_recipe
+from jaxtrain.runner import interval, loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.optimizer import schedule
@@ -48,7 +48,7 @@ def final_params(folder: str):
 
 def stop_after(step: int, monkeypatch) -> None:
     """Send SIGINT to this process during that step."""
-    add, seen = loop.Interval.add, []
+    add, seen = interval.Interval.add, []
 
     def signalling(self, metrics):
         seen.append(metrics)
@@ -56,7 +56,7 @@ def stop_after(step: int, monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         add(self, metrics)
 
-    monkeypatch.setattr(loop.Interval, "add", signalling)
+    monkeypatch.setattr(interval.Interval, "add", signalling)
 
 
 def test_a_run_leaves_everything_the_folder_promises(capsys):
@@ -127,7 +127,7 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
     assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6, 8, 9]
 
 
-def test_a_finished_run_says_so_and_can_go_further(capsys):
+def test_a_finished_run_reports_it_and_can_be_extended(capsys):
     assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
     assert run("train digits-mlp --resume") == 0
     assert "step 4 of 4 is done" in capsys.readouterr().out
@@ -198,7 +198,8 @@ def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
     assert [m["step"] for m in lines("looped")] == [0]
     assert run("train --resume --out looped") == 2
     assert (
-        "looped has no checkpoint: jaxtrain train --resume auto --out looped begins it again" in capsys.readouterr().err
+        "looped has no checkpoint: start it again with jaxtrain train --resume auto --out looped"
+        in capsys.readouterr().err
     )
     with monkeypatch.context() as patched:
         stop_after(5, patched)  # in the middle of an interval
@@ -219,7 +220,7 @@ def test_a_cut_short_import_is_not_begun_again_from_random_weights(capsys):
     Path("imported/torch.pt").touch()
     capsys.readouterr()
     assert run(f"{TINY} --resume auto --out imported") == 2
-    assert "imported was not imported to its end" in capsys.readouterr().err
+    assert "imported was not imported completely" in capsys.readouterr().err
 
 
 def test_config_json_repeats_a_run_to_the_same_bits(capsys):
@@ -256,7 +257,7 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
         assert error in err
 
 
-def test_what_is_kept_is_a_setting_and_may_change_on_the_way(capsys):
+def test_retention_is_a_setting_that_may_change_on_resume(capsys):
     kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
     command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"
     assert run(f"{command} --steps 6") == 0
@@ -266,7 +267,7 @@ def test_what_is_kept_is_a_setting_and_may_change_on_the_way(capsys):
     assert set(saved_steps(Path("kept/checkpoints"))) == {4, 8, 9, best["step"]}
     capsys.readouterr()
     assert run("train --resume --out kept --keep-last 0") == 2
-    assert "keep_last 0" in capsys.readouterr().err
+    assert "keep_last must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
@@ -278,7 +279,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
     for command in ("train --resume --out whole", "train --resume auto --out hurt"):
         assert run(f"{command} --steps 6") == 0
     printed = capsys.readouterr().out
-    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): set aside as" in printed
+    assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): moved to" in printed
     assert "resuming hurt at step 4" in printed
     assert same_bits("whole", "hurt")
     assert shown("whole") == shown("hurt")
@@ -286,7 +287,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
         Path(f"hurt/checkpoints/{step}/run.json").unlink()
     for command in ("train --resume --out hurt", "train --resume auto --out hurt"):
         assert run(command) == 2
-        assert "hurt has no whole checkpoint left" in capsys.readouterr().err
+        assert "hurt has no intact checkpoint left" in capsys.readouterr().err
 
 
 def test_a_folder_in_use_is_refused_by_name_and_untouched(capsys):
@@ -334,11 +335,11 @@ BAD = {
     "train --resume": "runs/gpt-stdlib holds no run",
     "train --resume --out fresh": "fresh holds no run",
     "train --n-head 3": "n_embd 128 is not divisible by n_head 3",
-    "train --dropout 1": "dropout 1.0 is no rate",
-    "train --steps 0": "steps 0 is too small",
+    "train --dropout 1": "dropout must be in [0, 1), got 1.0",
+    "train --steps 0": "steps must be at least 1, got 0",
     "train --steps many": "many",
     "train --precision fp8": "fp8",
-    "train --lr -1": "lr -1.0",
+    "train --lr -1": "lr must be positive and representable in float32, got -1.0",
     "train --stepz 3": "--stepz",
     "train --out a_file": "a_file is a file",
     "sample": "a run folder is required",

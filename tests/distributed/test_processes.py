@@ -410,7 +410,7 @@ def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) 
 def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     for args, says in {
         "digits-mlp --batch-size 7 --out run": r"7 rows is not divisible by the 2 devices",
-        "digits-mlp --lr -1 --out run": "lr -1.0 makes no training",
+        "digits-mlp --lr -1 --out run": "lr must be positive and representable in float32, got -1.0",
         "digits-mlp --resume --out none": "none holds no run",
         "digits-mlp --mesh data=4 --out run": "mesh 'data=4' is of 4 devices and there are 2",
     }.items():

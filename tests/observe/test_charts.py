@@ -1,15 +1,23 @@
 """The points of a chart, thinned, are those of the run."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtrain.observe.charts import average_points, chart_data, charts, thin_points
-from jaxtrain.observe.record import read_record
+from jaxtrain.observe.log_line import LogLine
+from jaxtrain.observe.record import Record, read_record
 
 from .runs import write_run
+
+
+def with_numbers(record: Record, numbers: dict) -> Record:
+    """The record with these numbers in each of its lines."""
+    return replace(record, metrics=[LogLine.from_json({**line.to_json(), **numbers}) for line in record.metrics])
+
 
 values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=60)
 
@@ -52,7 +60,7 @@ def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
     page = chart_data([record])
     titles = [chart["title"] for chart in page["charts"]]
     assert titles[:2] == ["loss", "validation accuracy"]
-    assert {"learning rate", "gradient norm", "loss scale", "examples a second", "peak memory"} <= set(titles)
+    assert {"learning rate", "gradient norm", "loss scale", "examples per second", "peak memory"} <= set(titles)
     (run,) = page["runs"]
     assert run["skips"] == [[20, 1]]
     assert run["series"]["grad_norm"] == {"steps": [10, 20, 30, 40], "values": [0.5, None, 0.5, 0.5]}
@@ -62,9 +70,7 @@ def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
 
 
 def test_a_metric_that_no_chart_knows_has_one_of_its_own_and_groups_share_that_of_their_rates(tmp_path):
-    record = read_record(write_run(tmp_path / "run"))
-    for line in record.metrics:
-        line |= {"perplexity": 2.0, "lr/body": 0.1, "lr/head": 0.2}
+    record = with_numbers(read_record(write_run(tmp_path / "run")), {"perplexity": 2.0, "lr/body": 0.1, "lr/head": 0.2})
     found = {chart.title: [curve.metric for curve in chart.curves] for chart in charts([record])}
     assert found["perplexity"] == ["perplexity"]
     assert found["learning rate"] == ["lr/body", "lr/head"]
@@ -73,8 +79,7 @@ def test_a_metric_that_no_chart_knows_has_one_of_its_own_and_groups_share_that_o
 
 def test_of_several_runs_only_scaled_ones_have_a_scale_and_each_curve_a_chart(tmp_path):
     scaled, plain = (read_record(write_run(tmp_path / name)) for name in ("scaled", "plain"))
-    for line in plain.metrics:
-        line["loss_scale"] = 1.0
+    plain = with_numbers(plain, {"loss_scale": 1.0})
     page = chart_data([scaled, plain])
     assert ["loss_scale" in run["series"] for run in page["runs"]] == [True, False]
     assert all(len(chart["curves"]) == 1 for chart in page["charts"])

@@ -126,7 +126,7 @@ def test_a_panel_tells_what_is_known_of_the_device_and_nothing_else():
     for told in ("MFU 41%", "GPU 62%", "waiting for input 50%"):
         assert told in panel(known)
     del known["lr"]
-    assert "lr its own" in panel({**known, "loss": float("nan"), "grad_norm": float("inf")})
+    assert "lr set by the optimizer" in panel({**known, "loss": float("nan"), "grad_norm": float("inf")})
 
 
 @pytest.mark.parametrize("width", [24, 40, 80, 200])

@@ -7,8 +7,8 @@ import types
 import jax
 import pytest
 
-from jaxtrain.observe import gauges
-from jaxtrain.observe.gauges import Busy, Gauges, peak_flops
+from jaxtrain.observe import LogLine, gauges
+from jaxtrain.observe.gauges import Gauges, GpuUtilization, peak_flops
 
 
 def device(kind: str):
@@ -33,17 +33,17 @@ def nvml(monkeypatch):
 
     fake.nvmlDeviceGetUtilizationRates = utilisation
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(gauges, "_BUSY_EVERY", 0.005)
+    monkeypatch.setattr(gauges, "_SAMPLE_EVERY", 0.005)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
 
-def taken(busy: Busy) -> float | None:
+def taken(gpu: GpuUtilization) -> float | None:
     for _ in range(200):
-        if (share := busy.take()) is not None:
+        if (share := gpu.mean()) is not None:
             break
         time.sleep(0.005)
-    busy.close()
+    gpu.close()
     return share
 
 
@@ -64,42 +64,43 @@ def test_peaks_are_the_data_sheets_and_of_no_other_device(kind, precision, peak)
 
 def test_a_cpu_has_neither_figure_and_nothing_is_counted_for_it():
     of = Gauges(lambda: pytest.fail("counted"), 1, "fp32")
-    assert of.read(0.1) == {}
-    assert of.warning({"step": 1}) is None
+    line = LogLine(step=1, step_time_s=0.1)
+    assert of.measure(line) == line
+    assert of.warning(line) is None
     of.close()
 
 
 def test_the_share_of_the_peak_is_of_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA A100-SXM4-80GB")])
     of = Gauges(lambda: 312e12, 4, "bf16")
-    assert of.read(0.5)["mfu"] == pytest.approx(0.5)
+    assert of.measure(LogLine(step=1, step_time_s=0.5)).mfu == pytest.approx(0.5)
     of.close()
 
 
 def test_the_gpus_that_the_run_may_use_are_watched(nvml, monkeypatch):
-    assert taken(Busy()) == pytest.approx(0.4)
+    assert taken(GpuUtilization()) == pytest.approx(0.4)
     for visible, share in (("1", 0.5), ("0,1", 0.4), ("GPU-b", 0.5)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert taken(Busy()) == pytest.approx(share)
+        assert taken(GpuUtilization()) == pytest.approx(share)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert Busy().take() is None
+    assert GpuUtilization().mean() is None
 
 
 def test_without_nvml_or_its_figure_there_is_none(nvml, monkeypatch):
     nvml.busy = [None, None]
-    busy = Busy()
+    gpu = GpuUtilization()
     time.sleep(0.05)
-    assert busy.take() is None
+    assert gpu.mean() is None
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(nvml.NVMLError)
-    assert Busy().take() is None
+    assert GpuUtilization().mean() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Busy().take() is None
+    assert GpuUtilization().mean() is None
 
 
 @pytest.mark.parametrize(
     ("of", "cause"),
     [
-        ({"input_wait_s": 0.05, "step_time_s": 0.1}, "it waits 50.0 ms of each step for its batch"),
+        ({"input_wait_s": 0.05, "step_time_s": 0.1}, "each step waits 50.0 ms for its batch"),
         ({"input_wait_s": 0.0, "step_time_s": 0.002}, "a step takes 2.0 ms"),
         ({"input_wait_s": 0.001, "step_time_s": 0.1}, "its operations are too small"),
     ],
@@ -107,7 +108,7 @@ def test_without_nvml_or_its_figure_there_is_none(nvml, monkeypatch):
 def test_a_gpu_that_stays_idle_is_told_once_with_the_likely_cause(of, cause):
     watched = Gauges(lambda: 0.0, 1, "fp32")
     idle = [0.9, 0.5, 0.5, 0.8, 0.5, 0.6, 0.5, 0.1, 0.1, 0.1]
-    said = [watched.warning({"step": i, "gpu_utilisation": share, **of}) for i, share in enumerate(idle)]
+    said = [watched.warning(LogLine(step=i, gpu_utilization=share, **of)) for i, share in enumerate(idle)]
     (warning,) = filter(None, said)
     assert said.index(warning) == 6
     assert warning.startswith("warning: step 6: the GPU is busy 50% of the time: ")

@@ -34,7 +34,8 @@ def test_a_line_is_there_when_write_returns_and_nan_is_null(tmp_path):
             metrics.write(line(step))
             assert json.loads(path.read_text().splitlines()[-1])["step"] == step
             assert scalars(tmp_path, "loss") == list(range(step + 1))
-    assert [m["eval_loss"] for m in read_metrics(path)] == [0, 1, None, 3]
+    assert [json.loads(text)["eval_loss"] for text in path.read_text().splitlines()] == [0, 1, None, 3]
+    assert [m.has_finite_eval_loss for m in read_metrics(path)] == [True, True, False, True]
 
 
 # A kill may leave any first part of the last line; only the whole of it counts, with its end or without.
@@ -44,9 +45,9 @@ def test_half_a_line_is_dropped_wherever_it_was_cut(cut, tmp_path):
     log(tmp_path, 0, 4)
     with path.open("a") as file:
         file.write((json.dumps(line(5)) + "\n")[:cut])
-    assert [m["step"] for m in read_metrics(path)] == list(range(5))
+    assert [m.step for m in read_metrics(path)] == list(range(5))
     log(tmp_path, 4, 6)
-    assert [m["step"] for m in read_metrics(path)] == list(range(7))
+    assert [m.step for m in read_metrics(path)] == list(range(7))
     assert scalars(tmp_path, "eval/loss") == list(range(7))
 
 
@@ -61,7 +62,7 @@ def test_an_event_cut_short_costs_tensorboard_nothing_else(tmp_path):
 def test_a_run_begun_again_has_its_own_lines_only(tmp_path):
     log(tmp_path, 0, 4)
     log(tmp_path, 0, 1)
-    assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert [m.step for m in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
     assert scalars(tmp_path, "loss") == [0, 1]
 
 
@@ -69,7 +70,7 @@ def test_lines_that_are_none_of_ours_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n[]\n5\n{}\n\xff\xfe\n{"step": "x"}\n{"step": 1}\n')
     log(tmp_path, 2, 2)
-    assert [m["step"] for m in read_metrics(path)] == [0, 1, 2]
+    assert [m.step for m in read_metrics(path)] == [0, 1, 2]
 
 
 def test_a_log_that_may_not_grow_fails_in_one_line_and_goes_on_when_it_may(tmp_path):
@@ -87,7 +88,7 @@ def test_a_log_that_may_not_grow_fails_in_one_line_and_goes_on_when_it_may(tmp_p
     assert "\n" not in str(failed.value)
     assert path.stat().st_size == whole + 20
     log(tmp_path, 5, 6)
-    assert [m["step"] for m in read_metrics(path)] == list(range(7))
+    assert [m.step for m in read_metrics(path)] == list(range(7))
 
 
 def test_a_log_that_cannot_be_opened_is_refused_in_one_line(tmp_path):

@@ -59,8 +59,15 @@ def test_rows_of_a_confusion_matrix_are_targets():
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        *(("a", "letters"), ("é", "letters"), (" the", "letters"), ("7", "digits"), ("\n", "space"), ("+=", "signs")),
-        *(("x1", "words and signs"), ("", "marks of the tokenizer"), ("\ufffd", "parts of characters")),
+        *(
+            ("a", "letters"),
+            ("é", "letters"),
+            (" the", "letters"),
+            ("7", "digits"),
+            ("\n", "whitespace"),
+            ("+=", "punctuation"),
+        ),
+        *(("x1", "mixed"), ("", "special tokens"), ("\ufffd", "partial characters")),
     ],
 )
 def test_tokens_are_told_apart_by_what_they_read(text, kind):

@@ -134,4 +134,4 @@ def test_a_live_page_follows_and_leaves_the_reader_where_he_was(window, tmp_path
         assert window.complaints() == []
         server.shutdown()
     time.sleep(3)
-    assert "no longer answers" in window.run("return document.getElementById('live').textContent")
+    assert "no longer responds" in window.run("return document.getElementById('live').textContent")

@@ -81,7 +81,7 @@ def test_what_a_model_gets_wrong_is_shown_in_words_and_as_images(tmp_path):
         np.testing.assert_allclose(shown / 255, source[int(i)]["image"][..., 0], atol=0.5 / 255)
     (text,) = events.Tensors("validation/worst/text_summary")
     first, *_ = text.tensor_proto.string_val[0].decode().splitlines()
-    assert first == f"    {worst[0]}: loss 7.000, 3 taken for 8, 75% sure"
+    assert first == f"    {worst[0]}: loss 7.000, 3 predicted as 8, confidence 75%"
     (event,) = events.Images("validation/confusion")
     assert np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).shape == (event.height, event.width, 3)
 

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the wa
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """On a busy machine their first import takes its time."""
-    monkeypatch.setattr(tracking, "_PATIENCE", 600.0)
-    monkeypatch.setattr(tracking, "_IN_HASTE", 600.0)
+    monkeypatch.setattr(tracking, "_TIMEOUT", 600.0)
+    monkeypatch.setattr(tracking, "_SHORT_TIMEOUT", 600.0)
 
 
 def wandb_records(path) -> list:
@@ -106,4 +106,4 @@ def test_a_disk_that_refuses_is_told_once(tmp_path):
     with track_run(run, [MLflow(f"sqlite:///{tmp_path}/file/mlflow.db")], said.append) as ended:
         ended(0)
     (warning,) = said
-    assert warning.startswith("warning: mlflow follows no further: ")
+    assert warning.startswith("warning: mlflow stopped tracking: ")

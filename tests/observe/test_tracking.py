@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxtrain.observe import tracking, write_result
+from jaxtrain.observe import Rollback, tracking, write_result
 from jaxtrain.observe.tracking import track_run
 
 from .runs import line, write_run
@@ -34,7 +34,7 @@ class Told:
 
     def log(self, lines):
         self._at("log")
-        self.steps += [line["step"] for line in lines]
+        self.steps += [line.step for line in lines]
 
     def end(self, record, exit_status):
         self._at("end")
@@ -44,7 +44,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    monkeypatch.setattr(tracking, "_EVERY", 0.01)
+    monkeypatch.setattr(tracking, "_POLL_EVERY", 0.01)
 
 
 def append(run, *lines: dict) -> None:
@@ -102,7 +102,7 @@ def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
         partial = run.metrics.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(run.metrics)
-        append(run, {**line(11), "rolled_back_from": 31, "batches_skipped": 4}, line(20), line(30), line(40))
+        append(run, {**line(11), **Rollback(31, 10, 9.0, 4).to_json()}, line(20), line(30), line(40))
         ended(0)
     assert tracker.steps == [0, 10, 20, 30, 11, 20, 30, 40]
     again = Told()
@@ -121,19 +121,19 @@ def test_one_that_fails_is_told_once_and_harms_neither_the_run_nor_another(fail,
         ended(0)
     assert other.steps == [0, 10, 20, 30, 40]
     (warning,) = [text for text in said if text.startswith("warning")]
-    assert warning.startswith("warning: told follows no further: ")
+    assert warning.startswith("warning: told stopped tracking: ")
     assert "\n" not in warning
 
 
 def test_one_that_hangs_is_not_waited_for_for_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "_IN_HASTE", 0.2)
+    monkeypatch.setattr(tracking, "_SHORT_TIMEOUT", 0.2)
     run, tracker, said, go = write_run(tmp_path / "run"), Told(), [], threading.Event()
     tracker.log = lambda lines: go.wait(20)
     begin = time.monotonic()
     with pytest.raises(KeyError), track_run(run, [tracker], said.append):
         raise KeyError("what the run itself says")
     assert time.monotonic() - begin < 5
-    assert said == ["warning: told has not taken all within 0 s: the run is whole, its copy may not be"]
+    assert said == ["warning: told did not finish within 0 s: its copy of the run may be incomplete"]
     go.set()
     time.sleep(0.1)
     assert len(said) == 1

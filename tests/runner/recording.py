@@ -1,4 +1,4 @@
-"""A run of the digits' perceptron, and what it says."""
+"""Train a small recipe and record its messages."""
 
 from jaxtrain.errors import RunFailed
 from jaxtrain.observe import Console
@@ -16,7 +16,7 @@ class RecordingConsole(Console):
 
 
 def train(folder, recipe, *, resume=False):
-    """The messages of the run, and the line that it fails with, None if it does not."""
+    """Return the messages of a run, and its error, None if it succeeds."""
     console = RecordingConsole()
     try:
         fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)

@@ -42,8 +42,8 @@ def same(one: TrainState, other: TrainState) -> bool:
     )
 
 
-def save(folder: Path, *saved: int, keep: Retention | None = None) -> None:
-    with Checkpoints(folder / "checkpoints", keep) as checkpoints:
+def save(folder: Path, *saved: int, retention: Retention | None = None) -> None:
+    with Checkpoints(folder / "checkpoints", retention) as checkpoints:
         for step in saved:
             checkpoints.save(state(step), {"next_batch": step})
 
@@ -118,7 +118,7 @@ def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
         folder = shutil.copytree(two, tmp_path / "run")
         path = damage(folder / "checkpoints/2", random.Random(seed))
         told: list[str] = []
-        restored, data = restore(folder, set_aside=told.append)
+        restored, data = restore(folder, on_damaged=told.append)
         if told:
             found += 1
             assert same(restored, state(1)), path
@@ -161,16 +161,16 @@ def test_where_none_is_left_it_says_where_they_are(two, tmp_path):
     for step in (1, 2):
         (folder / f"checkpoints/{step}/manifest.json").unlink()
     told: list[str] = []
-    with pytest.raises(UserError, match=r"no whole checkpoint left, see .*damaged"):
-        restore(folder, set_aside=told.append)
+    with pytest.raises(UserError, match=r"no intact checkpoint left, see .*damaged"):
+        restore(folder, on_damaged=told.append)
     assert [t.split(" is")[0] for t in told] == ["the checkpoint of step 2", "the checkpoint of step 1"]
     # And again, by a restart; and a second one of the same step.
-    with pytest.raises(UserError, match="no whole checkpoint left"):
-        restore(folder, set_aside=told.append)
+    with pytest.raises(UserError, match="no intact checkpoint left"):
+        restore(folder, on_damaged=told.append)
     save(folder, 2)
     (folder / "checkpoints/2/manifest.json").write_text("[]")
-    with pytest.raises(UserError, match="no whole checkpoint left"):
-        restore(folder, set_aside=told.append)
+    with pytest.raises(UserError, match="no intact checkpoint left"):
+        restore(folder, on_damaged=told.append)
     assert sorted(p.name for p in (folder / "checkpoints/damaged").iterdir()) == ["1", "2", "2-1"]
 
 
@@ -229,7 +229,12 @@ def test_what_is_kept(keep, kept, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"), [({"last": 0}, "keep_last 0"), ({"best": -1}, "keep_best -1"), ({"every": 0}, "keep_every 0")]
+    ("wrong", "told"),
+    [
+        ({"last": 0}, "keep_last must be at least 1, got 0"),
+        ({"best": -1}, "keep_best must be at least 0, got -1"),
+        ({"every": 0}, "keep_every must be at least 1, got 0"),
+    ],
 )
 def test_keeping_nothing_is_refused(wrong, told):
     with pytest.raises(UserError, match=told):
@@ -237,7 +242,7 @@ def test_keeping_nothing_is_refused(wrong, told):
 
 
 def test_nothing_is_evicted_before_the_next_one_is_whole(tmp_path, monkeypatch):
-    save(tmp_path, 1, keep=Retention(last=1))
+    save(tmp_path, 1, retention=Retention(last=1))
 
     def full(folder):
         raise OSError(28, "No space left on device")
@@ -247,7 +252,7 @@ def test_nothing_is_evicted_before_the_next_one_is_whole(tmp_path, monkeypatch):
         with Checkpoints(tmp_path / "checkpoints", Retention(last=1)) as checkpoints:
             checkpoints.save(state(2), {})
             with pytest.raises(
-                RunFailed, match=r"step 2 .*\(No space left on device\): the checkpoint of step 1 is whole"
+                RunFailed, match=r"step 2 .*\(No space left on device\): the checkpoint of step 1 is intact"
             ):
                 checkpoints.save(state(3), {})
     assert saved_steps(tmp_path / "checkpoints") == [1]

@@ -16,10 +16,11 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
-from jaxtrain.runner import loop
-from jaxtrain.runner.batches import Batches
+from jaxtrain.runner import interval, loop, training
+from jaxtrain.runner.batches import Batches, DispatchedStep, FetchedBatch
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
-from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, DispatchedStep, Guard, RunInvalid, Spike, read_batch
+from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, RunInvalid, Spike, read_batch
+from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.out_of_memory import flags_for_less_memory
 from jaxtrain.runner.preflight import check_settings
 from jaxtrain.tasks import build
@@ -63,7 +64,7 @@ def plant(monkeypatch, factors, recipe=RECIPE):
     order = Loader(Numbers(len(task.train)), recipe.batch_size, recipe.seed)
     first = {step: int(next(order)["index"][0]) for step in range(1, 1 + max(factors))}
     changed = Changed(task.train, {first[step]: factor for step, factor in factors.items()})
-    monkeypatch.setattr(loop, "build", lambda recipe: dataclasses.replace(build(recipe), train=changed))
+    monkeypatch.setattr(training, "build", lambda recipe: dataclasses.replace(build(recipe), train=changed))
     return changed
 
 
@@ -97,7 +98,7 @@ def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, l
     for part in (
         "step 12: the loss is nan and its gradient has its first inf or NaN in layers/0/",
         "micro-batch 0",
-        f"the checkpoint of step {12 - 1 - 11 % save_every} is sound",
+        f"the checkpoint of step {12 - 1 - 11 % save_every} is valid",
         f"jaxtrain replay {tmp_path / 'run'} 12 ",
     ):
         assert part in told
@@ -109,7 +110,7 @@ def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, l
     expected = [next(data) for _ in range(12)][-1]
     jax.tree.map(np.testing.assert_array_equal, batch, expected)
     assert np.isnan(metrics["loss"])
-    assert event == {}
+    assert event is None
 
 
 def test_in_fp16_it_is_skipped_and_no_more(tmp_path, monkeypatch):
@@ -123,7 +124,7 @@ def test_in_fp16_it_is_skipped_and_no_more(tmp_path, monkeypatch):
 def taken(step, loss=1.0, leaf=-1, skipped=False):
     scalars = {"loss": np.float32(loss), "nonfinite_leaf": np.int32(leaf), "nonfinite_micro_batch": np.int32(leaf)}
     metrics = {name: jnp.asarray(x) for name, x in {**scalars, "skipped": np.bool_(skipped)}.items()}
-    return DispatchedStep(step, {"x": np.zeros(1)}, step, metrics)
+    return DispatchedStep(step, FetchedBatch({"x": np.zeros(1)}, step), metrics)
 
 
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones(3)}
@@ -172,7 +173,7 @@ def test_judging_never_waits_for_the_newest_step():
 
 @pytest.mark.parametrize("part", ["params", "opt_state", "model_state", "ema"])
 def test_a_state_that_is_not_finite_is_not_to_be_saved(part):
-    step = loop.training_step(dataclasses.replace(RECIPE, schedule="constant"), lambda *_: None)
+    step = training_step(dataclasses.replace(RECIPE, schedule="constant"), lambda *_: None)
     state = step.init(PARAMS, model_state={"mean": jnp.zeros(2)})._replace(ema=PARAMS)
     judged = guard()
     judged.add(taken(7))
@@ -183,7 +184,7 @@ def test_a_state_that_is_not_finite_is_not_to_be_saved(part):
     judged.add(taken(8))
     with pytest.raises(RunInvalid, match=f"^{part}/.* holds inf or NaN, though loss and gradient were finite") as error:
         judged.check(state._replace(**{part: jax.tree.unflatten(at, named)}))
-    assert error.value.taken.step == 8
+    assert error.value.step.step == 8
 
 
 def spikes(losses, factor=3.0, judged=None):
@@ -193,7 +194,7 @@ def spikes(losses, factor=3.0, judged=None):
         try:
             judged.add(taken(i, loss))
         except Spike as spike:
-            found.append(spike.taken.step)
+            found.append(spike.step.step)
     return found
 
 
@@ -216,9 +217,15 @@ def test_what_is_saved_of_a_guard_judges_alike():
     assert spikes([3.1, 1.0], judged=after) == [0]
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.0, -2.0, math.nan, math.inf])
-def test_a_factor_that_makes_no_sense(factor):
-    with pytest.raises(UserError, match=f"spike_factor {factor}"):
+@pytest.mark.parametrize(
+    ("factor", "error"),
+    [
+        *((factor, f"spike_factor must be > 1, for example 10, got {factor}$") for factor in (1.0, 0.0, -2.0)),
+        *((factor, f"^spike_factor {factor}") for factor in (math.nan, math.inf)),
+    ],
+)
+def test_a_factor_that_makes_no_sense(factor, error):
+    with pytest.raises(UserError, match=error):
         check_settings(dataclasses.replace(RECIPES["digits-mlp"], spike_factor=factor))
 
 
@@ -230,14 +237,18 @@ def test_a_spike_stops_the_run_where_nothing_else_is_asked(tmp_path, monkeypatch
     _, told = train(tmp_path / "run", dataclasses.replace(ROLLBACK, on_spike="stop"))
     assert told.startswith("step 23: the loss is ")
     assert "more than 30 times " in told
-    assert "the checkpoint of step 20 is sound" in told
+    assert "the checkpoint of step 20 is valid" in told
 
 
 def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypatch):
     plant(monkeypatch, {23: 3e3})
     messages, told = train(tmp_path / "whole", ROLLBACK)
     assert told is None
-    assert [m for m in messages if "back to step 20, past 3 batches" in m and m.startswith("step 23: the loss is")]
+    assert [
+        m
+        for m in messages
+        if "rolled back to step 20, skipping 3 batches" in m and m.startswith("step 23: the loss is")
+    ]
     whole = lines(tmp_path / "whole")
     assert [line["step"] for line in whole] == [0, *range(2, 21, 2), 21, *range(22, 31, 2)]
     events = [line for line in whole if "batches_skipped" in line]
@@ -249,7 +260,7 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     assert saved["next_batch"] == 33
 
     # Stopped by a signal a step before the spike: that stop's checkpoint is none to go back to.
-    add, seen = loop.Interval.add, []
+    add, seen = interval.Interval.add, []
 
     def stopping(self, metrics):
         seen.append(metrics)
@@ -258,7 +269,7 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
         add(self, metrics)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Interval, "add", stopping)
+        patched.setattr(interval.Interval, "add", stopping)
         train(tmp_path / "stopped", ROLLBACK)
     assert max(saved_steps(tmp_path / "stopped/checkpoints")) == 22
     assert train(tmp_path / "stopped", ROLLBACK, resume=True)[1] is None
@@ -271,12 +282,12 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
 def test_after_so_many_rollbacks_it_stops(tmp_path, monkeypatch):
     plant(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
     messages, told = train(tmp_path / "run", ROLLBACK)
-    back = [m for m in messages if "back to step 20" in m]
+    back = [m for m in messages if "rolled back to step 20" in m]
     assert len(back) == MOST_ROLLBACKS
-    assert [m.split("past ")[1] for m in back] == ["1 batches", "2 batches", "3 batches"]
+    assert [m.split("skipping ")[1] for m in back] == ["1 batches", "2 batches", "3 batches"]
     assert told.startswith("step 21: the loss is ")
     _, _, event = read_batch(tmp_path / "run" / "replay", 21)
-    assert event["batches_skipped"] == MOST_ROLLBACKS
+    assert event.batches_skipped == MOST_ROLLBACKS
 
 
 class Slow:
@@ -305,12 +316,10 @@ def test_a_batch_that_does_not_come_is_told_of_once_and_waited_for():
 
     with Batches(loader, "texts/", 0.05, say) as batches:
         next(batches)
-        next(batches)
-        assert batches.waited >= 0.2
-        next(batches)
-        assert batches.waited < 0.05
+        assert next(batches).wait_s >= 0.2
+        assert next(batches).wait_s < 0.05
     assert len(told) == 1
-    assert "batch 1 of texts/ has not come for 0.05 s: still waiting" in told[0]
+    assert "batch 1 of texts/ has not arrived for 0.05 s: still waiting" in told[0]
 
 
 def test_nothing_is_said_without_a_limit():
@@ -319,11 +328,11 @@ def test_nothing_is_said_without_a_limit():
     with Batches(loader, "texts/", 0, told.append) as batches:
         next(batches)
         begin = time.perf_counter()
-        next(batches)
-        assert batches.waited <= time.perf_counter() - begin
+        wait_s = next(batches).wait_s
+        assert wait_s <= time.perf_counter() - begin
     assert told == []
     assert threading.active_count() <= alive + 1
-    with pytest.raises(UserError, match=r"stall_seconds -1"):
+    with pytest.raises(UserError, match=r"stall_seconds must be at least 0, got -1"):
         check_settings(dataclasses.replace(RECIPES["digits-mlp"], stall_seconds=-1.0))
 
 
@@ -343,7 +352,7 @@ def test_waits_are_logged(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("of", ["device", "host"])
 def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_path, monkeypatch):
-    add, seen = loop.Interval.add, []
+    add, seen = interval.Interval.add, []
 
     def allocating(self, metrics):
         seen.append(metrics)
@@ -351,15 +360,15 @@ def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_p
             jnp.zeros(2**48).block_until_ready() if of == "device" else np.ones(2**50)
         add(self, metrics)
 
-    monkeypatch.setattr(loop.Interval, "add", allocating)
+    monkeypatch.setattr(interval.Interval, "add", allocating)
     run = tmp_path / "run"
     _, told = train(run)
     assert told.startswith("out of memory (")
     assert "llocat" in told
     assert f"try jaxtrain train digits-mlp --from {run}/config.json --out {run}-smaller --accumulate 2; " in told
-    assert told.endswith(f"; {command('plan', 'digits-mlp', RECIPE)} says what fits")
+    assert told.endswith(f"; {command('plan', 'digits-mlp', RECIPE)} shows what fits")
     assert "\n" not in told
-    monkeypatch.setattr(loop.Interval, "add", add)
+    monkeypatch.setattr(interval.Interval, "add", add)
     assert sorted(saved_steps(run / "checkpoints")) == [0, 5]
     assert train(run, resume=True)[1] is None
 
@@ -379,5 +388,5 @@ def test_what_takes_less_memory():
 def test_memory_that_runs_out_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_first_evaluation", lambda *_: jnp.zeros(2**48).block_until_ready())
     _, told = train(tmp_path / "run")
-    assert f"nothing is written; try the same with --accumulate 2; {command('plan', 'digits-mlp', RECIPE)} " in told
+    assert f"nothing was written; try the same with --accumulate 2; {command('plan', 'digits-mlp', RECIPE)} " in told
     assert not (tmp_path / "run").exists()

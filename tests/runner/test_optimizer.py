@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.recipes import RECIPES
-from jaxtrain.runner import loop
+from jaxtrain.runner import interval
 from jaxtrain.runner.optimizer import loss_scale, optimizer, optimizer_expression, schedule
 from jaxtrain.step import TrainState
 
@@ -83,7 +83,7 @@ def test_the_rates_of_groups_are_logged_each():
     groups = "{'a': sgd(learning_rate=0.5), 'b': sgd(learning_rate=0.25)}"
     tx = optimizer(dataclasses.replace(RECIPES["gpt-stdlib"], optimizer=groups))
     state = TrainState(*[None] * 9)._replace(opt_state=tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
-    assert loop._rates(state) == {"lr": 0.5, "lr/0": 0.5, "lr/1": 0.25}
+    assert interval._learning_rates(state.opt_state) == (0.5, {"0": 0.5, "1": 0.25})
 
 
 def test_what_a_checkpoint_lets_decay_decays():

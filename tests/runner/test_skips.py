@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner import preflight
-from jaxtrain.runner.loop import Interval
+from jaxtrain.runner.batches import DispatchedStep, FetchedBatch
+from jaxtrain.runner.guards import Guard
 from tests.runner.recording import train
 
 # After one update at this rate nothing is finite any more.
@@ -59,8 +59,8 @@ def test_a_low_scale_is_warned_of_once(ruined):
     warnings = [m for m in ruined[1] if "warning" in m]
     # Of steps 5 to 8 the first ran at 4096; of 9 to 12 the first at 256.
     assert len(warnings) == 1
-    assert "step 12: the loss scale has stayed at 512 or below" in warnings[0]
-    for part in ("learning rate", "a sum where it should be a mean", "bf16"):
+    assert "step 12: the loss scale stayed at 512 or below" in warnings[0]
+    for part in ("--lr", "a mean and not a sum", "bf16"):
         assert part in warnings[0]
 
 
@@ -80,20 +80,18 @@ def test_a_sound_run_hears_nothing(precision, tmp_path):
     assert not [m for m in messages if "warning" in m]
 
 
-def interval(max_skips, skips=0):
-    task = SimpleNamespace(units_per_row=1, unit="examples")
-    steps = Interval(dataclasses.replace(RUINED, max_skips=max_skips), task)
-    steps.restore(None, skips=skips)
-    return steps
+def guard(max_skips, skips=0):
+    found = Guard(dataclasses.replace(RUINED, max_skips=max_skips), {"a": jnp.ones(1)})
+    found.restore(None, skips=skips)
+    return found
 
 
-def metrics(skipped):
-    scalars = {"loss": 1.0, "weight": 1.0, "lr": 0.1, "grad_norm": 1.0, "loss_scale": 8.0, "applied": 1}
-    scalars |= {"nonfinite_micro_batch": -1, "nonfinite_leaf": -1}
-    return {**{name: jnp.asarray(x) for name, x in scalars.items()}, "skipped": jnp.asarray(skipped)}
+def step(skipped):
+    scalars = {"loss": 1.0, "nonfinite_micro_batch": -1, "nonfinite_leaf": -1, "skipped": skipped}
+    return DispatchedStep(1, FetchedBatch({}, 1), {name: jnp.asarray(x) for name, x in scalars.items()})
 
 
-@pytest.mark.parametrize("close_every", [1, 2, 3, 100])
+@pytest.mark.parametrize("settle_every", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     ("pattern", "before", "stuck"),
     [
@@ -106,13 +104,13 @@ def metrics(skipped):
         ("s", 5, True),
     ],
 )
-def test_only_skips_in_a_row_count_wherever_lines_are_logged(pattern, before, stuck, close_every):
-    steps = interval(3, skips=before)
+def test_only_skips_in_a_row_count_wherever_lines_are_logged(pattern, before, stuck, settle_every):
+    counting = guard(3, skips=before)
     for i, event in enumerate(pattern, 1):
-        steps.add(metrics(event == "s"))
-        if i % close_every == 0 or i == len(pattern):
-            steps.close()
-    assert steps.stuck is stuck
+        counting.add(step(event == "s"))
+        if i % settle_every == 0 or i == len(pattern):
+            counting.settle()
+    assert counting.reached_skip_limit is stuck
 
 
 class Pending:
@@ -121,19 +119,19 @@ class Pending:
     def copy_to_host_async(self):
         pass
 
-    def __bool__(self):
+    def __array__(self, *args, **kwargs):
         pytest.fail("waited for the newest step")
 
 
 def test_counting_never_waits_for_the_newest_step():
-    steps = interval(1)
-    steps.add(metrics(True))
-    assert steps.stuck is False
-    steps.add({**metrics(True), "skipped": Pending()})
-    assert steps.stuck is True
+    counting = guard(1)
+    counting.add(step(True))
+    assert counting.reached_skip_limit is False
+    counting.add(dataclasses.replace(step(True), metrics={**step(True).metrics, "skipped": Pending()}))
+    assert counting.reached_skip_limit is True
 
 
 @pytest.mark.parametrize("max_skips", [0, -1])
 def test_max_skips_is_one_or_more(max_skips):
-    with pytest.raises(UserError, match=f"max_skips {max_skips} is too small"):
+    with pytest.raises(UserError, match=f"max_skips must be at least 1, got {max_skips}"):
         preflight.check_settings(dataclasses.replace(RUINED, max_skips=max_skips))

@@ -21,14 +21,14 @@ TRAIN = "train digits-mlp --hidden 16 --batch-size 8 --log-every 1 --eval-every 
 # After the fourth step, files may no longer grow beyond these bytes.
 LIMIT = """
 import resource
-from jaxtrain.runner import loop
-add, seen = loop.Interval.add, []
+from jaxtrain.runner import interval
+add, seen = interval.Interval.add, []
 def limited(self, metrics):
     seen.append(metrics)
     if len(seen) == 5:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
     add(self, metrics)
-loop.Interval.add = limited
+interval.Interval.add = limited
 """
 
 # A mount of this process and its children alone: it goes with them.
@@ -197,14 +197,14 @@ def test_a_second_signal_ends_a_run_at_once_even_in_its_save(lives):
 
 SIGTERM_AT_STEP_9 = """
 import os, signal
-from jaxtrain.runner import loop
-add, seen = loop.Interval.add, []
+from jaxtrain.runner import interval
+add, seen = interval.Interval.add, []
 def stopping(self, metrics):
     seen.append(metrics)
     if len(seen) == 9:
         os.kill(os.getpid(), signal.SIGTERM)
     add(self, metrics)
-loop.Interval.add = stopping
+interval.Interval.add = stopping
 """
 
 

@@ -1,0 +1,84 @@
+"""Build the parts of a run from its recipe."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtrain.cost import flops
+from jaxtrain.data.loader import Loader
+from jaxtrain.distributed import constrained, local_rows, placed_whole, run_mesh, shard
+from jaxtrain.observe import Gauges
+from jaxtrain.recipes import Recipe
+from jaxtrain.runner.optimizer import training_step
+from jaxtrain.step import TrainState, TrainStep, eval_step, validated
+from jaxtrain.tasks import Task, build, check_memory, evaluation_batches, means
+
+Evaluate = Callable[[TrainState], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of a run besides its state. Of these only the loader's position is saved."""
+
+    recipe: Recipe
+    task: Task
+    loader: Loader
+    step: TrainStep
+    evaluate: Evaluate
+    """Returns the means of loss and metrics over the validation rows."""
+
+
+def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
+    """Build the parts of a run and its initial state.
+
+    Args:
+      recipe: The settings of the run.
+
+    Returns:
+      A tuple (the parts, the initial state); on a mesh the state is initialized in shards.
+
+    Raises:
+      UserError: The recipe's data or model cannot be built.
+    """
+    mesh, task = run_mesh(recipe.mesh), build(recipe)
+    step = training_step(recipe, task.loss_fn)
+    rows = None
+    if mesh is None:
+        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
+    else:
+        check_memory(task.init, mesh.shape["fsdp"] * mesh.shape["tensor"])
+        step = shard(step, mesh, task.sharding)
+        # Initialized in shards, never whole on one device.
+        state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+        rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
+    loader = Loader(task.train, recipe.batch_size, recipe.seed, rows=rows)
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh)), state
+
+
+def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
+    """Build the gauges of the run's devices; FLOPs are counted for this process's rows and scaled to the batch."""
+    shapes = jax.eval_shape(lambda *args: args, state.params, batch, state.rng, state.model_state)
+
+    def model_flops() -> int:
+        # The backward pass takes two products for each one of the forward pass.
+        processes = training.recipe.batch_size // len(next(iter(batch.values())))
+        return 3 * flops(validated(training.task.loss_fn), *shapes) * processes
+
+    devices = jax.tree.leaves(state.params)[0].sharding.device_set
+    return Gauges(model_flops, len(devices), training.recipe.precision)
+
+
+def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
+    loss_fn = task.loss_fn if mesh is None else constrained(task.loss_fn, mesh, task.sharding)
+    step = eval_step(loss_fn, precision=recipe.precision)
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        batches: Any = evaluation_batches(task.validation, task, recipe)
+        if mesh is not None:
+            batches = (placed_whole(batch, mesh) for batch in batches)
+        return means([jax.device_get(step(state, batch)) for batch in batches])
+
+    return evaluate
