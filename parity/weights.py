@@ -29,12 +29,12 @@ from jaxtrain.interop import (
     Layout,
     NameTable,
     TorchParam,
-    bias_of_heads,
+    bias_to_heads,
     leaves,
     linear_after_flatten,
-    linear_into_heads,
-    linear_out_of_heads,
-    unflattened,
+    linear_from_heads,
+    linear_to_heads,
+    unflatten,
 )
 from jaxtrain.step import validated
 from parity.case import Case
@@ -365,7 +365,7 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
 
     def by_jax(side: _Side | None = None, **moved: Any) -> float:
         now = [{**tree, **moved} if own is side else tree for own, tree in zip(sides, trees, strict=True)]
-        params, state = [*(unflattened(tree, side.like) for tree, side in zip(now, sides, strict=True)), None][:2]
+        params, state = [*(unflatten(tree, side.like) for tree, side in zip(now, sides, strict=True)), None][:2]
         return probe.jax_loss(params, state)
 
     theirs, ours = by_torch({}), by_jax()
@@ -462,11 +462,11 @@ def _of_heads(theirs: Shape, ours: Shape) -> list[Layout]:
     """The layout of an attention's projection whose heads have an axis of their own in JAX."""
     match theirs, ours:
         case (n,), (heads, size) if n == heads * size:
-            return [bias_of_heads(heads, size)]
+            return [bias_to_heads(heads, size)]
         case (n, n_in), (same, heads, size) if (n, n_in) == (heads * size, same):
-            return [linear_into_heads(heads, size)]
+            return [linear_to_heads(heads, size)]
         case (n_out, n), (heads, size, same) if (n_out, n) == (same, heads * size):
-            return [linear_out_of_heads(heads, size)]
+            return [linear_from_heads(heads, size)]
     return []
 
 

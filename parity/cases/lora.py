@@ -26,7 +26,7 @@ def case(adapters: LoraConfig = ADAPTERS, *, dropout: float | None = None, rows:
     whole = gpt2.case(config, reference=config, rows=rows)
     names, _ = whole.tables
     base = names.to_jax({name: x.numpy() for name, x in _pretrained(whole).state_dict().items()}, whole.params_like)
-    with_adapters = lora.adapted(whole.loss_fn, adapters)
+    with_adapters = lora.with_adapters(whole.loss_fn, adapters)
     params_like = jax.eval_shape(lambda: lora.init(jax.random.key(0), base, adapters))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import T5ForConditionalGeneration
 import jaxtrain
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
-from jaxtrain.models.t5 import IGNORED, T5, T5Config, shift_right, to_hf, torch_names
+from jaxtrain.models.t5 import IGNORE_INDEX, T5, T5Config, shift_right, to_hf, torch_names
 from parity.case import AdamW, Batch, Case
 
 CONFIG = T5Config(
@@ -41,7 +41,7 @@ def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int =
     apply, params_like = functional(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-        labels, there = batch["labels"], batch["labels"] != IGNORED
+        labels, there = batch["labels"], batch["labels"] != IGNORE_INDEX
         decoder_tokens = shift_right(labels, config)
         logits = apply(params, batch["tokens"], decoder_tokens, batch["tokens"] != config.pad_token_id, None, rng)
         losses = cross_entropy(logits, jnp.where(there, labels, 0))
@@ -77,7 +77,7 @@ def _torch_model(config: T5Config) -> Module:
 def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     tokens, labels = batch["tokens"], batch["labels"]
     logits = model(tokens, attention_mask=tokens != CONFIG.pad_token_id, labels=labels).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != IGNORED).sum())
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != IGNORE_INDEX).sum())
 
 
 def _batch(seed: int, rows: int, config: T5Config) -> Batch:
@@ -87,5 +87,5 @@ def _batch(seed: int, rows: int, config: T5Config) -> Batch:
     labels = rng.integers(1, config.vocab_size, size=(rows, TARGET))
     missing = np.arange(rows)[:, None] % 4
     tokens[np.arange(SOURCE)[None] >= SOURCE - 2 * missing] = config.pad_token_id
-    labels[np.arange(TARGET)[None] >= TARGET - missing] = IGNORED
+    labels[np.arange(TARGET)[None] >= TARGET - missing] = IGNORE_INDEX
     return {"tokens": tokens, "labels": labels}

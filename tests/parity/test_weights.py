@@ -287,8 +287,8 @@ def test_convolutions_over_time_and_heads_with_an_axis_of_their_own_are_proposed
     table, _ = with_tables(case).tables
     found = {path: (param.name, param.layout.source) for path, param in table.params.items()}
     assert found.pop("kernel") == ("conv.weight", "CONV")
-    assert found.pop("a/kernel") == ("query.weight", "linear_into_heads(2, 3)")
-    assert found.pop("d/kernel") == ("out.weight", "linear_out_of_heads(2, 3)")
-    assert found.pop("b/bias") == ("key.bias", "bias_of_heads(2, 3)")
+    assert found.pop("a/kernel") == ("query.weight", "linear_to_heads(2, 3)")
+    assert found.pop("d/kernel") == ("out.weight", "linear_from_heads(2, 3)")
+    assert found.pop("b/bias") == ("key.bias", "bias_to_heads(2, 3)")
     assert check(case, steps=2).passed
     assert len(prove(case).moved) == 9
