@@ -202,7 +202,7 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
         shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
         sharding = {"mesh": f"{shape}; {local / 2**20:.1f} MiB of parameters and optimizer state per device"}
     return {
-        **task.facts,
+        **task.description,
         **arrays,
         "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB",
         **sharding,

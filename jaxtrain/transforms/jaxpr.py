@@ -62,7 +62,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
         return interpret(inner, inner_consts, inner_args, rule)
 
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
+    for eqn, dead in zip(jaxpr.eqns, _dead_after(jaxpr), strict=True):
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with _standing_for(eqn):
             outs = rule(eqn, inputs, run)
@@ -70,7 +70,21 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
                 rebuild = HIGHER_ORDER.get(eqn.primitive.name)
                 outs = bind(eqn, inputs) if rebuild is None else rebuild(eqn, inputs, run)
         env.update(zip(eqn.outvars, outs, strict=True))
+        for v in dead:
+            del env[v]
+        del inputs, outs
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _dead_after(jaxpr: Jaxpr) -> list[list[Any]]:
+    """Return for every equation the variables that nothing after it reads."""
+    read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    dead: list[list[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        variables = dict.fromkeys(v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal))
+        dead.append([v for v in variables if v not in read])
+        read.update(variables)
+    return dead[::-1]
 
 
 @contextmanager

@@ -115,7 +115,7 @@ INTERNAL = {
     ),
     "losses": "norm",
     "models": "CONFIG Rope read_json write_json write_tensors",
-    "data": "KEYWORDS Role check_members dates is_zip python_statements",
+    "data": "KEYWORDS Role check_zip dates is_zip python_statements",
     "runner": (
         "DispatchedStep FetchedBatch Guard Interval SavedStep Training build_training check_free "
         "check_settings find_nonfinite_array loss_scale optimizer_expression read_batch read_recipe "
@@ -129,7 +129,10 @@ INTERNAL = {
     "distributed": (
         "AXES DATA FSDP TENSOR bypass_compilation_cache is_first resolved sizes together ways window_sharding"
     ),
-    "interop": "KINDS LAYER Layout Outline StoredTensor leaves new_outline read_outline unflattened write_outline",
+    "interop": (
+        "CheckpointMetadata LAYER Layout OPTIMIZER_CLASSES StoredTensor leaves new_metadata read_metadata unflatten "
+        "write_metadata"
+    ),
 }
 
 
