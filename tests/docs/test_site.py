@@ -130,8 +130,8 @@ INTERNAL = {
         "AXES DATA FSDP TENSOR bypass_compilation_cache is_first resolved sizes together ways window_sharding"
     ),
     "interop": (
-        "CheckpointMetadata LAYER Layout OPTIMIZER_CLASSES StoredTensor leaves new_metadata read_metadata unflatten "
-        "write_metadata"
+        "CheckpointMetadata LAYER Layout OPTIMIZER_CLASSES StoredTensor leaves new_metadata read_metadata "
+        "unflatten write_metadata"
     ),
 }
 
