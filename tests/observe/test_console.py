@@ -143,3 +143,13 @@ def test_a_sparkline_is_as_wide_as_its_values_at_most():
     assert sparkline([1.0], 8) == "▁"
     assert sparkline([2.0, 2.0], 8) == "▁▁"
     assert sparkline([float(i) for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_loop_of_ones_own_may_log_only_some_numbers(terminal):
+    out = io.StringIO()
+    console = Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False))
+    with console.progress(0, 4, "tokens") as progress:
+        for step in (1, 2):
+            progress.advance(step, {"step": step, "loss": 1.5, "mine": 7.0})
+    assert "loss 1.5" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())

@@ -6,6 +6,7 @@ import resource
 import pytest
 
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.observe.log_line import LogLine, Rollback
 from jaxtrain.observe.metrics import MetricsLog, read_metrics
 
 
@@ -95,3 +96,31 @@ def test_a_log_that_cannot_be_opened_is_refused_in_one_line(tmp_path):
     (tmp_path / "tensorboard").touch()
     with pytest.raises(UserError, match=r"cannot be written \(File exists\)"):
         log(tmp_path, 0, 1)
+
+
+def test_resuming_moves_repeated_lines_aside_and_loses_none(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log(tmp_path, 0, 4)
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')
+    before = path.read_text().splitlines()
+    log(tmp_path, 3, 3)
+    log(tmp_path, 1, 1)
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert superseded == [*before[3:6], *before[1:4]]
+    assert path.read_text().splitlines() == before[:2]
+
+
+def test_without_a_step_to_resume_from_lines_are_appended(tmp_path):
+    log(tmp_path, 0, 4)
+    with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as metrics:
+        metrics.write(line(5))
+    assert [m.step for m in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))
+    assert scalars(tmp_path, "loss") == list(range(6))
+    assert not (tmp_path / "metrics.superseded.jsonl").exists()
+
+
+def test_a_line_is_the_same_object_after_a_round_trip():
+    written = {"step": 7, "loss": None, "grad_norm": 0.5, "skipped": 1, "tokens_per_s": 9.0, "lr": 0.1, "lr/0": 0.1}
+    written |= Rollback(9, 7, 4.0, 2).to_json() | {"gpu_utilisation": 0.25, "eval_loss": 1.0, "eval_f1": None, "x": 3}
+    assert list(LogLine.from_json(written).to_json().items()) == list(written.items())

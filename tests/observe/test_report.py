@@ -121,3 +121,14 @@ def test_the_pictures_that_an_evaluation_leaves_are_in_the_page(tmp_path):
     first, _ = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
     with Image.open(io.BytesIO(base64.b64decode(first))) as picture:
         np.testing.assert_array_equal(np.asarray(picture), np.round(images[1, ..., 0] * 255).astype(np.uint8))
+
+
+def test_a_folder_with_metrics_alone_has_a_page(tmp_path):
+    run = write_run(tmp_path / "mine")
+    run.config.unlink()
+    seen = text_of(render_report([read_record(run)]))
+    assert "mine · step 40" in seen
+    assert "best validation loss 0.07317 step 40" in seen
+    run.metrics.unlink()
+    with pytest.raises(UserError, match="mine holds no run: give the folder of one"):
+        read_record(run)

@@ -143,3 +143,35 @@ def test_pytorch_is_not_imported_on_the_way(tmp_path):
     written = "import sys; from pathlib import Path; from jaxtrain.observe.tensorboard import Events; "
     written += f"Events(Path({str(tmp_path / 'events')!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", written], check=True)
+
+
+def test_other_threads_can_import_pytorch_meanwhile(tmp_path):
+    """Stand-ins for tensorboardX and torch: the first waits, while imported, until another thread has the second."""
+    (tmp_path / "torch.py").write_text("")
+    package = tmp_path / "tensorboardX"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import sys, threading\n"
+        "found = []\n"
+        "def load():\n"
+        "    try:\n"
+        "        import torch\n"
+        "    except ImportError as error:\n"
+        "        found.append(error)\n"
+        "thread = threading.Thread(target=load)\n"
+        "try:\n"
+        "    import torch\n"
+        "    has_torch = True\n"
+        "except ImportError:\n"
+        "    has_torch = False\n"
+        "thread.start(); thread.join()\n"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from jaxtrain.observe.tensorboard import _import_tensorboardx\n"
+        "_import_tensorboardx()\n"
+        "import tensorboardX\n"
+        "assert (tensorboardX.has_torch, tensorboardX.found) == (False, []), tensorboardX.found\n"
+        "import torch\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

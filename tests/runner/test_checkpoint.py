@@ -1,11 +1,13 @@
 """What was saved is what is restored, whatever befell the files and whatever devices there are."""
 
 import json
+import logging
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +268,7 @@ def mesh(n: int) -> jax.sharding.Mesh:
 ELSEWHERE = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.runner.test_checkpoint import mesh, restore, same, state
@@ -302,3 +305,39 @@ def test_run_json_is_json_whatever_the_loss(tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(state(1), {"next_batch": 1}, float("inf"))
     assert json.loads((tmp_path / "checkpoints/1/run.json").read_text())["eval_loss"] is None
+
+
+@pytest.fixture
+def absl_records():
+    """The records that reach the handlers of the absl logger."""
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("absl")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def test_only_orbaxs_log_is_dropped_and_only_while_checkpoints_are_open(tmp_path, absl_records):
+    logger = logging.getLogger("absl")
+    assert logger.level < logging.CRITICAL
+
+    def log(pathname):
+        logger.handle(logging.LogRecord("absl", logging.ERROR, pathname, 1, "text", (), None))
+        return len(absl_records)
+
+    with Checkpoints(tmp_path / "checkpoints"):
+        assert log("/site-packages/grain/loader.py") == 1
+        assert log("/site-packages/orbax/checkpoint/save.py") == 1
+    assert log("/site-packages/orbax/checkpoint/save.py") == 2
+
+
+def test_a_hook_installed_while_checkpoints_are_open_stays(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    with Checkpoints(tmp_path / "checkpoints"):
+        error = RuntimeError("Event loop is closed")  # of the user's own program
+        sys.unraisablehook(SimpleNamespace(exc_value=error, exc_traceback=None, object=None, err_msg=None))
+        assert len(seen) == 1
+        monkeypatch.setattr(sys, "unraisablehook", print)
+    assert sys.unraisablehook is print
