@@ -25,16 +25,16 @@ def main(args: list[str]) -> int:
     from jaxtrain.debug import examine
 
     console = Console(highlight=False, quiet=options.json)
-    found = []
+    findings = []
     with console.status("checking"):
         for finding in examine():
-            found.append(finding)
+            findings.append(finding)
             console.print(f"{MARKS[finding.status]} [bold]{finding.name}[/]", end="  ")
             console.print(finding.said, markup=False, soft_wrap=True)
             if finding.mend:
                 console.print(f"    fix: {finding.mend}", markup=False, soft_wrap=True)
-    problems = sum(finding.status == "problem" for finding in found)
+    problems = sum(finding.status == "problem" for finding in findings)
     if options.json:
-        sys.stdout.write(json.dumps({"findings": [asdict(f) for f in found], "problems": problems}, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"findings": [asdict(f) for f in findings], "problems": problems}, indent=2) + "\n")
     console.print("no problems" if not problems else f"{problems} problem{'s' if problems > 1 else ''}")
     return 1 if problems else 0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtrain.cli.flags import parse, run_folder_argument
-from jaxtrain.data import thinned
+from jaxtrain.data import subsample
 from jaxtrain.errors import UserError
 from jaxtrain.observe import ErrorAnalysis, error_summary, evaluate_examples, log_error_analysis, write_error_page
 from jaxtrain.run_folder import RunFolder
@@ -35,24 +35,26 @@ def main(args: list[str]) -> int:
     options = parse(Eval(), flags, f"jaxtrain eval {run.path}")
     if options.worst < 1:
         raise UserError(f"--worst must be positive, got {options.worst}: use 1 or more")
-    found = evaluate_run(run, options.split)
-    stem = f"step-{found.step}-{options.split}"
+    analysis = evaluate_run(run, options.split)
+    stem = f"step-{analysis.step}-{options.split}"
     folder = run.path / "eval"
     page, lines = options.out or folder / f"{stem}.html", folder / f"{stem}.jsonl"
     try:
         folder.mkdir(exist_ok=True)
-        lines.write_text("".join(json.dumps(line) + "\n" for line in found.lines()))
+        lines.write_text("".join(json.dumps(line) + "\n" for line in analysis.lines()))
         if options.json is not None:
-            options.json.write_text(json.dumps(error_summary(found, options.worst), indent=2) + "\n")
-        write_error_page(page, found, options.worst)
-        log_error_analysis(run.tensorboard, found, options.worst)
+            options.json.write_text(json.dumps(error_summary(analysis, options.worst), indent=2) + "\n")
+        write_error_page(page, analysis, options.worst)
+        log_error_analysis(run.tensorboard, analysis, options.worst)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): use another path") from error
-    print(f"{run.path} · {found.recipe} · step {found.step} · {options.split}, {len(found.predictions):,} examples")
-    print(" · ".join(f"{figure} {value:.4f}" for figure, value in found.figures().items()))
-    print(f"\nthe {len(found.predictions.worst(options.worst))} worst")
-    for i in found.predictions.worst(options.worst):
-        print(f"  {i:>6}  loss {found.losses[i]:7.3f}  {found.describe(int(i))}")
+    count = len(analysis.predictions)
+    print(f"{run.path} · {analysis.recipe} · step {analysis.step} · {options.split}, {count:,} examples")
+    print(" · ".join(f"{figure} {value:.4f}" for figure, value in analysis.figures().items()))
+    worst = analysis.predictions.worst(options.worst)
+    print(f"\nthe {len(worst)} worst")
+    for i in worst:
+        print(f"  {i:>6}  loss {analysis.losses[i]:7.3f}  {analysis.describe(int(i))}")
     print(f"\npage      {page}\nexamples  {lines}")
     return 0
 
@@ -74,8 +76,8 @@ def evaluate_run(run: RunFolder, split: str, max_examples: int | None = None) ->
     name, recipe = read_recipe(run)
     task = build(recipe)
     state = restore_state(run.checkpoints, recipe, task)
-    source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
-    source = source if max_examples is None else thinned(source, max_examples)
+    source = task.validation if split == "validation" else subsample(task.train, task.eval_rows)
+    source = source if max_examples is None else subsample(source, max_examples)
     means, predictions = evaluate_examples(
         task, state, evaluation_batches(source, task, recipe), precision=recipe.precision
     )

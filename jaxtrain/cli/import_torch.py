@@ -11,7 +11,7 @@ import tyro
 from jaxtrain.cli.flags import check_recipe_name, parse_known, parse_with_recipe
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
-from jaxtrain.interop import KINDS, TorchRun, read_torch, torch_run, write_outline
+from jaxtrain.interop import OPTIMIZER_CLASSES, TorchRun, read_torch, torch_run, write_metadata
 from jaxtrain.optim import Call, format_expression, parse_expression
 from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.run_folder import RunFolder
@@ -35,7 +35,7 @@ class Import:
 
 def main(args: list[str]) -> int:
     """Parse, read, save."""
-    path, name, options, recipe, given = _parse(args)
+    path, name, options, recipe, explicit = _parse(args)
     run = RunFolder(options.out or Path("runs") / name)
     check_free(run)
     preflight.check_settings(recipe)
@@ -49,18 +49,18 @@ def main(args: list[str]) -> int:
         params_like,
         buffers=task.buffers,
         state_like=state_like,
-        kind=_kind(recipe.optimizer) if "optimizer" in given else None,
-        schedule=schedule_call(recipe) if "schedule" in given else None,
+        kind=_kind(recipe.optimizer) if "optimizer" in explicit else None,
+        schedule=schedule_call(recipe) if "schedule" in explicit else None,
         updates=options.updates,
     )
-    found = _settings(theirs)
-    if "schedule" in given:
-        found.pop("lr", None)
-    recipe = dataclasses.replace(recipe, **{field: value for field, value in found.items() if field not in given})
+    settings = _settings(theirs)
+    if "schedule" in explicit:
+        settings.pop("lr", None)
+    recipe = dataclasses.replace(recipe, **{field: value for field, value in settings.items() if field not in explicit})
     if theirs.expression is not None:
         recipe = dataclasses.replace(recipe, optimizer=format_expression(theirs.expression))
     _save(run, name, recipe, task, theirs)
-    count = theirs.outline.count
+    count = theirs.metadata.count
     steps = "" if count < recipe.steps else f" --steps {2 * count}"
     print(f"imported {path} into {run.path} after {count} updates: {recipe.optimizer}")
     print(f"continue: jaxtrain train {name} --resume --out {run.path}{steps}")
@@ -82,8 +82,8 @@ def _parse(args: list[str]) -> tuple[Path, str, Import, Recipe, set[str]]:
     check_recipe_name(name)
     prog = f"jaxtrain import-torch CKPT --model {name}"
     recipe = parse_with_recipe(options, RECIPES[name], rest, prog, Import.__doc__).recipe
-    given = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in rest if flag.startswith("--")}
-    return path, name, options, recipe, given
+    explicit = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in rest if flag.startswith("--")}
+    return path, name, options, recipe, explicit
 
 
 def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRun) -> None:
@@ -91,10 +91,10 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     preflight.check_settings(recipe)
     step = training_step(recipe, task.loss_fn)
     state = theirs.state(step, accumulate=recipe.accumulate, seed=recipe.seed)
-    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.outline.count}
+    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.metadata.count}
     run.make()
     if theirs.expression is not None:
-        write_outline(run.torch, theirs.outline)
+        write_metadata(run.torch, theirs.metadata)
     run.metrics.touch()
     with Checkpoints(run.checkpoints) as checkpoints:
         checkpoints.save(state, position)
@@ -104,24 +104,24 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
 
 def _settings(theirs: TorchRun) -> dict[str, Any]:
     """Return the recipe's fields that the checkpoint determines; their defaults differ from PyTorch's."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if theirs.expression is not None:
         # A PyTorch loop does not clip unless it is written to, and no checkpoint records it.
-        found["clip_norm"] = None
-        group = theirs.outline.param_groups[0]
-        found["lr"] = float(group.get("initial_lr", group["lr"]))
+        settings["clip_norm"] = None
+        group = theirs.metadata.param_groups[0]
+        settings["lr"] = float(group.get("initial_lr", group["lr"]))
     scaler = theirs.checkpoint.scaler
     if scaler:
         names = ("growth_factor", "backoff_factor", "growth_interval")
         scale = {"init_scale": scaler["scale"], **{key: scaler[key] for key in names}}
-        found |= {"precision": "fp16", "loss_scale": str(Call("dynamic_loss_scale", scale))}
-    return found
+        settings |= {"precision": "fp16", "loss_scale": str(Call("dynamic_loss_scale", scale))}
+    return settings
 
 
 def _kind(written: str) -> str:
     """Return PyTorch's class of the optimizer that --optimizer names."""
     call = parse_expression(written)
-    kinds = {kind.lower(): kind for kind in KINDS}
+    kinds = {kind.lower(): kind for kind in OPTIMIZER_CLASSES}
     if not isinstance(call, Call) or call.arguments or call.function not in kinds:
         raise UserError(
             f"--optimizer must be one of {', '.join(kinds)} without arguments, got {written!r}: "

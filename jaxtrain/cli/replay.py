@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.cli.flags import parse
 from jaxtrain.data.loader import Batch
-from jaxtrain.debug import Place, Watch, Watched
+from jaxtrain.debug import NonfiniteTracer, NonfiniteValue, TracedValue
 from jaxtrain.distributed import bypass_compilation_cache, run_mesh, sizes, ways
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
@@ -51,7 +51,7 @@ class Interpreted:
     loss: float
     stage: str | None
     where: str
-    origin: list[Place]
+    origin: list[NonfiniteValue]
 
 
 def main(args: list[str]) -> int:
@@ -174,11 +174,11 @@ def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Bat
     before = jax.tree.map(lambda x, shape: x if x.dtype == shape.dtype else x.astype(shape.dtype), before, like)
     arguments = {path_name(path): jnp.asarray(x) for path, x in _named(before, batch)}
     closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(before, batch)
-    watch = Watch(wide=wide)
+    tracer = NonfiniteTracer(wide=wide)
     with jax.enable_x64(wide):
-        outs = watch.run(closed, arguments)
+        outs = tracer.run(closed, arguments)
     new, metrics = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-    return _first_nonfinite(watch, before, new, metrics)
+    return _first_nonfinite(tracer, before, new, metrics)
 
 
 def _named(state: TrainState, batch: Batch) -> list[tuple[Any, Any]]:
@@ -190,20 +190,22 @@ def _named(state: TrainState, batch: Batch) -> list[tuple[Any, Any]]:
     ]
 
 
-def _first_nonfinite(watch: Watch, before: TrainState, new: TrainState, metrics: dict[str, Watched]) -> Interpreted:
+def _first_nonfinite(
+    tracer: NonfiniteTracer, before: TrainState, new: TrainState, metrics: dict[str, TracedValue]
+) -> Interpreted:
     loss, leaf = float(metrics["loss"].value), int(metrics["nonfinite_leaf"].value)
     gradient = ""
     if leaf >= 0:
         micro_batch = int(metrics["nonfinite_micro_batch"].value)
         gradient = f"the gradient of {leaf_name(before.params, leaf)}, micro-batch {micro_batch}"
     if not np.isfinite(loss):
-        return Interpreted(loss, "forward", f"the loss, {gradient}".removesuffix(", "), watch.origin(metrics["loss"]))
+        return Interpreted(loss, "forward", f"the loss, {gradient}".removesuffix(", "), tracer.origin(metrics["loss"]))
     if gradient:
-        return Interpreted(loss, "backward", gradient, watch.origin(metrics["grad_norm"]))
+        return Interpreted(loss, "backward", gradient, tracer.origin(metrics["grad_norm"]))
     parts = {name: getattr(new, name) for name in ("params", "model_state", "opt_state", "ema")}
-    for path, x in jax.tree.leaves_with_path(parts, is_leaf=lambda x: isinstance(x, Watched)):
+    for path, x in jax.tree.leaves_with_path(parts, is_leaf=lambda x: isinstance(x, TracedValue)):
         if x.value.ndim and x.sources:
-            return Interpreted(loss, "update", path_name(path), watch.origin(x))
+            return Interpreted(loss, "update", path_name(path), tracer.origin(x))
     return Interpreted(loss, None, "", [])
 
 

@@ -85,7 +85,7 @@ class ErrorAnalysis:
 
     def input_text(self, i: int) -> str:
         """Return the text of example `i`; empty if it is not a text."""
-        return self.task.given(self.source[i]) if self.task.given else ""
+        return self.task.input_text(self.source[i]) if self.task.input_text else ""
 
     def tokens(self, i: int) -> list[TokenLoss]:
         """Return the tokens of example `i`, without special tokens that were not to be predicted."""

@@ -12,14 +12,14 @@ from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folde
 from jaxtrain.distributed import resolved, ways
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
-from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, in_groups, mlp, resnet
+from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet, set_batch_norm_groups
 from jaxtrain.models.resnet import ResNet, ResNetConfig
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
 from jaxtrain.step import Loss, LossFn
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 
 Images = Arrays | ImageFolder
-Predict = Callable[[Any, Any, Any], Predicted]  # (params, batch, model_state)
+Predict = Callable[[Any, Any, Any], Predictions]  # (params, batch, model_state)
 
 
 def classification_task(recipe: ImageRecipe) -> Task:
@@ -48,7 +48,7 @@ def classification_task(recipe: ImageRecipe) -> Task:
         classes=recipe.classes,
         unit="examples",
         units_per_row=1,
-        facts={
+        description={
             "images": str(recipe.data) if recipe.data else "scikit-learn's handwritten digits",
             "examples": f"{len(train):,} for training, {len(validation):,} for validation",
             "labels": f"{train.labels.min()} to {train.labels.max()}, of {recipe.classes} classes",
@@ -77,7 +77,7 @@ def resnet_model(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
     if len(shape) != 3:
         raise UserError(f"images must have height, width and channels, got shape {list(shape)}: use digits-mlp")
     model = ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))
-    return in_groups(model, _groups(recipe))
+    return set_batch_norm_groups(model, _groups(recipe))
 
 
 def _groups(recipe: ResNetRecipe) -> int:
@@ -102,14 +102,14 @@ def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig
 def _stateless(model: Callable[[], nnx.Module]) -> tuple[Callable[[], Any], LossFn, Predict]:
     apply, _ = functional(nnx.eval_shape(model))
 
-    def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
+    def predict(params: Any, batch: Any, model_state: Any) -> Predictions:
         del model_state
-        return _predicted(apply(params, batch["image"]), batch)
+        return _predictions(apply(params, batch["image"]), batch)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
         del rng
-        predicted = predict(params, batch, None)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}
+        predictions = predict(params, batch, None)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}
 
     return lambda: (functional(model())[1], None), loss_fn, predict
 
@@ -118,19 +118,19 @@ def _with_state(model: Callable[[], nnx.Module]) -> tuple[Callable[[], Any], Los
     """Return (init, loss_fn, predict) of a model with BatchNorm, which normalizes with batch statistics in training."""
     apply, *_ = functional_with_state(nnx.eval_shape(model))
 
-    def predict(params: Any, batch: Any, model_state: Any) -> Predicted:
-        return _predicted(apply(params, model_state, batch["image"], False)[0], batch)
+    def predict(params: Any, batch: Any, model_state: Any) -> Predictions:
+        return _predictions(apply(params, model_state, batch["image"], False)[0], batch)
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
         logits, model_state = apply(params, model_state, batch["image"], rng is not None)
-        predicted = _predicted(logits, batch)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}, model_state
+        predictions = _predictions(logits, batch)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}, model_state
 
     return lambda: functional_with_state(model())[1:], loss_fn, predict
 
 
-def _predicted(logits: Any, batch: Any) -> Predicted:
-    return Predicted(logits, batch["label"], row_weights(batch, len(batch["label"])))
+def _predictions(logits: Any, batch: Any) -> Predictions:
+    return Predictions(logits, batch["label"], row_weights(batch, len(batch["label"])))
 
 
 def _names(recipe: ImageRecipe, shape: tuple[int, ...]) -> NameTable:

@@ -10,16 +10,16 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import (
-    Packed,
+    PackedRows,
     Source,
-    Text,
     TokenizedDocuments,
     Tokenizer,
+    TokenWindows,
     is_table,
     pack,
     split_documents,
     split_table,
-    thinned,
+    subsample,
     tokenized_rows,
     tokenizer,
     unigram_entropy,
@@ -30,7 +30,7 @@ from jaxtrain.models import GPT2, GPT2Config, Sampling, functional, gpt2, llama,
 from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.recipes import GPTRecipe, LanguageRecipe, LlamaRecipe
 from jaxtrain.step import Loss
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 from jaxtrain.tasks.text_stream import replace_unprintable
 
 BYTES = 256
@@ -45,7 +45,7 @@ def language_task(recipe: LanguageRecipe) -> Task:
     train, validation, entropy = _sources(recipe, texts)
     model, apply, init, names = decoder(recipe)
 
-    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+    def predict(params: Any, batch: Any, rng: Any) -> Predictions:
         if "segments" in batch:
             inputs, targets = batch["tokens"], batch["targets"]
             real = batch["segments"] > 0
@@ -55,7 +55,7 @@ def language_task(recipe: LanguageRecipe) -> Task:
             real = jnp.ones_like(targets, bool)
             logits = apply(params, inputs, rng)
         weight = jnp.where(real, row_weights(batch, len(targets))[:, None], 0)
-        return Predicted(logits, targets, weight)
+        return Predictions(logits, targets, weight)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
         return predict(params, batch, rng).loss(), {}
@@ -77,7 +77,7 @@ def language_task(recipe: LanguageRecipe) -> Task:
         unit="tokens",
         units_per_row=recipe.seq_len,
         bounds={"segments": recipe.seq_len + 1, "positions": recipe.seq_len},
-        facts={
+        description={
             "text": str(recipe.data) if recipe.data else "the source of Python's standard library",
             "rows": f"{len(train):,} for training, {len(validation):,} for validation",
         },
@@ -128,18 +128,18 @@ def _sources(recipe: LanguageRecipe, texts: Tokenizer) -> tuple[Source, Source, 
             tokenized_rows(recipe.data, part, recipe.text_column, texts, name)
             for part, name in zip(rows, ("train", "validation"), strict=True)
         )
-        return _packed(recipe, train, validation)
+        return _pack_rows(recipe, train, validation)
     train_texts, validation_texts = split_documents(recipe.data, texts)
     if recipe.packing:
-        return _packed(recipe, train_texts, validation_texts)
-    windows = Text(train_texts.tokens, recipe.seq_len), Text(validation_texts.tokens, recipe.seq_len)
+        return _pack_rows(recipe, train_texts, validation_texts)
+    windows = TokenWindows(train_texts.tokens, recipe.seq_len), TokenWindows(validation_texts.tokens, recipe.seq_len)
     return *windows, unigram_entropy(validation_texts.tokens)
 
 
-def _packed(
+def _pack_rows(
     recipe: LanguageRecipe, train: TokenizedDocuments, validation: TokenizedDocuments
-) -> tuple[Packed, Source, float]:
-    rows = thinned(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
+) -> tuple[PackedRows, Source, float]:
+    rows = subsample(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
     targets = [rows[i]["targets"][rows[i]["segments"] > 0] for i in range(len(rows))]
     return pack(train, recipe.seq_len, pad=0), rows, unigram_entropy(np.concatenate(targets))
 

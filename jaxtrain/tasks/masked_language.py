@@ -12,17 +12,17 @@ from flax import nnx
 
 from jaxtrain.data import (
     Example,
-    Mapped,
-    Numbered,
+    IndexedSource,
+    MappedSource,
     Source,
-    Text,
     Tokenizer,
     Tokens,
+    TokenWindows,
     is_table,
-    padded,
+    pad_tokens,
     split_documents,
     split_table,
-    thinned,
+    subsample,
     tokenizer,
     unigram_entropy,
 )
@@ -31,7 +31,7 @@ from jaxtrain.models import functional
 from jaxtrain.models.bert import SHARDING, Bert, BertConfig, torch_names
 from jaxtrain.recipes import EncoderRecipe, MaskedLanguageRecipe
 from jaxtrain.step import Loss
-from jaxtrain.tasks.task import Predicted, Task, row_weights
+from jaxtrain.tasks.task import Predictions, Task, row_weights
 
 MASKED, RANDOM = 0.8, 0.1
 """Shares of the predicted tokens that are replaced by the mask token and by a random token; the rest is unchanged."""
@@ -43,7 +43,7 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
     pad, mask = texts.special("pad"), texts.special("mask")
     special = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
     train_rows, validation_rows = _sources(recipe, texts)
-    train, validation = Numbered(train_rows), Numbered(thinned(validation_rows, recipe.eval_sequences))
+    train, validation = IndexedSource(train_rows), IndexedSource(subsample(validation_rows, recipe.eval_sequences))
     config = bert_config(recipe, texts, recipe.seq_len, num_labels=None)
     apply, init = bert(config, recipe.seed)
 
@@ -55,23 +55,24 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
         maskable = jnp.isin(batch["tokens"], special, invert=True)
         return jax.vmap(mask_row)(keys, batch["tokens"], maskable)
 
-    def predict(params: Any, batch: Any, rng: Any) -> Predicted:
+    def predict(params: Any, batch: Any, rng: Any) -> Predictions:
         mask_rng, rng = (None, None) if rng is None else jax.random.split(rng)
         tokens = batch["tokens"]
         inputs, predicted = mask_batch(batch, mask_rng)
         weight = jnp.where(predicted, row_weights(batch, len(tokens))[:, None], 0)
-        return Predicted(apply(params, inputs, tokens != pad, None, rng), tokens, weight)
+        return Predictions(apply(params, inputs, tokens != pad, None, rng), tokens, weight)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[Loss, dict[str, Any]]:
-        predicted = predict(params, batch, rng)
-        return predicted.loss(), {"accuracy": predicted.accuracy()}
+        predictions = predict(params, batch, rng)
+        return predictions.loss(), {"accuracy": predictions.accuracy()}
 
     def sample(params: Any, seed: int) -> str:
         example = validation[int(np.random.default_rng(seed).integers(len(validation)))]
         batch = {name: np.asarray(value)[None] for name, value in example.items()}
         inputs, predicted = mask_batch(batch, None)
         filled = apply(params, inputs, batch["tokens"] != pad, None, None).argmax(-1)
-        return f"{_with_gaps(texts, batch['tokens'], predicted)}\n→\n{texts.decode(_filled(batch, predicted, filled))}"
+        text = texts.decode(_fill_masks(batch, predicted, filled))
+        return f"{_show_masks(texts, batch['tokens'], predicted)}\n→\n{text}"
 
     targets = np.concatenate([validation[i]["tokens"] for i in range(len(validation))])
     return Task(
@@ -86,7 +87,7 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
         unit="tokens",
         units_per_row=recipe.seq_len,
         bounds={"index": max(len(train), len(validation))},
-        facts={
+        description={
             "text": str(recipe.data) if recipe.data else "the source of Python's standard library",
             "sequences": f"{len(train):,} for training, {len(validation):,} for validation",
         },
@@ -157,10 +158,10 @@ def bert(config: BertConfig, seed: int) -> tuple[Callable[..., Any], Callable[[]
     return apply, jax.jit(lambda: functional(model())[1])
 
 
-def enclosed(texts: Tokenizer, text: str, length: int) -> Tokens:
+def encode_text(texts: Tokenizer, text: str, length: int) -> Tokens:
     """Return a text's tokens between start and end token, truncated or padded to int32 [length]."""
     start, end = texts.special("start"), texts.special("end")
-    return padded(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
+    return pad_tokens(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
 
 
 def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, Source]:
@@ -168,20 +169,20 @@ def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, So
     if recipe.seq_len < 3:
         raise UserError(f"seq_len must be at least 3, got {recipe.seq_len}: use 3 or more")
     if recipe.data is not None and is_table(recipe.data):
-        encode = partial(_encoded, recipe, texts)
+        encode = partial(_encode_row, recipe, texts)
         train, validation = split_table(recipe.data, [recipe.text_column])
-        return Mapped(train, encode), Mapped(validation, encode)
-    train_texts, validation_texts = split_documents(recipe.data, texts)
-    return Text(train_texts.tokens, recipe.seq_len - 1), Text(validation_texts.tokens, recipe.seq_len - 1)
+        return MappedSource(train, encode), MappedSource(validation, encode)
+    train, validation = (TokenWindows(part.tokens, recipe.seq_len - 1) for part in split_documents(recipe.data, texts))
+    return train, validation
 
 
-def _encoded(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:
-    return {"tokens": enclosed(texts, str(row[recipe.text_column]), recipe.seq_len)}
+def _encode_row(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:
+    return {"tokens": encode_text(texts, str(row[recipe.text_column]), recipe.seq_len)}
 
 
-def _filled(batch: Any, predicted: jax.Array, filled: jax.Array) -> np.ndarray:
+def _fill_masks(batch: Any, predicted: jax.Array, filled: jax.Array) -> np.ndarray:
     return np.where(predicted, filled, batch["tokens"])[0]
 
 
-def _with_gaps(texts: Tokenizer, tokens: np.ndarray, predicted: jax.Array) -> str:
+def _show_masks(texts: Tokenizer, tokens: np.ndarray, predicted: jax.Array) -> str:
     return "".join("█" if gap else texts.decode([token]) for token, gap in zip(tokens[0], predicted[0], strict=True))

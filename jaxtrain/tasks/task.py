@@ -19,7 +19,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.step import Loss, LossFn
 
 
-class Predicted(NamedTuple):
+class Predictions(NamedTuple):
     """Predictions for a batch and their targets.
 
     Attributes:
@@ -50,7 +50,7 @@ class Task:
     """Creates the initial (params, model_state); model_state holds the running statistics of BatchNorm, None without.
     With a model_state, the loss takes and returns it."""
     loss_fn: LossFn
-    predict: Callable[[Any, Any, Any], Predicted]
+    predict: Callable[[Any, Any, Any], Predictions]
     """`predict(params, batch, model_state)` returns the predictions in evaluation mode."""
     train: Source
     validation: Source
@@ -65,13 +65,13 @@ class Task:
     """Tokenizer of the targets; None if they are classes."""
     class_names: Sequence[str] = ()
     """Names of the classes, if the targets are classes."""
-    given: Callable[[Example], str] | None = None
+    input_text: Callable[[Example], str] | None = None
     """Returns an example's input text, if it differs from the predicted text."""
     sharding: Mapping[str, PartitionSpec] | None = None
     """Partition spec of each parameter, by path pattern; None lets `jaxtrain.distributed` choose."""
     bounds: Mapping[str, int] = field(default_factory=dict)
     """Exclusive upper bounds of integer arrays in a batch other than the targets, by name."""
-    facts: Mapping[str, str] = field(default_factory=dict)
+    description: Mapping[str, str] = field(default_factory=dict)
     """Description of the data, printed before the first step."""
     baselines: Callable[[], Mapping[str, str]] = dict
     """Computes the results of simple models to compare with; called only when a new run prints them."""

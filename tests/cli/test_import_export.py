@@ -62,7 +62,7 @@ def assert_close(model, path, rtol):
         np.testing.assert_allclose(saved[name], tensor, rtol=rtol, atol=rtol * 0.1)
 
 
-def test_a_run_goes_on_in_jax_and_ends_in_pytorch_where_pytorch_alone_ends(capsys):
+def test_a_run_moved_to_jax_and_back_equals_pytorchs(capsys):
     model, optimizer = mlp()
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=10)
     loader = Loader(digits()[0], 16, 0)
@@ -92,7 +92,7 @@ def test_a_run_goes_on_in_jax_and_ends_in_pytorch_where_pytorch_alone_ends(capsy
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_that_began_here_goes_on_in_pytorch():
+def test_a_run_started_here_continues_in_pytorch():
     flags = "--steps 6 --hidden 8 --batch-size 16 --clip-norm 0.5 --schedule linear --warmup-steps 2 --weight-decay 0.1"
     assert run(f"train digits-mlp --precision fp16 {flags} --out fp16 {LOGGING}") == 0
     assert run("export fp16 --out fp16.pt") == 0
@@ -179,7 +179,7 @@ class Pictures(torch.nn.Module):
         return self.model(images.permute(0, 3, 1, 2)).logits
 
 
-def test_running_statistics_go_along_in_both_directions():
+def test_running_statistics_are_converted_in_both_directions():
     pictures = Pictures()
     # Without eps, a bias before a BatchNorm, whose gradient is pure rounding error, would move by lr per step.
     optimizer = torch.optim.AdamW(pictures.parameters(), lr=1e-2, eps=1e-4)
@@ -205,7 +205,7 @@ def test_running_statistics_go_along_in_both_directions():
     assert all(count == 6 for count in counts)
 
 
-def test_running_statistics_of_a_run_that_began_here_are_pytorchs():
+def test_running_statistics_of_a_run_started_here_are_pytorchs():
     assert run(f"train digits-resnet --width 4 --batch-size 16 --steps 3 --out run {LOGGING}") == 0
     assert run("export run --out three.pt") == 0
     saved = torch.load("three.pt", weights_only=True)["model"]
@@ -230,20 +230,20 @@ BAD = {
     "import-torch": "a checkpoint is required",
     "import-torch good.pt": "--model is required",
     "import-torch good.pt --model digits-mpl": "no recipe 'digits-mpl', did you mean 'digits-mlp'",
-    "import-torch nowhere.pt --model digits-mlp": "nowhere.pt is no file",
+    "import-torch nowhere.pt --model digits-mlp": "nowhere.pt is not a file",
     "import-torch good.pt --model digits-mlp": "mis-shaped 1.weight: (8, 64) for layers/0/kernel (64, 512)",
     "import-torch good.pt --model digits-mlp --hidden 8 --optimizer sgd(momentum=0.9)": "without arguments, got 'sgd(",
     "import-torch good.pt --model digits-mlp --hidden 8 --schedule ramp": "schedule 'ramp' is unknown",
-    "import-torch bad.pt --model digits-mlp --hidden 8": "1.weight holds inf or NaN",
+    "import-torch bad.pt --model digits-mlp --hidden 8": "1.weight contains inf or NaN",
     "import-torch good.pt --model digits-mlp --hidden 8 --out a_file": "a_file is a file",
     "export": "a run folder is required",
     "export nowhere": "nowhere holds no run",
-    "train digits-mlp --optimizer sdg": "'sdg' is not one we have",
-    "train digits-mlp --optimizer adamw(speed=3)": "adamw takes no speed",
-    "train digits-mlp --optimizer adamw(b2=print(x=1))": "'print' is not one we have",
-    "train digits-mlp --optimizer adamw(": "is no expression",
+    "train digits-mlp --optimizer sdg": "function 'sdg' is unknown",
+    "train digits-mlp --optimizer adamw(speed=3)": "adamw has no argument speed",
+    "train digits-mlp --optimizer adamw(b2=print(x=1))": "function 'print' is unknown",
+    "train digits-mlp --optimizer adamw(": "is not an expression",
     "train digits-mlp --schedule step_lr(lr=0.1)": "step_lr needs step_size",
-    "train digits-mlp --loss-scale huge": "'huge' is not one we have",
+    "train digits-mlp --loss-scale huge": "function 'huge' is unknown",
 }
 
 

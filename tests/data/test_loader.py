@@ -125,7 +125,7 @@ def test_a_batch_that_failed_is_the_next_one_again() -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "seed", "says"),
-    [(4, 0, "only 3 examples"), (0, 0, "batch_size is 0"), (1, -1, "seed is -1")],
+    [(4, 0, "number of examples, 3, got 4"), (0, 0, "at least 1, got 0"), (1, -1, "seed must be at least 0, got -1")],
 )
 def test_a_loader_that_cannot_be_is_refused(batch_size: int, seed: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
@@ -213,7 +213,7 @@ def test_evaluation_stops_at_its_limit_of_batches() -> None:
 
 
 def test_evaluation_with_an_impossible_batch_size_is_refused() -> None:
-    with pytest.raises(UserError, match="batch_size is 0"):
+    with pytest.raises(UserError, match="batch_size must be at least 1, got 0"):
         next(epoch_batches(numbered(2), 0))
 
 

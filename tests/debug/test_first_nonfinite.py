@@ -1,21 +1,24 @@
 """Where the first inf or NaN arises that reaches a result, through all control flow, in float64 too."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from jaxtrain.debug.first_nonfinite import Watch
+from jaxtrain.debug import first_nonfinite
+from jaxtrain.debug.first_nonfinite import NonfiniteTracer
 
 
 def origin(fn, *args, wide=False):
     """(operation, text of its line) of each place, and the value."""
-    watch = Watch(wide=wide)
+    tracer = NonfiniteTracer(wide=wide)
     closed = jax.make_jaxpr(fn)(*args)
     with jax.enable_x64(wide):
-        (out,) = watch.run(closed, {str(i): jnp.asarray(x) for i, x in enumerate(jax.tree.leaves(args))})
-    return [(place.operation, place.line.partition(": ")[2]) for place in watch.origin(out)], out.value
+        (out,) = tracer.run(closed, {str(i): jnp.asarray(x) for i, x in enumerate(jax.tree.leaves(args))})
+    return [(place.operation, place.line.partition(": ")[2]) for place in tracer.origin(out)], out.value
 
 
 X = jnp.array([0.0, 1.0, 4.0])
@@ -119,12 +122,43 @@ def test_of_stacked_values_only_the_slice_at_hand_is_followed():
 
 
 def test_a_given_value_is_the_origin_of_what_is_made_of_it():
-    watch = Watch()
+    tracer = NonfiniteTracer()
     closed = jax.make_jaxpr(lambda x, w: jnp.sum(x * w))(X, X)
-    (out,) = watch.run(closed, {"batch/image": X.at[1].set(jnp.nan), "params/w": X})
-    (place,) = watch.origin(out)
+    (out,) = tracer.run(closed, {"batch/image": X.at[1].set(jnp.nan), "params/w": X})
+    (place,) = tracer.origin(out)
     assert place.operation is None
     assert place.value == "batch/image: float32[3], 1 NaN, else 0 to 4"
+
+
+LARGE = 4099
+"""Elements of an array that no other test has."""
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("in_a_scan", [False, True])
+def test_values_are_freed_after_their_last_use(monkeypatch, wide, in_a_scan):
+    alive = []
+    name = "_in_float64" if wide else "bind"
+    evaluate = getattr(first_nonfinite, name)
+
+    def counted(eqn, values):
+        alive.append(sum(x.size == LARGE for x in jax.live_arrays()))
+        return evaluate(eqn, values)
+
+    def chain(x):
+        for _ in range(20):
+            x = jnp.cos(x) + x
+        return x
+
+    def program(x):
+        return lax.scan(lambda c, _: (chain(c), None), x, None, length=2)[0].sum() if in_a_scan else chain(x).sum()
+
+    monkeypatch.setattr(first_nonfinite, name, counted)
+    gc.collect()
+    before = sum(x.size == LARGE for x in jax.live_arrays())
+    origin(program, jnp.ones(LARGE), wide=wide)
+    assert len(alive) > 40
+    assert max(alive) - before <= 6
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
@@ -160,7 +194,7 @@ def test_in_float64_it_is_the_same_program_in_float64():
     keep = np.asarray(jax.random.bernoulli(key, 0.5, (4, 4)))
     closed, shapes = jax.make_jaxpr(jax.value_and_grad(program), return_shape=True)(params, x, key)
     with jax.enable_x64(True):
-        outs = Watch(wide=True).run(closed, {"w": params["w"], "x": x, "key": key})
+        outs = NonfiniteTracer(wide=True).run(closed, {"w": params["w"], "x": x, "key": key})
         loss, grads = jax.tree.unflatten(jax.tree.structure(shapes), [out.value for out in outs])
         assert loss.dtype == grads["w"].dtype == np.float64
 

@@ -108,7 +108,12 @@ def test_a_damaged_folder_is_an_error_of_one_line(config, tmp_path):
 def test_the_images_of_an_evaluation_are_in_the_page(tmp_path):
     names, images = ["zero", "one"], np.linspace(0, 1, 2 * 3 * 3, dtype=np.float32).reshape(2, 3, 3, 1)
     task = SimpleNamespace(
-        class_names=names, classes=2, given=None, texts=None, references={}, validation=[{"image": x} for x in images]
+        class_names=names,
+        classes=2,
+        input_text=None,
+        texts=None,
+        references={},
+        validation=[{"image": x} for x in images],
     )
     ones = np.ones(2, np.float32)
     predictions = Predictions(np.array([0.5, 2.0], np.float32), ones, np.array([0, 1]), np.array([0, 0]), 0.75 * ones)

@@ -9,7 +9,7 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.optim import adamw
 from jaxtrain.recipes.seq2seq import T5Recipe
-from jaxtrain.tasks.seq2seq import encoded, seq2seq_task, t5, translate
+from jaxtrain.tasks.seq2seq import encode_pair, seq2seq_task, t5, translate
 
 SMALL = T5Recipe(num_layers=1, d_model=16, num_heads=2, eval_pairs=20)
 PAD, END = ByteTokenizer().special("pad"), ByteTokenizer().special("end")
@@ -25,11 +25,11 @@ def batch(source, rows: range) -> dict:
 
 def test_pairs_are_ended_then_padded_and_not_cut() -> None:
     recipe = small(source_len=5, target_len=4)
-    pair = encoded(recipe, ByteTokenizer(), {"source": "abc", "target": "xyz"})
+    pair = encode_pair(recipe, ByteTokenizer(), {"source": "abc", "target": "xyz"})
     assert pair["source"].tolist() == [97, 98, 99, END, PAD]
     assert pair["target"].tolist() == [120, 121, 122, END]
     with pytest.raises(UserError, match="the target 'wxyz' has 5 tokens with its end token, more than target_len 4"):
-        encoded(recipe, ByteTokenizer(), {"source": "a", "target": "wxyz"})
+        encode_pair(recipe, ByteTokenizer(), {"source": "a", "target": "wxyz"})
 
 
 def test_exact_match_is_what_greedy_decoding_matches() -> None:

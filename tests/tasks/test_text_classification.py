@@ -12,7 +12,7 @@ from jaxtrain.data.python_statements import KEYWORDS, Statements
 from jaxtrain.errors import UserError
 from jaxtrain.recipes.text_classification import TextClassificationRecipe
 from jaxtrain.tasks import text_classification
-from jaxtrain.tasks.text_classification import bag_of_words_accuracy, encoded, text_classification_task
+from jaxtrain.tasks.text_classification import bag_of_words_accuracy, encode_row, text_classification_task
 
 SMALL = TextClassificationRecipe(
     num_hidden_layers=1, hidden_size=8, num_attention_heads=2, seq_len=14, eval_texts=6, text_column="body"
@@ -62,10 +62,10 @@ def test_padding_changes_no_prediction(write_table) -> None:
 
 
 def test_a_text_is_cut_to_its_length_between_start_and_end() -> None:
-    example = encoded(ByteTokenizer(), 5, ["a", "b"], {"text": "abcdef", "label": "b"})
+    example = encode_row(ByteTokenizer(), 5, ["a", "b"], {"text": "abcdef", "label": "b"})
     assert (example["tokens"].tolist(), example["label"]) == ([START, 97, 98, 99, END], 1)
     with pytest.raises(UserError, match="label 'c' occurs only in the validation split"):
-        encoded(ByteTokenizer(), 5, ["a", "b"], {"text": "a", "label": "c"})
+        encode_row(ByteTokenizer(), 5, ["a", "b"], {"text": "a", "label": "c"})
 
 
 def test_the_standard_library_is_read_where_no_data_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_the_baseline_is_fitted_only_where_it_is_reported(write_table, monkeypat
     assert len(fits) == 1
 
 
-def test_what_makes_no_classes_is_named(write_table) -> None:
+def test_invalid_classes_are_named(write_table) -> None:
     path = write_table({"body": ["text"] * 9, "label": [1] * 9})
     with pytest.raises(UserError, match="must have two or more classes in 'label', got 1"):
         text_classification_task(of(path))
