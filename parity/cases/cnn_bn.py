@@ -17,9 +17,10 @@ SHAPE = (10, 10, 3)
 
 
 def case(dropout: float = 0.0, groups: int = 1) -> Case:
-    """Convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared too.
+    """Return convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared as
+    well.
 
-    JAX takes the statistics over so many `groups` of rows, as many ranks of PyTorch's DistributedDataParallel do.
+    JAX computes the statistics over `groups` of rows, as that many ranks of DistributedDataParallel do.
     """
     apply, params_like, state_like = functional_with_state(
         nnx.eval_shape(

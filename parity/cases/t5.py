@@ -35,7 +35,7 @@ SOURCE, TARGET = 13, 12
 
 
 def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int = 16, clip_norm: float = 0.75) -> Case:
-    """`rows` pairs of sentences, the shorter ones padded; `dropout`, if given, is the rate of both sides."""
+    """Return a case on `rows` padded pairs of sentences; `dropout`, if given, is the rate of both sides."""
     if dropout is not None:
         config = replace(config, dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
@@ -62,7 +62,7 @@ def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int =
 
 
 def gated(*, dropout: float | None = None, rows: int = 16) -> Case:
-    """The case of v1.1 and FLAN-T5: a gated GELU, and an output layer of its own."""
+    """Return the case of v1.1 and FLAN-T5: a gated GELU and a separate output layer."""
     config = replace(CONFIG, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     return case(config, dropout=dropout, rows=rows, clip_norm=6.0)
 
@@ -81,7 +81,7 @@ def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int
 
 
 def _batch(seed: int, rows: int, config: T5Config) -> Batch:
-    """Lengths differ, but any four neighbouring rows weigh the same."""
+    """Lengths that differ, with equal weights of any four neighboring rows."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, config.vocab_size, size=(rows, SOURCE))
     labels = rng.integers(1, config.vocab_size, size=(rows, TARGET))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import IndexedSource, MappedSource, subsample
-from jaxtrain.data.dates import FIRST, LAST, FORMATS, Dates, dates
+from jaxtrain.data.dates import FIRST, FORMATS, LAST, Dates, dates
 from jaxtrain.data.python_statements import KEYWORDS, python_statements, statements
 
 PROGRAM = '''class A(Base, metaclass=Meta):

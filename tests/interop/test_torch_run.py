@@ -392,7 +392,7 @@ DAMAGED = {
         lambda saved: saved.update(scheduler={"tempo": 3}),
         "a scheduler with the state tempo is not supported",
     ),
-    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale has no growth_factor"),
+    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
 }
 
 

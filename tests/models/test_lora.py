@@ -18,7 +18,7 @@ from jaxtrain.models import GPT2, MLP, GPT2Config, LoraConfig, functional, load_
 from jaxtrain.models.gpt2 import torch_names
 from jaxtrain.transforms.precision import autocast
 from jaxtrain.transforms.remat import remat
-from parity.randomness import drawn
+from parity.randomness import dropout_mask_fn
 from tests.models.programs import equations, widened
 
 SIZES = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
@@ -115,7 +115,7 @@ def test_dropout_is_on_what_the_adapters_are_given_with_a_mask_for_each():
     def loss_fn(params, batch, rng):
         return jt.Loss(apply(params, batch, rng=rng).sum(), 1), {}
 
-    masks = jax.jit(drawn(loss_fn))(params, TOKENS, jax.random.key(0), None)
+    masks = jax.jit(dropout_mask_fn(loss_fn))(params, TOKENS, jax.random.key(0), None)
     assert [mask.shape for mask in masks] == [(18, 8), (18, 8), (18, 32)] * 2
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 6
     whole = lora.with_adapters(APPLY, CONFIG)(params, TOKENS)
