@@ -389,7 +389,7 @@ DAMAGED = {
         "does not hold its lr_lambda: say --schedule",
     ),
     "a scheduler of nobody's": (lambda saved: saved.update(scheduler={"tempo": 3}), "state of tempo is none we know"),
-    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale has no growth_factor"),
+    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
 }
 
 
