@@ -1,4 +1,4 @@
-"""The laws of padding and packing: no token is lost, doubled or shown to another text."""
+"""Padding and packing: no token is lost, repeated or visible to another text."""
 
 import pickle
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What each source yields, and the line each mistake gets."""
+"""Sources: their examples, and the message of every user error."""
 
 import io
 import os

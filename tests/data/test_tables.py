@@ -1,4 +1,4 @@
-"""Rows of parquet and Arrow files and of saved datasets: each row itself, whatever the order it is asked for in."""
+"""Rows of parquet and Arrow files and of saved datasets, in any order of access."""
 
 import pickle
 import sys

@@ -1,4 +1,4 @@
-"""Runs of PyTorch's taken over in the middle and given back: bit for bit, and after more updates as PyTorch's own."""
+"""Runs imported from PyTorch and exported: bit for bit, and after more updates as PyTorch's own."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""BERT: padding and order of tokens, two heads, and the config.json of `transformers` in and out."""
+"""BERT: padding, order of tokens, both heads, and conversion of the config.json of `transformers`."""
 
 import dataclasses
 import json
