@@ -22,12 +22,12 @@ class Doctor:
 def main(args: list[str]) -> int:
     """Run the checks and print each finding as it arrives."""
     options = parse(Doctor(), args, "jaxtrain doctor")
-    from jaxtrain.debug import examine
+    from jaxtrain.debug import run_checks
 
     console = Console(highlight=False, quiet=options.json)
     findings = []
     with console.status("checking"):
-        for finding in examine():
+        for finding in run_checks():
             findings.append(finding)
             console.print(f"{MARKS[finding.status]} [bold]{finding.name}[/]", end="  ")
             console.print(finding.said, markup=False, soft_wrap=True)

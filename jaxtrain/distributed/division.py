@@ -9,13 +9,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, sequence_ways, ways
+from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.rows import window_sharding
-from jaxtrain.distributed.sharding import fitted
+from jaxtrain.distributed.sharding import fit_spec
 from jaxtrain.errors import UserError
 
 
-class Division:
+class ShardingConstraints:
     """How the arrays of a program are divided over `mesh`: those of `count` rows, and of sequences of these `lengths`.
 
     A `count` of None, or one that does not divide, leaves all of them as they are. Raises `UserError` for a length that
@@ -25,9 +25,9 @@ class Division:
     def __init__(self, mesh: Mesh, count: int | None, lengths: Collection[int] = ()) -> None:
         self.lengths = lengths
         self._mesh = mesh
-        self._count = count if count is not None and count % ways(mesh.shape) == 0 else None
+        self._count = count if count is not None and count % data_parallel_size(mesh.shape) == 0 else None
         (self._rows,) = window_sharding(mesh, 1).spec
-        n = sequence_ways(mesh.shape)
+        n = sequence_parallel_size(mesh.shape)
         for length in sorted(lengths):
             if length % n:
                 raise UserError(
@@ -45,7 +45,7 @@ class Division:
         """An array of a batch, [B, …] or [B, T, …]."""
         if not self._has_rows(x):
             return x
-        n = sequence_ways(self._mesh.shape)
+        n = sequence_parallel_size(self._mesh.shape)
         divides = n > 1 and x.ndim > 1 and x.shape[1] % n == 0
         return self._constrained(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
 
@@ -70,7 +70,7 @@ class Division:
         computes them all.
         """
         heads = math.gcd(*(x.shape[2] for x in args))
-        of_heads = fitted(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
+        of_heads = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
         by_heads = [self._placed(self._placed(x, {1: SEQUENCE}), {1: None, 2: of_heads, 3: None}) for x in args]
         return [self._placed(self._placed(y, {1: None, 2: of_heads, 3: None}), {1: SEQUENCE}) for y in run(*by_heads)]
 

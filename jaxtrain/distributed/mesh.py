@@ -22,10 +22,10 @@ ROWS = (DATA, FSDP)
 """The axes over which rows are divided."""
 
 
-def sizes(spec: str) -> dict[str, int]:
+def parse_mesh(spec: str) -> dict[str, int]:
     """The size of every axis, those left out being 1.
 
-    >>> sizes("data=2,fsdp=4")
+    >>> parse_mesh("data=2,fsdp=4")
     {'data': 2, 'fsdp': 4, 'sequence': 1, 'tensor': 1}
 
     Raises `UserError` for an axis that is unknown, said twice or of no size.
@@ -57,7 +57,7 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
     {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
-    shape = sizes(f"{DATA}={len(devices)}" if spec is None else spec)
+    shape = parse_mesh(f"{DATA}={len(devices)}" if spec is None else spec)
     product = math.prod(shape.values())
     if product != len(devices):
         raise UserError(
@@ -67,11 +67,11 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())
 
 
-def resolved(spec: str | None) -> dict[str, int]:
+def run_mesh_sizes(spec: str | None) -> dict[str, int]:
     """The sizes of the mesh that a run is on: without a `spec` one device, or in several processes all, on `data`."""
     if spec is not None:
-        return sizes(spec)
-    return sizes(f"{DATA}={1 if jax.process_count() == 1 else jax.device_count()}")
+        return parse_mesh(spec)
+    return parse_mesh(f"{DATA}={1 if jax.process_count() == 1 else jax.device_count()}")
 
 
 def run_mesh(spec: str | None) -> Mesh | None:
@@ -79,15 +79,15 @@ def run_mesh(spec: str | None) -> Mesh | None:
     return None if spec is None and jax.process_count() == 1 else make_mesh(spec)
 
 
-def ways(shape: Mapping[str, int]) -> int:
+def data_parallel_size(shape: Mapping[str, int]) -> int:
     """Over how many devices the rows of a batch are divided.
 
-    >>> ways(sizes("data=2,fsdp=4,sequence=2,tensor=3"))
+    >>> data_parallel_size(parse_mesh("data=2,fsdp=4,sequence=2,tensor=3"))
     8
     """
     return math.prod(shape.get(axis, 1) for axis in ROWS)
 
 
-def sequence_ways(shape: Mapping[str, int]) -> int:
+def sequence_parallel_size(shape: Mapping[str, int]) -> int:
     """Over how many devices the tokens of a row are divided."""
     return shape.get(SEQUENCE, 1)

@@ -45,7 +45,7 @@ def is_first() -> bool:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """Joins the other processes, where there are any; an error that all of them raise, the first alone then raises.
 
     The others exit, with its status. Where a process fails alone, the others end with a `RunFailed` that names it: at
@@ -63,12 +63,12 @@ def together() -> Iterator[None]:
 
 
 def start() -> None:
-    """Join the other processes, where `arguments` finds any: before that no device may be asked for.
+    """Join the other processes, where `initialize_arguments` finds any: before that no device may be asked for.
 
     Where another program has called `jax.distributed.initialize` before, that holds. Only the first one keeps its
     standard output. Raises `UserError` where they do not find each other.
     """
-    if not jax.distributed.is_initialized() and (found := arguments(os.environ)) is not None:
+    if not jax.distributed.is_initialized() and (found := initialize_arguments(os.environ)) is not None:
         _initialize(found)
     if not is_first():
         sys.stdout.flush()
@@ -89,15 +89,15 @@ def _initialize(found: dict[str, Any]) -> None:
         ) from error
 
 
-def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
+def initialize_arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Of `jax.distributed.initialize`, for this process; None for one that is alone, which needs none.
 
     `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` and `JAX_COORDINATOR_ADDRESS` come before what Open MPI, Slurm and Kubernetes
     set. Raises `UserError` for settings that name no process.
 
-    >>> arguments({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "…"})
+    >>> initialize_arguments({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "…"})
     {'cluster_detection_method': 'ompi'}
-    >>> arguments({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # in a job, but not started by srun
+    >>> initialize_arguments({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # in a job, but not started by srun
     """
     if _number(environment, "JAX_NUM_PROCESSES") > 1:
         return _numbered(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")

@@ -15,14 +15,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
-from jaxtrain.distributed.division import Division
-from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_ways
-from jaxtrain.distributed.sharding import Rules, param_shardings, without
+from jaxtrain.distributed.division import ShardingConstraints
+from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
+from jaxtrain.distributed.sharding import Rules, param_shardings, replicate_over
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
-def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:
+def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:
     """`compute(params, batch, …)`, as a loss_fn is, for parameters and rows divided over `mesh`.
 
     The gradient of a parameter is divided as the parameter is. Where the mesh divides sequences, so are the tokens of
@@ -34,12 +34,14 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
         shardings = param_shardings(params, mesh, rules)
         params = jax.tree.map(lax.with_sharding_constraint, params, shardings)
         count = _rows(batch)
-        batch = jax.tree.map(Division(mesh, count).of_batch, batch)
+        batch = jax.tree.map(ShardingConstraints(mesh, count).of_batch, batch)
         weights = {id(x): s for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)}
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             layers = {id(v) for v in _scanned(closed.jaxpr)}
-            division = Division(mesh, count, _lengths(closed.jaxpr, count) if sequence_ways(mesh.shape) > 1 else ())
+            division = ShardingConstraints(
+                mesh, count, _lengths(closed.jaxpr, count) if sequence_parallel_size(mesh.shape) > 1 else ()
+            )
             apart = UnmergeRows()
 
             def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
@@ -50,7 +52,7 @@ def constrained(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = N
                     return [division(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
                 if eqn.primitive.name == "gather" and id(args[0]) in weights:
                     # Rows of a table that is divided along its width: of the whole table, or rows and width would meet.
-                    table = lax.with_sharding_constraint(args[0], without(weights[id(args[0])], FSDP))
+                    table = lax.with_sharding_constraint(args[0], replicate_over(weights[id(args[0])], FSDP))
                     return [division.of_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
                 if not division.lengths:
                     return None

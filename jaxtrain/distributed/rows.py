@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxtrain.distributed.mesh import ROWS, ways
+from jaxtrain.distributed.mesh import ROWS, data_parallel_size
 from jaxtrain.errors import UserError
 from jaxtrain.step import split_batch
 
@@ -23,7 +23,7 @@ def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
     return NamedSharding(mesh, P(rows) if accumulate == 1 else P(None, rows))
 
 
-def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
+def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
     """A batch [B, …] as the window of its micro-batches, on the mesh.
 
     Of NumPy arrays every process gives the rows that are its own (`local_rows`), which are all where there is one
@@ -39,26 +39,26 @@ def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
         if isinstance(x, jax.Array):
             _check(rows, mesh)
             return jax.device_put(window, sharding)
-        _check(rows * ways(mesh.shape) // local_ways(mesh), mesh)
+        _check(rows * data_parallel_size(mesh.shape) // local_data_parallel_size(mesh), mesh)
         return jax.make_array_from_process_local_data(sharding, window)
 
     return jax.tree.map(leaf, batch)
 
 
-def placed_whole(batch: Any, mesh: Mesh) -> Any:
+def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
     """A batch [B, …], whole in every process, on the mesh; its rows are divided over it where they can be."""
     rows, whole = window_sharding(mesh, 1), NamedSharding(mesh, P())
 
     def leaf(x: Any) -> jax.Array:
         x = np.asarray(x)
-        sharding = rows if x.ndim and x.shape[0] % ways(mesh.shape) == 0 else whole
+        sharding = rows if x.ndim and x.shape[0] % data_parallel_size(mesh.shape) == 0 else whole
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(leaf, batch)
 
 
 def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.int64]:
-    """The rows of a batch [B, …] that this process has to give, in the order in which `placed` takes them.
+    """The rows of a batch [B, …] that this process has to give, in the order in which `place_batch` takes them.
 
     >>> from jaxtrain.distributed.mesh import make_mesh
     >>> local_rows(make_mesh("data=1", jax.devices()[:1]), batch_size=8, accumulate=2).tolist()
@@ -71,12 +71,12 @@ def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.i
     return np.concatenate([columns[place] for place in sorted(columns, key=lambda p: p[0] or 0)], axis=-1).reshape(-1)
 
 
-def local_ways(mesh: Mesh) -> int:
+def local_data_parallel_size(mesh: Mesh) -> int:
     """Of the devices that rows are divided over, how many this process has: one along `data` and `fsdp`, whatever it
     has along the other axes, where its devices or other processes' have the same rows.
 
     >>> from jaxtrain.distributed.mesh import make_mesh
-    >>> local_ways(make_mesh("tensor=1", jax.devices()[:1]))
+    >>> local_data_parallel_size(make_mesh("tensor=1", jax.devices()[:1]))
     1
     """
     own = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
@@ -85,7 +85,7 @@ def local_ways(mesh: Mesh) -> int:
 
 
 def _check(rows: int, mesh: Mesh) -> None:
-    n = ways(mesh.shape)
+    n = data_parallel_size(mesh.shape)
     if rows % n:
         raise UserError(
             f"a micro-batch of {rows} rows is not divisible by the {n} devices of {' × '.join(ROWS)}: "

@@ -21,7 +21,7 @@ The first that matches holds. The rules of a model stand in its file.
 
 
 def param_shardings(params: Any, mesh: Mesh, rules: Rules | None) -> Any:
-    """A `NamedSharding` for every leaf of `params`; without rules by `automatic`.
+    """A `NamedSharding` for every leaf of `params`; without rules by `automatic_spec`.
 
     Raises `UserError` for a parameter that no rule matches, or that has fewer axes than its rule.
 
@@ -33,13 +33,13 @@ def param_shardings(params: Any, mesh: Mesh, rules: Rules | None) -> Any:
     """
 
     def sharding(path: Any, x: Any) -> NamedSharding:
-        spec = automatic(x.shape, mesh) if rules is None else _matched(path_name(path), x.shape, rules)
-        return NamedSharding(mesh, fitted(spec, x.shape, mesh))
+        spec = automatic_spec(x.shape, mesh) if rules is None else _matched(path_name(path), x.shape, rules)
+        return NamedSharding(mesh, fit_spec(spec, x.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def automatic(shape: tuple[int, ...], mesh: Mesh) -> P:
+def automatic_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     """The longest axis that `fsdp` divides, the last of equals, is divided by it."""
     n = mesh.shape.get(FSDP, 1)
     divisible = [i for i, size in enumerate(shape) if size and size % n == 0]
@@ -49,7 +49,7 @@ def automatic(shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*[FSDP if i == longest else None for i in range(longest + 1)])
 
 
-def fitted(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     """`spec` without the axes that the mesh does not have, and those that do not divide what they are to."""
 
     def fits(size: int, axes: Any) -> Any:
@@ -64,7 +64,7 @@ def fitted(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*map(fits, shape, spec))
 
 
-def without(sharding: NamedSharding, axis: str) -> NamedSharding:
+def replicate_over(sharding: NamedSharding, axis: str) -> NamedSharding:
     """`sharding`, but whole along that axis of the mesh."""
 
     def rest(axes: Any) -> Any:

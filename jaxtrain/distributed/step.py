@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
-from jaxtrain.distributed.program import constrained
-from jaxtrain.distributed.rows import placed
+from jaxtrain.distributed.program import constrain_shardings
+from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
 from jaxtrain.step import Step, TrainState, TrainStep, init_state, is_factory, limit_recompilation, window_step
 
@@ -24,7 +24,7 @@ def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
     """`step` on `mesh`, with parameters divided by `rules`: the same interface, and up to rounding the same numbers.
 
     `init` makes the state on the devices that are to hold it, from host arrays or from functions that make them, whole
-    on none. Calls take batches [k·B, …] as `jaxtrain.distributed.placed` does.
+    on none. Calls take batches [k·B, …] as `jaxtrain.distributed.place_batch` does.
 
     >>> import jax.numpy as jnp, optax
     >>> from jaxtrain import Loss, train_step
@@ -45,7 +45,9 @@ class ShardedStep(TrainStep):
 
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
-        super().__init__(step.parts.constrained(partial(constrained, mesh=mesh, rules=rules)), step.allow_recompile)
+        super().__init__(
+            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules)), step.allow_recompile
+        )
         self.jitted = self._jit(partial(window_step, self.parts), "state", "batch")
 
     def _jit(self, step: Step, *names: str) -> Any:
@@ -75,7 +77,7 @@ class ShardedStep(TrainStep):
 
     def place(self, batch: Any) -> Any:
         """A batch [k·B, …] as the window that `jitted` takes."""
-        return placed(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
+        return place_batch(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
 
     def compile(self, state: TrainState, batch: Any) -> Any:
         """As `TrainStep.compile`."""
@@ -88,7 +90,7 @@ class ShardedStep(TrainStep):
 
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.micro`."""
-        return self._call(lambda state, batch: self._micro(state, placed(batch, self._mesh)), state, micro_batch)
+        return self._call(lambda state, batch: self._micro(state, place_batch(batch, self._mesh)), state, micro_batch)
 
 
 class _Jitted:
@@ -119,7 +121,7 @@ class _Jitted:
             shardings = self._shardings(state)
             self._by_kind[kind] = jax.jit(
                 self._function,
-                # A batch is where `placed` has put it.
+                # A batch is where `place_batch` has put it.
                 in_shardings=(shardings, *[None] * len(batch)),
                 out_shardings=(shardings, NamedSharding(self._mesh, P())),
                 donate_argnums=0,

@@ -25,7 +25,7 @@ def unlike(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
-def in_words(names: list[str], of: dict[str, bytes]) -> str:
+def format_settings(names: list[str], of: dict[str, bytes]) -> str:
     """How many of the leaves differ, and the first of them."""
     return f"{len(names)} of {len(of)} arrays differ, {names[0]} first" if names else f"all {len(of)} arrays bit-equal"
 

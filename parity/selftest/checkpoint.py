@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxtrain.step import TrainState
-from parity.selftest.bits import in_words, on_host, unlike
+from parity.selftest.bits import format_settings, on_host, unlike
 from parity.selftest.check_result import CheckResult
 from parity.selftest.step import fp16_step, perceptron, rows
 
@@ -27,13 +27,13 @@ def checkpoint() -> Iterator[CheckResult]:
     saved = on_host(state)
     restored = round_trip(state)
     back = on_host(restored)
-    yield CheckResult("checkpoint, restored", not (lost := unlike(saved, back)), in_words(lost, saved))
+    yield CheckResult("checkpoint, restored", not (lost := unlike(saved, back)), format_settings(lost, saved))
     for i in range(BEFORE, BEFORE + AFTER):
         state, _ = step.micro(state, rows(i))
         restored, _ = step.micro(restored, rows(i))
     went = on_host(state)
     apart = unlike(went, on_host(restored))
-    yield CheckResult(f"checkpoint, {AFTER} steps on", not apart, in_words(apart, went))
+    yield CheckResult(f"checkpoint, {AFTER} steps on", not apart, format_settings(apart, went))
 
 
 def round_trip(state: TrainState) -> TrainState:

@@ -22,7 +22,7 @@ from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR, SINGLE
 from parity.case import AdamW, Batch, Case
 from parity.compare import relative
 from parity.record import Record, Tensors
-from parity.selftest.bits import in_words, on_host, unlike
+from parity.selftest.bits import format_settings, on_host, unlike
 from parity.selftest.check_result import CheckResult, within
 
 CONFIG = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
@@ -59,7 +59,7 @@ def determinism() -> Iterator[CheckResult]:
     results = [on_host(program(step.init(params, seed=0), batch)) for _ in range(3)]
     apart = sorted({name for again in results[1:] for name in unlike(results[0], again)})
     hint = "; XLA_FLAGS=--xla_gpu_deterministic_ops=true forbids such kernels" if apart else ""
-    yield CheckResult("determinism", not apart, in_words(apart, results[0]) + hint)
+    yield CheckResult("determinism", not apart, format_settings(apart, results[0]) + hint)
 
 
 def case() -> Case:

@@ -13,7 +13,7 @@ from jaxtrain.step import dynamic_loss_scale
 from jaxtrain.transforms import block
 from parity.bars import FIRST_BAR
 from parity.compare import relative
-from parity.selftest.bits import in_words, on_host, unlike
+from parity.selftest.bits import format_settings, on_host, unlike
 from parity.selftest.check_result import CheckResult, within
 
 WIDTH, ROWS, INTERVAL = 16, 8, 3
@@ -87,7 +87,7 @@ def overflow() -> Iterator[CheckResult]:
             kept = before
     seen = f"windows {missed} of {len(COURSE)} told wrongly" if missed else f"{COURSE.count('!')} found, no other"
     yield CheckResult("overflow, detection", not missed, seen)
-    yield CheckResult("overflow, skipped update", not spoiled, in_words(sorted(spoiled), kept))
+    yield CheckResult("overflow, skipped update", not spoiled, format_settings(sorted(spoiled), kept))
     right = expected_scales(COURSE, scales[0])
     steps = [i for i, (a, b) in enumerate(zip(scales, right, strict=True)) if a != b]
     said = f"{scales[steps[0]]:g} after window {steps[0]}, not {right[steps[0]]:g}" if steps else _course_of(scales)

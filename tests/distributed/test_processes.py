@@ -19,7 +19,7 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.distributed import processes
-from jaxtrain.distributed.processes import arguments
+from jaxtrain.distributed.processes import initialize_arguments
 from jaxtrain.errors import UserError
 from jaxtrain.runner.checkpoint import saved_steps
 from tests.soak.test_kills import assert_same_run, state, untimed
@@ -158,41 +158,48 @@ def test_what_the_environment_says_of_the_other_processes(monkeypatch: pytest.Mo
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}
     kubernetes = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
-    assert arguments({}) is None
-    assert arguments({**ours, "JAX_NUM_PROCESSES": "1"}) is None
-    assert arguments(ours) == given
-    assert arguments({**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"}) is None
-    assert arguments({**open_mpi, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://…"}) == {"cluster_detection_method": "ompi"}
+    assert initialize_arguments({}) is None
+    assert initialize_arguments({**ours, "JAX_NUM_PROCESSES": "1"}) is None
+    assert initialize_arguments(ours) == given
+    assert initialize_arguments({**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert initialize_arguments({**open_mpi, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://…"}) == {
+        "cluster_detection_method": "ompi"
+    }
     # mpirun starts its daemons by srun, and our own variables come before both.
     step = {**slurm, "SLURM_STEP_NUM_TASKS": "4"}
-    assert arguments({**step, **open_mpi, "OMPI_MCA_orte_hnp_uri": "…"}) == {"cluster_detection_method": "ompi"}
-    assert arguments({**step, **open_mpi, **ours}) == given
-    assert arguments(step) == {"cluster_detection_method": "slurm"}
+    assert initialize_arguments({**step, **open_mpi, "OMPI_MCA_orte_hnp_uri": "…"}) == {
+        "cluster_detection_method": "ompi"
+    }
+    assert initialize_arguments({**step, **open_mpi, **ours}) == given
+    assert initialize_arguments(step) == {"cluster_detection_method": "slurm"}
     # A job of four tasks, in a shell of its own or in its script, outside srun.
-    assert arguments({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert arguments(slurm) is None
+    assert initialize_arguments({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert initialize_arguments(slurm) is None
 
     for installed in (object(), None):
         monkeypatch.setattr(processes, "find_spec", lambda name, installed=installed: installed)
-        assert arguments(kubernetes) == ({} if installed else None)
-        assert arguments({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
+        assert initialize_arguments(kubernetes) == ({} if installed else None)
+        assert initialize_arguments({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
 
 
 def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
     here = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     on_one = {**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-h-1@1"}
-    found = arguments(on_one)
+    found = initialize_arguments(on_one)
     assert found
     address = found.pop("coordinator_address")
     assert found == {
         "num_processes": 2, "process_id": 1, "cluster_detection_method": "deactivate", "local_device_ids": [1]
     }  # fmt: skip
     assert re.fullmatch(r"127\.0\.0\.1:6\d{4}", address)
-    assert arguments({**on_one, "PMIX_NAMESPACE": "prterun-h-2@1"}) != {**found, "coordinator_address": address}
+    assert initialize_arguments({**on_one, "PMIX_NAMESPACE": "prterun-h-2@1"}) != {
+        **found,
+        "coordinator_address": address,
+    }
     on_two = {**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(UserError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):
-        arguments(on_two)
-    assert arguments({**on_two, "JAX_COORDINATOR_ADDRESS": "h:1"}) == {**found, "coordinator_address": "h:1"}
+        initialize_arguments(on_two)
+    assert initialize_arguments({**on_two, "JAX_COORDINATOR_ADDRESS": "h:1"}) == {**found, "coordinator_address": "h:1"}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
 )
 def test_a_place_that_cannot_be_is_refused(extra: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        arguments(extra)
+        initialize_arguments(extra)
 
 
 # A run as short as it can be, of what all processes of a run do.
@@ -219,7 +226,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 def train(args):
-    with processes.together():
+    with processes.process_group():
         me = jax.process_index()
         print("stdout of", me)
         assert processes.once(lambda: {"done by": [me]}) == {"done by": [0]}
