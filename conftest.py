@@ -7,11 +7,13 @@ CACHE = Path(__file__).parent / ".cache"
 
 for name, value in {
     "JAX_PLATFORMS": "cpu",
-    # Four devices for sharding; LLVM's optimisations take longer than our tiny programs run.
+    # Four devices for sharding; collectives may wait long for a device whose thread gets no core.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
-    # Of a program divided over devices some wait for the others, whose turn may be long in coming.
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    # Compiling is what tests cost: without LLVM's optimizations and with the former emitters it takes a fifth.
+    # `parity selftest` runs with the flags that users have.
+    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
     # PyTorch's threads, two to a worker, would wait for each other.
     "OMP_NUM_THREADS": "1",
     # Workers and later runs share what is compiled, however fast it compiled.
@@ -25,26 +27,57 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+import ctypes  # noqa: E402
+import gc  # noqa: E402
+import platform  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
-from tests.slowest import listed  # noqa: E402
+import jaxtrain.cli  # noqa: E402
 
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+# A worker above this resident size drops its compiled programs at the end of a module.
+MAX_RESIDENT_BYTES = 1.5e9
+
+# The commands have glibc keep what they free, for the whole process: a worker would only ever grow.
+jaxtrain.cli.keep_host_memory = lambda: False
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what was measured to be."""
-    slow = listed()
+    """Mark the cases of a `sampled(n)` test beyond its first n as slow."""
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
+        if marker := item.get_closest_marker("sampled"):
+            function = item.nodeid.partition("[")[0]
+            cases[function] += 1
+            if cases[function] > marker.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let no race of the workers fail a test."""
-    # Two workers may meet over one entry of the compilation cache: the loser compiles again, and says so.
+    """Ignore the warning of two workers that write one entry of the compilation cache at a time."""
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_memory() -> Iterator[None]:
+    """Return the memory of compiled programs to the system once a worker has grown."""
+    yield
+    if platform.libc_ver()[0] == "glibc" and resident_bytes() > MAX_RESIDENT_BYTES:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """The resident size of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

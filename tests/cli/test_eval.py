@@ -66,7 +66,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_the_figures_are_the_runs_own_and_the_examples_sum_up_to_them(run):
+def test_the_metrics_equal_the_runs_and_the_examples_sum_to_them(run):
     written = json.loads(run.with_suffix(".json").read_text())
     own = lines(run / "metrics.jsonl")[-1]
     assert written["step"] == own["step"] == 4
@@ -145,7 +145,7 @@ def test_a_picture_is_the_image_itself(run):
     np.testing.assert_array_equal(shown, np.round(digits()[1][worst]["image"][..., 0] * 255))
 
 
-def test_what_is_said_in_the_terminal_and_of_other_examples(place, capsys):
+def test_the_terminal_output_and_training_examples(place, capsys):
     folder = trained(place, "digits-mlp")
     capsys.readouterr()
     assert main(["eval", str(folder), "--worst", "2", "--split", "train", "--out", "page.html"]) == 0

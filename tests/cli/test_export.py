@@ -185,7 +185,7 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
         np.testing.assert_allclose(logits(torch.float64), truth, rtol=1e-10, atol=1e-10)
 
 
-def test_the_command_says_what_to_give_and_how_far_off_it_is(exported):
+def test_the_command_prints_the_signature_and_the_error(exported):
     folder, out, printed = exported("gpt-stdlib", "stablehlo")
     assert re.match(
         rf"exported {folder} to {out} after 0 updates: tokens int32\[batch, length ≤ 8\] → logits, "

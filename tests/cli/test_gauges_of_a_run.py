@@ -33,7 +33,7 @@ def test_a_run_logs_its_share_of_the_peak_and_its_histograms(monkeypatch, capsys
     assert "GPU utilization" in Path("run/report.html").read_text()
 
 
-def test_a_run_on_a_cpu_tells_neither(capsys):
+def test_a_run_on_a_cpu_logs_neither(capsys):
     flags = "--steps 2 --hidden 32 --batch-size 16 --log-every 1 --out run"
     assert main(["train", "digits-mlp", *flags.split()]) == 0
     assert not {"mfu", "gpu_utilisation"} & set(json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1]))

@@ -37,7 +37,7 @@ def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
     assert steps == [0, 2, 4, 6, 8]
 
 
-def test_a_trace_without_operations_is_told_apart_from_the_estimate_in_its_place(capsys, monkeypatch):
+def test_a_trace_without_operations_is_replaced_by_an_estimate(capsys, monkeypatch):
     assert main(f"train digits-mlp --steps 4 {SMALL} --out run".split()) == 0
     monkeypatch.setattr("jaxtrain.cli.profile.time_table", lambda trace, hlo: [])
     capsys.readouterr()

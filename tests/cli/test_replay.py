@@ -40,7 +40,7 @@ def printed_losses(out: str) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_sound_step_has_the_loss_that_was_logged(precision, capsys):
+def test_a_finite_step_has_the_logged_loss(precision, capsys):
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --precision {precision} --out run") == 0
     for step in (1, 8, 12):
         out = replayed(capsys, f"run {step}", 0)
@@ -52,7 +52,7 @@ def test_a_sound_step_has_the_loss_that_was_logged(precision, capsys):
 
 
 @pytest.mark.slow
-def test_dropout_draws_what_it_drew(text_folder, capsys):
+def test_a_replayed_step_draws_the_same_dropout_mask(text_folder, capsys):
     command = f"train gpt-stdlib {TINY_GPT} --data {text_folder} --dropout 0.5 --accumulate 2 --steps 2 --log-every 1"
     assert run(f"{command} --out run") == 0
     own, wide = printed_losses(replayed(capsys, "run 2", 0))
@@ -61,7 +61,7 @@ def test_dropout_draws_what_it_drew(text_folder, capsys):
     assert own == float(f"{lines('run')[2]['loss']:.7g}")
 
 
-def test_an_overflow_is_one_of_the_runs_own_precision(capsys):
+def test_an_overflow_is_attributed_to_the_runs_precision(capsys):
     assert run(f"train digits-mlp {SMALL} --lr 1e30 --clip-norm None --warmup-steps 0 --out run") == 1
     assert "jaxtrain replay run 2" in capsys.readouterr().err
     out = replayed(capsys, "run 2", 1)
@@ -103,7 +103,7 @@ def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypa
     assert "backward      the gradient of layers/1/bias, micro-batch 0" in out
 
 
-def test_the_batch_of_then_is_taken_though_the_data_are_mended(capsys, monkeypatch):
+def test_the_recorded_batch_is_used_after_the_data_are_fixed(capsys, monkeypatch):
     changed = plant(monkeypatch, {8: float("nan")})
     assert run(f"train digits-mlp {SMALL} --out run") == 1
     changed.factors.clear()
@@ -128,7 +128,7 @@ def test_steps_after_a_rollback_have_the_batches_they_had(capsys, monkeypatch):
         assert own == float(f"{lines('run')[step]['loss']:.7g}")
 
 
-def test_what_is_no_step_of_it(capsys):
+def test_invalid_steps_are_rejected(capsys):
     assert run(f"train digits-mlp {SMALL} --out run") == 0
     for command, message in {
         "replay": "a run folder and a step are required",

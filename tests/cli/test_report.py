@@ -46,7 +46,7 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
         ("report a --serve x", "--serve: "),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(command, error_line, capsys):
+def test_invalid_usage_is_one_line(command, error_line, capsys):
     write_run(Path("a"))
     assert run(command) == 2
     error = capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_only_this_machine_under_its_own_name_is_answered(served):
     assert serve.HOST == "127.0.0.1"
 
 
-def test_a_port_in_use_is_told(served, capsys):
+def test_a_port_in_use_is_an_error(served, capsys):
     _, port, _ = served
     capsys.readouterr()
     assert run(f"report a --serve {port}") == 2
@@ -134,7 +134,7 @@ class RecordingTracker:
         return "there"
 
 
-def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
+def test_a_run_prints_json_and_is_reported_to_a_tracker(monkeypatch, capsys):
     trackers = []
     monkeypatch.setattr(train, "MLflow", lambda uri: trackers.append(RecordingTracker(uri)) or trackers[-1])
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: name)
@@ -155,7 +155,7 @@ def test_a_run_speaks_json_and_is_told_to_a_tracker(monkeypatch, capsys):
     assert json.loads(Path("a/result.json").read_text())["step"] == 4
 
 
-def test_ways_to_be_told_that_cannot_be(monkeypatch, capsys):
+def test_invalid_outputs_are_rejected(monkeypatch, capsys):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     for flags, error_line in (
         ("--quiet --json", "--quiet and --json are mutually exclusive: use one of them"),

@@ -127,7 +127,7 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
     assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6, 8, 9]
 
 
-def test_a_finished_run_says_so_and_can_go_further(capsys):
+def test_a_finished_run_reports_it_and_can_be_extended(capsys):
     assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
     assert run("train digits-mlp --resume") == 0
     assert "step 4 of 4 is done" in capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
         assert error in err
 
 
-def test_what_is_kept_is_a_setting_and_may_change_on_the_way(capsys):
+def test_retention_is_a_setting_that_may_change_on_resume(capsys):
     kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
     command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"
     assert run(f"{command} --steps 6") == 0

@@ -91,7 +91,7 @@ def write_npz(path, header, data=bytes(640)):
         ("(", r"'x' cannot be read"),
     ],
 )
-def test_a_header_that_says_another_shape_than_there_is(shape, said, tmp_path):
+def test_a_header_with_a_wrong_shape(shape, said, tmp_path):
     write_npz(tmp_path / "a.npz", f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}")
     refused(said, npz, tmp_path / "a.npz")
 
@@ -207,7 +207,7 @@ def test_pictures_of_more_pixels_than_can_be_held(size, tmp_path):
         refused("1.png (is .*, more than can be held|cannot be decoded)", image_folder, tmp_path)
 
 
-def test_a_chunk_that_is_said_to_be_longer_than_the_file(tmp_path):
+def test_a_chunk_longer_than_the_file(tmp_path):
     write_png(tmp_path / "a" / "1.png", 8, 8)
     content = (tmp_path / "a" / "1.png").read_bytes()
     start = content.index(b"IDAT") - 4

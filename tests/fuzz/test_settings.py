@@ -216,7 +216,7 @@ def sensible(recipe: Any, field: str) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=COUNT, deadline=None)
 @given(st.data())
-def test_what_a_run_can_have_is_not_refused(data):
+def test_valid_settings_are_accepted(data):
     name, field = data.draw(st.sampled_from(FIELDS))
     value = data.draw(sensible(RECIPES[name], field))
     recipe = dataclasses.replace(RECIPES[name], **{field: value})
@@ -240,7 +240,7 @@ def test_a_model_that_cannot_be_held_is_refused_and_nothing_allocated(flags, cap
 
 
 @pytest.mark.usefixtures("empty")
-def test_what_a_machine_cannot_hold_after_all_is_one_line_too(monkeypatch, capsys):
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
     def exhausted(args: list[str]) -> int:
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory allocating 9 bytes\nmore")
 
@@ -256,5 +256,5 @@ def test_what_a_machine_cannot_hold_after_all_is_one_line_too(monkeypatch, capsy
 
 
 @pytest.mark.usefixtures("empty")
-def test_an_error_is_shown_without_what_would_change_a_terminal(capsys):
+def test_control_characters_in_an_error_are_escaped(capsys):
     assert "holds no run" in refused(["sample", "\x1b[31mred\nline"], capsys)

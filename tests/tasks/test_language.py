@@ -57,7 +57,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_texts_alone(recipe: LanguageRe
     np.testing.assert_allclose(loss.total, total, rtol=1e-5)
 
 
-def test_the_windows_of_all_text_are_as_before(texts: Path) -> None:
+def test_windows_over_all_text_have_the_loss_of_each_token(texts: Path) -> None:
     settings = {**vars(GPT), "data": texts, "packing": False}
     task = language_task(GPTRecipe(**settings))
     apply = decoder(GPT).apply
@@ -109,6 +109,6 @@ def test_a_tokenizer_decides_the_vocabulary_and_the_sample(texts: Path, tmp_path
         (GPTRecipe(n_embd=10), "n_embd 10 is not divisible by n_head 4"),
     ],
 )
-def test_settings_that_make_no_model_are_named(recipe: LanguageRecipe, says: str) -> None:
+def test_invalid_sizes_are_named(recipe: LanguageRecipe, says: str) -> None:
     with pytest.raises(UserError, match=says):
         decoder(recipe)

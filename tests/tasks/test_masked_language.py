@@ -34,7 +34,7 @@ def shown(count: int, share: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return np.asarray(tokens), np.asarray(seen), np.asarray(predicted)
 
 
-def test_what_is_predicted_is_hidden_replaced_or_left_in_the_proportions_of_the_paper() -> None:
+def test_masking_has_the_proportions_of_the_paper() -> None:
     count = 200_000
     tokens, seen, predicted = shown(count, 0.15)
     assert (seen[~predicted] == tokens[~predicted]).all()
@@ -51,7 +51,7 @@ def test_what_is_predicted_is_hidden_replaced_or_left_in_the_proportions_of_the_
     assert replaced.max() < 260
 
 
-def test_evaluation_hides_the_same_whatever_the_batch(task: Task) -> None:
+def test_the_evaluation_mask_does_not_depend_on_the_batch(task: Task) -> None:
     evaluate, totals = jax.jit(task.loss_fn), {}
     for rows in (2, 3, 7):
         losses = [evaluate(task.params, batch, None)[0] for batch in epoch_batches(task.validation, rows)]
@@ -61,7 +61,7 @@ def test_evaluation_hides_the_same_whatever_the_batch(task: Task) -> None:
     assert 0.05 < totals[7][1] / (7 * 16) < 0.3  # the weight counts the masked tokens
 
 
-def test_training_hides_anew_with_every_key(task: Task) -> None:
+def test_training_masks_differently_with_every_key(task: Task) -> None:
     batch = {name: np.stack([task.train[i][name] for i in range(4)]) for name in ("tokens", "index")}
     losses = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].total) for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
@@ -114,7 +114,7 @@ def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
         ({"data": Path("nowhere.txt")}, "nowhere.txt does not exist"),
     ],
 )
-def test_settings_that_make_no_run_are_named(settings: dict, says: str) -> None:
+def test_invalid_settings_are_named(settings: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         masked_language_task(MaskedLanguageRecipe(**{**vars(SMALL), **settings}))
 

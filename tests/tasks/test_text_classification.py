@@ -103,7 +103,7 @@ def test_the_baseline_is_fitted_only_where_it_is_reported(write_table, monkeypat
     assert len(fits) == 1
 
 
-def test_what_makes_no_classes_is_named(write_table) -> None:
+def test_invalid_classes_are_named(write_table) -> None:
     path = write_table({"body": ["text"] * 9, "label": [1] * 9})
     with pytest.raises(UserError, match="must have two or more classes in 'label', got 1"):
         text_classification_task(of(path))
