@@ -30,9 +30,9 @@ def main(args: list[str]) -> int:
         for finding in run_checks():
             findings.append(finding)
             console.print(f"{MARKS[finding.status]} [bold]{finding.name}[/]", end="  ")
-            console.print(finding.said, markup=False, soft_wrap=True)
-            if finding.mend:
-                console.print(f"    fix: {finding.mend}", markup=False, soft_wrap=True)
+            console.print(finding.message, markup=False, soft_wrap=True)
+            if finding.fix:
+                console.print(f"    fix: {finding.fix}", markup=False, soft_wrap=True)
     problems = sum(finding.status == "problem" for finding in findings)
     if options.json:
         sys.stdout.write(json.dumps({"findings": [asdict(f) for f in findings], "problems": problems}, indent=2) + "\n")

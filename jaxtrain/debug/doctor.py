@@ -1,7 +1,4 @@
-"""What is installed, which devices answer, what is wrong, and the command that mends it.
-
-A check looks at one thing and says what it found. Nothing is changed.
-"""
+"""Check the installation and the devices, and name the command that fixes each problem. Nothing is changed."""
 
 import importlib.metadata
 import os
@@ -20,25 +17,32 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cud
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 OPEN_FILES = 4096
-"""Data loaders, checkpoints and logs hold some hundreds of files; a shell's default may be 256."""
+"""Data loaders, checkpoints and logs open some hundreds of files; the default of a shell may be 256."""
 ROOM = 64 * 2**20
-"""Bytes of shared memory, what a container has by default: NCCL and data loaders of several processes want more."""
+"""Default bytes of shared memory of a container; NCCL and multi-process data loaders need more."""
 SIDE = 256
-"""Of the square matrices that a device multiplies."""
+"""Rows and columns of the matrices that each device multiplies."""
 
 
 @dataclass(frozen=True)
-class CheckResult:
-    """What a check `said`: "fine", "note" for what is as it may be, or "problem", with its `mend`."""
+class Finding:
+    """The result of a check.
+
+    Attributes:
+      name: What was checked.
+      status: "fine", "note" for information, or "problem".
+      message: What was found.
+      fix: The command or action that fixes a problem.
+    """
 
     name: str
     status: Literal["fine", "note", "problem"]
-    said: str
-    mend: str = ""
+    message: str
+    fix: str = ""
 
 
-def run_checks() -> Iterator[CheckResult]:
-    """The findings, one by one, the quick ones first.
+def run_checks() -> Iterator[Finding]:
+    """Yield the findings as they arrive, fast checks first.
 
     >>> next(run_checks()).name
     'python'
@@ -47,87 +51,85 @@ def run_checks() -> Iterator[CheckResult]:
         yield from check()
 
 
-def python() -> Iterator[CheckResult]:
-    """Its version and the machine's."""
-    said = f"{platform.python_version()} at {sys.executable}, {platform.platform()}, {os.cpu_count()} cores"
-    yield CheckResult("python", "fine", said)
+def python() -> Iterator[Finding]:
+    """Report the versions of Python and of the operating system."""
+    message = f"{platform.python_version()} at {sys.executable}, {platform.platform()}, {os.cpu_count()} cores"
+    yield Finding("python", "fine", message)
 
 
-def packages() -> Iterator[CheckResult]:
-    """jax, jaxlib and the plugin of the accelerator, which must be of one version."""
+def packages() -> Iterator[Finding]:
+    """Check that jax, jaxlib and the plugin of the accelerator have the same version."""
     found = installed_versions(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", *PLUGINS))
-    said = ", ".join(f"{name} {version}" for name, version in found.items())
+    message = ", ".join(f"{name} {version}" for name, version in found.items())
     jax = found.get("jax", "")
-    # Versions that differ in their last number are made to work together.
+    # Versions that differ only in the patch number are compatible.
     unlike = [n for n in ("jaxlib", *PLUGINS) if n in found and found[n].split(".")[:2] != jax.split(".")[:2]]
     families = {name[4:10] for name in PLUGINS if name in found}
     if "jaxlib" not in found or not jax:
-        yield CheckResult("packages", "problem", said, "pip install --force-reinstall jax jaxlib")
+        yield Finding("packages", "problem", message, "pip install --force-reinstall jax jaxlib")
     elif len(families) > 1:
         remove = " ".join(name for name in PLUGINS if "cuda12" in name and name in found)
-        yield CheckResult("packages", "problem", f"{said}: plugins for two CUDAs", f"pip uninstall {remove}")
+        yield Finding("packages", "problem", f"{message}: plugins for two CUDAs", f"pip uninstall {remove}")
     elif unlike:
         wanted = " ".join(f"{name}=={jax}" for name in unlike)
-        yield CheckResult(
-            "packages", "problem", f"{said}: {', '.join(unlike)} not of jax's version", f"pip install {wanted}"
+        yield Finding(
+            "packages", "problem", f"{message}: {', '.join(unlike)} differ from jax's version", f"pip install {wanted}"
         )
     else:
-        yield CheckResult("packages", "fine", said)
+        yield Finding("packages", "fine", message)
 
 
-def torch() -> Iterator[CheckResult]:
-    """Optional: for parity, benchmarks and PyTorch's checkpoints."""
+def torch() -> Iterator[Finding]:
+    """Report PyTorch, which is optional: for parity, benchmarks and PyTorch checkpoints."""
     found = installed_versions(("torch", "transformers", "safetensors"))
     if "torch" in found:
-        yield CheckResult("torch", "fine", ", ".join(f"{name} {version}" for name, version in found.items()))
+        yield Finding("torch", "fine", ", ".join(f"{name} {version}" for name, version in found.items()))
     else:
-        yield CheckResult(
-            "torch", "note", "not installed; parity and import-torch need it: pip install 'jaxtrain[parity]'"
-        )
+        yield Finding("torch", "note", "not installed; parity and import-torch need it: pip install 'jaxtrain[parity]'")
 
 
-def limits() -> Iterator[CheckResult]:
-    """Of open files, shared memory and disk."""
+def limits() -> Iterator[Finding]:
+    """Check the limits of open files, shared memory and disk space."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < OPEN_FILES and files != resource.RLIM_INFINITY:
-        yield CheckResult("open files", "problem", f"{files} at most", f"ulimit -n {min(OPEN_FILES, most)}")
+        yield Finding("open files", "problem", f"{files} at most", f"ulimit -n {min(OPEN_FILES, most)}")
     else:
-        yield CheckResult("open files", "fine", f"{files} at most")
+        yield Finding("open files", "fine", f"{files} at most")
     if SHARED_MEMORY.is_dir():
         total = shutil.disk_usage(SHARED_MEMORY).total
-        said = f"{total / 2**20:,.0f} MiB in {SHARED_MEMORY}"
+        message = f"{total / 2**20:,.0f} MiB in {SHARED_MEMORY}"
         if total <= ROOM:
-            yield CheckResult("shared memory", "problem", said, "start the container with --shm-size=8g or --ipc=host")
+            yield Finding("shared memory", "problem", message, "start the container with --shm-size=8g or --ipc=host")
         else:
-            yield CheckResult("shared memory", "fine", said)
+            yield Finding("shared memory", "fine", message)
     free = shutil.disk_usage(Path.cwd()).free
-    yield CheckResult("disk", "fine" if free > 2**30 else "problem", f"{free / 2**30:,.1f} GiB free in {Path.cwd()}",
-                  "" if free > 2**30 else "make room: a checkpoint that does not fit is lost")  # fmt: skip
+    yield Finding("disk", "fine" if free > 2**30 else "problem", f"{free / 2**30:,.1f} GiB free in {Path.cwd()}",
+                  "" if free > 2**30 else "free disk space: a checkpoint that does not fit is lost")  # fmt: skip
 
 
-def settings() -> Iterator[CheckResult]:
-    """What the environment tells JAX, some of which changes numbers."""
+def settings() -> Iterator[Finding]:
+    """Report environment variables that configure JAX; some of them change numbers."""
     given = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "NCCL_", "CUDA_"))}
-    said = ", ".join(f"{name}={value}" for name, value in sorted(given.items()))
-    yield CheckResult("environment", "note" if given else "fine", said or "nothing set for JAX, XLA, NCCL or CUDA")
+    message = ", ".join(f"{name}={value}" for name, value in sorted(given.items()))
+    yield Finding("environment", "note" if given else "fine", message or "nothing set for JAX, XLA, NCCL or CUDA")
 
 
-def devices() -> Iterator[CheckResult]:
-    """Whether JAX finds the accelerator that the driver sees, and whether each device multiplies rightly."""
+def devices() -> Iterator[Finding]:
+    """Check that JAX finds the accelerator of the driver, and that each device computes correct products."""
     import jax
 
     found = jax.local_devices()
     kinds = ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in found)
     if DRIVER.exists() and found[0].platform == "cpu":
-        yield CheckResult("devices", "problem", f"{kinds}, though {_driver()}", _gpu_mend(os.environ))
+        yield Finding("devices", "problem", f"{kinds}, although {_driver()}", _gpu_fix(os.environ))
     else:
-        yield CheckResult("devices", "fine", kinds + (f"; {_driver()}" if DRIVER.exists() else ""))
+        yield Finding("devices", "fine", kinds + (f"; {_driver()}" if DRIVER.exists() else ""))
     for device in found:
         yield from products(device)
 
 
-def products(device: object) -> Iterator[CheckResult]:
-    """A product in each dtype on `device`, beside NumPy's in float64."""
+def products(device: object) -> Iterator[Finding]:
+    """Compare a matrix product in each dtype on `device` with NumPy's in float64."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -140,26 +142,26 @@ def products(device: object) -> Iterator[CheckResult]:
         truth = low[0].astype(np.float64) @ low[1].astype(np.float64)
         given = [jax.device_put(x, device) for x in low]
         product = np.asarray(jnp.matmul(*given, precision="highest"), np.float64)
-        # In units of the dtype's rounding: a right product is within a few.
+        # In units of the dtype's epsilon: a correct product is within a few.
         error = float(np.sqrt(np.mean((product - truth) ** 2) / np.mean(truth**2)))
         apart[np.dtype(dtype).name] = error / float(jnp.finfo(dtype).eps)
-    said = ", ".join(f"{name} {error:.2f}" for name, error in apart.items())
+    message = ", ".join(f"{name} {error:.2f}" for name, error in apart.items())
     name = f"{device}"
     if all(error < 4 for error in apart.values()):
-        yield CheckResult(name, "fine", f"multiplies rightly: errors in roundings {said}")
+        yield Finding(name, "fine", f"correct products: errors in units of epsilon {message}")
     else:
-        yield CheckResult(name, "problem", f"multiplies wrongly: errors in roundings {said}",
-                      "update the driver and jax; if it stays, replace the device")  # fmt: skip
+        yield Finding(name, "problem", f"wrong products: errors in units of epsilon {message}",
+                      "update the driver and jax; if it persists, replace the device")  # fmt: skip
 
 
-def cache() -> Iterator[CheckResult]:
-    """Whether a program that was compiled once is found again."""
+def cache() -> Iterator[Finding]:
+    """Check that the persistent compilation cache is configured and writable."""
     import jax
 
     path = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if path is None:
-        yield CheckResult(
-            "compilation cache", "note", "off: JAX_COMPILATION_CACHE_DIR=~/.cache/jax keeps what is compiled"
+        yield Finding(
+            "compilation cache", "note", "off: set JAX_COMPILATION_CACHE_DIR=~/.cache/jax to store compiled programs"
         )
         return
     try:
@@ -167,37 +169,37 @@ def cache() -> Iterator[CheckResult]:
         with tempfile.NamedTemporaryFile(dir=path):
             pass
     except OSError as error:
-        yield CheckResult(
+        yield Finding(
             "compilation cache", "problem", f"{path}: {error.strerror}", f"make it writable: chmod u+w {path}"
         )
         return
-    yield CheckResult("compilation cache", "fine", f"{len(list(Path(path).iterdir()))} files in {path}")
+    yield Finding("compilation cache", "fine", f"{len(list(Path(path).iterdir()))} files in {path}")
 
 
-def compiler() -> Iterator[CheckResult]:
-    """How long a small program takes to compile and run."""
+def compiler() -> Iterator[Finding]:
+    """Measure the time to compile and run a small program."""
     import jax
     import jax.numpy as jnp
 
     begin = time.perf_counter()
     jax.jit(lambda x: jnp.tanh(x @ x).sum())(jnp.ones((64, 64))).block_until_ready()
-    yield CheckResult("compiler", "fine", f"a small program in {time.perf_counter() - begin:.2f} s")
+    yield Finding("compiler", "fine", f"a small program in {time.perf_counter() - begin:.2f} s")
 
 
-def collectives() -> Iterator[CheckResult]:
-    """What several processes would talk through."""
+def collectives() -> Iterator[Finding]:
+    """Check the communication library between processes."""
     import jax
 
     nccl = installed_versions(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     if jax.default_backend() == "gpu" and not nccl:
-        yield CheckResult("collectives", "problem", "NCCL is not installed", "pip install 'jaxtrain[cuda13]'")
+        yield Finding("collectives", "problem", "NCCL is not installed", "pip install 'jaxtrain[cuda13]'")
     else:
         over_cpu = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
-        said = [*(f"{name} {version}" for name, version in nccl.items()), f"{over_cpu} between CPUs"]
-        yield CheckResult("collectives", "fine", ", ".join(said))
+        message = [*(f"{name} {version}" for name, version in nccl.items()), f"{over_cpu} between CPUs"]
+        yield Finding("collectives", "fine", ", ".join(message))
 
 
-def internals() -> Iterator[CheckResult]:
+def internals() -> Iterator[Finding]:
     """Check that JAX still has the private names that this package uses."""
     import jax
 
@@ -207,12 +209,12 @@ def internals() -> Iterator[CheckResult]:
     if missing:
         names = "; ".join(f"{internal.name} (used by {internal.used_by})" for internal in missing)
         fix = "install a JAX version that jaxtrain is tested with: pip install 'jax>=0.10,<0.11'"
-        yield CheckResult("JAX internals", "problem", f"jax {jax.__version__} lacks {names}", fix)
+        yield Finding("JAX internals", "problem", f"jax {jax.__version__} lacks {names}", fix)
     else:
-        yield CheckResult("JAX internals", "fine", f"all {len(INTERNALS)} are present in jax {jax.__version__}")
+        yield Finding("JAX internals", "fine", f"all {len(INTERNALS)} are present in jax {jax.__version__}")
 
 
-CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python,
     packages,
     torch,
@@ -227,7 +229,7 @@ CHECKS: tuple[Callable[[], Iterator[CheckResult]], ...] = (
 
 
 def installed_versions(names: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those that are.
+    """Return the versions of the installed packages among `names`.
 
     >>> [*installed_versions(("jax", "no-such-package"))]
     ['jax']
@@ -243,10 +245,10 @@ def installed_versions(names: tuple[str, ...]) -> dict[str, str]:
 
 def _driver() -> str:
     first = DRIVER.read_text().splitlines()[0]
-    return f"an NVIDIA driver is there ({' '.join(first.split()[-12:-6]) or first})"
+    return f"an NVIDIA driver is installed ({' '.join(first.split()[-12:-6]) or first})"
 
 
-def _gpu_mend(environment: Mapping[str, str]) -> str:
+def _gpu_fix(environment: Mapping[str, str]) -> str:
     if "cpu" in environment.get("JAX_PLATFORMS", ""):
         return "unset JAX_PLATFORMS"
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
