@@ -146,7 +146,7 @@ def test_sequences_divided_over_two_processes_are_those_divided_in_one(
     assert lines == others
 
 
-def test_what_the_environment_says_of_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_gives_the_arguments_of_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3", "JAX_COORDINATOR_ADDRESS": "h:1"}
     given = {
         "coordinator_address": "h:1",
@@ -205,13 +205,16 @@ def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two', which is no number"),
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set, of 2 processes: make it 0 to 1"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID is 2, of 2 processes: make it 0 to 1"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS is not set"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES must be a number, got 'two'"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID must be in 0 to 1 for 2 processes, got nothing"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID must be in 0 to 1 for 2 processes, got 2"),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+            "JAX_COORDINATOR_ADDRESS is not set for 2 processes: set it to HOST:PORT of the first one",
+        ),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(extra: dict[str, str], says: str) -> None:
+def test_settings_that_identify_no_process_are_refused(extra: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         initialize_arguments(extra)
 
@@ -272,21 +275,21 @@ def test_what_the_first_does_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "statuses", "first", "second"),
     [
-        ("raise UserError('mend it')", [2, 2], "jaxtrain: mend it", ""),
+        ("raise UserError('fix it')", [2, 2], "jaxtrain: fix it", ""),
         ("raise KeyboardInterrupt", [130, 130], "jaxtrain: interrupted", ""),
         ("raise KeyError('a bug')", [1, 1], "KeyError: 'a bug'", ""),
         ("raise UserError(f'no file on {me}')", [2, 2], "jaxtrain: no file on 0",
              "jaxtrain: process 1 of 2: no file on 1"),
         ("if me: raise UserError('no disk')", [1, 2],
-         "jaxtrain: process 1 of 2 has failed (UserError: no disk): what is saved is whole: --resume auto",
+         "jaxtrain: process 1 of 2 has failed (UserError: no disk): checkpoints are intact: continue with --resume auto",
          "jaxtrain: process 1 of 2: no disk"),
         ("if me: os.kill(os.getpid(), 9)", [1, -9],
-         "jaxtrain: process 1 of 2 does not answer any more: what is saved is whole: --resume auto", ""),
+         "jaxtrain: process 1 of 2 no longer responds: checkpoints are intact: continue with --resume auto", ""),
         # The coordinator is gone, and with it what the others could ask: the runtime ends them.
         ("if not me: os.kill(os.getpid(), 9)", [-9, -6], "", "leader"),
     ],
 )  # fmt: skip
-def test_what_ends_all_is_said_once_and_by_whom_it_is(
+def test_an_error_ends_all_processes_and_is_reported_once(
     part: str, statuses: list[int], first: str, second: str, tmp_path: Path
 ) -> None:
     with foreign(program(part), tmp_path) as both:
