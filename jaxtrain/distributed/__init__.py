@@ -1,4 +1,4 @@
-"""Training over many devices: a mesh, what it divides, and a training step on it."""
+"""Training on several devices: meshes, shardings, processes, and a training step on a mesh."""
 
 from jaxtrain.cost import StepMemory, memory_per_device
 from jaxtrain.distributed.compilation import bypass_compilation_cache

@@ -1,7 +1,7 @@
-"""A batch on a mesh: its rows divided over the devices, micro-batch by micro-batch.
+"""Place batches on a mesh, with the rows of every micro-batch sharded over the devices.
 
-Micro-batches are what they are on one device, so that a window is [k, B/k, …] on the mesh, its second axis divided:
-every device has its share of every micro-batch, and none moves a row to another.
+Micro-batches contain the same rows as on one device: a window is [k, B/k, …] with its second axis sharded. So every
+device has its share of every micro-batch and no row moves between devices.
 """
 
 from typing import Any
@@ -18,16 +18,25 @@ from jaxtrain.step import split_batch
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
-    """Of a window [k, B/k, …]; where k is 1 of a batch [B, …]."""
+    """Return the sharding of a window [k, B/k, …]; for `accumulate` 1, of a batch [B, …]."""
     rows = tuple(axis for axis in ROWS if axis in mesh.shape)
     return NamedSharding(mesh, P(rows) if accumulate == 1 else P(None, rows))
 
 
 def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
-    """A batch [B, …] as the window of its micro-batches, on the mesh.
+    """Place a batch [B, …] on the mesh as a window of micro-batches [k, B/k, …].
 
-    Of NumPy arrays every process gives the rows that are its own (`local_rows`), which are all where there is one
-    process; JAX's arrays are global. A scalar is whole on every device. Raises `UserError` for rows that do not divide.
+    Args:
+      batch: Pytree of arrays. NumPy arrays contain the rows of this process (`local_rows`), JAX arrays all rows. A
+        scalar is replicated on every device.
+      mesh: The mesh.
+      accumulate: The number k of micro-batches; for 1 the result is a batch [B, …].
+
+    Returns:
+      The batch as global arrays.
+
+    Raises:
+      UserError: The rows of a micro-batch are not divisible by the devices of data and fsdp.
     """
     sharding = window_sharding(mesh, accumulate)
 
@@ -46,7 +55,7 @@ def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
 
 
 def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
-    """A batch [B, …], whole in every process, on the mesh; its rows are divided over it where they can be."""
+    """Place a batch [B, …] that every process has whole on the mesh; shard its rows if they are divisible."""
     rows, whole = window_sharding(mesh, 1), NamedSharding(mesh, P())
 
     def leaf(x: Any) -> jax.Array:
@@ -58,11 +67,23 @@ def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.int64]:
-    """The rows of a batch [B, …] that this process has to give, in the order in which `place_batch` takes them.
+    """Return the rows of a batch [B, …] that this process supplies, in the order that `place_batch` expects.
 
-    >>> from jaxtrain.distributed.mesh import make_mesh
-    >>> local_rows(make_mesh("data=1", jax.devices()[:1]), batch_size=8, accumulate=2).tolist()
-    [0, 1, 2, 3, 4, 5, 6, 7]
+    Args:
+      mesh: The mesh.
+      batch_size: The number B of rows of the global batch.
+      accumulate: The number of micro-batches.
+
+    Returns:
+      Row indices, int64[B/p] for p processes with different rows.
+
+    Raises:
+      UserError: The rows of a micro-batch are not divisible by the devices of data and fsdp.
+
+    Example:
+      >>> from jaxtrain.distributed.mesh import make_mesh
+      >>> local_rows(make_mesh("data=1", jax.devices()[:1]), batch_size=8, accumulate=2).tolist()
+      [0, 1, 2, 3, 4, 5, 6, 7]
     """
     _check(batch_size // accumulate, mesh)
     window = split_batch(np.arange(batch_size), accumulate)
@@ -72,8 +93,7 @@ def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.i
 
 
 def local_data_parallel_size(mesh: Mesh) -> int:
-    """Of the devices that rows are divided over, how many this process has: one along `data` and `fsdp`, whatever it
-    has along the other axes, where its devices or other processes' have the same rows.
+    """Return how many shards of rows this process has; devices along the other axes have the same rows.
 
     >>> from jaxtrain.distributed.mesh import make_mesh
     >>> local_data_parallel_size(make_mesh("tensor=1", jax.devices()[:1]))
@@ -89,5 +109,5 @@ def _check(rows: int, mesh: Mesh) -> None:
     if rows % n:
         raise UserError(
             f"a micro-batch of {rows} rows is not divisible by the {n} devices of {' × '.join(ROWS)}: "
-            f"make it a multiple of {n}, or the mesh another"
+            f"use a multiple of {n}, or another mesh"
         )

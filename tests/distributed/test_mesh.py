@@ -17,16 +17,16 @@ from jaxtrain.errors import UserError
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("data=2,tensor=3", "mesh 'data=2,tensor=3' is of 6 devices and there are 4: make its sizes multiply to that"),
-        ("dta=4", "mesh 'dta=4' has an axis 'dta': choose of data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
-        ("data=2,data=2", "mesh 'data=2,data=2' says data twice: say it once"),
-        ("data=0", "mesh 'data=0' gives data the size '0': make it a number of devices, 1 or more"),
+        ("data=2,tensor=3", "mesh 'data=2,tensor=3' has 6 devices, got 4: make its sizes multiply to 4"),
+        ("dta=4", "mesh 'dta=4' has an axis 'dta': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("data=2,data=2", "mesh 'data=2,data=2' gives data twice: give it once"),
+        ("data=0", "mesh 'data=0' gives data the size '0': it must be a number of devices, 1 or more"),
         (
             "data=" + "9" * 5000,
-            f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: make it a number of devices, 1 or more",
+            f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: it must be a number of devices, 1 or more",
         ),
-        ("data", "mesh 'data' gives data the size '': make it a number of devices, 1 or more"),
-        ("", "mesh '' has an axis '': choose of data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("data", "mesh 'data' gives data the size '': it must be a number of devices, 1 or more"),
+        ("", "mesh '' has an axis '': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
     ],
 )
 def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
@@ -35,7 +35,7 @@ def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
     assert str(error.value) == said
 
 
-def test_the_order_of_axes_is_the_same_however_they_are_said():
+def test_the_order_of_axes_does_not_depend_on_the_spec():
     assert dict(make_mesh("tensor=2,data=2").shape) == {"data": 2, "fsdp": 1, "sequence": 1, "tensor": 2}
     assert dict(make_mesh().shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
 
@@ -61,7 +61,7 @@ def test_only_rows_make_a_batch_larger():
 
 
 def test_rows_that_do_not_divide_are_refused_by_name():
-    said = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: make it a multiple of 4"
+    said = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: use a multiple of 4"
     for batch in (np.ones((12, 2), np.float32), jax.numpy.ones((12, 2))):
         with pytest.raises(UserError, match=said):
             place_batch({"x": batch}, make_mesh(), accumulate=2)

@@ -281,7 +281,8 @@ def test_what_the_first_does_for_all(tmp_path: Path) -> None:
         ("raise UserError(f'no file on {me}')", [2, 2], "jaxtrain: no file on 0",
              "jaxtrain: process 1 of 2: no file on 1"),
         ("if me: raise UserError('no disk')", [1, 2],
-         "jaxtrain: process 1 of 2 has failed (UserError: no disk): checkpoints are intact: continue with --resume auto",
+         "jaxtrain: process 1 of 2 has failed (UserError: no disk): checkpoints are intact: "
+         "continue with --resume auto",
          "jaxtrain: process 1 of 2: no disk"),
         ("if me: os.kill(os.getpid(), 9)", [1, -9],
          "jaxtrain: process 1 of 2 no longer responds: checkpoints are intact: continue with --resume auto", ""),

@@ -61,7 +61,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name():
     params = {"fc": {"kernel": jax.ShapeDtypeStruct((4, 6), np.float32)}}
     with pytest.raises(UserError, match=r"no sharding rule matches the parameter fc/kernel \[4, 6\]: add one"):
         param_shardings(params, make_mesh(), {"kernel": P("fsdp")})
-    with pytest.raises(UserError, match="the sharding rule 'fc/kernel' has 3 axes and fc/kernel only 2: mend the rule"):
+    with pytest.raises(UserError, match="the sharding rule 'fc/kernel' has 3 axes and fc/kernel only 2: fix the rule"):
         param_shardings(params, make_mesh(), {"fc/kernel": P(None, None, "fsdp")})
 
 

@@ -299,8 +299,8 @@ def test_where_nothing_fits_all_is_told_before(capsys):
     ("flags", "said"),
     [
         ("--mesh data=3", "batch_size 16 is not divisible by accumulate 1 × the 3 devices of mesh 'data=3'"),
-        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': choose of data, fsdp"),
-        ("--mesh data=2,data=2", "says data twice"),
+        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': use data, fsdp"),
+        ("--mesh data=2,data=2", "gives data twice"),
         ("--mesh data=0", "gives data the size '0'"),
         ("--mesh data=2048", "mesh 'data=2048' is of 2,048 devices: plan knows up to 1,024"),
         (
