@@ -12,7 +12,7 @@ SIDE = {"cpu": 2048, "gpu": 8192, "cuda": 8192}
 """Side of the square matrices, by platform."""
 COPY_BYTES = {"cpu": 1 << 26, "gpu": 1 << 30, "cuda": 1 << 30}
 """Bytes read, and as many written, by platform."""
-CALL_LIMIT_S = 1.0
+CALL_LIMIT_S = 2.0
 """Longest product. PyTorch's bfloat16 on a CPU without bfloat16 units takes minutes for 2048x2048."""
 
 

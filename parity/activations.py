@@ -1,7 +1,7 @@
-"""What the modules of a PyTorch model put out, and the same values in the JAX program, in any precision.
+"""The outputs of a PyTorch model's modules and the same values in the JAX program, in any precision.
 
-Values are matched in float64, by their numbers alone (`parity.fingerprint`); in a low precision they are then where
-they were. So a lack of precision is placed at the module where it begins, with no annotation of either program.
+Values are matched in float64 by their numbers alone (`parity.fingerprint`); in a low precision the same equations
+compute them. A lack of precision is thereby located at the module where it begins, without annotations.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,16 +27,21 @@ from parity.jax_trace import line_of
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
-from parity.source import described
+from parity.source import source_line
 from parity.weights import with_tables
 
 
 @dataclass(frozen=True)
 class Activation:
-    """The first output of a PyTorch `module` in the first micro-batch, and JAX's value of it, in its own layout.
+    """The first output of a PyTorch module in the first micro-batch, and JAX's value of it.
 
-    `theirs` and `ours`: in the precision asked for, as float64. The errors are relative distances to the same value
-    computed in float64. `at`: where JAX computes it.
+    Attributes:
+      module: Path of the module.
+      theirs: PyTorch's value in the precision of the run, as float64.
+      ours: JAX's, in its own layout.
+      their_error: Relative distance of `theirs` from the same value computed in float64.
+      our_error: That of `ours`.
+      at: Where JAX computes it; None if unknown.
     """
 
     module: str
@@ -55,9 +60,18 @@ class Activation:
 
 
 def activations(case: Case, precision: str, *, accumulate: int = 1, seed: int = 0) -> list[Activation]:
-    """Those of the modules whose outputs JAX has in float64, in the order in which they are computed.
+    """Return the activations of the modules whose outputs JAX computes as well, in the order of computation.
 
-    Without dropout: in float64 JAX draws other masks. None where JAX traces another program in float64.
+    The case must not apply dropout, since JAX draws other masks in float64.
+
+    Args:
+      case: The case.
+      precision: Precision to examine.
+      accumulate: Micro-batches per accumulation window.
+      seed: Seed of weights and data.
+
+    Returns:
+      The activations; empty if JAX traces another program in float64 than in `precision`.
     """
     case = with_tables(case)
     theirs, true = (_torch_outputs(case, p, accumulate, seed) for p in (precision, "fp64"))
@@ -71,15 +85,15 @@ def activations(case: Case, precision: str, *, accumulate: int = 1, seed: int = 
     ours = dict(zip(wanted, low, strict=True))
     found = []
     for module, equal in pairs.items():
-        # Of values that are equal in float64 the nearest: the others are on the way to it.
+        # The nearest of the values that are equal in float64: the others are steps on the way to it.
         at = min(equal, key=lambda i: _error(ours[i], values[i]))
         errors = _error(theirs[module], true[module]), _error(ours[at], values[at])
         found.append(Activation(module, theirs[module], ours[at], *errors, wide[at].at))
     return found
 
 
-class _Made(NamedTuple):
-    """What makes a value: an operation, its result's shape, and the line it is called at."""
+class _Computed(NamedTuple):
+    """How a value is computed: operation, shape of the result, calling line."""
 
     primitive: str
     shape: tuple[int, ...]
@@ -87,7 +101,7 @@ class _Made(NamedTuple):
 
 
 def first_imprecise(found: Sequence[Activation]) -> Divergence | None:
-    """The first module whose output is too far from float64, as `parity.compare` asks of a run."""
+    """Return the first module whose output is farther from float64 than `RATIO_BAR` allows; None if there is none."""
     for before, at in zip([None, *found], found, strict=False):
         if at.error_ratio > RATIO_BAR:
             return Divergence(
@@ -95,7 +109,7 @@ def first_imprecise(found: Sequence[Activation]) -> Divergence | None:
                 step=1,
                 torch=f"{at.module}: output {at.error_ratio:.2g} times as far from float64 as PyTorch's",
                 torch_source="",
-                jax_source=described(*at.at) if at.at else "",
+                jax_source=source_line(*at.at) if at.at else "",
                 last_match="its inputs" if before is None else before.module,
                 parameters=(),
                 torch_at=None,
@@ -133,12 +147,12 @@ def _keep(outputs: Tensors, name: str, out: Any) -> None:
 
 def _jax_values(
     case: Case, weights: Tensors, precision: str, accumulate: int, seed: int, wanted: Collection[int] | None = None
-) -> tuple[list[np.ndarray], list[_Made]]:
-    """The floating values of the loss's first micro-batch, all or those of the numbers wanted; and what made each."""
+) -> tuple[list[np.ndarray], list[_Computed]]:
+    """Floating values of the loss of the first micro-batch, all or those of the given indices, and their origins."""
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
         params, model_state = jax_side.from_torch(case, weights)
         batch = {name: x[: case.rows // accumulate] for name, x in next(case.batches(seed, 1)).items()}
-        numerics, made = policy(precision), list[_Made]()
+        numerics, made = policy(precision), list[_Computed]()
         recorded = _recorded(validated(case.loss_fn), made, wanted)
         compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded)
         values = jax.jit(compute)(
@@ -147,12 +161,12 @@ def _jax_values(
             micro_batch_key(jax.random.key(seed), 0),
             jax_side.arrays(model_state, precision),
         )
-        # NumPy has no bfloat16, all of which float64 holds.
+        # NumPy has no bfloat16; float64 holds all its values.
         return [np.asarray(x, np.float64) for x in values], made
 
 
-def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int] | None) -> Callable[..., Any]:
-    """`fn` returning its intermediate values; scans are unrolled, so that layers are seen one by one."""
+def _recorded(fn: Callable[..., Any], made: list[_Computed], wanted: Collection[int] | None) -> Callable[..., Any]:
+    """Make `fn` return its intermediate values; scans are unrolled, so that each layer has its own values."""
     lines: list[Line | None] = []
 
     def recorded(*args: Any) -> list[Any]:
@@ -165,7 +179,7 @@ def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int]
                 return unroll_scan(eqn, args, run)
             if name in CALLS and not is_call(eqn, KERNEL):
                 body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
-                # What JAX traced once, for an earlier caller, has that one's lines.
+                # A function that JAX traced for an earlier caller has the lines of that caller.
                 lines.append(line_of(eqn) or (lines[-1] if lines else None))
                 outs = evaluate_inner(body, args, run)
                 lines.pop()
@@ -174,7 +188,7 @@ def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int]
             if name != "convert_element_type" and jnp.issubdtype(outs[0].dtype, jnp.floating):
                 if wanted is None or len(made) in wanted:
                     found.append(outs[0])
-                made.append(_Made(name, outs[0].shape, line_of(eqn) or (lines[-1] if lines else None)))
+                made.append(_Computed(name, outs[0].shape, line_of(eqn) or (lines[-1] if lines else None)))
             return outs
 
         transform(fn, rule)(*args)
@@ -184,15 +198,15 @@ def _recorded(fn: Callable[..., Any], made: list[_Made], wanted: Collection[int]
 
 
 def _matched(true: Tensors, values: Sequence[np.ndarray]) -> dict[str, frozenset[int]]:
-    """By the module, the numbers of JAX's values that are equal to its output."""
+    """From each module to the indices of JAX's values that equal its output."""
     theirs: Trace[Any] = Trace()
     ours: Trace[Any] = Trace()
-    telling = {module: x for module, x in true.items() if x.any()}
-    for x in telling.values():
-        theirs.enter(x)
+    informative = {module: x for module, x in true.items() if x.any()}
+    for x in informative.values():
+        theirs.add_input(x)
     for x in values:
-        ours.enter(x)
-    return {module: equal for module, equal in zip(telling, counterparts(theirs, ours), strict=True) if equal}
+        ours.add_input(x)
+    return {module: equal for module, equal in zip(informative, counterparts(theirs, ours), strict=True) if equal}
 
 
 def _error(low: np.ndarray, true: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""The machine, the versions and the settings that a number may depend on; and which of them both sides must share."""
+"""The machine, versions and settings that results may depend on."""
 
 import importlib.metadata
 import os
@@ -9,7 +9,7 @@ PACKAGES = ("jax", "jaxlib", "torch", "transformers", "flax", "optax")
 
 
 def environment() -> dict[str, Any]:
-    """What every report carries."""
+    """Return the entries that every report contains."""
     import jax
 
     return {
@@ -25,10 +25,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def refuse_unlike(precision: str) -> None:
-    """Raises `UserError` where PyTorch is set to compute less exactly than JAX's side of a check does.
+def check_matmul_precision(precision: str) -> None:
+    """Raise `UserError` if PyTorch is set to compute less exactly than JAX's side of a check.
 
-    >>> refuse_unlike("fp32")
+    >>> check_matmul_precision("fp32")
     """
     import torch
 
@@ -37,13 +37,13 @@ def refuse_unlike(precision: str) -> None:
     found = torch.get_float32_matmul_precision()
     if precision == "fp32" and found != "highest":
         raise UserError(
-            f"torch.get_float32_matmul_precision() is {found!r}, JAX's products are in full float32: "
-            "torch.set_float32_matmul_precision('highest') makes PyTorch's so"
+            f"torch.get_float32_matmul_precision() is {found!r}, while JAX's products are in full float32: "
+            "call torch.set_float32_matmul_precision('highest')"
         )
 
 
 def _torch_settings() -> dict[str, Any]:
-    """None of them where PyTorch is not installed, and so was not run."""
+    """PyTorch's settings; empty if PyTorch is not installed."""
     try:
         import torch
     except ModuleNotFoundError:

@@ -1,6 +1,6 @@
-"""PyTorch's side of a check, recorded once and replayed where PyTorch is not installed, in CI for instance.
+"""PyTorch's side of a check, recorded once and replayed where PyTorch is not installed, for instance in CI.
 
-A bundle is a folder: `bundle.json`, which says what was recorded and on what, and the recorded runs as safetensors.
+A bundle is a folder with `bundle.json`, the settings and the machine of the recording, and the runs as safetensors.
 """
 
 import json
@@ -21,9 +21,18 @@ INDEX = "bundle.json"
 
 
 def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any) -> None:
-    """Run PyTorch's side of these checks and write it to `folder`, which must not hold a bundle yet.
+    """Run PyTorch's side of the checks of a case and write it to a folder.
 
-    In low precisions the trainings are recorded that a failing check is repeated with.
+    In low precisions the trainings that repeat a failing check are recorded as well.
+
+    Args:
+      case: The case.
+      precisions: Precisions to record.
+      folder: Folder without a bundle.
+      **settings: Fields of `parity.run.Settings`.
+
+    Raises:
+      UserError: The folder has a bundle already, or a setting does not fit the case.
     """
     from jaxtrain.errors import UserError
     from parity.attestation import environment
@@ -33,20 +42,20 @@ def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any)
     for precision in precisions:
         validate(case, precision, given)
     if (folder / INDEX).exists():
-        raise UserError(f"{folder} holds a bundle already: name another folder")
+        raise UserError(f"{folder} already contains a bundle: use another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for precision in precisions:
         for seed in _seeds(precision, given):
             reference = live_reference(case, precision, Settings(**{**asdict(given), "seed": seed}))
             _write(folder, f"{precision}-{seed}", reference)
     index = {"format": FORMAT, "case": case.name, "precisions": [*precisions], **asdict(given)}
-    # Last, so that a folder with an index is whole.
+    # Written last, so that a folder with an index is complete.
     (folder / INDEX).write_text(json.dumps({**index, "environment": environment()}, indent=2) + "\n")
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A recorded bundle, opened; `settings` are those it was recorded with."""
+    """A recorded bundle and the settings of its recording."""
 
     folder: Path
     case: str
@@ -54,33 +63,33 @@ class Bundle:
     settings: Settings
 
     def reference(self, precision: str, settings: Settings) -> Reference:
-        """What PyTorch did under these settings. Raises `UserError` for settings that were not recorded."""
+        """Return PyTorch's recorded runs. Raises `UserError` for settings that were not recorded."""
         from jaxtrain.errors import UserError
 
         recorded = asdict(self.settings)
         for name, value in asdict(settings).items():
-            # What JAX keeps for its backward pass is nothing to PyTorch.
+            # Rematerialization concerns JAX only.
             if name not in ("remat", "seed") and value != recorded[name]:
                 raise UserError(f"{self.folder} was recorded with {name} {recorded[name]}, not {value}")
         if precision not in self.precisions or settings.seed not in _seeds(precision, self.settings):
             raise UserError(
-                f"{self.folder} holds {', '.join(self.precisions)} from seed {self.settings.seed}: ask that"
+                f"{self.folder} contains {', '.join(self.precisions)} with seed {self.settings.seed}: use these"
             )
         return _read(self.folder, f"{precision}-{settings.seed}")
 
 
-def opened(folder: Path) -> Bundle:
-    """The bundle in `folder`. Raises `UserError` where there is none, or one of another format."""
+def open_bundle(folder: Path) -> Bundle:
+    """Return the bundle in a folder. Raises `UserError` if there is none or its format is another."""
     from jaxtrain.errors import UserError
 
     index = folder / INDEX
     if not index.is_file():
-        raise UserError(f"{folder} holds no {INDEX}: make it with parity record")
-    said = json.loads(index.read_text())
-    if said.get("format") != FORMAT:
-        raise UserError(f"{folder} is a bundle of format {said.get('format')}, this reads {FORMAT}: record it again")
-    settings = Settings(said["accumulate"], said["remat"], said["steps"], said["seed"])
-    return Bundle(folder, said["case"], tuple(said["precisions"]), settings)
+        raise UserError(f"{folder} contains no {INDEX}: create it with parity record")
+    content = json.loads(index.read_text())
+    if content.get("format") != FORMAT:
+        raise UserError(f"{folder} has bundle format {content.get('format')}, expected {FORMAT}: record it again")
+    settings = Settings(content["accumulate"], content["remat"], content["steps"], content["seed"])
+    return Bundle(folder, content["case"], tuple(content["precisions"]), settings)
 
 
 def _seeds(precision: str, settings: Settings) -> range:
@@ -111,7 +120,7 @@ def _runs(reference: Reference) -> list[tuple[str, Record]]:
 
 
 def _flat(run: Record) -> Tensors:
-    """A record's arrays, each under the path of its field: "first/moments/exp_avg/0.weight"."""
+    """The arrays of a record by the path of their field, e.g. "first/moments/exp_avg/0.weight"."""
     flat: Tensors = {"losses": run.losses, "scales": run.scales, "grad_norms": run.grad_norms}
     flat |= {f"grads/{name}": x for name, x in run.grads.items()}
     for when, snapshot in {"first": run.first, "last": run.last}.items():

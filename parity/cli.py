@@ -1,8 +1,9 @@
-"""`parity COMMAND`: which cases there are, and whether they hold. Mistakes are answered in one line."""
+"""`parity COMMAND`: list, check and locate cases. A mistake of the user is reported in one line."""
 
 import argparse
 import difflib
 import json
+import logging
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ from parity.run import PRECISIONS, Examination, Settings, examine, replay, valid
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0, 1 where something differs, 2 for wrong usage."""
+    """Run a command and return its exit status: 0, 1 if something differs, 2 for wrong usage."""
     try:
         options = _parser().parse_args(argv)
     except SystemExit as stop:
@@ -47,15 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(command: Callable[[argparse.Namespace, Console], int], options: argparse.Namespace) -> int:
-    """The command's exit status; a mistake of the user's in one line."""
-    # A pipe has no width, and a table folded to a guessed one is hard to read.
+    """Run a command; report a mistake of the user in one line."""
+    # A pipe has no width, and a table folded to a guessed width is hard to read.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     if options.command == "run":
         console.print(bars())
     if options.command == "selftest":
-        console.print("does this machine train rightly? without PyTorch, in about a minute")
-    from jaxtrain.errors import UserError  # and with it JAX: seconds, once something is on the screen
+        console.print("checking whether this machine trains correctly, without PyTorch, in about a minute")
+    from jaxtrain.errors import UserError  # imports JAX, which takes seconds: after the first output
 
+    if getattr(options, "debug", False):
+        logging.basicConfig(level=logging.INFO)
     try:
         return command(options, console)
     except UserError as error:
@@ -84,11 +87,11 @@ def _record(options: argparse.Namespace, console: Console) -> int:
     from parity.bundle import record
 
     with console.status(f"{options.case} in PyTorch"):
-        case = case_of(options.case, **_made_with(options))
+        case = case_of(options.case, **_case_options(options))
         precisions = options.precision or ["fp64", "fp32"]
         record(case, precisions, options.out, accumulate=options.accumulate, steps=options.steps, seed=options.seed)
     console.print(
-        f"{options.out} holds PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
+        f"{options.out} contains PyTorch's side of {case.name}: parity run {options.case} --bundle {options.out}"
     )
     return 0
 
@@ -97,19 +100,19 @@ def _prove(options: argparse.Namespace, console: Console) -> int:
     from parity.weights import prove
 
     case = _with_tables(case_of(options.case), console)
-    with console.status(f"{case.name}: moving each tensor on both sides"):
+    with console.status(f"{case.name}: perturbing each tensor on both sides"):
         proof = prove(case)
     console.print(
-        f"{case.name}: {proof.tensors} tensors and {proof.buffers} buffers of PyTorch's are {proof.leaves} leaves of "
-        f"JAX's, each used once"
+        f"{case.name}: {proof.tensors} tensors and {proof.buffers} buffers of PyTorch correspond to {proof.leaves} "
+        "leaves of JAX, each used once"
     )
-    if proof.moved:
-        name, apart = max(proof.moved.items(), key=lambda item: item[1])
-        console.print(f"{len(proof.moved)} move both losses alike, within {apart:.0e} ({name})", markup=False)
+    if proof.distances:
+        name, apart = max(proof.distances.items(), key=lambda item: item[1])
+        console.print(f"{len(proof.distances)} change both losses alike, within {apart:.0e} ({name})", markup=False)
     for alias, name in proof.tied.items():
         console.print(f"tied: {alias} is {name}", markup=False)
-    for name in proof.unmoved:
-        console.print(f"not proven: {name} moves no loss", markup=False)
+    for name in proof.unproven:
+        console.print(f"not proven: {name} does not change the loss", markup=False)
     return 0
 
 
@@ -126,16 +129,16 @@ def _selftest(options: argparse.Namespace, console: Console) -> int:
 
 
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
-    """Today's JAX side beside a bundle; PyTorch need not be installed."""
+    """Compare JAX with a bundle; PyTorch need not be installed."""
     from jaxtrain.errors import UserError
-    from parity.bundle import opened
+    from parity.bundle import open_bundle
 
-    bundle = opened(options.bundle)
+    bundle = open_bundle(options.bundle)
     if len(options.cases) != 1:
-        raise UserError(f"{options.bundle} holds one case: name it, as in parity run FILE.py::case --bundle DIR")
-    case = case_of(options.cases[0], **_made_with(options))
+        raise UserError(f"{options.bundle} contains one case: name it, as in parity run FILE.py::case --bundle DIR")
+    case = case_of(options.cases[0], **_case_options(options))
     if case.name != bundle.case:
-        raise UserError(f"{options.bundle} holds {bundle.case}, not {case.name}: name that")
+        raise UserError(f"{options.bundle} contains {bundle.case}, not {case.name}: name {bundle.case}")
     settings = replace(bundle.settings, remat=options.remat)
     precisions = options.precision or bundle.precisions
     return [_timed(case, p, settings, options, console, partial(_beside, bundle)) for p in precisions]
@@ -149,7 +152,7 @@ def _beside(bundle: Any, case: Case, precision: str, settings: Settings) -> Exam
 def _locate(options: argparse.Namespace, console: Console) -> int:
     start = time.perf_counter()
     with console.status(options.case):
-        found = locate(case_of(options.case, **_made_with(options)), seed=options.seed, steps=options.steps)
+        found = locate(case_of(options.case, **_case_options(options)), seed=options.seed, steps=options.steps)
     seconds = time.perf_counter() - start
     console.print(
         f"{options.case} {'differs' if found else 'does not differ'} in {options.steps} steps, {seconds:.1f} s"
@@ -159,14 +162,14 @@ def _locate(options: argparse.Namespace, console: Console) -> int:
     return 1 if found else 0
 
 
-def _made_with(options: argparse.Namespace) -> dict[str, Any]:
+def _case_options(options: argparse.Namespace) -> dict[str, Any]:
     return {} if options.dropout is None else {"dropout": options.dropout}
 
 
 def _results(options: argparse.Namespace, console: Console) -> list[Result]:
-    """Everything asked for; nothing is run before all of it is found possible."""
+    """Run every check requested, after all of them are validated."""
     with console.status("importing"):
-        cases = [case_of(name, **_made_with(options)) for name in options.cases or CASES]
+        cases = [case_of(name, **_case_options(options)) for name in options.cases or CASES]
     cases = [_with_tables(case, console) for case in cases]
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
     settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
@@ -185,7 +188,7 @@ def _with_tables(case: Case, console: Console) -> Case:
         complete = with_tables(case)
     for field, proposed in {"names": complete.names, "buffers": complete.buffers}.items():
         if proposed is not None and getattr(case, field) is None:
-            console.print(f"{case.name} is compared under these names; keep them as its {field}:", markup=False)
+            console.print(f"{case.name} is compared under these names; copy them into its {field}:", markup=False)
             console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
     return complete
 
@@ -229,49 +232,59 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("parity", description="Is the JAX training step the one PyTorch would have made?")
+    parser = _Parser("parity", description="Check that a JAX training step equals PyTorch's.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", help="the cases there are")
+    commands.add_parser("list", help="list the built-in cases")
     run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")
-    run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="all of them if none is named")
+    run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="default: all")
     run.add_argument(
-        "--precision", action="extend", type=_precisions, help="by default fp64,fp32; also bf16, fp16, bf16_params"
+        "--precision", action="extend", type=_precisions, help="default fp64,fp32; also bf16, fp16, bf16_params"
     )
-    run.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
-    run.add_argument("--remat", default="none", metavar="P", help="what JAX keeps for the backward pass")
-    run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
-    run.add_argument("--json", type=_writable, metavar="F", help="write the results there too")
-    run.add_argument("--html", type=_writable, metavar="F", help="and as a page to look at")
-    where = commands.add_parser("locate", help="the first operation of PyTorch's that a case's JAX model has not")
-    where.add_argument("case", type=_case, metavar="CASE")
-    where.add_argument(
-        "--steps", type=_at_least(1), default=STEPS, metavar="N", help=f"optimizer steps; by default {STEPS}"
+    run.add_argument(
+        "--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches per accumulation window"
     )
-    proof = commands.add_parser("prove", help="that each tensor is used once, and is the leaf that the case says")
+    run.add_argument("--remat", default="none", metavar="P", help="JAX's rematerialization policy")
+    run.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; default 20")
+    run.add_argument("--json", type=_writable, metavar="F", help="write the results as JSON")
+    run.add_argument("--html", type=_writable, metavar="F", help="write the results as an HTML page")
+    locating = commands.add_parser("locate", help="find the first operation in which a case differs")
+    locating.add_argument("case", type=_case, metavar="CASE")
+    locating.add_argument(
+        "--steps", type=_at_least(1), default=STEPS, metavar="N", help=f"optimizer steps; default {STEPS}"
+    )
+    proof = commands.add_parser("prove", help="prove that each tensor corresponds to the leaf named in the case")
     proof.add_argument("case", type=_case, metavar="CASE")
-    proof.add_argument("--debug", action="store_true", help="show tracebacks")
-    run.add_argument("--bundle", type=Path, metavar="DIR", help="beside what parity record wrote, without PyTorch")
-    kept = commands.add_parser("record", help="run a case's PyTorch side, to be checked against where there is none")
-    kept.add_argument("case", type=_case, metavar="CASE")
-    kept.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder without a bundle")
-    kept.add_argument("--precision", action="extend", type=_precisions, help="by default fp64,fp32")
-    kept.add_argument("--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches to a window")
-    kept.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; by default 20")
-    bugs = commands.add_parser("mutate", help="plant known bugs, one at a time: are they seen, and placed?")
-    bugs.add_argument("names", nargs="*", metavar="NAME", help="all of them if none is named")
-    bugs.add_argument("--clean", type=_at_least(0), default=0, metavar="N", help="so many runs without a bug, too")
-    bugs.add_argument("--json", type=_writable, metavar="F", help="write the outcomes there too")
-    bugs.add_argument("--debug", action="store_true", help="show tracebacks")
-    health = commands.add_parser("selftest", help="whether this machine still trains rightly, without PyTorch")
-    health.add_argument("--device", choices=["cpu", "gpu"], help="by default what JAX takes")
-    health.add_argument("--json", type=_writable, metavar="F", help="write the findings there too")
-    health.add_argument("--debug", action="store_true", help="show tracebacks")
-    for command in (run, where, kept):
+    proof.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
+    run.add_argument(
+        "--bundle", type=Path, metavar="DIR", help="compare with a bundle of parity record, without PyTorch"
+    )
+    record = commands.add_parser("record", help="record a case's PyTorch side for machines without PyTorch")
+    record.add_argument("case", type=_case, metavar="CASE")
+    record.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder without a bundle")
+    record.add_argument("--precision", action="extend", type=_precisions, help="default fp64,fp32")
+    record.add_argument(
+        "--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches per accumulation window"
+    )
+    record.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; default 20")
+    bugs = commands.add_parser("mutate", help="plant known bugs one at a time and check that each is found")
+    bugs.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    bugs.add_argument(
+        "--clean", type=_at_least(0), default=0, metavar="N", help="number of additional runs without a bug"
+    )
+    bugs.add_argument("--json", type=_writable, metavar="F", help="write the outcomes as JSON")
+    bugs.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
+    health = commands.add_parser("selftest", help="check that this machine trains correctly, without PyTorch")
+    health.add_argument("--device", choices=["cpu", "gpu"], help="default: JAX's default device")
+    health.add_argument("--json", type=_writable, metavar="F", help="write the results as JSON")
+    health.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
+    for command in (run, locating, record):
         command.add_argument(
-            "--dropout", type=_rate, metavar="P", help="rate, with the same masks on both sides; by default 0"
+            "--dropout", type=_rate, metavar="P", help="dropout rate, with the same masks on both sides; default 0"
         )
-        command.add_argument("--seed", type=_at_least(0), default=0, metavar="S", help="of weights and data")
-        command.add_argument("--debug", action="store_true", help="show tracebacks")
+        command.add_argument(
+            "--seed", type=_at_least(0), default=0, metavar="S", help="seed of weights and data; default 0"
+        )
+        command.add_argument("--debug", action="store_true", help="show tracebacks and log messages")
     return parser
 
 
@@ -279,7 +292,7 @@ def _case(name: str) -> str:
     if "::" not in name and name not in CASES:
         near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}, or path/to/file.py::case"
-        raise argparse.ArgumentTypeError(f"no case {name!r}: {hint}")
+        raise argparse.ArgumentTypeError(f"unknown case {name!r}: {hint}")
     return name
 
 
@@ -287,7 +300,7 @@ def _precisions(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in PRECISIONS:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose from {','.join(PRECISIONS)}")
+            raise argparse.ArgumentTypeError(f"unknown precision {name!r}: choose from {','.join(PRECISIONS)}")
     return names
 
 
@@ -297,21 +310,21 @@ def _rate(text: str) -> float:
     except ValueError:
         rate = math.nan
     if not 0 <= rate < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: make it 0 or more, below 1")
+        raise argparse.ArgumentTypeError(f"rate must be in [0, 1), got {text!r}")
     return rate
 
 
 def _writable(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that can be")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a writable folder")
     return path
 
 
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
         return int(text)
 
     return number

@@ -62,7 +62,7 @@ class Trace(Generic[Where]):
 
     values: list[Value[Where]] = field(default_factory=list)
 
-    def enter(self, value: np.ndarray) -> Sources:
+    def add_input(self, value: np.ndarray) -> Sources:
         """Record an input, which both programs share, so that it is never at fault."""
         return self._append(fingerprint(value), frozenset(), None)
 
@@ -73,7 +73,7 @@ class Trace(Generic[Where]):
         another layout or repeated. A value that cancels to rounding noise counts as a constant, without sources.
 
         >>> trace = Trace()
-        >>> x = trace.enter(np.array([1.0, 2.0]))
+        >>> x = trace.add_input(np.array([1.0, 2.0]))
         >>> trace.add(np.array([[2.0, 1.0]]), x, "flip") == trace.add(np.ones(2), x, "ones") == x
         True
         >>> trace.add(np.array([1.0, 4.0]), x, "square") == x
@@ -120,7 +120,7 @@ def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> s
     """Return the values through which a difference reaches `outputs`: they and all after them are wrong.
 
     >>> trace = Trace()
-    >>> x = trace.enter(np.array([1.0, 2.0]))
+    >>> x = trace.add_input(np.array([1.0, 2.0]))
     >>> y = trace.add(np.array([3.0, 6.0]), x, "times 3")
     >>> z = trace.add(np.array([4.0, 7.0]), y, "plus 1")
     >>> differing(trace, right=x, outputs=z) == y | z, differing(trace, right=z, outputs=z)

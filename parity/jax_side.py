@@ -1,4 +1,4 @@
-"""The same training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
+"""A training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
 
 from typing import Any, NamedTuple
 
@@ -24,11 +24,24 @@ def run(
     steps: int = 20,
     seed: int = 0,
 ) -> Record:
-    """Train from PyTorch's `weights` for `steps` windows of `accumulate` micro-batches each.
+    """Train in JAX from PyTorch's weights.
 
-    Raises `UserError` where a tensor of `weights` or a leaf of the JAX parameters has no counterpart of its shape.
+    Args:
+      case: The case, with its tables.
+      weights: Initial weights and buffers by PyTorch's names.
+      precision: One of `parity.run.PRECISIONS`.
+      accumulate: Micro-batches per accumulation window.
+      remat: Rematerialization policy.
+      steps: Windows, each with one optimizer update.
+      seed: Seed of data and dropout.
+
+    Returns:
+      The record of the run.
+
+    Raises:
+      UserError: A tensor or a leaf has no counterpart of its shape.
     """
-    # Strict promotion would refuse a model's float32 constants in float64.
+    # Strict promotion rejects a model's float32 constants in float64.
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
         return _run(case, weights, precision, accumulate, remat, steps, seed)
 
@@ -61,13 +74,13 @@ def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: s
 
 
 class _Fed(NamedTuple):
-    """`grads`: what the optimizer was last fed; NaN before its first update."""
+    """The gradients that the optimizer last received; NaN before its first update."""
 
     grads: Any
 
 
 def record_gradients() -> optax.GradientTransformation:
-    """Passes gradients on, and keeps them: chained before an optimizer it sees exactly what the optimizer is fed."""
+    """Return a transformation that stores the gradients it passes on, to be chained before an optimizer."""
 
     def init(params: Any) -> _Fed:
         return _Fed(jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params))
@@ -80,7 +93,7 @@ def record_gradients() -> optax.GradientTransformation:
 
 
 def from_torch(case: Case, weights: Tensors) -> tuple[Any, Any]:
-    """PyTorch's state_dict as (params, model_state); None for a model without."""
+    """Return PyTorch's state_dict as (params, model_state); None for a model without state."""
     table, buffers_table = case.tables
     if buffers_table is None:
         return table.to_jax(weights, like=case.params_like), None
@@ -91,30 +104,30 @@ def from_torch(case: Case, weights: Tensors) -> tuple[Any, Any]:
 
 
 def arrays(tree: Any, precision: str) -> Any:
-    """`tree` as JAX's arrays: floating ones in float32, or float64 for fp64, others in int32."""
+    """Return `tree` as JAX arrays: floating ones in float32, or float64 for fp64, others in int32."""
     dtype = np.float64 if precision == "fp64" else np.float32
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)
 
 
 def observe(case: Case, state: jaxtrain.TrainState) -> tuple[Tensors, Snapshot]:
-    """What the optimizer, chained after `record_gradients`, was last fed, and what is in the state."""
+    """Return the gradients of `record_gradients`, and the state's parameters, moments and buffers."""
     fed, opt_state = state.opt_state
     snapshot = Snapshot(to_torch(case, state.params), moments(case, opt_state), buffers(case, state.model_state))
     return to_torch(case, fed.grads), snapshot
 
 
 def to_torch(case: Case, tree: Any) -> Tensors:
-    """Parameters, or what is shaped like them, under PyTorch's names."""
-    # Copies: the state is donated to the next step, and NumPy would look into its buffers.
+    """Return parameters, or a pytree of their shape, under PyTorch's names."""
+    # Copies: the state is donated to the next step, and NumPy would share its buffers.
     return case.tables[0].to_torch(jax.tree.map(np.array, tree))
 
 
 def moments(case: Case, opt_state: Any) -> dict[str, Tensors]:
-    """The optimizer's moments, by PyTorch's names for them and for the parameters."""
+    """Return the optimizer's moments by PyTorch's names of moments and parameters."""
     return {name: to_torch(case, optax.tree.get(opt_state, ours)) for name, ours in case.optimizer.moments.items()}
 
 
 def buffers(case: Case, model_state: Any) -> Tensors:
-    """The model's own state under PyTorch's names."""
+    """Return the model state under PyTorch's names."""
     table = case.tables[1]
     return {} if table is None else table.to_torch(jax.tree.map(np.array, model_state))

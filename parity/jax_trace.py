@@ -1,7 +1,7 @@
-"""Every value that JAX computes in training a case, with the line it was computed at.
+"""Record every value that JAX computes in training a case, with the line that computes it.
 
-The jaxpr of the whole training step is evaluated equation by equation, through its control flow: a scan is unrolled, so
-that the layers it runs over are seen one by one, as PyTorch's are.
+The jaxpr of the whole training step is evaluated equation by equation, through its control flow. Scans are unrolled, so
+that each layer has its own values, as in PyTorch.
 """
 
 import functools
@@ -28,35 +28,34 @@ from parity.fingerprint import Sources, Trace
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
-from parity.source import described
+from parity.source import source_line
 
 LIBRARIES = tuple(
     Path(found.origin).parent
     for name in ("jax", "flax", "optax", "equinox")
     if (found := importlib.util.find_spec(name)) is not None and found.origin is not None
 )
-"""Where a difference is rarely made: the line that called them says which call it was."""
+"""Packages that rarely cause a difference: the line that calls them identifies the call."""
 
 HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
 
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation of the jaxpr; `source`: the line of the model, the loss or the optimizer that it comes from."""
+    """An equation of the jaxpr; `source` is the line of the model, the loss or the optimizer that it comes from."""
 
     primitive: str
     source: tuple[str, int] | None
 
     def line(self) -> str:
-        """Its file, line and text."""
-        return described(*self.source) if self.source else ""
+        """Return file, line number and text of its source."""
+        return source_line(*self.source) if self.source else ""
 
 
 @dataclass(frozen=True)
 class End:
-    """What a training step leaves behind: the sources of its loss and of the state after it; and where in the trace its
-    forward pass was.
-    """
+    """The results of a training step: sources of its loss and of the state after it, and its forward pass's range of
+    values."""
 
     loss: Sources
     state: Sources
@@ -64,7 +63,7 @@ class End:
 
 
 def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[Trace[Equation], list[End]]:
-    """Train `case` in float64 as `jax_side.run` does: every value, and the end of each step."""
+    """Train in float64 as `jax_side.run` does and return every value, and the end of each step."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         step = jaxtrain.train_step(
             in_float64(case.loss_fn), case.optimizer.jax, precision="fp64", clip_norm=case.clip_norm
@@ -76,17 +75,17 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
 
         recorder = _Recorder(_stacked_shapes(case, fresh.params))
         state = jax.tree.map(_constant, fresh)._replace(
-            params=jax.tree.map(recorder.entered, fresh.params),
-            model_state=jax.tree.map(recorder.entered, fresh.model_state),
+            params=jax.tree.map(recorder.add_input, fresh.params),
+            model_state=jax.tree.map(recorder.add_input, fresh.model_state),
         )
         done = []
         for batch in batches:
             started = len(recorder.trace.values)
-            inputs = jax.tree.leaves((state, jax.tree.map(recorder.entered, batch)))
+            inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_input, batch)))
             outs = interpret(closed.jaxpr, closed.consts, inputs, recorder.rule)
             state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
             loss = metrics["loss"].all
-            # The step divides the total by the weight last of all.
+            # The step divides the total by the weight at the very end.
             total = _union(recorder.trace.values[i].sources for i in loss)
             forward = range(started, max(total, default=started) + 1)
             done.append(End(loss, _union(x.all for x in jax.tree.leaves(state)), forward))
@@ -95,7 +94,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
 
 @dataclass(frozen=True)
 class _Traced:
-    """A value and its sources: one set, or one for each layer where the first axis stacks layers."""
+    """A value and its sources: one set, or one per layer if the first axis stacks layers."""
 
     value: Any
     sources: tuple[Sources, ...]
@@ -112,20 +111,20 @@ class _Traced:
 
 
 class _Recorder:
-    """The rule by which a jaxpr is evaluated; the values that run through it are `_Traced`."""
+    """Evaluates a jaxpr on values of type `_Traced`."""
 
     def __init__(self, stacked_shapes: Collection[tuple[int, ...]]) -> None:
         self.trace: Trace[Equation] = Trace()
         self.stacked_shapes = stacked_shapes
         self.calls: list[tuple[str, tuple[str, int] | None]] = []
 
-    def entered(self, value: Any) -> _Traced:
-        """An input of the program."""
+    def add_input(self, value: Any) -> _Traced:
+        """Record an input of the program."""
         layers = list(value) if value.shape in self.stacked_shapes else [value]
-        return _Traced(value, tuple(self.trace.enter(np.asarray(layer)) for layer in layers))
+        return _Traced(value, tuple(self.trace.add_input(np.asarray(layer)) for layer in layers))
 
     def rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[_Traced]:
-        """Evaluates and records."""
+        """Evaluate an equation and record its results."""
         given = [_traced(x) for x in args]
         name = eqn.primitive.name
         if name in CALLS:
@@ -153,10 +152,10 @@ class _Recorder:
         return _Traced(value, (whole,))
 
     def _line(self, eqn: JaxprEqn) -> tuple[str, int] | None:
-        """Where the equation was written, innermost first; a derivative's, where the function it is of was."""
+        """The line of the equation; a derivative has that of the differentiated function."""
         frames, outer = _frames(eqn), None
         if self.calls:
-            # JAX traces a jitted function once: beyond the function itself, the frames are those of its first caller.
+            # JAX traces a jitted function once: frames outside of it are those of its first caller.
             name, outer = self.calls[-1]
             names = [frame.function_name.rpartition(".")[2] for frame in frames]
             frames = frames[: names.index(name) + 1] if name in names else []
@@ -169,12 +168,12 @@ class _Recorder:
 
 
 def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
-    """The line of the model, the loss or the optimizer that an equation comes from."""
+    """Return the line of the model, the loss or the optimizer that an equation comes from."""
     return next(((frame.file_name, frame.line_num) for frame in _frames(eqn) if _of_user(frame.file_name)), None)
 
 
 def _frames(eqn: JaxprEqn) -> list[Any]:
-    """Of the program that was traced, innermost first."""
+    """Frames of the traced program, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
 
@@ -192,7 +191,7 @@ def _union(sources: Iterable[Sources]) -> Sources:
 
 
 def _stacked_shapes(case: Case, params: Any) -> set[tuple[int, ...]]:
-    """The shapes of the leaves that stack a tensor of every layer."""
+    """Shapes of the leaves that stack a tensor of every layer."""
     table, _ = case.tables
     leaves = jax.tree.leaves_with_path(params)
     return {leaf.shape for path, leaf in leaves if LAYER in table.params[path_name(path)].name}

@@ -4,8 +4,8 @@
     def test_my_port():
         return Case(…)
 
-Every precision is checked; what differs fails the test with the verdict's lines. All checks are listed in one table at
-the end, and written as `parity run --json` writes them to the file that `--parity-json` names.
+Every precision is checked, and a difference fails the test with the lines of the verdict. All checks are listed at the
+end of the session, and `--parity-json` writes them in the format of `parity run --json`.
 """
 
 import json
@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 PROPERTY = "parity"
-"""The user property under which a test's results travel to where the table is printed, also between processes."""
+"""User property that carries a test's results to the process that prints the table."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--parity-json F`."""
-    group = parser.getgroup("parity", "JAX beside PyTorch")
-    group.addoption("--parity-json", type=Path, metavar="F", help="write the parity checks' results there")
+    """Add `--parity-json F`."""
+    group = parser.getgroup("parity", "JAX compared with PyTorch")
+    group.addoption("--parity-json", type=Path, metavar="F", help="write the results of the parity checks as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker, and the summary where results are gathered."""
+    """Register the marker and, in the main process, the summary."""
     config.addinivalue_line(
         "markers",
         "parity(precision='fp64', **settings): the test returns a parity.Case, which parity.check then checks in each "
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Checks the case that a marked test returns."""
+    """Check the case that a marked test returns."""
     marker = pyfuncitem.get_closest_marker("parity")
     if marker is None:
         return None
@@ -49,7 +49,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     case = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
     if not isinstance(case, Case):
-        pytest.fail(f"{pyfuncitem.name} returned {type(case).__name__}: make a test marked parity return a parity.Case")
+        pytest.fail(f"{pyfuncitem.name} returned {type(case).__name__}: a test marked parity must return a parity.Case")
     differing = []
     for precision in [precisions] if isinstance(precisions, str) else precisions:
         row, faults = _checked(case, precision, settings)
@@ -61,7 +61,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _checked(case: Any, precision: str, settings: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str]]:
-    """The check as a row of `parity run --json`, and what differs."""
+    """The check as a row of `parity run --json`, and the lines of what differs."""
     from parity.report import Result, row
     from parity.run import Settings, examine
 
@@ -70,7 +70,7 @@ def _checked(case: Any, precision: str, settings: dict[str, Any]) -> tuple[dict[
 
 
 class _Summary:
-    """Gathers results from reports, of this process and of pytest-xdist's workers."""
+    """Collects results from the reports of this process and of pytest-xdist's workers."""
 
     def __init__(self, json_path: Path | None) -> None:
         self._json_path = json_path
@@ -90,13 +90,13 @@ class _Summary:
 
     def pytest_sessionfinish(self) -> None:
         if self._rows and self._json_path is not None:
-            from parity.report import gathered
+            from parity.report import document_of_rows
 
-            self._json_path.write_text(json.dumps(gathered(self._rows), indent=2, allow_nan=False) + "\n")
+            self._json_path.write_text(json.dumps(document_of_rows(self._rows), indent=2, allow_nan=False) + "\n")
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a check, the failed ones last, where they are seen."""
+    """A line for each check, the failed ones last."""
     width = max(len(row["name"]) for row in rows)
     return [
         f"{row['name']:{width}}  {row['precision']:11}  k={row['accumulate']}  {_distance(row)}  "

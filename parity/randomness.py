@@ -1,8 +1,8 @@
-"""The same dropout masks on both sides: those that JAX's model draws, given to PyTorch's.
+"""Use the dropout masks that the JAX model draws in the PyTorch model as well.
 
-Neither model is annotated. JAX's masks are found in the loss function's jaxpr, where each is what `_bernoulli`
-returns; in PyTorch all of dropout comes down to one operation, `bernoulli_`, whatever called it (modules, functions,
-attention), and only its draw is replaced: the arithmetic around it is PyTorch's own.
+Neither model is annotated. JAX's masks are the results of `_bernoulli` in the jaxpr of the loss function. In PyTorch
+all dropout (modules, functions, attention) calls one operation, `bernoulli_`; only its draw is replaced, and the
+arithmetic around it is PyTorch's own.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +21,29 @@ from parity.case import Case
 from parity.jax_side import arrays
 
 Masks = list[np.ndarray]
-"""The dropout masks of one micro-batch: boolean, True where kept, in the order drawn and in JAX's layouts."""
+"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts."""
 
 DRAW = "_bernoulli"
-"""The function that `jax.random.bernoulli` calls under jit."""
+"""Name of the function that `jax.random.bernoulli` calls under jit."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
-"""The equations that do no more than evaluate their one jaxpr."""
+"""Equations that only evaluate their one jaxpr."""
 
 
 def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, seed: int) -> list[Masks]:
-    """The masks of every micro-batch of `jax_side.run` with the same arguments.
+    """Return the masks of every micro-batch of `jax_side.run` with the same arguments.
 
-    They depend on the precision: in double JAX draws other bits. Raises `UserError` where how many there are depends
-    on the data.
+    They depend on the precision: in float64 JAX draws other bits.
+
+    Raises:
+      UserError: The number of masks depends on the data.
     """
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
-        # Shapes and the key decide what is drawn: zeros and one batch do for all.
+        # Shapes and the key determine the masks: zeros and one batch are enough.
         params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), precision)
         batch = arrays(case.batch(seed, case.rows // accumulate), precision)
         key = jax.random.key(seed)
-        draw = jax.jit(drawn(case.loss_fn)).trace(params, batch, key, model_state)
+        draw = jax.jit(dropout_mask_fn(case.loss_fn)).trace(params, batch, key, model_state)
         if not draw.jaxpr.out_avals:
             return [[] for _ in range(steps * accumulate)]  # without dropout there is nothing to compile
         draw = draw.lower().compile()
@@ -49,17 +51,18 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
 
 
-def drawn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
-    """`masks(params, batch, rng, model_state)`: what `loss_fn` draws with `jax.random.bernoulli`, in order.
+def dropout_mask_fn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
+    """Return a function from (params, batch, rng, model_state) to the masks that `loss_fn` draws, in order.
 
-    Raises `UserError` where it draws in a loop or branch that depends on values.
+    Raises:
+      UserError: It draws in a loop or branch that depends on values.
 
     >>> from jaxtrain import Loss
     >>> def loss_fn(params, batch, rng):
     ...     first, second = jax.random.split(rng)
     ...     keep = jax.random.bernoulli(first, 0.5, (2, 3)) & jax.random.bernoulli(second, 0.9, (2, 1))
     ...     return Loss(jax.numpy.where(keep, params, 0.0).sum(), 1), {}
-    >>> [(mask.shape, mask.dtype.name) for mask in drawn(loss_fn)(1.0, None, jax.random.key(0), None)]
+    >>> [(mask.shape, mask.dtype.name) for mask in dropout_mask_fn(loss_fn)(1.0, None, jax.random.key(0), None)]
     [((2, 3), 'bool'), ((2, 1), 'bool')]
     """
 
@@ -81,11 +84,14 @@ def drawn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
 
 
 class GivenMasks(TorchDispatchMode):
-    """Inside it PyTorch's dropout keeps what `masks` keep, one after another.
+    """Makes PyTorch's dropout use the given masks, one after another, while entered.
 
-    A mask fits an activation of its own shape or, of three axes and more, with its last axis moved to the second
-    (NHWC to NCHW); where it fits both ways, as it is. One of two axes fits where those before the last were merged.
-    Raises `UserError` for one that does not fit, and on leaving where PyTorch's model drew fewer or more.
+    A mask fits an activation of its own shape or, with three or more axes, with its last axis in second place (NHWC to
+    NCHW); a mask that fits both ways is used as it is. A mask of two axes fits where the axes before the last were
+    merged.
+
+    Raises:
+      UserError: A mask does not fit or, on exit, the PyTorch model drew fewer or more masks.
 
     >>> with GivenMasks([np.array([True, False])]):
     ...     torch.nn.functional.dropout(torch.ones(2), 0.75).tolist()
@@ -100,15 +106,15 @@ class GivenMasks(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
             self.drawn += 1
-            # Beyond the last PyTorch draws its own, so that the error can say how many there were.
+            # Beyond the last mask PyTorch draws its own, so that the error can report how many there were.
             if self.drawn <= len(self.masks):
                 return _fill(args[0], self.masks[self.drawn - 1])
             return func(*args, **(kwargs or {}))
         before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         out = func(*args, **(kwargs or {}))
-        # Attention without dropout has the tag, and draws nothing.
+        # Attention without dropout has the tag but draws nothing.
         if before is not None and not torch.equal(before, torch.get_rng_state()):
-            raise UserError(f"the PyTorch model draws random numbers by {func}: only dropout can be given JAX's own")
+            raise UserError(f"the PyTorch model draws random numbers by {func}: only dropout can use JAX's masks")
         return out
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -116,24 +122,25 @@ class GivenMasks(TorchDispatchMode):
         if exc_type is None and self.drawn != len(self.masks):
             raise UserError(
                 f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}: "
-                "make both drop at the same places"
+                "apply dropout at the same places in both"
             )
 
 
-def reordered(masks: Masks, order: np.ndarray) -> Masks:
-    """The masks of a micro-batch whose rows come in another order: row i of the new is row `order[i]` of the old.
+def permute_masks(masks: Masks, order: np.ndarray) -> Masks:
+    """Return the masks of a micro-batch with permuted rows: row i of the new masks is row `order[i]` of the old.
 
-    Raises `UserError` for a mask that has neither the rows, nor a single one for all, on its first axis.
+    Raises:
+      UserError: The first axis of a mask has neither the rows nor the size 1.
 
-    >>> reordered([np.array([True, False])], np.array([1, 0]))[0].tolist()
+    >>> permute_masks([np.array([True, False])], np.array([1, 0]))[0].tolist()
     [False, True]
     """
     for mask in masks:
         if mask.shape[:1] not in ((), (1,), order.shape):
             shape = list(mask.shape)
             raise UserError(
-                f"a dropout mask {shape} has not the {len(order)} rows of its micro-batch on its first axis: "
-                "drop before they are folded into another, or check in fp64 only"
+                f"the first axis of a dropout mask {shape} is not the {len(order)} rows of its micro-batch: "
+                "apply dropout before rows are folded into another axis, or check in fp64 only"
             )
     return [mask[order] if mask.shape[:1] == order.shape else mask for mask in masks]
 
@@ -147,20 +154,18 @@ def _draws(eqn: JaxprEqn) -> bool:
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    """The equation evaluated here, so that the masks drawn in it can be seen outside."""
+    """Evaluate the equation inline, so that masks drawn in it are visible outside."""
     name = eqn.primitive.name
     if name == "scan":
         return unroll_scan(eqn, args, run)
     if name not in CALLS:
-        raise UserError(
-            f"a dropout mask is drawn inside {name}, where PyTorch cannot be given it: use scan, or no loop"
-        )
+        raise UserError(f"a dropout mask is drawn inside {name}, where PyTorch cannot use it: use scan, or no loop")
     body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
     return evaluate_inner(body, args, run)
 
 
 def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:
-    """`mask` written into what PyTorch would have drawn, in PyTorch's layout."""
+    """Write `mask` into the tensor of PyTorch's draw, in PyTorch's layout."""
     channels_second = np.moveaxis(mask, -1, 1) if mask.ndim >= 3 else mask
     for layout in (mask, channels_second):
         if layout.shape == tuple(noise.shape):
@@ -169,5 +174,5 @@ def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:
         return noise.copy_(torch.tensor(mask.reshape(noise.shape)))
     raise UserError(
         f"the JAX model's dropout mask is {list(mask.shape)}, the PyTorch model's {list(noise.shape)}: "
-        "make both drop the same activations in the same order"
+        "apply dropout to the same activations in the same order"
     )

@@ -205,11 +205,11 @@ def live_reference(
     """Run PyTorch's side; also from weights one ulp off if there are more than `judged` steps."""
     # Imported here, so that listing the cases or reporting a mistyped one is fast.
     from parity import torch_side
-    from parity.attestation import refuse_unlike
+    from parity.attestation import check_matmul_precision
     from parity.randomness import dropout_masks
     from parity.torch_side import Variant
 
-    refuse_unlike(precision)
+    check_matmul_precision(precision)
     k, steps, seed = settings.accumulate, settings.steps, settings.seed
     masks = dropout_masks(case, precision, accumulate=k, steps=steps, seed=seed)
     torch_run = partial(torch_side.run, case, accumulate=k, steps=steps, seed=seed, masks=masks)
@@ -228,10 +228,10 @@ def live_reference(
 def _permutable(masks: "Masks", rows: int) -> bool:
     """Whether the rows of a micro-batch with these dropout masks can be permuted."""
     from jaxtrain.errors import UserError
-    from parity.randomness import reordered
+    from parity.randomness import permute_masks
 
     try:
-        reordered(masks, np.arange(rows))
+        permute_masks(masks, np.arange(rows))
     except UserError:
         return False
     return rows > 1

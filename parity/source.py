@@ -1,24 +1,24 @@
-"""A line of source code, as reports name it."""
+"""Lines of source code in reports."""
 
 import linecache
 import sys
 from pathlib import Path
 
 
-def described(file: str, line: int) -> str:
-    """The file as it is imported, the line and its text.
+def source_line(file: str, line: int) -> str:
+    """Return file, line number and text of a line.
 
-    >>> described(linecache.__file__, 1).startswith("linecache.py:1: ")
+    >>> source_line(linecache.__file__, 1).startswith("linecache.py:1: ")
     True
     """
     text = linecache.getline(file, line).strip()
-    return f"{imported(file)}:{line}: {text}" if text else f"{imported(file)}:{line}"
+    return f"{import_path(file)}:{line}: {text}" if text else f"{import_path(file)}:{line}"
 
 
-def imported(file: str) -> str:
-    """A file's path from where it is imported.
+def import_path(file: str) -> str:
+    """Return the path of a file relative to its entry in `sys.path`.
 
-    >>> imported(linecache.__file__)
+    >>> import_path(linecache.__file__)
     'linecache.py'
     """
     roots = sorted((str(Path(root).resolve()) for root in sys.path), key=len, reverse=True)

@@ -1,6 +1,6 @@
-"""The reference: a training loop as PyTorch's users write it, watched through the optimizer's own hooks.
+"""The reference: a training loop as PyTorch's users write it, observed through the optimizer's hooks.
 
-It runs on the CPU wherever it runs, so that the reference is the same on every machine.
+It always runs on the CPU, so that the reference is the same on every machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,16 @@ import torch
 from jaxtrain.errors import UserError
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.randomness import GivenMasks, Masks, reordered
+from parity.randomness import GivenMasks, Masks, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
-"""Model and batch are taken to it, as `model.to(dtype)` does."""
+"""Dtype that model and batch are converted to, as with `model.to(dtype)`."""
 
 
 def initial_weights(case: Case, seed: int) -> Tensors:
-    """The float32 weights, and buffers, that every run of `case` from `seed` starts with."""
+    """Return the float32 weights and buffers that every run of the case with this seed starts from."""
     return {name: tensor.numpy() for name, tensor in seeded_model(case, seed).state_dict().items()}
 
 
@@ -91,9 +91,9 @@ def run(
         before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         window_loss, weights = torch.zeros([]), set()
-        for micro_batch, kept in window:
+        for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
-                with autocast, nullcontext() if kept is None else GivenMasks(kept):
+                with autocast, nullcontext() if mask is None else GivenMasks(mask):
                     total, weight = _checked(case.torch_loss(model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
@@ -126,22 +126,27 @@ def _checked(returned: Any) -> tuple[torch.Tensor, int]:
         case (torch.Tensor(shape=()) as total, weight):
             return total, weight
         case (torch.Tensor(shape=shape), _):
-            raise UserError(f"torch_loss returned a total of shape {list(shape)}: make it a sum, a scalar")
-    raise UserError(f"torch_loss returned {type(returned).__name__}: make it (total, weight)")
+            raise UserError(f"torch_loss returned a total of shape {list(shape)}: return the sum, a scalar")
+    raise UserError(f"torch_loss returned {type(returned).__name__}: return (total, weight)")
 
 
 def _clip(model: torch.nn.Module, clip_norm: float | None) -> float:
-    """The gradient's norm before it is clipped."""
+    """Clip the gradients and return their norm before clipping."""
     if clip_norm is not None:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
 
 class Updates:
-    """Listens to an optimizer: how many updates it made, what the first was fed (NaN until there is one) and made.
+    """Counts the updates of an optimizer and records the first one.
 
-    The hooks run inside `optimizer.step()`, which GradScaler does not call where it skips. Of several ranks each has to
-    listen, as it takes all to gather what is divided.
+    The hooks run inside `optimizer.step()`, which GradScaler does not call for a skipped update. Every rank needs one,
+    since gathering sharded tensors takes all ranks.
+
+    Attributes:
+      count: Number of updates.
+      grads: Gradients of the first update; NaN before it.
+      first: State after the first update; None before it.
     """
 
     def __init__(self, case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -162,14 +167,14 @@ class Updates:
 
 
 def seeded_model(case: Case, seed: int) -> torch.nn.Module:
-    """The case's model in training mode, its weights drawn from `seed`; the global generator is left as it was."""
+    """Return the case's model in training mode with weights drawn from `seed`; the global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return case.torch_model().train()
 
 
 def _one_ulp_off(model: torch.nn.Module, seed: int) -> Callable[..., None]:
-    """Takes every parameter to the next number of its dtype, up or down as `seed` draws."""
+    """Return a function that changes every parameter to the next number of its dtype, up or down at random."""
     rng = np.random.default_rng(seed)
 
     def nudge(*_: Any) -> None:
@@ -190,18 +195,18 @@ def _windows(
     masks: Sequence[Masks] | None,
     reorder: int | None,
 ) -> Iterator[list[tuple[dict[str, torch.Tensor], Masks | None]]]:
-    """The micro-batches of each window, with their dropout masks."""
+    """Yield the micro-batches of each window with their dropout masks."""
     shuffle = None if reorder is None else np.random.default_rng(reorder)
     for step, batch in enumerate(case.batches(seed, steps)):
-        # Within micro-batches, of which BatchNorm takes the statistics.
+        # Rows stay in their micro-batch, over which BatchNorm computes its statistics.
         rows = np.arange(case.rows).reshape(accumulate, -1)
         orders = rows if shuffle is None else shuffle.permuted(rows, axis=1)
         window = []
         for i, order in enumerate(orders, start=step * accumulate):
-            kept = None if masks is None else masks[i]
-            if kept is not None and shuffle is not None:
-                kept = reordered(kept, order % len(order))
-            window.append(({name: tensor(x[order], precision) for name, x in batch.items()}, kept))
+            mask = None if masks is None else masks[i]
+            if mask is not None and shuffle is not None:
+                mask = permute_masks(mask, order % len(order))
+            window.append(({name: tensor(x[order], precision) for name, x in batch.items()}, mask))
         yield window
 
 
@@ -212,13 +217,13 @@ def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
 
 
 def _check_alike(weights: set[int], case: Case) -> None:
-    # The loop's mean over k is the window's mean only then.
+    # Only with equal weights is the mean over micro-batches the mean of the window.
     if len(weights) > 1:
-        raise UserError(f"micro-batches of {case.name} weigh {sorted(weights)}: draw batches that split evenly")
+        raise UserError(f"micro-batches of {case.name} have weights {sorted(weights)}: draw batches that split evenly")
 
 
 def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Copies of the parameters, the moments and the buffers that the case's tables name."""
+    """Return copies of the parameters, the moments and the buffers in the case's tables."""
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     _, table = case.tables
     names = [] if table is None else [param.name for param in table.params.values()]
@@ -237,13 +242,13 @@ def _gradients(model: torch.nn.Module) -> Tensors:
 
 
 def _array(p: torch.Tensor, tensor: torch.Tensor | None) -> np.ndarray:
-    """A copy of `tensor`; zeros like `p` for the gradient and the moments of a parameter the loss does not reach."""
-    whole = gathered((torch.zeros_like(p) if tensor is None else tensor).detach())
-    # NumPy has no bfloat16, all of which float32 holds.
+    """A copy of `tensor`; zeros like `p` for the gradient and moments of a parameter that the loss does not use."""
+    whole = full_tensor((torch.zeros_like(p) if tensor is None else tensor).detach())
+    # NumPy has no bfloat16; float32 holds all its values.
     return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy().copy()
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of what is divided over ranks, each of which has to ask; others as they are."""
-    # A DTensor, which takes long to import.
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor as a whole, which every rank must call; other tensors unchanged."""
+    # A DTensor, whose import is slow.
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

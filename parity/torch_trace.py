@@ -1,9 +1,9 @@
-"""Every value that PyTorch computes in training a case, with the module and the line it was computed at.
+"""Record every value that PyTorch computes in training a case, with its module and line.
 
-Nothing is annotated: a dispatch mode sees each operation, forward, backward and in the optimizer. An operation of a
-backward pass belongs to the module of the forward operation that it differentiates, which the autograd node's
-sequence number tells. That number, and the node at work, PyTorch gives by private names only
-(`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`), and its decompositions (`torch._decomp`).
+Nothing is annotated: a dispatch mode receives each operation of the forward pass, the backward pass and the optimizer.
+An operation of the backward pass belongs to the module of the forward operation that it differentiates, which the
+sequence number of its autograd node identifies. PyTorch exposes this number, the current node and the decompositions
+only under private names (`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`, `torch._decomp`).
 """
 
 import functools
@@ -29,10 +29,10 @@ from parity import torch_side
 from parity.case import Case
 from parity.fingerprint import Sources, Trace
 from parity.randomness import Masks
-from parity.source import described
+from parity.source import source_line
 
 aten = torch.ops.aten
-TAKEN_APART = get_decompositions(
+DECOMPOSED = get_decompositions(
     [
         *(aten.native_layer_norm, aten.native_layer_norm_backward),
         *(aten.native_group_norm, aten.native_group_norm_backward),
@@ -44,20 +44,21 @@ TAKEN_APART = get_decompositions(
         *(aten.linalg_vector_norm, aten.addcdiv, aten.addcmul),
     ]
 )
-"""Fused operations, evaluated in steps: a wrong epsilon differs from the addition on, not from the mean."""
+"""Fused operations that are evaluated in steps, so that a wrong epsilon differs from the addition on, not from the
+mean."""
 
 FILLED = ("new_", "empty", "zeros", "ones", "full", "rand", "bernoulli", "scalar_tensor", "arange")
-"""How operations are called whose numbers come from no input; those that end in _like do too."""
+"""Prefixes of operations whose values depend on no input, as do those that end in _like."""
 
 FRAMEWORK = Path(torch.__file__).parent
-TELLING = (FRAMEWORK / "optim", FRAMEWORK / "nn" / "utils")
-"""The parts of PyTorch whose own lines say more than the line that called them."""
+INFORMATIVE = (FRAMEWORK / "optim", FRAMEWORK / "nn" / "utils")
+"""Parts of PyTorch whose own lines are more informative than the calling line."""
 HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation. `stage`: forward, backward, clip or update; `module`: its path, or the loss; `source`: its line."""
+    """An operation: its stage (forward, backward, clip or update), the path of its module or "loss", and its line."""
 
     stage: str
     module: str
@@ -68,19 +69,19 @@ class Operation:
         return f"{self.module}: {self.name}"
 
     def line(self) -> str:
-        """Its file, line and text."""
-        return described(*self.source) if self.source else ""
+        """Return file, line number and text of its source."""
+        return source_line(*self.source) if self.source else ""
 
 
 Output = tuple[str, str]
-"""What a training step leaves behind, a kind and a name: "loss"; "raw gradient", as differentiated, and "gradient", as
-fed to the optimizer; "parameter", its new value; the names of the optimizer's state; "buffer"."""
+"""A result of a training step, as (kind, name). The kinds are "loss", "raw gradient" (as differentiated), "gradient"
+(as the optimizer receives it), "parameter" (new value), the names of the optimizer's state, and "buffer"."""
 
 
 def torch_trace(
     case: Case, *, steps: int, seed: int, masks: list[Masks]
 ) -> tuple[Trace[Operation], list[dict[Output, Sources]]]:
-    """Train `case` in float64 as `torch_side.run` does: every value, and what each step leaves behind."""
+    """Train in float64 as `torch_side.run` does and return every value, and the results of each step."""
     recorder = _Recorder()
     watched = replace(case, torch_loss=recorder.watched(case.torch_loss))
     with recorder.hooks(), sdpa_kernel(SDPBackend.MATH), recorder:
@@ -89,7 +90,7 @@ def torch_trace(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records from the first loss on. Values are known by their memory, which views and saved tensors share."""
+    """Records from the first loss on. Values are identified by their memory, which views and saved tensors share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,18 +109,18 @@ class _Recorder(TorchDispatchMode):
         def watched(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
             self.stage = "forward"
             if self.model is None:
-                self._meet(model)
+                self._record_inputs(model)
             for tensor in batch.values():
-                self._enter(tensor)
+                self._add_input(tensor)
             return loss(model, batch)
 
         return watched
 
-    def _meet(self, model: torch.nn.Module) -> None:
+    def _record_inputs(self, model: torch.nn.Module) -> None:
         self.model = model
         self.names = {module: path or type(model).__name__ for path, module in model.named_modules()}
         for tensor in (*model.parameters(), *model.buffers()):
-            self._enter(tensor)
+            self._add_input(tensor)
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(
                 lambda p, name=name: self.outputs.__setitem__(("raw gradient", name), self._sources(p.grad))
@@ -137,7 +138,7 @@ class _Recorder(TorchDispatchMode):
             self.stage = "update"
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._leave(optimizer)
+            self._record_outputs(optimizer)
             self.stage = ""
 
         with ExitStack() as hooks:
@@ -150,7 +151,7 @@ class _Recorder(TorchDispatchMode):
                 hooks.callback(handle.remove)
             yield
 
-    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+    def _record_outputs(self, optimizer: torch.optim.Optimizer) -> None:
         assert self.model is not None
         for name, p in self.model.named_parameters():
             if p.grad is not None:
@@ -167,11 +168,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.replace("::", ".")
-        if self.stage and func in TAKEN_APART:
+        if self.stage and func in DECOMPOSED:
             self.fused.append(name)
             try:
                 with self:
-                    return TAKEN_APART[func](*args, **kwargs)
+                    return DECOMPOSED[func](*args, **kwargs)
             finally:
                 self.fused.pop()
         outs = func(*args, **kwargs)
@@ -198,7 +199,7 @@ class _Recorder(TorchDispatchMode):
         changed = {id(tensor) for tensor in written}
         for tensor in tree_leaves(outs):
             if isinstance(tensor, Tensor) and id(tensor) not in changed:
-                self._keep(tensor, self._add(tensor, sources, where))
+                self._store(tensor, self._add(tensor, sources, where))
 
     def _where(self, name: str, node: Any) -> Operation:
         inner = f"{self.fused[0]} ({name})" if self.fused else name
@@ -210,15 +211,15 @@ class _Recorder(TorchDispatchMode):
     def _add(self, tensor: Tensor, sources: Sources, where: Operation) -> Sources:
         return self.trace.add(_array(tensor), sources, where) if tensor.is_floating_point() else sources
 
-    def _enter(self, tensor: Tensor) -> None:
-        self._keep(tensor, self.trace.enter(_array(tensor)))
+    def _add_input(self, tensor: Tensor) -> None:
+        self._store(tensor, self.trace.add_input(_array(tensor)))
 
     def _sources(self, tensor: Tensor | None) -> Sources:
         if tensor is None or (memory := self.memory.get(tensor.untyped_storage().data_ptr())) is None:
             return frozenset()
         return memory.views.get(_view(tensor), memory.sources)
 
-    def _keep(self, tensor: Tensor, sources: Sources) -> None:
+    def _store(self, tensor: Tensor, sources: Sources) -> None:
         storage = tensor.untyped_storage()
         memory = self.memory.setdefault(storage.data_ptr(), _Memory(storage, sources, {}))
         memory.views[_view(tensor)] = sources
@@ -233,7 +234,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass
 class _Memory:
-    """What lies in a storage, which is held so that its address stays its own; `views`: parts that are known better."""
+    """Sources of a storage, which is referenced to keep its address unique; `views` has the sources of parts of it."""
 
     storage: torch.UntypedStorage
     sources: Sources
@@ -266,19 +267,19 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _in_loss() -> bool:
-    """Whether the loss is still being computed: its own derivatives, if it has any, are forward."""
+    """Whether the loss is being computed; derivatives inside of it belong to the forward pass."""
     return any(frame.f_code.co_name == "watched" and frame.f_code.co_filename == __file__ for frame in _frames())
 
 
 def _line() -> tuple[str, int] | None:
     for frame in _frames():
-        if _tells(frame.f_code.co_filename):
+        if _is_informative(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
     return None
 
 
 @functools.cache
-def _tells(file: str) -> bool:
+def _is_informative(file: str) -> bool:
     path = Path(file)
-    inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in TELLING)
+    inside = path.is_relative_to(FRAMEWORK) and not any(path.is_relative_to(part) for part in INFORMATIVE)
     return not inside and path.parent not in HARNESS and path.is_absolute() and path.stem != "contextlib"

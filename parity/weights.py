@@ -1,10 +1,10 @@
-"""Which PyTorch tensor each JAX parameter is: proposed where nobody said it, and proved.
+"""Propose and prove which PyTorch tensor each JAX parameter is.
 
-Shapes leave few candidates: a tensor as it is, transposed, with a convolution's axes moved, behind a flattened image,
-or one of a stack of layers. What shapes leave open, values decide. All tensors that could be mistaken for each other
-are given the same value, and one that reads the same either way round; the two models then agree whichever is which.
-Now one of them is moved, in PyTorch: its counterpart is the leaf, and its layout the one, that moves JAX's loss by as
-much. Each tensor is so decided by itself; names decide only among those that do not move the loss.
+Shapes leave few candidates: a tensor as it is, transposed, with the axes of a convolution permuted, after a flattened
+image, or one of a stack of layers. Values decide what shapes leave open. All tensors that could be mistaken for each
+other get the same value, equal to its own transpose, so that the two models agree under any assignment. Then one tensor
+is perturbed in PyTorch: its counterpart, and its layout, are those that change JAX's loss by the same amount. Each
+tensor is decided on its own; names decide only among tensors that do not change the loss.
 """
 
 import re
@@ -29,12 +29,12 @@ from jaxtrain.interop import (
     Layout,
     NameTable,
     TorchParam,
-    bias_of_heads,
+    bias_to_heads,
     leaves,
     linear_after_flatten,
-    linear_into_heads,
-    linear_out_of_heads,
-    unflattened,
+    linear_from_heads,
+    linear_to_heads,
+    unflatten,
 )
 from jaxtrain.step import validated
 from parity.case import Case
@@ -46,18 +46,19 @@ from parity.torch_side import seeded_model, tensor
 Shape = tuple[int, ...]
 Convolution = torch.nn.modules.conv._ConvNd
 OWNERS = (torch.nn.Linear, Convolution)
-"""The modules whose weight has its axes in another order in JAX."""
+"""Modules whose weight has its axes in another order in JAX."""
 SAME = 1e-6
-"""How far apart, relatively, two changes of a float64 loss may be that are the same one."""
+"""Largest relative distance of two equal changes of a float64 loss."""
 UNMOVED = 1e-9
-"""A change of the loss of less than this part of it may be none."""
+"""A change of the loss below this part of it counts as none."""
 WORDS = {"weight": "kernel", "scale": "kernel", "embedding": "kernel", "gamma": "kernel", "beta": "bias"}
 WORDS |= {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "count"}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The two losses in float64: of PyTorch's tensors by name, and of (JAX's parameters, model state)."""
+    """The losses of both models in float64: from PyTorch's tensors by name, and from JAX's (parameters, model
+    state)."""
 
     torch_loss: Callable[[Tensors], float]
     jax_loss: Callable[[Any, Any], float]
@@ -84,32 +85,42 @@ def with_tables(case: Case) -> Case:
 
 
 def propose(torch_model: torch.nn.Module, params_like: Any, probe: Probe | None = None) -> NameTable:
-    """The table of the parameters of `torch_model`; what shapes leave open is left to names without a `probe`.
+    """Propose the table from JAX's parameters to PyTorch's.
 
-    Raises `UserError` that lists every tensor and every leaf without a counterpart.
+    Args:
+      torch_model: The PyTorch model.
+      params_like: Pytree with the shapes of the JAX parameters.
+      probe: The losses of both models, which decide what shapes leave open; None lets names decide it.
 
-    >>> like = {"dense": {"kernel": np.zeros((4, 10)), "bias": np.zeros(10)}}
-    >>> print(as_source(propose(torch.nn.Linear(4, 10), like)))
-    NameTable(
-        {
-            "dense/bias": TorchParam("bias", AS_IS),
-            "dense/kernel": TorchParam("weight", LINEAR),
-        },
-        tied={},
-    )
+    Returns:
+      The table.
+
+    Raises:
+      UserError: Some tensors or leaves have no counterpart; the message lists all of them.
+
+    Example:
+      >>> like = {"dense": {"kernel": np.zeros((4, 10)), "bias": np.zeros(10)}}
+      >>> print(as_source(propose(torch.nn.Linear(4, 10), like)))
+      NameTable(
+          {
+              "dense/bias": TorchParam("bias", AS_IS),
+              "dense/kernel": TorchParam("weight", LINEAR),
+          },
+          tied={},
+      )
     """
     return _propose(torch_model, params_like, None, probe)[0]
 
 
 def as_source(table: NameTable) -> str:
-    """The Python of `table`, to be kept; its names are those of `jaxtrain.interop`."""
+    """Return the table as Python source, in names of `jaxtrain.interop`."""
     params = [f'        "{path}": TorchParam("{p.name}", {p.layout.source}),' for path, p in table.params.items()]
     tied = ", ".join(f'"{alias}": "{name}"' for alias, name in table.tied.items())
     return "\n".join(["NameTable(", "    {", *params, "    },", f"    tied={{{tied}}},", ")"])
 
 
 def probe_of(case: Case) -> Probe:
-    """The losses of both models on the case's first batch, in evaluation mode: nothing is dropped."""
+    """Return the losses of both models on the case's first batch, in evaluation mode, without dropout."""
     model = seeded_model(case, 0).double().eval()
     batch = {name: _wide(x) for name, x in case.batch(0, case.rows).items()}
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
@@ -136,26 +147,40 @@ def probe_of(case: Case) -> Probe:
 
 @dataclass(frozen=True)
 class Proof:
-    """That the weights correspond: how many `tensors` and `buffers` PyTorch has, and JAX `leaves`, each used once.
+    """Evidence that the weights correspond, each tensor being used once.
 
-    `tied`: those of the tensors that are another's alias. `moved`: of each parameter that the loss depends on, how far
-    apart, relatively, the losses were when it was moved on both sides; `unmoved`: the others, which nothing proves.
+    Attributes:
+      tensors: Number of PyTorch's parameters.
+      buffers: Number of PyTorch's buffers.
+      leaves: Number of JAX's leaves.
+      tied: From tensors that are aliases to the tensor they share.
+      distances: For each parameter that changes the loss, the relative distance of the two losses' changes.
+      unproven: Parameters that do not change the loss.
     """
 
     tensors: int
     buffers: int
     leaves: int
     tied: Mapping[str, str]
-    moved: Mapping[str, float]
-    unmoved: tuple[str, ...]
+    distances: Mapping[str, float]
+    unproven: tuple[str, ...]
 
 
 def prove(case: Case) -> Proof:
-    """Show that every tensor is used once, and that each moves both losses alike.
+    """Prove that every tensor is used once and that each changes both losses alike.
 
-    Each is moved by another random amount in every element, which tells it from its transpose and from any other of
-    its shape. Raises `UserError` for tensors and leaves that are left over, used twice or mis-shaped, all in one line;
-    for models that differ at the same weights; and for tensors that move the losses differently.
+    Every element of a tensor is perturbed by another random amount, which tells the tensor from its transpose and from
+    any other tensor of its shape.
+
+    Args:
+      case: The case; tables that it leaves out are proposed.
+
+    Returns:
+      The proof.
+
+    Raises:
+      UserError: Tensors or leaves are left over, used twice or of another shape (all in one line); the models differ at
+        the same weights; or a tensor changes the two losses differently.
     """
     case = with_tables(case)
     model, (table, buffers) = _jittered(seeded_model(case, 0)), case.tables
@@ -185,29 +210,36 @@ def prove(case: Case) -> Proof:
     if not _apart(ours, theirs, theirs) <= SAME:
         raise UserError(
             f"the models of {case.name} differ at the same weights, in losses {theirs:.9g} and {ours:.9g}: "
-            "make them agree before their weights are proved"
+            "make them agree before proving their weights"
         )
-    moved, unmoved = {}, []
+    distances: dict[str, float] = {}
+    unproven = []
     for name in params_used:
         changed = {**weights, name: weights[name] + _random(name, weights[name].shape)}
         changed |= {alias: changed[name] for alias, of in ties.items() if of == name and alias in weights}
         changes = probe.jax_loss(*to_jax(changed)) - ours, probe.torch_loss(changed) - theirs
         if max(map(abs, changes)) <= UNMOVED * abs(theirs):
-            unmoved.append(name)
+            unproven.append(name)
         else:
-            moved[name] = _apart(*changes, theirs)
-    wrong = [f"{name} ({apart:.1e} apart)" for name, apart in moved.items() if not apart <= SAME]
+            distances[name] = _apart(*changes, theirs)
+    wrong = [f"{name} ({apart:.1e} apart)" for name, apart in distances.items() if not apart <= SAME]
     if wrong:
-        raise UserError(f"moved alone, these move the losses of {case.name} differently: {', '.join(wrong)}")
+        raise UserError(f"perturbed alone, these change the losses of {case.name} differently: {', '.join(wrong)}")
     n_leaves = len([*leaves(case.params_like), *leaves(case.state_like or {})])
     tied = {alias: name for alias, name in ties.items() if alias in weights}
-    return Proof(len(weights) - len(buffers_used), len(buffers_used), n_leaves, tied, moved, tuple(unmoved))
+    return Proof(len(weights) - len(buffers_used), len(buffers_used), n_leaves, tied, distances, tuple(unproven))
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What one leaf may hold: a tensor, or a stack of one from each layer; of `shape` each. `name` as in a table.
-    `owner`: which of `OWNERS` has it as its weight."""
+    """A tensor, or a stack of one tensor from each layer, that one leaf may hold.
+
+    Attributes:
+      name: Name as in a table.
+      tensors: Names of the tensors.
+      shape: Shape of each tensor.
+      owner: The class of `OWNERS` whose weight it is.
+    """
 
     name: str
     tensors: tuple[str, ...]
@@ -220,7 +252,7 @@ class _Unit:
 
     @property
     def kin(self) -> str:
-        """Alike for tensors that could be taken for each other."""
+        """A key that is equal for tensors that could be mistaken for each other."""
         return f"{sorted(self.shape) if len(self.shape) == 2 else self.shape} {len(self.tensors) * self.stacked}"
 
 
@@ -237,7 +269,7 @@ def _propose(
 ) -> tuple[NameTable, NameTable | None]:
     ties = _ties(model)
     params = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    # Where the JAX model keeps no state, what PyTorch's keeps is its own: a causal mask, as a buffer.
+    # If the JAX model has no state, PyTorch's buffers have no counterpart: a causal mask, for instance.
     buffers = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in {**params, **ties}}
     owners = {f"{name}.weight": kind for name, m in model.named_modules() for kind in OWNERS if isinstance(m, kind)}
     channels = {shape[0] for shape in params.values() if len(shape) > 2}
@@ -246,7 +278,7 @@ def _propose(
         sides.append(_Side(buffers, state_like, {}, set()))
     faults = [fault for side in sides for fault in side.faults()]
     if faults:
-        raise UserError(f"the tensors do not correspond: {'; '.join(faults)}: name them in a NameTable")
+        raise UserError(f"the tensors do not correspond: {'; '.join(faults)}: add them to a NameTable")
     costs = (
         _by_names if probe is None or not any(side.ambiguous() for side in sides) else _by_values(model, sides, probe)
     )
@@ -256,7 +288,7 @@ def _propose(
 
 
 class _Side:
-    """Tensors, and the leaves they are to fill."""
+    """Tensors, and the leaves that they must fill."""
 
     def __init__(self, shapes: Mapping[str, Shape], like: Any, owners: Mapping[str, type], channels: set[int]) -> None:
         self.like = like
@@ -274,14 +306,14 @@ class _Side:
         self.units.sort(key=lambda unit: order[unit.tensors[0]])
 
     def layouts(self, unit: _Unit, path: str) -> list[Layout]:
-        """How `unit` can fill the leaf, the likeliest first. That heads have an axis of their own is thought of only
-        where nothing else fits."""
+        """The layouts in which `unit` can fill the leaf, the likeliest first; heads get a separate axis only where
+        nothing else fits."""
         if path in self.of_heads and (shape := self._each(unit, path)):
             return _of_heads(unit.shape, shape)
         return self._whole(unit, path)
 
     def _each(self, unit: _Unit, path: str) -> Shape | None:
-        """The shape of the leaf, of each layer where `unit` is a stack; None where it has other layers."""
+        """Shape of the leaf, per layer if `unit` is a stack; None if the number of layers differs."""
         shape = self.leaves[path]
         if not unit.stacked:
             return shape
@@ -304,7 +336,7 @@ class _Side:
         return any(sum(row) > 1 for row in [*options, *zip(*options, strict=True)])
 
     def faults(self) -> list[str]:
-        """What is left over however the tensors are assigned."""
+        """Lines for what is left over under every assignment."""
         chosen = self.assigned(_by_names)
         taken = {unit.name for unit, _ in chosen.values()}
         return [f"no tensor for {path} {shape}" for path, shape in self.leaves.items() if path not in chosen] + [
@@ -312,7 +344,7 @@ class _Side:
         ]
 
     def assigned(self, costs: "Costs") -> Choice:
-        """The cheapest assignment of units to leaves; without those that no layout fits."""
+        """The cheapest assignment of units to leaves, without pairs that no layout fits."""
         paths = sorted(self.leaves, key=_natural)
         impossible = 1e6
         prices = np.full((len(self.units), len(paths)), impossible)
@@ -329,7 +361,7 @@ class _Side:
 
 
 Costs = Callable[[_Side, _Unit, str, list[Layout]], list[float]]
-"""How ill each layout of a unit suits a leaf, 0 to 1."""
+"""Cost of each layout of a unit for a leaf, 0 to 1."""
 
 
 def _by_names(side: _Side, unit: _Unit, path: str, layouts: list[Layout]) -> list[float]:
@@ -338,7 +370,7 @@ def _by_names(side: _Side, unit: _Unit, path: str, layouts: list[Layout]) -> lis
 
 
 def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> Costs:
-    """Judges by how the two losses move, from where it does not matter which is which."""
+    """Costs by the changes of the two losses, from values under which every assignment is equal."""
     flattened = {
         unit.kin
         for side in sides
@@ -359,13 +391,13 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
         fits = {path: next((u, ls[0]) for u in side.units if (ls := side.layouts(u, path))) for path in side.leaves}
         trees.append({path: _filled(unit, layout, still[unit.name]) for path, (unit, layout) in fits.items()})
 
-    def by_torch(moved: Tensors) -> float:
-        now = {**weights, **moved}
+    def by_torch(perturbed: Tensors) -> float:
+        now = {**weights, **perturbed}
         return probe.torch_loss({name: now[aliases.get(name, name)] for name in weights})
 
-    def by_jax(side: _Side | None = None, **moved: Any) -> float:
-        now = [{**tree, **moved} if own is side else tree for own, tree in zip(sides, trees, strict=True)]
-        params, state = [*(unflattened(tree, side.like) for tree, side in zip(now, sides, strict=True)), None][:2]
+    def by_jax(side: _Side | None = None, **perturbed: Any) -> float:
+        now = [{**tree, **perturbed} if own is side else tree for own, tree in zip(sides, trees, strict=True)]
+        params, state = [*(unflatten(tree, side.like) for tree, side in zip(now, sides, strict=True)), None][:2]
         return probe.jax_loss(params, state)
 
     theirs, ours = by_torch({}), by_jax()
@@ -373,17 +405,17 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
     jax_changes: dict[tuple[str, bytes], float] = {}
 
     def costs(side: _Side, unit: _Unit, path: str, layouts: list[Layout]) -> list[float]:
-        moved = [x + move for x, move in zip(still[unit.name], _moves(unit), strict=True)]
+        perturbed = [x + move for x, move in zip(still[unit.name], _moves(unit), strict=True)]
         if unit.name not in torch_changes:
-            torch_changes[unit.name] = by_torch(dict(zip(unit.tensors, moved, strict=True))) - theirs
+            torch_changes[unit.name] = by_torch(dict(zip(unit.tensors, perturbed, strict=True))) - theirs
         found = []
         for layout in layouts:
-            leaf = _filled(unit, layout, moved)
+            leaf = _filled(unit, layout, perturbed)
             key = path, leaf.tobytes()
             if key not in jax_changes:
                 jax_changes[key] = by_jax(side, **{path: leaf}) - ours
             apart = _apart(jax_changes[key], torch_changes[unit.name], theirs)
-            # On a scale of magnitudes: models that differ a little still tell their tensors apart.
+            # On a logarithmic scale: models that differ slightly still distinguish their tensors.
             found.append(float(np.clip(1 + np.log10(apart + 1e-12) / 9, 0, 1)))
         return found
 
@@ -391,7 +423,7 @@ def _by_values(model: torch.nn.Module, sides: Sequence[_Side], probe: Probe) -> 
 
 
 def _undecided(unit: _Unit, flattened: bool) -> np.ndarray:
-    """The value that all of the unit's kin have: its own transpose, and alike over a flattened image."""
+    """The value shared by all of the unit's kin: equal to its transpose, and constant over a flattened image."""
     if len(unit.shape) != 2:
         low, high = (0.2, 1.0) if len(unit.shape) < 2 else (-1.0, 1.0) / np.sqrt(np.prod(unit.shape[1:]))
         return _rng(unit.kin).uniform(low, high, unit.shape)
@@ -406,7 +438,7 @@ def _undecided(unit: _Unit, flattened: bool) -> np.ndarray:
 
 
 def _moves(unit: _Unit) -> list[np.ndarray]:
-    """What each tensor of the unit is moved by: the same for all its kin, and no move its own transpose."""
+    """The perturbation of each tensor of the unit: the same for all its kin, and not equal to its transpose."""
     rows, columns = sorted(unit.shape) if len(unit.shape) == 2 else (0, 0)
     moves = []
     for i in range(len(unit.tensors)):
@@ -416,7 +448,7 @@ def _moves(unit: _Unit) -> list[np.ndarray]:
 
 
 def _random(seed: str, shape: Shape) -> np.ndarray:
-    """Positive, so that a running variance stays so."""
+    """Positive random numbers, so that a running variance stays positive."""
     return _rng(f"move {seed}").uniform(0.0, 0.3, shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1)
 
 
@@ -451,7 +483,7 @@ def _stacks(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
 
 
 def _images(features: int, channels: set[int]) -> Iterator[tuple[int, int, int]]:
-    """(channels, height, width) of the images that may have been flattened to `features`, the squarest first."""
+    """Yield (channels, height, width) of images that flatten to `features`, the squarest first."""
     for n in sorted(channels):
         pixels = features // n if features % n == 0 else 0
         heights = [height for height in range(1, pixels + 1) if pixels % height == 0 and pixels > 1]
@@ -459,19 +491,19 @@ def _images(features: int, channels: set[int]) -> Iterator[tuple[int, int, int]]
 
 
 def _of_heads(theirs: Shape, ours: Shape) -> list[Layout]:
-    """The layout of an attention's projection whose heads have an axis of their own in JAX."""
+    """Layouts of an attention projection whose heads have a separate axis in JAX."""
     match theirs, ours:
         case (n,), (heads, size) if n == heads * size:
-            return [bias_of_heads(heads, size)]
+            return [bias_to_heads(heads, size)]
         case (n, n_in), (same, heads, size) if (n, n_in) == (heads * size, same):
-            return [linear_into_heads(heads, size)]
+            return [linear_to_heads(heads, size)]
         case (n_out, n), (heads, size, same) if (n_out, n) == (same, heads * size):
-            return [linear_out_of_heads(heads, size)]
+            return [linear_from_heads(heads, size)]
     return []
 
 
 def _ties(model: torch.nn.Module) -> dict[str, str]:
-    """{alias: name} of the parameters that have several names."""
+    """{alias: name} of the parameters with several names."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: own for name, p in every if (own := first.setdefault(id(p), name)) != name}
@@ -482,7 +514,7 @@ def _table(choice: Choice, tied: Mapping[str, str]) -> NameTable:
 
 
 def _used(table: NameTable, like: Any) -> list[str]:
-    """The tensors that the leaves are filled with."""
+    """Names of the tensors that fill the leaves."""
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves(like)}
     return [
         param.name.replace(LAYER, str(i))
@@ -492,7 +524,7 @@ def _used(table: NameTable, like: Any) -> list[str]:
 
 
 def _jittered(model: torch.nn.Module) -> torch.nn.Module:
-    """Moved from where it was initialised: scales of one and biases of zero prove nothing."""
+    """Perturb the initial values: scales of one and biases of zero prove nothing."""
     with torch.no_grad():
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
             if x.is_floating_point():
@@ -501,7 +533,7 @@ def _jittered(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _unlike(torch_name: str, path: str) -> float:
-    """How little the words of the two names have in common, 0 to 1; numbers are an order, not words."""
+    """Dissimilarity of the words of two names, 0 to 1; numbers are an order, not words."""
     ours, theirs = ([WORDS.get(w, w) for w in re.split(r"[./]", name)] for name in (path, torch_name))
     ends = ours[-1] != theirs[-1]
     text, other = (re.sub(r"[^a-z]+", " ", " ".join(words).lower()).strip() for words in (ours, theirs))
@@ -509,7 +541,7 @@ def _unlike(torch_name: str, path: str) -> float:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """Sorts layer 10 behind layer 9."""
+    """Sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtrain.cli.flags import parse, run_folder_argument
-from jaxtrain.data import thinned
+from jaxtrain.data import subsample
 from jaxtrain.errors import UserError
 from jaxtrain.observe import ErrorAnalysis, error_summary, evaluate_examples, log_error_analysis, write_error_page
 from jaxtrain.run_folder import RunFolder
@@ -76,8 +76,8 @@ def evaluate_run(run: RunFolder, split: str, max_examples: int | None = None) ->
     name, recipe = read_recipe(run)
     task = build(recipe)
     state = restore_state(run.checkpoints, recipe, task)
-    source = task.validation if split == "validation" else thinned(task.train, task.eval_rows)
-    source = source if max_examples is None else thinned(source, max_examples)
+    source = task.validation if split == "validation" else subsample(task.train, task.eval_rows)
+    source = source if max_examples is None else subsample(source, max_examples)
     means, predictions = evaluate_examples(
         task, state, evaluation_batches(source, task, recipe), precision=recipe.precision
     )

@@ -11,7 +11,7 @@ import tyro
 from jaxtrain.cli.flags import check_recipe_name, parse_known, parse_with_recipe
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
-from jaxtrain.interop import KINDS, TorchRun, read_torch, torch_run, write_outline
+from jaxtrain.interop import OPTIMIZER_CLASSES, TorchRun, read_torch, torch_run, write_metadata
 from jaxtrain.optim import Call, format_expression, parse_expression
 from jaxtrain.recipes import RECIPES, Recipe
 from jaxtrain.run_folder import RunFolder
@@ -60,7 +60,7 @@ def main(args: list[str]) -> int:
     if theirs.expression is not None:
         recipe = dataclasses.replace(recipe, optimizer=format_expression(theirs.expression))
     _save(run, name, recipe, task, theirs)
-    count = theirs.outline.count
+    count = theirs.metadata.count
     steps = "" if count < recipe.steps else f" --steps {2 * count}"
     print(f"imported {path} into {run.path} after {count} updates: {recipe.optimizer}")
     print(f"continue: jaxtrain train {name} --resume --out {run.path}{steps}")
@@ -91,10 +91,10 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     preflight.check_settings(recipe)
     step = training_step(recipe, task.loss_fn)
     state = theirs.state(step, accumulate=recipe.accumulate, seed=recipe.seed)
-    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.outline.count}
+    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.metadata.count}
     run.make()
     if theirs.expression is not None:
-        write_outline(run.torch, theirs.outline)
+        write_metadata(run.torch, theirs.metadata)
     run.metrics.touch()
     with Checkpoints(run.checkpoints) as checkpoints:
         checkpoints.save(state, position)
@@ -108,7 +108,7 @@ def _settings(theirs: TorchRun) -> dict[str, Any]:
     if theirs.expression is not None:
         # A PyTorch loop does not clip unless it is written to, and no checkpoint records it.
         settings["clip_norm"] = None
-        group = theirs.outline.param_groups[0]
+        group = theirs.metadata.param_groups[0]
         settings["lr"] = float(group.get("initial_lr", group["lr"]))
     scaler = theirs.checkpoint.scaler
     if scaler:
@@ -121,7 +121,7 @@ def _settings(theirs: TorchRun) -> dict[str, Any]:
 def _kind(written: str) -> str:
     """Return PyTorch's class of the optimizer that --optimizer names."""
     call = parse_expression(written)
-    kinds = {kind.lower(): kind for kind in KINDS}
+    kinds = {kind.lower(): kind for kind in OPTIMIZER_CLASSES}
     if not isinstance(call, Call) or call.arguments or call.function not in kinds:
         raise UserError(
             f"--optimizer must be one of {', '.join(kinds)} without arguments, got {written!r}: "

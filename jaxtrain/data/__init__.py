@@ -1,17 +1,17 @@
-"""Where examples come from; `jaxtrain.data.loader` turns them into batches, and alone imports grain."""
+"""Sources of examples. `jaxtrain.data.loader` makes batches of them and is the only module that imports grain."""
 
-from jaxtrain.data.archive import check_members, is_zip
+from jaxtrain.data.archive import check_zip, is_zip
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz
 from jaxtrain.data.dates import dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.images import ImageFolder, image_folder
-from jaxtrain.data.packing import Packed, first_fit, pack, padded
+from jaxtrain.data.packing import PackedRows, first_fit, pack, pad_tokens
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
-from jaxtrain.data.rows import Chosen, Mapped, Numbered, split_source, thinned
+from jaxtrain.data.rows import IndexedSource, MappedSource, Subset, split_source, subsample
 from jaxtrain.data.source import Example, Source
 from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, split_table, table
 from jaxtrain.data.text import (
-    Text,
+    TokenWindows,
     split_contents,
     split_files,
     split_text,
@@ -27,23 +27,23 @@ __all__ = [
     "Arrays",
     "ArrowRows",
     "ByteTokenizer",
-    "Chosen",
     "DatasetRows",
     "Example",
     "FileTokenizer",
     "ImageFolder",
-    "Mapped",
-    "Numbered",
-    "Packed",
+    "IndexedSource",
+    "MappedSource",
+    "PackedRows",
     "ParquetRows",
     "Role",
     "Source",
-    "Text",
+    "Subset",
+    "TokenWindows",
     "TokenizedDocuments",
     "Tokenizer",
     "Tokens",
     "check_labels",
-    "check_members",
+    "check_zip",
     "dates",
     "digits",
     "first_fit",
@@ -53,7 +53,7 @@ __all__ = [
     "loader",
     "npz",
     "pack",
-    "padded",
+    "pad_tokens",
     "python_statements",
     "split_contents",
     "split_documents",
@@ -62,9 +62,9 @@ __all__ = [
     "split_table",
     "split_text",
     "stdlib_files",
+    "subsample",
     "table",
     "text_files",
-    "thinned",
     "tokenized_rows",
     "tokenizer",
     "unigram_entropy",

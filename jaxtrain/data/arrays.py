@@ -1,4 +1,4 @@
-"""Labelled arrays in memory: scikit-learn's digits and .npz files."""
+"""Labeled arrays in memory: scikit-learn's digits and .npz files."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.archive import check_members, is_zip
+from jaxtrain.data.archive import check_zip, is_zip
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
@@ -23,20 +23,26 @@ _VALIDATION_KEYS = (("x_test", "y_test"), ("x_val", "y_val"))
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Labelled examples in memory: item `i` is `{"image": images[i], "label": labels[i]}`.
+    """Labeled examples in memory: item `i` is `{"image": images[i], "label": labels[i]}`.
 
-    >>> Arrays(np.zeros((2, 8, 8, 1), np.float32), np.array([3, 1], np.int32))[1]["label"]
-    np.int32(1)
+    Args:
+      images: float32 [N, H, W, C], or [N, ...].
+      labels: int32 [N].
 
-    Raises UserError if the lengths differ.
+    Raises:
+      UserError: The lengths differ.
+
+    Example:
+      >>> Arrays(np.zeros((2, 8, 8, 1), np.float32), np.array([3, 1], np.int32))[1]["label"]
+      np.int32(1)
     """
 
-    images: NDArray[np.float32]  # [N, H, W, C], or [N, ...]
-    labels: Labels  # [N]
+    images: NDArray[np.float32]
+    labels: Labels
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
-            raise UserError(f"{len(self.images)} images but {len(self.labels)} labels: give as many")
+            raise UserError(f"got {len(self.images)} images and {len(self.labels)} labels: lengths must match")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -46,13 +52,21 @@ class Arrays:
 
 
 def digits(validation_fraction: float = 0.1) -> tuple[Arrays, Arrays]:
-    """scikit-learn's 1797 handwritten digits, float32 [N, 8, 8, 1] in [0, 1], as (train, validation).
+    """Load scikit-learn's 1797 handwritten digits.
 
-    >>> train, validation = digits()
-    >>> len(train) + len(validation), train[0]["image"].shape
-    (1797, (8, 8, 1))
+    Args:
+      validation_fraction: Fraction of every class that is held out.
 
-    Raises UserError if scikit-learn is missing.
+    Returns:
+      A tuple (train, validation), images float32 [N, 8, 8, 1] in [0, 1].
+
+    Raises:
+      UserError: scikit-learn is not installed.
+
+    Example:
+      >>> train, validation = digits()
+      >>> len(train) + len(validation), train[0]["image"].shape
+      (1797, (8, 8, 1))
     """
     try:
         from sklearn.datasets import load_digits
@@ -64,29 +78,36 @@ def digits(validation_fraction: float = 0.1) -> tuple[Arrays, Arrays]:
 
 
 def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
-    """An `.npz` file's arrays as (train, validation).
+    """Load images and labels from an `.npz` file.
 
-    Reads `x`/`y` (or `image`/`label`, `x_train`/`y_train`) and, where they are there, `x_test`/`y_test` (or
-    `x_val`/`y_val`) for validation; otherwise a tenth of each class is held out. uint8 pixels become float32
-    in [0, 1], other numbers only float32; [N, H, W] becomes [N, H, W, 1]. Nothing pickled is ever loaded.
+    It reads the arrays `x` and `y` (or `image`/`label`, `x_train`/`y_train`), and `x_test` and `y_test` (or
+    `x_val`/`y_val`) for validation; without these a tenth of every class is held out. Pickled arrays are refused.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     np.savez(f"{folder}/data.npz", x=np.full((20, 4, 4), 255, np.uint8), y=np.arange(20) % 2)
-    ...     train, validation = npz(f"{folder}/data.npz")
-    >>> train.images.shape, float(train.images.max()), len(validation)
-    ((18, 4, 4, 1), 1.0, 2)
+    Args:
+      path: File written by `numpy.savez` or `numpy.savez_compressed`.
 
-    Raises UserError if the file is missing, no npz, or unpacks to far more than it is or than its headers say, and if
-    an array is missing, empty, of objects, holds inf or NaN, is of another length than its partner, or, for labels,
-    not of integers [N].
+    Returns:
+      A tuple (train, validation). uint8 pixels become float32 in [0, 1], other numbers float32; [N, H, W] becomes
+      [N, H, W, 1].
+
+    Raises:
+      UserError: The file is missing, not an npz, or unpacks to far more than its size or its headers state; or an array
+        is missing, empty, of objects or not finite, the lengths differ, or the labels are not integers [N].
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     np.savez(f"{folder}/data.npz", x=np.full((20, 4, 4), 255, np.uint8), y=np.arange(20) % 2)
+      ...     train, validation = npz(f"{folder}/data.npz")
+      >>> train.images.shape, float(train.images.max()), len(validation)
+      ((18, 4, 4, 1), 1.0, 2)
     """
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"{file} is not a file: give one written by numpy.savez")
+        raise UserError(f"{file} is not a file: use one written by numpy.savez")
     if not is_zip(file):
         raise UserError(f"{file} is not an npz file: write one with numpy.savez(path, x=images, y=labels)")
-    check_members(file)
+    check_zip(file)
     with zipfile.ZipFile(file) as archive:
         train = _read_pair(archive, file, _present_pair(archive, _TRAIN_KEYS) or _TRAIN_KEYS[0])
         validation_keys = _present_pair(archive, _VALIDATION_KEYS)
@@ -96,29 +117,35 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
 
 
 def check_labels(source_labels: NDArray[np.integer[Any]], classes: int) -> None:
-    """Nothing, if every label lies in 0..classes-1.
+    """Validate that labels are in [0, classes); JAX would silently clamp or mask others.
 
-    >>> check_labels(np.array([0, 1, 3]), classes=3)
-    Traceback (most recent call last):
-    jaxtrain.errors.UserError: label 3 lies outside 0..2 (1 of 3 labels do): mend it or set the number of classes
+    Args:
+      source_labels: Integers [N].
+      classes: Number of classes.
 
-    Raises UserError naming one that does not: JAX would clamp or mask it and train on, without a word.
+    Raises:
+      UserError: A label is out of range.
+
+    Example:
+      >>> check_labels(np.array([0, 1, 3]), classes=3)
+      Traceback (most recent call last):
+      jaxtrain.errors.UserError: label 3 is outside 0..2 (1 of 3 labels are): fix it or set the number of classes
     """
     outside = source_labels[(source_labels < 0) | (source_labels >= classes)]
     if len(outside):
         raise UserError(
-            f"label {outside[0]} lies outside 0..{classes - 1} ({len(outside)} of {len(source_labels)} labels do):"
-            " mend it or set the number of classes"
+            f"label {outside[0]} is outside 0..{classes - 1} ({len(outside)} of {len(source_labels)} labels are):"
+            " fix it or set the number of classes"
         )
 
 
 def _present_pair(archive: zipfile.ZipFile, pairs: tuple[Keys, ...]) -> Keys | None:
-    """The first pair of names of which the archive has at least one."""
+    """Return the first pair of names of which the archive has at least one."""
     return next((pair for pair in pairs if not set(_arrays(archive)).isdisjoint(pair)), None)
 
 
 def _arrays(archive: zipfile.ZipFile) -> list[str]:
-    """Their names, as numpy.load has them."""
+    """Return the names of the arrays, as `numpy.load` has them."""
     return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
 
 
@@ -130,14 +157,14 @@ def _read_pair(archive: zipfile.ZipFile, file: Path, keys: Keys) -> Arrays:
     if images.dtype.kind not in "biuf" or images.ndim == 0:
         raise UserError(f"{file}: {keys[0]!r} is {images.dtype} {list(images.shape)}: save numbers [N, ...]")
     if len(images) != len(labels):
-        raise UserError(f"{where} has {len(labels)} labels for {len(images)} images: save as many")
+        raise UserError(f"{where} has {len(labels)} labels for {len(images)} images: lengths must match")
     if max(abs(int(labels.min())), int(labels.max())) > np.iinfo(np.int32).max:
         raise UserError(f"{where} runs from {labels.min()} to {labels.max()}, beyond int32: number the classes from 0")
     scale = np.float32(255 if images.dtype == np.uint8 else 1)
     with np.errstate(over="ignore"):
         pixels = images.astype(np.float32) / scale
     if not np.isfinite(pixels).all():
-        raise UserError(f"{file}: {keys[0]!r} holds inf or NaN, in float32: mend the data")
+        raise UserError(f"{file}: {keys[0]!r} holds inf or NaN in float32: fix the data")
     return Arrays(pixels[..., None] if pixels.ndim == 3 else pixels, labels.astype(np.int32))
 
 
@@ -149,32 +176,32 @@ def _read_array(archive: zipfile.ZipFile, file: Path, key: str) -> NDArray[Any]:
     try:
         with archive.open(member) as stream:
             shape, dtype = _read_header(stream)
-            held = member.file_size - stream.tell()
+            data_bytes = member.file_size - stream.tell()
         if dtype.hasobject:
             raise UserError(f"{where} is an array of objects: save it as an array of numbers")
-        # Before numpy makes room for what the header says.
-        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != held:
-            raise UserError(f"{where} is said to be {dtype} {list(shape)} but has {held} bytes: write the file again")
-        if not held:
+        # Before numpy allocates what the header states.
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != data_bytes:
+            raise UserError(f"{where} is {dtype} {list(shape)} by its header, but has {data_bytes} bytes: save again")
+        if not data_bytes:
             raise UserError(f"{where} is empty, of shape {list(shape)}: save at least one example")
         with archive.open(member) as stream:
             array: NDArray[Any] = np.lib.format.read_array(stream, allow_pickle=False)
     except UserError:
         raise
-    except Exception as error:  # zipfile, zlib and the parsers of headers, Python's own, have many
+    except Exception as error:  # zipfile, zlib and the header parsers raise many types
         raise UserError(f"{where} cannot be read ({error}): write the file again") from None
     return array
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """(shape, dtype) of the `.npy` that begins here. Version 3.0 is for names of fields, which ours have none of."""
+    """Return (shape, dtype) of the `.npy` in a stream. Version 3.0 exists for field names and is not supported."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
     elif version == (2, 0):
         shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
     else:
-        raise ValueError(f"a .npy of version {version}")
+        raise ValueError(f".npy version {version}")
     return shape, dtype
 
 

@@ -1,4 +1,4 @@
-"""Dates as people write them, each with its ISO 8601 form: a small translation that every machine has."""
+"""Written dates with their ISO 8601 form: a small translation task that needs no download."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from jaxtrain.data.holdout import random_split
 from jaxtrain.data.source import Example
 
-# The century that POSIX's strptime gives two-digit years: 69 is 1969, 68 is 2068.
+# POSIX's century of two-digit years: 69 is 1969, 68 is 2068.
 FIRST, LAST = date(1969, 1, 1), date(2068, 12, 31)
 
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -20,7 +20,7 @@ _MONTHS = (
 )
 _ROMAN = ("I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
 
-WRITTEN: tuple[Callable[[date], str], ...] = (
+FORMATS: tuple[Callable[[date], str], ...] = (
     lambda d: f"{_WEEKDAYS[d.weekday()]}, {d.day} {_month(d)} {d.year}",
     lambda d: f"{_WEEKDAYS[d.weekday()][:3]} {_month(d)[:3]} {d.day} {d.year}",
     lambda d: f"{_month(d)} {d.day}, {d.year}",
@@ -32,27 +32,31 @@ WRITTEN: tuple[Callable[[date], str], ...] = (
     lambda d: f"{_month(d)[:3].lower()} {d.day} '{d.year % 100:02}",
     lambda d: f"{d.day:02}{_month(d)[:3].upper()}{d.year}",
 )
-"""The ways to write a date."""
+"""Formats of a date."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dates:
-    """Every day in every way: item `i` is `{"source": as written, "target": ISO 8601}`, both text.
+    """Every day in every format: item `i` is `{"source": date in words, "target": ISO 8601}`, both text.
 
-    >>> Dates(np.array([date(2026, 11, 21).toordinal()]))[0]
-    {'source': 'Saturday, 21 November 2026', 'target': '2026-11-21'}
+    Args:
+      days: Proleptic Gregorian ordinals [N].
+
+    Example:
+      >>> Dates(np.array([date(2026, 11, 21).toordinal()]))[0]
+      {'source': 'Saturday, 21 November 2026', 'target': '2026-11-21'}
     """
 
-    days: NDArray[np.intp]  # [N], proleptic Gregorian ordinals
+    days: NDArray[np.intp]
 
     def __len__(self) -> int:
-        return len(self.days) * len(WRITTEN)
+        return len(self.days) * len(FORMATS)
 
     def __getitem__(self, index: int, /) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"date {index} of {len(self)}")
-        day = date.fromordinal(int(self.days[index // len(WRITTEN)]))
-        return {"source": WRITTEN[index % len(WRITTEN)](day), "target": day.isoformat()}
+        day = date.fromordinal(int(self.days[index // len(FORMATS)]))
+        return {"source": FORMATS[index % len(FORMATS)](day), "target": day.isoformat()}
 
 
 def dates(validation_fraction: float = 0.1) -> tuple[Dates, Dates]:

@@ -1,11 +1,11 @@
-"""Walking folders."""
+"""Listing of folders."""
 
 import os
 from pathlib import Path
 
 
 def files_under(root: Path, skipped_folders: set[str] | frozenset[str] = frozenset()) -> list[Path]:
-    """Every regular file below `root` that is not hidden, sorted by relative POSIX path."""
+    """Return every regular file below `root` that is not hidden, sorted by relative POSIX path."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if not s.startswith(".") and s not in skipped_folders]

@@ -1,4 +1,4 @@
-"""Folders of images, one sub-folder a class, decoded when asked for."""
+"""Folders of images with one sub-folder per class, decoded on access."""
 
 import contextlib
 import mmap
@@ -18,24 +18,31 @@ from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
 
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp"}
-# By no other of Pillow's readers, whatever a file says it is: that of EPS runs Ghostscript.
+# No other reader of Pillow is allowed, because the one for EPS runs Ghostscript.
 _FORMATS = ("PNG", "JPEG", "BMP")
-_MOST_PIXELS = 2**24  # in float32 and three channels, 192 MiB
-_GREY_MODES = {"1", "L"}
-_EIGHT_BIT_MODES = _GREY_MODES | {"LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
+_MAX_PIXELS = 2**24  # 192 MiB in float32 with three channels
+_GRAY_MODES = {"1", "L"}
+_EIGHT_BIT_MODES = _GRAY_MODES | {"LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """Labelled image files, decoded when asked for: items as those of `Arrays`, float32 [H, W, C] in [0, 1].
+    """Labeled image files, decoded on access: items as those of `Arrays`, float32 [H, W, C] in [0, 1].
 
-    Raises UserError, on access, for a file that cannot be decoded.
+    Args:
+      files: Image files.
+      labels: Indices into `classes`, int32 [N].
+      classes: Names of the classes.
+      mode: Mode of Pillow to decode in: "L" (C = 1) or "RGB" (C = 3).
+
+    Raises:
+      UserError: On access, if a file cannot be decoded.
     """
 
     files: tuple[Path, ...]
-    labels: Labels  # [N], indices into classes
+    labels: Labels
     classes: tuple[str, ...]
-    mode: str  # Pillow's: "L" (C = 1) or "RGB" (C = 3)
+    mode: str
 
     def __len__(self) -> int:
         return len(self.files)
@@ -47,57 +54,64 @@ class ImageFolder:
 
 
 def image_folder(path: str | os.PathLike[str]) -> tuple[ImageFolder, ImageFolder]:
-    """A folder with one sub-folder of png, jpg or bmp images a class, as (train, validation).
+    """Load a folder with one sub-folder of png, jpg or bmp images per class.
 
-    Classes are numbered in the order of their sorted names. A tenth of each class is held out. The images
-    have one channel if all of them are grey, otherwise three.
+    Classes are numbered in the order of their sorted names, and a tenth of every class is held out. Images have one
+    channel if all of them are gray, otherwise three.
 
-    >>> import tempfile
-    >>> from PIL import Image
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for name in ("cat", "dog"):
-    ...         Path(folder, name).mkdir()
-    ...         for i in range(10):
-    ...             Image.new("RGB", (4, 2)).save(f"{folder}/{name}/{i}.png")
-    ...     train, validation = image_folder(folder)
-    ...     train.classes, len(train), len(validation), train[0]["image"].shape
-    (('cat', 'dog'), 18, 2, (2, 4, 3))
+    Args:
+      path: Folder.
 
-    Raises UserError if Pillow is missing, if there are no classes or a class has no image, and for the first
-    image that is unreadable, of more than 16 million pixels, deeper than 8 bits a channel, or of another size than
-    those before.
+    Returns:
+      A tuple (train, validation).
+
+    Raises:
+      UserError: Pillow is not installed, there are no classes, a class has no image, or an image is unreadable, has
+        more than 16 million pixels or more than 8 bits per channel, or differs in size from those before it.
+
+    Example:
+      >>> import tempfile
+      >>> from PIL import Image
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     for name in ("cat", "dog"):
+      ...         Path(folder, name).mkdir()
+      ...         for i in range(10):
+      ...             Image.new("RGB", (4, 2)).save(f"{folder}/{name}/{i}.png")
+      ...     train, validation = image_folder(folder)
+      ...     train.classes, len(train), len(validation), train[0]["image"].shape
+      (('cat', 'dog'), 18, 2, (2, 4, 3))
     """
     root = Path(path)
     if not root.is_dir():
-        raise UserError(f"{root} is not a folder: give one with a sub-folder of images a class")
+        raise UserError(f"{root} is not a folder: use one with a sub-folder of images per class")
     classes = tuple(sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")))
     if not classes:
-        raise UserError(f"{root} has no sub-folders: put each class's images into one of its own")
+        raise UserError(f"{root} has no sub-folders: put the images of each class into one")
     of_class = [[f for f in files_under(root / c) if f.suffix.lower() in _IMAGE_SUFFIXES] for c in classes]
     for name, files in zip(classes, of_class, strict=True):
         if not files:
-            raise UserError(f"{root / name} holds no png, jpg or bmp image: add some or remove the folder")
+            raise UserError(f"{root / name} has no png, jpg or bmp image: add some or remove the folder")
     files = [file for group in of_class for file in group]
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(group) for group in of_class])
     mode = _common_mode(files)
 
-    def chosen(indices: NDArray[np.intp]) -> ImageFolder:
+    def subset(indices: NDArray[np.intp]) -> ImageFolder:
         return ImageFolder(tuple(files[i] for i in indices), labels[indices], classes, mode)
 
     train, validation = stratified_split(labels, 0.1)
-    return chosen(train), chosen(validation)
+    return subset(train), subset(validation)
 
 
 def _common_mode(files: Sequence[Path]) -> str:
-    """The mode to decode all files in, having read every header and seen one size."""
+    """Return the mode to decode all files in. Reads every header and validates that the sizes are equal."""
     modes = set()
     first_size: tuple[int, int] | None = None
     for file in files:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Pillow's doubt about a size
+            warnings.simplefilter("error")  # Pillow warns of suspicious sizes
             with _opened(file) as image:
                 size, mode = image.size, image.mode
-        if mode not in _EIGHT_BIT_MODES:  # Pillow would clip it to 255 without a word
+        if mode not in _EIGHT_BIT_MODES:  # Pillow would silently clip it to 255
             raise UserError(f"{file} has pixels of mode {mode}: convert it to 8 bits a channel")
         first_size = first_size or size
         if size != first_size:
@@ -106,30 +120,32 @@ def _common_mode(files: Sequence[Path]) -> str:
                 " resize all images to one size"
             )
         modes.add(mode)
-    return "L" if modes <= _GREY_MODES else "RGB"
+    return "L" if modes <= _GRAY_MODES else "RGB"
 
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """The image in the file, its header read. Raises UserError for what goes wrong then, or in its use."""
+    """Open an image and read its header; errors here and in the body of the `with` become UserError."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise UserError("image folders need Pillow: pip install pillow") from None
     try:
-        # Mapped: of a file Pillow would make room for as much as a chunk is said to be.
+        # Memory-mapped, because from a file Pillow allocates as much as the header of a chunk states.
         with (
             file.open("rb") as opened,
             mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
             Image.open(content, formats=_FORMATS) as image,  # type: ignore[arg-type]
         ):
-            if image.width * image.height > _MOST_PIXELS:
-                raise UserError(f"{file} is {image.width}x{image.height}, more than can be held: make it smaller")
+            if image.width * image.height > _MAX_PIXELS:
+                raise UserError(
+                    f"{file} is {image.width}x{image.height}, more than {_MAX_PIXELS:,} pixels: make it smaller"
+                )
             yield image
     except UserError:
         raise
     except UnidentifiedImageError:
-        raise UserError(f"{file} is not an image that can be read, png, jpg or bmp: mend or remove it") from None
-    except Exception as error:  # a SyntaxError for a broken PNG, a DecompressionBombError, and more
-        said = str(error) or type(error).__name__
-        raise UserError(f"{file} cannot be decoded ({said}): mend or remove it") from None
+        raise UserError(f"{file} is not a readable png, jpg or bmp image: fix or remove it") from None
+    except Exception as error:  # SyntaxError for a broken PNG, DecompressionBombError, and more
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{file} cannot be decoded ({reason}): fix or remove it") from None

@@ -1,4 +1,4 @@
-"""Texts of many lengths in rows of one: padded, one text to a row, or packed, several to a row."""
+"""Rows of fixed length from texts of any length: padded, one text per row, or packed, several per row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError
 
 
 class Documents(Protocol):
-    """Texts by number: anything with a length whose items are tokens, int [N]."""
+    """Anything with a length whose items are the tokens of a text, int [N]."""
 
     def __len__(self) -> int: ...
 
@@ -21,32 +21,41 @@ class Documents(Protocol):
 
 
 class Piece(NamedTuple):
-    """The predictions `start` to `stop` of a document: from each of its tokens but the last the one after it."""
+    """Predictions `start` to `stop` of a document; prediction i is that of token i + 1."""
 
     document: int
     start: int
     stop: int
 
 
-def padded(tokens: Tokens, length: int, pad: int) -> tuple[Tokens, NDArray[np.bool_]]:
-    """(int32 [length], bool [length]): the tokens, cut to `length` or filled up with `pad`; where they are tokens.
+def pad_tokens(tokens: Tokens, length: int, pad: int) -> tuple[Tokens, NDArray[np.bool_]]:
+    """Truncate or pad tokens to a length.
 
-    >>> padded(np.array([7, 8]), 3, pad=0)
-    (array([7, 8, 0], dtype=int32), array([ True,  True, False]))
+    Args:
+      tokens: int [N].
+      length: Length of the row.
+      pad: Padding token.
+
+    Returns:
+      A tuple (tokens int32 [length], mask bool [length], True at tokens).
+
+    Example:
+      >>> pad_tokens(np.array([7, 8]), 3, pad=0)
+      (array([7, 8, 0], dtype=int32), array([ True,  True, False]))
     """
     row = np.full(length, pad, np.int32)
-    kept = tokens[:length]
-    row[: len(kept)] = kept
-    return row, np.arange(length) < len(kept)
+    truncated = tokens[:length]
+    row[: len(truncated)] = truncated
+    return row, np.arange(length) < len(truncated)
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """Rows of `length` predictions, each of one or several documents: the rows of `pack`.
+class PackedRows:
+    """Rows of `length` predictions, each from one or several documents, as `pack` creates them.
 
-    Item `i` is `{"tokens", "targets", "segments", "positions"}`, int32 [length] each: `targets[t]` is what comes after
-    `tokens[t]` in its document, `segments` counts a row's documents from 1, `positions` a document's tokens from 0.
-    What is left of a row is segment 0, and its targets are not to be learned.
+    Item `i` is `{"tokens", "targets", "segments", "positions"}`, int32 [length] each: `targets[t]` is the token after
+    `tokens[t]` in its document, `segments` numbers the documents of a row from 1, `positions` the tokens of a document
+    from 0. Padding is segment 0, and its targets must be masked.
     """
 
     documents: Documents
@@ -65,51 +74,67 @@ class Packed:
         end = 0
         for segment, (document, start, stop) in enumerate(self.rows[index], 1):
             tokens = self.documents[document]
-            place, end = slice(end, end + stop - start), end + stop - start
-            row["tokens"][place], row["targets"][place] = tokens[start:stop], tokens[start + 1 : stop + 1]
-            # A piece that goes on where another stopped does not see what came before: for it the text begins here.
-            row["segments"][place], row["positions"][place] = segment, np.arange(stop - start)
+            columns, end = slice(end, end + stop - start), end + stop - start
+            row["tokens"][columns], row["targets"][columns] = tokens[start:stop], tokens[start + 1 : stop + 1]
+            # A later piece of a document does not attend to the earlier ones, so its positions start at 0 too.
+            row["segments"][columns], row["positions"][columns] = segment, np.arange(stop - start)
         return row
 
 
-def pack(documents: Documents, length: int, pad: int) -> Packed:
-    """The predictions of all documents, each once, in as few rows of `length` as first-fit finds.
+def pack(documents: Documents, length: int, pad: int) -> PackedRows:
+    """Pack the predictions of all documents, each once, into rows by first-fit.
 
-    A document with more predictions than a row holds is cut. The rows depend on the documents' lengths and order
-    alone, so that a position in the data is the number of a row.
+    A document with more predictions than a row has is divided. The rows depend on the lengths and the order of the
+    documents only, so that a row number is a resumable position.
 
-    >>> documents = [np.arange(4), np.arange(10, 18), np.arange(20, 22)]
-    >>> packed = pack(documents, length=5, pad=0)
-    >>> packed[0]["tokens"].tolist(), packed[0]["targets"].tolist(), packed[0]["segments"].tolist()
-    ([0, 1, 2, 15, 16], [1, 2, 3, 16, 17], [1, 1, 1, 2, 2])
-    >>> len(packed)
-    3
+    Args:
+      documents: Tokens of every text.
+      length: Number of predictions of a row.
+      pad: Padding token.
 
-    Raises UserError if `length` is below 1 or no document has two tokens.
+    Returns:
+      The rows, a source.
+
+    Raises:
+      UserError: `length` is less than 1, or no document has two tokens.
+
+    Example:
+      >>> documents = [np.arange(4), np.arange(10, 18), np.arange(20, 22)]
+      >>> packed = pack(documents, length=5, pad=0)
+      >>> packed[0]["tokens"].tolist(), packed[0]["targets"].tolist(), packed[0]["segments"].tolist()
+      ([0, 1, 2, 15, 16], [1, 2, 3, 16, 17], [1, 1, 1, 2, 2])
+      >>> len(packed)
+      3
     """
     if length < 1:
-        raise UserError(f"the length of a row is {length}: choose 1 or more")
+        raise UserError(f"the length of a row must be at least 1, got {length}")
     pieces = [
         Piece(d, start, min(start + length, count))
         for d, count in enumerate(len(documents[d]) - 1 for d in range(len(documents)))
         for start in range(0, count, length)
     ]
     if not pieces:
-        raise UserError(f"none of {len(documents)} texts has two tokens, one to predict from the other: give longer")
+        raise UserError(f"none of {len(documents)} texts has two tokens: use longer texts")
     rows = first_fit([stop - start for _, start, stop in pieces], length)
-    return Packed(documents, tuple(tuple(pieces[p] for p in row) for row in rows), length, pad)
+    return PackedRows(documents, tuple(tuple(pieces[p] for p in row) for row in rows), length, pad)
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """The indices of `sizes` in bins of `capacity`: each in turn in the first bin that has room for it.
+    """Assign items to bins, each in turn to the first bin with enough room, in O(n log n) (Johnson 1974).
 
-    In O(n log n), by a tournament over the room that is left (Johnson 1974).
+    Args:
+      sizes: Sizes of the items, at most `capacity` each.
+      capacity: Capacity of a bin.
 
-    >>> first_fit([3, 4, 2, 1, 1], capacity=5)
-    [[0, 2], [1, 3], [4]]
+    Returns:
+      The indices of the items of every bin.
+
+    Example:
+      >>> first_fit([3, 4, 2, 1, 1], capacity=5)
+      [[0, 2], [1, 3], [4]]
     """
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    room = np.full(2 * leaves, capacity).tolist()  # of a node's bins the most; its children are 2n and 2n + 1
+    room = np.full(2 * leaves, capacity).tolist()  # largest room below each node; the children of n are 2n and 2n + 1
     bins: list[list[int]] = []
     for i, size in enumerate(sizes):
         node = 1

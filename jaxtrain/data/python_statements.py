@@ -1,4 +1,4 @@
-"""Statements of Python source without the keyword they begin with: which it was can be told from the rest."""
+"""Statements of Python source without their keyword, to be classified by the rest of the line."""
 
 import ast
 import warnings
@@ -9,14 +9,14 @@ from pathlib import Path
 from jaxtrain.data.source import Example
 
 KEYWORDS = ("assert", "class", "def", "except", "for", "from", "if", "raise", "return", "with")
-"""Those that say what a statement is. `elif` and `while` are not among them: they are followed as `if` is."""
+"""Classes. `elif` and `while` are excluded, because the same text follows them as follows `if`."""
 
-_SHORTEST = 8  # characters of a rest: less says nothing
+_MIN_CHARACTERS = 8  # shorter lines do not determine the keyword
 
 
 @dataclass(frozen=True, eq=False)
 class Statements:
-    """First lines of statements: item `i` is `{"text": the line without its keyword, "label": the keyword}`."""
+    """First lines of statements: item `i` is `{"text": line without its keyword, "label": keyword}`."""
 
     lines: tuple[tuple[str, str], ...]  # (keyword, rest)
 
@@ -29,28 +29,31 @@ class Statements:
 
 
 def python_statements(train_files: Sequence[Path], validation_files: Sequence[Path]) -> tuple[Statements, Statements]:
-    """The statements of two groups of Python files, each rest of a line once: what both have is to train on.
+    """Return the statements of two groups of Python files as (train, validation), without duplicates.
 
-    Files that are no UTF-8, or no Python of this version, are passed over.
+    A line that both groups contain belongs to train. Files that are not UTF-8 or not valid Python are skipped.
     """
     seen: set[str] = set()
     return Statements(tuple(_new(train_files, seen))), Statements(tuple(_new(validation_files, seen)))
 
 
 def statements(source: str) -> Iterator[tuple[str, str]]:
-    """(keyword, rest of its line) of each statement of a program that begins with one of `KEYWORDS`, by line.
+    """Yield (keyword, rest of the line) of every statement that starts with one of `KEYWORDS`.
 
-    >>> list(statements("'''if it is text'''\\nfor x in y:\\n    if x: return x + 1"))
-    [('for', 'x in y:'), ('if', 'x: return x + 1'), ('return', 'x + 1')]
+    Raises SyntaxError if the source is not valid Python.
 
-    Raises SyntaxError for what is no Python program.
+    Example:
+      >>> list(statements("'''if it is text'''\\nfor x in y:\\n    if x: return x + 1"))
+      [('for', 'x in y:'), ('if', 'x: return x + 1'), ('return', 'x + 1')]
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of invalid escapes, which are the source's own business
+        warnings.simplefilter("ignore")  # about invalid escapes in the source
         tree = ast.parse(source)
-    lines = source.encode().split(b"\n")  # columns are counted in bytes
-    places = sorted({(n.lineno, n.col_offset) for n in ast.walk(tree) if isinstance(n, ast.stmt | ast.ExceptHandler)})
-    for line, column in places:
+    lines = source.encode().split(b"\n")  # col_offset counts bytes
+    positions = sorted(
+        {(n.lineno, n.col_offset) for n in ast.walk(tree) if isinstance(n, ast.stmt | ast.ExceptHandler)}
+    )
+    for line, column in positions:
         keyword, _, rest = lines[line - 1][column:].decode().strip().partition(" ")
         if keyword in KEYWORDS:
             yield keyword, rest
@@ -63,6 +66,6 @@ def _new(files: Sequence[Path], seen: set[str]) -> Iterator[tuple[str, str]]:
         except (UnicodeDecodeError, SyntaxError):
             continue
         for keyword, rest in found:
-            if len(rest) >= _SHORTEST and rest not in seen:
+            if len(rest) >= _MIN_CHARACTERS and rest not in seen:
                 seen.add(rest)
                 yield keyword, rest

@@ -1,4 +1,4 @@
-"""Sources made from other sources: some of their examples, or each of them changed."""
+"""Sources derived from other sources: subsets, and functions of their examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +12,22 @@ from jaxtrain.data.source import Example, Source
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
-    """Some examples of a source: item `i` is `source[indices[i]]`.
+class Subset:
+    """Subset of a source, as `torch.utils.data.Subset`: item `i` is `source[indices[i]]`.
 
-    >>> from jaxtrain.data import Arrays
-    >>> source = Arrays(np.zeros((3, 1), np.float32), np.arange(3, dtype=np.int32))
-    >>> [int(example["label"]) for example in Chosen(source, np.array([2, 0]))]
-    [2, 0]
+    Args:
+      source: Source of examples.
+      indices: int [N].
+
+    Example:
+      >>> from jaxtrain.data import Arrays
+      >>> source = Arrays(np.zeros((3, 1), np.float32), np.arange(3, dtype=np.int32))
+      >>> [int(example["label"]) for example in Subset(source, np.array([2, 0]))]
+      [2, 0]
     """
 
     source: Source
-    indices: NDArray[np.intp]  # [N]
+    indices: NDArray[np.intp]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -34,13 +39,18 @@ class Chosen:
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
-    """A source with a function of each example, computed when asked for: item `i` is `function(source[i])`.
+class MappedSource:
+    """Source that applies a function on access: item `i` is `function(source[i])`.
 
-    >>> from jaxtrain.data import Arrays
-    >>> source = Arrays(np.zeros((3, 1), np.float32), np.arange(3, dtype=np.int32))
-    >>> Mapped(source, lambda example: {"twice": 2 * example["label"]})[2]
-    {'twice': np.int32(4)}
+    Args:
+      source: Source of examples.
+      function: Function of an example.
+
+    Example:
+      >>> from jaxtrain.data import Arrays
+      >>> source = Arrays(np.zeros((3, 1), np.float32), np.arange(3, dtype=np.int32))
+      >>> MappedSource(source, lambda example: {"twice": 2 * example["label"]})[2]
+      {'twice': np.int32(4)}
     """
 
     source: Source
@@ -56,11 +66,15 @@ class Mapped:
 
 
 @dataclass(frozen=True, eq=False)
-class Numbered:
-    """A source whose examples know their number, int32: item `i` is `{**source[i], "index": i}`.
+class IndexedSource:
+    """Source that adds the index of every example, int32: item `i` is `{**source[i], "index": i}`.
 
-    >>> Numbered([{"label": 7}, {"label": 8}])[1]
-    {'label': 8, 'index': np.int32(1)}
+    Args:
+      source: Source of examples.
+
+    Example:
+      >>> IndexedSource([{"label": 7}, {"label": 8}])[1]
+      {'label': 8, 'index': np.int32(1)}
     """
 
     source: Source
@@ -72,21 +86,34 @@ class Numbered:
         return {**self.source[index], "index": np.int32(index)}
 
 
-def thinned(source: Source, count: int) -> Source:
-    """`count` examples of `source` in its order, always the same: all of them where it has no more.
+def subsample(source: Source, count: int) -> Source:
+    """Draw a fixed random subset of a source, in its order.
 
-    >>> len(thinned([{"label": i} for i in range(9)], 4))
-    4
+    Args:
+      source: Source of examples.
+      count: Number of examples to keep at most.
+
+    Returns:
+      The subset, or `source` itself if it has no more than `count` examples.
+
+    Example:
+      >>> len(subsample([{"label": i} for i in range(9)], 4))
+      4
     """
     if len(source) <= count:
         return source
-    return Chosen(source, np.sort(np.random.RandomState(0).permutation(len(source))[:count]))
+    return Subset(source, np.sort(np.random.RandomState(0).permutation(len(source))[:count]))
 
 
-def split_source(source: Source, validation_fraction: float = 0.1) -> tuple[Chosen, Chosen]:
-    """The examples of `source` as (train, validation), drawn by index: the same for every source of that length.
+def split_source(source: Source, validation_fraction: float = 0.1) -> tuple[Subset, Subset]:
+    """Split a source at random into (train, validation); the indices depend on its length only.
 
-    Raises UserError if the fraction is not between 0 and 1 or there are fewer than two examples.
+    Args:
+      source: Source of examples.
+      validation_fraction: Fraction that is held out.
+
+    Raises:
+      UserError: The fraction is not in (0, 1), or there are fewer than two examples.
     """
     train, validation = random_split(len(source), validation_fraction)
-    return Chosen(source, train), Chosen(source, validation)
+    return Subset(source, train), Subset(source, validation)

@@ -1,4 +1,4 @@
-"""What a source of examples is: it has a length and answers `source[i]` with one example, a dict of numpy arrays."""
+"""The protocol of sources: a length, and examples `source[i]` as dicts of numpy arrays."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ Example = dict[str, Any]  # name -> numpy array or numpy scalar, without a batch
 
 
 class Source(Protocol):
-    """Anything with a length whose items are examples of one shape."""
+    """Anything with a length whose items are examples of equal shapes."""
 
     def __len__(self) -> int: ...
 

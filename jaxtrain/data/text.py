@@ -1,4 +1,4 @@
-"""Text in files: which they are, how they are split, and windows over what they hold."""
+"""Text files: listing, splits, and windows over their tokens."""
 
 import hashlib
 import os
@@ -18,38 +18,44 @@ from jaxtrain.errors import UserError
 
 Bytes = NDArray[np.uint8]
 
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
-# Distributions strip these, so a corpus with them would differ from one machine to the next.
+_THIRD_PARTY = {"site-packages", "dist-packages", "__pycache__"}
+# Some distributions remove these, so that a corpus with them would differ between machines.
 _OFTEN_STRIPPED = {"test", "tests", "idle_test", "lib2to3"}
-_SNIFFED = 8 * 1024  # bytes
-_COUNTED = 2**20  # tokens
+_PROBED_BYTES = 8 * 1024
+_COUNTED_TOKENS = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
-    """Windows of `seq_len` predictions each over a run of tokens, which bytes are.
+class TokenWindows:
+    """Consecutive windows of `seq_len` predictions over a sequence of tokens.
 
-    Item `i` is `{"tokens": int32[seq_len + 1]}`, starting at token `i * seq_len`: the inputs are `tokens[:-1]`
-    and the targets `tokens[1:]`. Neighbours share one token, so every token but the first is a target once; an
-    incomplete last window is left out.
+    Item `i` is `{"tokens": int32 [seq_len + 1]}` from token `i * seq_len` on: inputs are `tokens[:-1]`, targets
+    `tokens[1:]`. Consecutive windows share one token, so that every token but the first is a target once. An incomplete
+    last window is dropped.
 
-    >>> text = Text(np.frombuffer(b"abcdefgh", np.uint8), seq_len=3)
-    >>> [bytes(window["tokens"].tolist()) for window in text]
-    [b'abcd', b'defg']
+    Args:
+      tokens: int [N].
+      seq_len: Number of predictions of a window.
 
-    Raises UserError if `seq_len` is below 1 or the text is shorter than one window.
+    Raises:
+      UserError: `seq_len` is less than 1, or the text is shorter than one window.
+
+    Example:
+      >>> text = TokenWindows(np.frombuffer(b"abcdefgh", np.uint8), seq_len=3)
+      >>> [bytes(window["tokens"].tolist()) for window in text]
+      [b'abcd', b'defg']
     """
 
-    tokens: NDArray[np.integer[Any]]  # [N]
+    tokens: NDArray[np.integer[Any]]
     seq_len: int
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:
-            raise UserError(f"seq_len is {self.seq_len}: choose 1 or more")
+            raise UserError(f"seq_len must be at least 1, got {self.seq_len}")
         if len(self.tokens) <= self.seq_len:
             raise UserError(
                 f"the text has {len(self.tokens)} tokens but one window of seq_len {self.seq_len} needs"
-                f" {self.seq_len + 1}: give more text or a shorter seq_len"
+                f" {self.seq_len + 1}: use more text or a smaller seq_len"
             )
 
     def __len__(self) -> int:
@@ -63,65 +69,77 @@ class Text:
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of the running Python's standard library, sorted by path, without tests.
+    """Return the source files of Python's standard library, sorted by path, without tests.
 
-    >>> any(path.name == "dataclasses.py" for path in stdlib_files())
-    True
+    Raises:
+      UserError: This Python is installed without its sources.
 
-    Raises UserError if this Python was installed without them.
+    Example:
+      >>> any(path.name == "dataclasses.py" for path in stdlib_files())
+      True
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in files_under(root, _NOT_THE_LIBRARY | _OFTEN_STRIPPED) if f.suffix == ".py"]
+    files = [f for f in files_under(root, _THIRD_PARTY | _OFTEN_STRIPPED) if f.suffix == ".py"]
     if not files:
-        raise UserError(f"{root} holds no Python source: give a text file or folder of your own")
+        raise UserError(f"{root} has no Python source: use your own text file or folder")
     return files
 
 
 def text_files(path: str | os.PathLike[str]) -> list[Path]:
-    """`path` itself, or every text file under it, sorted by path.
+    """Return `path` itself, or every text file below it, sorted by path.
 
-    Hidden, empty and unreadable files are passed over, and so are those with a NUL byte in their first 8 KiB.
+    Hidden, empty and unreadable files are skipped, and so are files with a NUL byte in their first 8 KiB.
 
-    >>> [file.name for file in text_files(os.__file__)]
-    ['os.py']
+    Raises:
+      UserError: `path` does not exist, or there is no text.
 
-    Raises UserError if `path` does not exist or no text is left.
+    Example:
+      >>> [file.name for file in text_files(os.__file__)]
+      ['os.py']
     """
     root = Path(path)
     if not root.exists():
-        raise UserError(f"{root} does not exist: give a text file or a folder of text files")
+        raise UserError(f"{root} does not exist: use a text file or a folder of text files")
     files = [f for f in ([root] if root.is_file() else files_under(root)) if _is_text(f)]
     if not files:
-        raise UserError(f"{root} holds no text that can be read: give a non-empty text file or folder")
+        raise UserError(f"{root} has no readable text: use a non-empty text file or folder")
     return files
 
 
 def split_text(
     files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
 ) -> tuple[Bytes, Bytes]:
-    """The bytes of `files` as (train, validation), each uint8, split by whole files.
+    """Return the bytes of text files as (train, validation), uint8 each, split by whole files.
 
-    The files with the smallest hash of their path below `root` are the validation files, so the split depends
-    on names alone. A single file is cut in two instead, validation last.
+    The validation files are those with the smallest hash of their path, so that the split depends on names only. A
+    single file is divided instead, validation last.
 
-    >>> train, validation = split_text(text_files(os.__file__), Path(os.__file__).parent)
-    >>> 0 < len(validation) < len(train)
-    True
+    Args:
+      files: Text files.
+      root: Folder that the hashed paths are relative to.
+      validation_fraction: Fraction of the files that is held out.
 
-    Raises UserError if the fraction is not between 0 and 1, or if either part would be empty.
+    Raises:
+      UserError: The fraction is not in (0, 1), or a part is empty.
+
+    Example:
+      >>> train, validation = split_text(text_files(os.__file__), Path(os.__file__).parent)
+      >>> 0 < len(validation) < len(train)
+      True
     """
     parts = tuple(b"".join(contents) for contents in split_contents(files, root, validation_fraction))
     if not all(parts):
-        raise UserError(f"the text in {root} is too short to split into train and validation: give more text")
+        raise UserError(f"the text in {root} is too short to split into train and validation: use more text")
     return np.frombuffer(parts[0], np.uint8), np.frombuffer(parts[1], np.uint8)
 
 
 def split_contents(
     files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
 ) -> tuple[list[bytes], list[bytes]]:
-    """What the files of `split_text` hold, one by one, as (train, validation).
+    """Return the contents of every file as (train, validation), split as `split_text` does.
 
-    Raises UserError if the fraction is not between 0 and 1.
+    Raises:
+      UserError: The fraction is not in (0, 1).
     """
     if len(files) == 1:
         check_fraction(validation_fraction)
@@ -135,9 +153,10 @@ def split_contents(
 def split_files(
     files: Sequence[Path], root: str | os.PathLike[str], validation_fraction: float = 0.1
 ) -> tuple[list[Path], list[Path]]:
-    """`files` as (train, validation), each in their order: the validation files have the smallest hash of their path.
+    """Split files by the hash of their path into (train, validation), in their order; a single file is for training.
 
-    Raises UserError if the fraction is not between 0 and 1; one file alone is a train file.
+    Raises:
+      UserError: The fraction is not in (0, 1).
     """
     check_fraction(validation_fraction)
     by_hash = sorted(files, key=lambda file: _path_hash(file.relative_to(root)))
@@ -146,16 +165,20 @@ def split_files(
 
 
 def unigram_entropy(tokens: NDArray[np.integer[Any]]) -> float:
-    """The loss, in nats per token, of the best model that ignores context: a line any other model must beat.
+    """Return the entropy of the tokens in nats per token: the loss of the best model without context.
 
-    >>> round(unigram_entropy(np.frombuffer(b"abab", np.uint8)), 6)  # log 2
-    0.693147
+    Args:
+      tokens: int [N].
+
+    Example:
+      >>> round(unigram_entropy(np.frombuffer(b"abab", np.uint8)), 6)  # log 2
+      0.693147
     """
     # In pieces, because bincount converts its argument to int64.
     size = int(tokens.max(initial=0)) + 1
     counts = np.zeros(size, np.int64)
-    for start in range(0, len(tokens), _COUNTED):
-        counts += np.bincount(tokens[start : start + _COUNTED], minlength=size)
+    for start in range(0, len(tokens), _COUNTED_TOKENS):
+        counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=size)
     p = counts[counts > 0] / len(tokens)
     return float(p @ np.log(1 / p))
 
@@ -163,7 +186,7 @@ def unigram_entropy(tokens: NDArray[np.integer[Any]]) -> float:
 def _is_text(file: Path) -> bool:
     try:
         with file.open("rb") as stream:
-            start = stream.read(_SNIFFED)
+            start = stream.read(_PROBED_BYTES)
     except OSError:
         return False
     return bool(start) and b"\0" not in start

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import shown
+from jaxtrain.fields import brief
 
 AXES = DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
 ROWS = (DATA, FSDP)
@@ -36,12 +36,12 @@ def parse_mesh(spec: str) -> dict[str, int]:
     for part in spec.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES:
-            raise UserError(f"mesh {shown(spec)} has an axis {shown(axis)}: use {', '.join(AXES)}, as in data=2,fsdp=4")
+            raise UserError(f"mesh {brief(spec)} has an axis {brief(axis)}: use {', '.join(AXES)}, as in data=2,fsdp=4")
         if axis in given:
-            raise UserError(f"mesh {shown(spec)} gives {axis} twice: give it once")
+            raise UserError(f"mesh {brief(spec)} gives {axis} twice: give it once")
         if not re.fullmatch("[1-9][0-9]{0,8}", size):
             raise UserError(
-                f"mesh {shown(spec)} gives {axis} the size {shown(size)}: it must be a number of devices, 1 or more"
+                f"mesh {brief(spec)} gives {axis} the size {brief(size)}: it must be a number of devices, 1 or more"
             )
         given[axis] = int(size)
     return {axis: given.get(axis, 1) for axis in AXES}
@@ -71,7 +71,7 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
     product = math.prod(shape.values())
     if product != len(devices):
         raise UserError(
-            f"mesh {shown(spec)} has {product} devices, got {len(devices)}: make its sizes multiply to {len(devices)}"
+            f"mesh {brief(spec)} has {product} devices, got {len(devices)}: make its sizes multiply to {len(devices)}"
         )
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())

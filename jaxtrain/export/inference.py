@@ -12,7 +12,7 @@ from jax import lax
 from jax.export import symbolic_shape
 
 from jaxtrain.data import tokenizer
-from jaxtrain.interop import leaves, unflattened
+from jaxtrain.interop import leaves, unflatten
 from jaxtrain.models import GPT2, functional_with_state
 from jaxtrain.models.bert import Bert
 from jaxtrain.models.llama import Llama
@@ -74,7 +74,7 @@ class Inference:
     def apply(self, weights: Mapping[str, Any], *whole: Any) -> Any:
         """Logits of inputs as long as they can be."""
         run, *likes = functional_with_state(self.model)
-        trees = [unflattened(weights, like) for like in likes]
+        trees = [unflatten(weights, like) for like in likes]
         return self.logits(lambda *inputs: run(*trees, *inputs)[0], *whole)
 
     def symbolic(self) -> list[jax.ShapeDtypeStruct]:

@@ -6,7 +6,15 @@ import numpy as np
 
 from jaxtrain.errors import RunFailed
 from jaxtrain.export.inference import weights_of
-from jaxtrain.interop import NameTable, Outline, new_outline, read_outline, read_torch, to_torch, write_torch
+from jaxtrain.interop import (
+    CheckpointMetadata,
+    NameTable,
+    new_metadata,
+    read_metadata,
+    read_torch,
+    to_torch,
+    write_torch,
+)
 from jaxtrain.optim import no_decay
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
@@ -17,8 +25,8 @@ from jaxtrain.tasks import Task
 
 def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:
     """Write the run as it stands in `state`. Raises `RunFailed` where the file, read again, holds other weights."""
-    outline = read_outline(run.torch) if run.torch.exists() else _outline(recipe, task, names, state)
-    write_torch(path, to_torch(state, outline, optimizer_expression(recipe), names, task.buffers))
+    metadata = read_metadata(run.torch) if run.torch.exists() else _metadata(recipe, task, names, state)
+    write_torch(path, to_torch(state, metadata, optimizer_expression(recipe), names, task.buffers))
     written = read_torch(path).model
     buffers = task.buffers or NameTable({})
     held = {*buffers.torch_order(state.model_state)}
@@ -31,9 +39,9 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
             raise RunFailed(f"{path} holds another {name} than the run: not written")
 
 
-def _outline(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> Outline:
+def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> CheckpointMetadata:
     scaled = isinstance(state.loss_scale, LossScaleState)
-    return new_outline(
+    return new_metadata(
         optimizer_expression(recipe),
         names,
         task.params,

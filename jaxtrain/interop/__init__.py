@@ -1,5 +1,6 @@
-"""PyTorch's parameters in and out."""
+"""Conversion of parameters, optimizers, schedulers and checkpoints from and to PyTorch."""
 
+from jaxtrain.interop.metadata import CheckpointMetadata, new_metadata, read_metadata, write_metadata
 from jaxtrain.interop.names import (
     AS_IS,
     CONV,
@@ -8,42 +9,41 @@ from jaxtrain.interop.names import (
     Layout,
     NameTable,
     TorchParam,
-    bias_of_heads,
+    bias_to_heads,
     leaves,
     linear_after_flatten,
-    linear_into_heads,
-    linear_out_of_heads,
-    unflattened,
+    linear_from_heads,
+    linear_to_heads,
+    unflatten,
 )
-from jaxtrain.interop.outline import Outline, new_outline, read_outline, write_outline
 from jaxtrain.interop.torch_file import StoredTensor, read_torch, write_torch
-from jaxtrain.interop.torch_optimizer import KINDS, from_torch
+from jaxtrain.interop.torch_optimizer import OPTIMIZER_CLASSES, from_torch
 from jaxtrain.interop.torch_run import TorchRun, to_torch, torch_run
 
 __all__ = [
     "AS_IS",
     "CONV",
-    "KINDS",
     "LAYER",
     "LINEAR",
+    "OPTIMIZER_CLASSES",
+    "CheckpointMetadata",
     "Layout",
     "NameTable",
-    "Outline",
     "StoredTensor",
     "TorchParam",
     "TorchRun",
-    "bias_of_heads",
+    "bias_to_heads",
     "from_torch",
     "leaves",
     "linear_after_flatten",
-    "linear_into_heads",
-    "linear_out_of_heads",
-    "new_outline",
-    "read_outline",
+    "linear_from_heads",
+    "linear_to_heads",
+    "new_metadata",
+    "read_metadata",
     "read_torch",
     "to_torch",
     "torch_run",
-    "unflattened",
-    "write_outline",
+    "unflatten",
+    "write_metadata",
     "write_torch",
 ]

@@ -1,7 +1,7 @@
-"""A model's parameters under PyTorch's names and layouts, and back.
+"""Conversion of parameters between JAX paths and PyTorch's names and layouts.
 
-A `NameTable` declares, for each JAX parameter path, the PyTorch tensor it is. Layouts only permute, so the table
-carries gradients and optimizer moments over just as well as weights, exactly.
+A `NameTable` declares the PyTorch tensor of every JAX parameter path. Layouts only permute elements, so that the same
+table converts weights, gradients and optimizer moments exactly.
 """
 
 import functools
@@ -23,9 +23,12 @@ LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor's axes differ between the frameworks: two permutations, each the other's inverse.
+    """Permutation of the elements of a tensor between the frameworks.
 
-    `source` is the Python that names it.
+    Attributes:
+      to_jax: Conversion from PyTorch's array to JAX's.
+      to_torch: Its inverse.
+      source: Python expression that creates the layout, for generated code.
     """
 
     to_jax: Callable[[Array], Array]
@@ -35,14 +38,14 @@ class Layout:
 
 AS_IS = Layout(lambda x: x, lambda x: x, "AS_IS")
 LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR")
-"""`torch.nn.Linear` keeps [out, in]; JAX's layers keep [in, out]."""
+"""Weight of `torch.nn.Linear`: [out, in] in PyTorch, [in, out] in JAX."""
 CONV = Layout(lambda x: np.moveaxis(x, (0, 1), (-1, -2)), lambda x: np.moveaxis(x, (-1, -2), (0, 1)), "CONV")
-"""`torch.nn.Conv1d`, `Conv2d` and `Conv3d` keep [out, in, …]; JAX's layers keep […, in, out]."""
+"""Weight of `torch.nn.Conv1d`, `Conv2d` and `Conv3d`: [out, in, ...] in PyTorch, [..., in, out] in JAX."""
 
 
 @functools.cache
 def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
-    """A linear layer behind a flattened image: its input runs over (C, H, W) in PyTorch, (H, W, C) in JAX."""
+    """Layout of a linear layer after a flattened image, which is (C, H, W) in PyTorch and (H, W, C) in JAX."""
 
     def to_jax(x: Array) -> Array:
         return x.reshape(-1, channels, height, width).transpose(2, 3, 1, 0).reshape(-1, x.shape[0])
@@ -54,35 +57,34 @@ def linear_after_flatten(channels: int, height: int, width: int) -> Layout:
 
 
 @functools.cache
-def linear_into_heads(heads: int, size: int) -> Layout:
-    """A linear layer that makes queries, keys or values: [heads·size, in] in PyTorch, [in, heads, size] in flax's
-    DenseGeneral and MultiHeadAttention."""
+def linear_to_heads(heads: int, size: int) -> Layout:
+    """Layout of a projection to queries, keys or values: [heads·size, in] in PyTorch, [in, heads, size] in flax."""
     return Layout(
         lambda x: x.T.reshape(-1, heads, size),
         lambda x: x.reshape(-1, heads * size).T,
-        f"linear_into_heads({heads}, {size})",
+        f"linear_to_heads({heads}, {size})",
     )
 
 
 @functools.cache
-def linear_out_of_heads(heads: int, size: int) -> Layout:
-    """The linear layer behind attention: [out, heads·size] in PyTorch, [heads, size, out] in flax."""
+def linear_from_heads(heads: int, size: int) -> Layout:
+    """Layout of the output projection of attention: [out, heads·size] in PyTorch, [heads, size, out] in flax."""
     return Layout(
         lambda x: x.T.reshape(heads, size, -1),
         lambda x: x.reshape(heads * size, -1).T,
-        f"linear_out_of_heads({heads}, {size})",
+        f"linear_from_heads({heads}, {size})",
     )
 
 
 @functools.cache
-def bias_of_heads(heads: int, size: int) -> Layout:
-    """The bias of `linear_into_heads`: [heads·size] in PyTorch, [heads, size] in flax."""
-    return Layout(lambda x: x.reshape(heads, size), lambda x: x.reshape(-1), f"bias_of_heads({heads}, {size})")
+def bias_to_heads(heads: int, size: int) -> Layout:
+    """Layout of the bias of `linear_to_heads`: [heads·size] in PyTorch, [heads, size] in flax."""
+    return Layout(lambda x: x.reshape(heads, size), lambda x: x.reshape(-1), f"bias_to_heads({heads}, {size})")
 
 
 @dataclass(frozen=True)
 class TorchParam:
-    """A PyTorch tensor's name and layout. `{layer}` in the name: the JAX leaf stacks one tensor a layer."""
+    """Name and layout of a PyTorch tensor; with `{layer}` in the name the JAX leaf stacks one tensor per layer."""
 
     name: str
     layout: Layout = AS_IS
@@ -90,33 +92,47 @@ class TorchParam:
 
 @dataclass(frozen=True)
 class NameTable:
-    """`params`: JAX path ("blocks/qkv/kernel") → its PyTorch tensor. `tied`: PyTorch names that are another's alias.
+    """Table of the PyTorch tensors of a model's parameters.
 
-    >>> table = NameTable({"kernel": TorchParam("fc.weight", LINEAR)})
-    >>> params = table.to_jax({"fc.weight": np.ones((10, 4))}, like={"kernel": np.zeros((4, 10))})
-    >>> params["kernel"].shape, table.to_torch(params)["fc.weight"].shape
-    ((4, 10), (10, 4))
+    Args:
+      params: PyTorch tensor by JAX path, such as "blocks/qkv/kernel".
+      tied: PyTorch names that are aliases of others.
+
+    Example:
+      >>> table = NameTable({"kernel": TorchParam("fc.weight", LINEAR)})
+      >>> params = table.to_jax({"fc.weight": np.ones((10, 4))}, like={"kernel": np.zeros((4, 10))})
+      >>> params["kernel"].shape, table.to_torch(params)["fc.weight"].shape
+      ((4, 10), (10, 4))
     """
 
     params: Mapping[str, TorchParam]
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def to_jax(self, tensors: Mapping[str, Any], like: Any, put: Callable[[Array, Any], Any] | None = None) -> Any:
-        """A tree of arrays as `like` is, dtypes those of `tensors`.
+        """Convert PyTorch tensors to a tree of arrays.
 
-        `tensors` have a shape and a dtype, and are read (`numpy.asarray`) only once all of these fit, leaf by leaf;
-        `put(array, leaf of like)` may take each away before the next is read. Every tensor is used and every leaf
-        filled, or `UserError` lists all that is missing, unexpected or mis-shaped.
+        Tensors are read leaf by leaf with `numpy.asarray`, after all shapes are validated.
+
+        Args:
+          tensors: PyTorch tensors by name; anything with a shape and a dtype that `numpy.asarray` reads.
+          like: Tree with the structure and shapes of the result.
+          put: Function of (array, leaf of `like`) that stores each array before the next is read; None for NumPy.
+
+        Returns:
+          A tree as `like`, with the dtypes of `tensors`.
+
+        Raises:
+          UserError: Tensors are missing, unexpected or mis-shaped, or tied tensors differ; it lists all of them.
         """
         wanted = self.check(tensors, like)
         filled = {}
         for path, leaf in wanted.items():
             array = self._read(tensors, self.params[path], leaf)
             filled[path] = put(array, leaf) if put else array
-        return unflattened(filled, like)
+        return unflatten(filled, like)
 
     def check(self, tensors: Mapping[str, Any], like: Any) -> dict[str, Any]:
-        """The leaves of `like` by path, once `tensors` fit them; or the `UserError` of `to_jax`. Only ties are read."""
+        """Return the leaves of `like` by path if `tensors` fit, or raise as `to_jax`; only tied tensors are read."""
         wanted = dict(leaves(like))
         self._check_paths(wanted)
         faults = self._faults(tensors, wanted)
@@ -143,7 +159,7 @@ class NameTable:
         ]
 
     def _read(self, tensors: Mapping[str, Any], param: TorchParam, leaf: Any) -> Array:
-        """The array of one leaf, a stack filled layer by layer."""
+        """Read the array of one leaf; a stack is filled layer by layer."""
         names = _names(param, leaf)
         if LAYER not in param.name:
             return param.layout.to_jax(np.asarray(tensors[names[0]]))
@@ -153,7 +169,7 @@ class NameTable:
         return stack
 
     def to_torch(self, params: Any) -> dict[str, Array]:
-        """The leaves of `params` (or of gradients, or moments) under PyTorch's names, without tied aliases."""
+        """Return the leaves of parameters, gradients or moments under PyTorch's names, without tied aliases."""
         found = dict(leaves(params))
         self._check_paths(found)
         tensors: dict[str, Array] = {}
@@ -166,12 +182,15 @@ class NameTable:
         return tensors
 
     def torch_order(self, like: Any) -> list[str]:
-        """The PyTorch names in the order of the table, which is to be that of `named_parameters()`; layers one by one.
+        """Return the PyTorch names in the order of the table, layer by layer.
 
-        >>> NameTable({"w": TorchParam("h.{layer}.w"), "b": TorchParam("h.{layer}.b")}).torch_order(
-        ...     {"w": np.zeros(2), "b": np.zeros(2)}
-        ... )
-        ['h.0.w', 'h.0.b', 'h.1.w', 'h.1.b']
+        Tables list entries in the order of `named_parameters()`.
+
+        Example:
+          >>> NameTable({"w": TorchParam("h.{layer}.w"), "b": TorchParam("h.{layer}.b")}).torch_order(
+          ...     {"w": np.zeros(2), "b": np.zeros(2)}
+          ... )
+          ['h.0.w', 'h.0.b', 'h.1.w', 'h.1.b']
         """
         found = dict(leaves(like))
         order: list[str] = []
@@ -182,7 +201,7 @@ class NameTable:
         return order
 
     def only(self, paths: Iterable[str]) -> "NameTable":
-        """The table of these paths alone."""
+        """Return the part of the table for these paths."""
         return NameTable({path: self.params[path] for path in paths})
 
     def _check_paths(self, found: Mapping[str, Any]) -> None:
@@ -194,13 +213,13 @@ class NameTable:
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of any pytree, in its order; paths joined by "/"."""
+    """Yield (path, leaf) of a pytree in its order, keys joined by "/"."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield path_name(path), leaf
 
 
 def _shape_laid_out(layout: Layout, shape: Any) -> tuple[int, ...] | None:
-    """The shape in JAX's layout; None where the rank or size has none. Nothing is allocated, whatever the size."""
+    """Return the shape in JAX's layout, None if the layout does not apply; allocates nothing."""
     try:
         return layout.to_jax(np.broadcast_to(np.zeros([], bool), tuple(shape))).shape
     except ValueError:
@@ -212,7 +231,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _stack(param: TorchParam) -> str:
-    """What the names of one stack of layers share, up to the layer's number; empty for a tensor of its own."""
+    """Return the common prefix of the names in a stack of layers; empty for a single tensor."""
     return param.name.partition(LAYER)[0] if LAYER in param.name else ""
 
 
@@ -222,10 +241,11 @@ def _names(param: TorchParam, leaf: Any) -> list[str]:
     return [re.sub(re.escape(LAYER), str(i), param.name) for i in range(leaf.shape[0])]
 
 
-def unflattened(flat: Mapping[str, Any], like: Any) -> Any:
-    """The tree of the structure of `like` of which `leaves` are `flat`, in any order.
+def unflatten(flat: Mapping[str, Any], like: Any) -> Any:
+    """Return the tree with the structure of `like` and the leaves `flat`, given by path in any order.
 
-    >>> unflattened({"b/1": 3, "a": 1, "b/0": 2}, like={"a": 0, "b": [0, 0]})
-    {'a': 1, 'b': [2, 3]}
+    Example:
+      >>> unflatten({"b/1": 3, "a": 1, "b/0": 2}, like={"a": 0, "b": [0, 0]})
+      {'a': 1, 'b': [2, 3]}
     """
     return jax.tree.unflatten(jax.tree.structure(like), [flat[path] for path, _ in leaves(like)])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.names import LINEAR, NameTable, leaves, unflattened
+from jaxtrain.interop.names import LINEAR, NameTable, leaves, unflatten
 from jaxtrain.optim import SCHEDULES, Call, Expression, PlateauState, build_expression
 from jaxtrain.step import rate_at
 
@@ -252,7 +252,7 @@ def _moment(
     except UserError as error:
         raise UserError(f"{key} of the optimizer: {error}") from error
     empty = {path: put(np.zeros([0]), leaf) for path, leaf in leaves(like) if leaf.shape == (0,)}
-    return unflattened({**filled, **empty}, like)
+    return unflatten({**filled, **empty}, like)
 
 
 def _key(call: Call, key: str, names: NameTable, path: str) -> str:

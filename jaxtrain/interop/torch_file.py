@@ -1,7 +1,7 @@
-"""PyTorch's checkpoint files, in and out. Torch is imported here only, and only to read or write one of its own.
+"""Read and write PyTorch's checkpoint files. Only this module imports torch, for files in torch's own format.
 
-Nothing of a file is run: `.pt` is unpickled by `torch.load(weights_only=True)`, which makes tensors, numbers, strings
-and containers and nothing else, and `.safetensors` holds no code. Tensors are mapped into memory, and read one by one.
+No code in a file is run: `.pt` is read by `torch.load(weights_only=True)`, which creates tensors, numbers, strings and
+containers only, and `.safetensors` contains no code. Tensors are memory-mapped and read one by one.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.data import check_members, is_zip
+from jaxtrain.data import check_zip, is_zip
 from jaxtrain.errors import UserError
 
 _MODEL = ("model", "state_dict", "model_state_dict")
@@ -22,15 +22,22 @@ _OPTIMIZER = ("optimizer", "optimizer_state_dict")
 _SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 _SCALER = ("scaler", "scaler_state_dict")
 _STEP = ("step", "global_step")
-_LISTED = 20
-_MOST_NUMBERS = 10**6
-_MOST_UPDATES = 2**31  # they are counted in int32
+_MAX_LISTED = 20
+_MAX_NUMBERS = 10**6
+_MAX_UPDATES = 2**31  # counts are int32
 
 
 class StoredTensor:
-    """A tensor of a file: its `shape` and NumPy `dtype` are known, `numpy.asarray` reads it.
+    """Tensor of a file with known shape and NumPy dtype, read by `numpy.asarray`.
 
-    Raises `UserError`, naming it, where it is read and holds an inf or a NaN.
+    Args:
+      name: Name of the tensor.
+      shape: Shape.
+      dtype: Dtype.
+      read: Function that reads the array.
+
+    Raises:
+      UserError: When it is read and contains inf or NaN.
     """
 
     def __init__(self, name: str, shape: Iterable[int], dtype: Any, read: Callable[[], np.ndarray]) -> None:
@@ -41,16 +48,21 @@ class StoredTensor:
         del copy
         array = self._read()
         if not (np.issubdtype(array.dtype, np.integer) or np.isfinite(array).all()):
-            raise UserError(f"{self.name} holds inf or NaN: that run is past saving, take an earlier checkpoint")
+            raise UserError(f"{self.name} contains inf or NaN: use an earlier checkpoint")
         return array if dtype is None else array.astype(dtype)
 
 
 @dataclass(frozen=True)
 class TorchCheckpoint:
-    """What a PyTorch script saves of a run, each part as its `state_dict()` has it; None for what is not there.
+    """Checkpoint of a PyTorch script, every part as its `state_dict()`; None for missing parts.
 
-    `model`: tensors by name, in the order of the model. `optimizer`: its "state", tensors by number and name, and its
-    "param_groups". `step` is whatever the script counted.
+    Attributes:
+      model: Tensors by name, in the order of the model.
+      optimizer: "state", with tensors by parameter number and name, and "param_groups".
+      scheduler: State of the scheduler.
+      scaler: State of the GradScaler.
+      step: Step that the script counted.
+      epoch: Epoch that the script counted.
     """
 
     model: Mapping[str, Any]
@@ -62,28 +74,35 @@ class TorchCheckpoint:
 
 
 def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
-    """The checkpoint in a `.safetensors` file, or in any other as `torch.save` writes it.
+    """Read a checkpoint from a `.safetensors` file or from a file of `torch.save`.
 
-    That is the model's `state_dict()`, or a dictionary with it under "model", "state_dict" or "model_state_dict", and
-    so the optimizer's, the scheduler's and the GradScaler's. Prefixes of DDP and of `torch.compile` are taken off,
-    unless the name is `known` with them. Raises `UserError` for a file that is no such thing.
+    A file of `torch.save` contains the model's `state_dict()`, or a dictionary with it under "model", "state_dict" or
+    "model_state_dict", and with those of the optimizer, the scheduler and the GradScaler. Prefixes of DDP and of
+    `torch.compile` are removed.
+
+    Args:
+      path: File.
+      known: Names of the model whose prefixes are not removed.
+
+    Raises:
+      UserError: The file is missing or is not a checkpoint.
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path} is no file: give a PyTorch checkpoint, .pt, .pth or .safetensors")
+        raise UserError(f"{path} is not a file: use a PyTorch checkpoint, .pt, .pth or .safetensors")
     if path.suffix == ".safetensors":
         return TorchCheckpoint(_unprefixed(_read_safetensors(path), known))
     saved = load(path)
     if not isinstance(saved, Mapping):
-        raise UserError(f"{path} holds a {type(saved).__name__}: save a dictionary of state_dict()s")
+        raise UserError(f"{path} contains a {type(saved).__name__}: save a dictionary of state_dict()s")
     model, rest = _part(saved, _MODEL, path), saved
     for part in (saved, model or {}):
         if not all(isinstance(name, str) for name in part):
-            raise UserError(f"{path} holds {_listed(part)} where names are to be: save state_dict()s")
+            raise UserError(f"{path} contains {_listed(part)} where names must be: save state_dict()s")
     if model is None:
         if not saved or not all(_is_tensor(value) for value in saved.values()):
             raise UserError(
-                f"{path} holds {_listed(saved)}, and no model: save its state_dict() under "
+                f"{path} contains {_listed(saved)}, but no model: save its state_dict() under "
                 f"{' or '.join(map(repr, _MODEL))}"
             )
         model, rest = saved, {}
@@ -98,7 +117,7 @@ def read_torch(path: Path | str, known: Iterable[str] = ()) -> TorchCheckpoint:
 
 
 def write_torch(path: Path | str, checkpoint: TorchCheckpoint) -> None:
-    """Write the dictionary that `read_torch` reads and PyTorch's `load_state_dict`s take. Whole or not at all."""
+    """Write a checkpoint that `read_torch` and PyTorch's `load_state_dict` read, atomically."""
     parts = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -111,9 +130,9 @@ def write_torch(path: Path | str, checkpoint: TorchCheckpoint) -> None:
 
 
 def save(path: Path | str, plain: Mapping[str, Any]) -> None:
-    """`torch.save` of a dictionary whose arrays become tensors. Whole or not at all."""
+    """Write a dictionary with `torch.save`, arrays as tensors, atomically."""
     path = Path(path)
-    torch, partial = installed_torch(f"{path} is written by it"), path.with_name(f"{path.name}.partial")
+    torch, partial = installed_torch(f"writes {path}"), path.with_name(f"{path.name}.partial")
     try:
         torch.save(_in_torch(dict(plain), torch, {}), partial)
         partial.replace(path)
@@ -124,16 +143,16 @@ def save(path: Path | str, plain: Mapping[str, Any]) -> None:
 
 
 def installed_torch(why: str) -> Any:
-    """The module. Raises `UserError`, saying `why` it is wanted, where it is not installed."""
+    """Return the module torch. Raises `UserError` with the reason it is needed if it is not installed."""
     try:
         import torch
     except ImportError as error:
-        raise UserError(f"torch is not installed, and {why}: pip install torch") from error
+        raise UserError(f"torch, which {why}, is not installed: pip install torch") from error
     return torch
 
 
 def _in_torch(value: Any, torch: Any, made: dict[int, Any]) -> Any:
-    """`value` with its arrays as tensors; an array that is there twice, as tied weights are, becomes one tensor."""
+    """Return `value` with arrays as tensors; a repeated array, as of tied weights, becomes one tensor."""
     if isinstance(value, Mapping):
         return {key: _in_torch(entry, torch, made) for key, entry in value.items()} if type(value) is dict else value
     if isinstance(value, StoredTensor):
@@ -144,43 +163,45 @@ def _in_torch(value: Any, torch: Any, made: dict[int, Any]) -> Any:
         array = np.array(value, order="C")
         low = array.dtype == ml_dtypes.bfloat16
         tensor = torch.from_numpy(array.view(np.int16) if low else array)
-        # The array itself is kept beside its tensor, so that no other is given its id.
+        # The array is stored with its tensor, so that its id is not reused.
         made[id(value)] = value, tensor.view(torch.bfloat16) if low else tensor
     return made[id(value)][1]
 
 
 def load(path: Path) -> Any:
-    """`torch.load`, of tensors and plain values only, into mapped memory. Raises `UserError` for anything else."""
+    """Read tensors and plain values with `torch.load`, memory-mapped. Raises `UserError` for anything else."""
     import pickle
 
-    torch = installed_torch(f"{path} is read by it; a .safetensors file is read without")
+    torch = installed_torch(f"reads {path} but is not needed for .safetensors")
     if is_zip(path):
-        # Its tensors are mapped, so that compressed ones would be read as they lie; its pickle would be unpacked.
-        check_members(path, stored=True)
+        # torch would map compressed tensors without decompressing them, and unpack a compressed pickle of any size.
+        check_zip(path, stored=True)
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UserError(f"{path} holds more than tensors, numbers and dictionaries: save state_dict()s only") from error
-    except Exception as error:  # whatever an unpickler may stumble over
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is no checkpoint as torch.save writes it now ({said}): save it anew") from error
+        raise UserError(
+            f"{path} contains more than tensors, numbers and dictionaries: save only state_dict()s"
+        ) from error
+    except Exception as error:  # unpickling raises many types
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is not a file of the current torch.save ({reason}): save it again") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         import safetensors
     except ImportError as error:
-        raise UserError(f"safetensors is not installed, and {path} is read by it: pip install safetensors") from error
+        raise UserError(f"safetensors, which reads {path}, is not installed: pip install safetensors") from error
     try:
         file = safetensors.safe_open(path, "np")
         names = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise UserError(f"{path} is no safetensors file ({error}): take it from its source again") from error
+        raise UserError(f"{path} is not a safetensors file ({error}): download it again") from error
 
     def stored(name: str) -> StoredTensor:
         kind = names[name].get_dtype()
         if kind not in _SAFETENSORS:
-            raise UserError(f"{name} in {path} is of {kind}, which no parameter is: convert it first")
+            raise UserError(f"{name} in {path} has the unsupported dtype {kind}: convert it first")
         return StoredTensor(name, names[name].get_shape(), _SAFETENSORS[kind], lambda: file.get_tensor(name))
 
     return {name: stored(name) for name in names}
@@ -201,13 +222,13 @@ _SAFETENSORS = {
 
 
 def _part(saved: Mapping[str, Any], names: tuple[str, ...], path: Path) -> Any:
-    """The dictionary under one of the names; None where there is none."""
+    """Return the dictionary under one of the names, or None."""
     found = {name: saved[name] for name in names if saved.get(name) is not None and not _is_tensor(saved[name])}
     for name, value in found.items():
         if not isinstance(value, Mapping):
             raise UserError(f"{name} in {path} is a {type(value).__name__}: save one state_dict() under that name")
     if len(found) > 1:
-        raise UserError(f"{path} has {' and '.join(found)}, of which one is to be read: keep one")
+        raise UserError(f"{path} has both {' and '.join(found)}: keep one")
     return next(iter(found.values()), None)
 
 
@@ -216,29 +237,31 @@ def _count(saved: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int 
         value = saved.get(name)
         if value is not None:
             number = np.asarray(_stored(name, value)).item() if _is_tensor(value) and value.ndim == 0 else value
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < _MOST_UPDATES:
-                raise UserError(f"{name} in {path} is {reprlib.repr(number)}, no count: save a number of 0 or more")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < _MAX_UPDATES:
+                raise UserError(f"{name} in {path} must be a count of at least 0, got {reprlib.repr(number)}")
             if number != int(number):
-                raise UserError(f"{name} in {path} is {number}, no count: save a whole number")
+                raise UserError(f"{name} in {path} must be a whole number, got {number}")
             return int(number)
     return None
 
 
 def _unprefixed(tensors: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Without "module." in front, as DDP and others write it, and without torch.compile's "_orig_mod." anywhere."""
+    """Remove leading "module." of DDP and all "_orig_mod." of torch.compile from names."""
     whole, bare = set(known), dict[str, Any]()
     for name, tensor in tensors.items():
         short = strip_prefixes(name, whole)
         if short in bare:
-            raise UserError(f"{name} and another tensor are both {short} without their prefixes: keep one")
+            raise UserError(f"{name} and another tensor are both {short} without their prefixes: remove one")
         bare[short] = tensor
     return bare
 
 
 def strip_prefixes(name: str, known: set[str]) -> str:
-    """
-    >>> strip_prefixes("module._orig_mod.module.h.0._orig_mod.weight", set())
-    'h.0.weight'
+    """Remove prefixes of DDP and torch.compile until the name is known.
+
+    Example:
+      >>> strip_prefixes("module._orig_mod.module.h.0._orig_mod.weight", set())
+      'h.0.weight'
     """
     parts = name.split(".")
     while ".".join(parts) not in known and "_orig_mod" in parts:
@@ -251,7 +274,7 @@ def strip_prefixes(name: str, known: set[str]) -> str:
 def _tensors(model: Mapping[str, Any]) -> dict[str, StoredTensor]:
     others = [f"{name} ({type(value).__name__})" for name, value in model.items() if not _is_tensor(value)]
     if others:
-        raise UserError(f"the model holds what is no tensor: {', '.join(others)}: save its state_dict()")
+        raise UserError(f"the model contains other values than tensors, {', '.join(others)}: save its state_dict()")
     return {name: _stored(name, tensor) for name, tensor in model.items()}
 
 
@@ -274,8 +297,9 @@ def _stored_optimizer(optimizer: Mapping[str, Any] | None) -> dict[str, Any] | N
 
 
 def _numbers(part: Any, where: str) -> Any:
-    """`part`, containers of numbers, text and tensors of one number. Raises `UserError` for others, and for too many:
-    containers that hold one another in turn are small in a file and endless to walk.
+    """Return `part`, validated: containers of numbers, strings and tensors of one element.
+
+    Their number is bounded, because containers that contain one another are small in a file and endless to traverse.
     """
     waiting, seen = [part], 0
     while waiting:
@@ -287,16 +311,17 @@ def _numbers(part: Any, where: str) -> Any:
         elif _is_tensor(value) and value.numel() == 1:
             _stored(f"a number in {where}", value)
         elif not isinstance(value, bool | int | float | str | None):
-            raise UserError(f"{where} holds a {type(value).__name__} where a number is to be: save its state_dict()")
-        if seen > _MOST_NUMBERS:
-            raise UserError(f"{where} holds more than {_MOST_NUMBERS:,} numbers: save its state_dict()")
+            raise UserError(f"{where} contains a {type(value).__name__} where a number must be: save its state_dict()")
+        if seen > _MAX_NUMBERS:
+            raise UserError(f"{where} contains more than {_MAX_NUMBERS:,} numbers: save its state_dict()")
     return part
 
 
 def _listed(names: Iterable[Any]) -> str:
-    """Names, of which a file may have any number and, in a pickle, of any kind: to show one could take for ever."""
-    said = [name if isinstance(name, str) else f"a {type(name).__name__}" for name in names]
-    return (", ".join(said[:_LISTED]) or "nothing") + (f" and {len(said) - _LISTED} more" if said[_LISTED:] else "")
+    """Format names from an untrusted file: at most 20, and of other keys than strings only the type."""
+    shown = [name if isinstance(name, str) else f"a {type(name).__name__}" for name in names]
+    more = f" and {len(shown) - _MAX_LISTED} more" if shown[_MAX_LISTED:] else ""
+    return (", ".join(shown[:_MAX_LISTED]) or "nothing") + more
 
 
 def _is_tensor(value: Any) -> bool:
@@ -304,12 +329,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _stored(name: str, tensor: Any) -> StoredTensor:
-    """A torch tensor, read when asked for."""
+    """Return a torch tensor as a `StoredTensor`."""
     kind = str(tensor.dtype).removeprefix("torch.")
     known = {np.dtype(t).name: t for t in _SAFETENSORS.values()} | {"bool": np.bool_}
     if kind not in known or str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_meta:
         what = f"{tensor.layout}, {tensor.dtype}" + (", without data" if tensor.is_meta else "")
-        raise UserError(f"{name} is a tensor of {what}: only plain arrays of numbers are read")
+        raise UserError(f"{name} is a tensor of {what}: only dense arrays of numbers are supported")
 
     def read() -> np.ndarray:
         plain = tensor.detach()

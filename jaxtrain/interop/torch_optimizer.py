@@ -24,7 +24,7 @@ Names = NameTable | Mapping[str, str] | Callable[[str], str | None]
 Groups = Sequence[Mapping[str, Any]]
 """PyTorch's `param_groups`."""
 
-KINDS = (
+OPTIMIZER_CLASSES = (
     "Adadelta",
     "Adafactor",
     "Adagrad",
@@ -136,8 +136,8 @@ def from_torch(
     ...     assert float(updates[0]) == 0.5
     """
     kind, param_groups = type(optimizer).__name__, optimizer.param_groups
-    if kind not in KINDS or not type(optimizer).__module__.startswith("torch.optim"):
-        raise UserError(f"{kind} is not an optimizer we have: choose from {', '.join(KINDS)}")
+    if kind not in OPTIMIZER_CLASSES or not type(optimizer).__module__.startswith("torch.optim"):
+        raise UserError(f"{kind} is not an optimizer we have: choose from {', '.join(OPTIMIZER_CLASSES)}")
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         raise UserError(f"{kind} has step hooks, which are not honoured: remove them")
     if scheduler is not None and scheduler.optimizer is not optimizer:

@@ -4,7 +4,7 @@
     run = torch_run(checkpoint, names, params_like)
     step = jaxtrain.train_step(loss_fn, run.optimizer(), precision="fp16", loss_scale=run.loss_scale())
     state = run.state(step)                               # goes on where PyTorch stopped
-    write_torch("onward.pt", to_torch(state, run.outline, run.expression, names))
+    write_torch("onward.pt", to_torch(state, run.metadata, run.expression, names))
 
 Schedules count applied updates: a PyTorch loop is continued as it would have gone on if it steps its scheduler after
 every update that GradScaler did not skip. Data order and random numbers are each framework's own.
@@ -22,8 +22,8 @@ import optax
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import optimizer_state
+from jaxtrain.interop.metadata import CheckpointMetadata
 from jaxtrain.interop.names import NameTable
-from jaxtrain.interop.outline import Outline
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
 from jaxtrain.interop.torch_optimizer import described, saved_kind, saved_scheduler
 from jaxtrain.interop.torch_schedule import advanced
@@ -33,13 +33,13 @@ from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied_updates
 
 @dataclass(frozen=True)
 class TorchRun:
-    """A checkpoint understood: `expression`, the optimizer that goes on, None where it has none; its `outline`."""
+    """A checkpoint understood: `expression`, the optimizer that goes on, None where it has none; its `metadata`."""
 
     checkpoint: TorchCheckpoint
     names: NameTable
     params_like: Any
     expression: Expression | None
-    outline: Outline
+    metadata: CheckpointMetadata
     buffers: NameTable = field(default_factory=lambda: NameTable({}))
     state_like: Any = None
 
@@ -78,7 +78,7 @@ class TorchRun:
         if like.ema is not None:
             raise UserError("the step keeps an average of the parameters, which no checkpoint has: take ema=None")
         params, model_state = self._tensors(like)
-        count = self.outline.count
+        count = self.metadata.count
         if self.expression is None or not count:
             # Donated, so that what init copies is not there twice.
             init = jax.jit(lambda p, s: step.init(p, model_state=s, seed=seed), donate_argnums=(0, 1))
@@ -99,19 +99,19 @@ class TorchRun:
     def _opt_state(self, like: TrainState) -> Any:
         assert self.expression is not None
         assert self.checkpoint.optimizer is not None
-        entries = optimizer_state.by_name(self.checkpoint.optimizer, self.outline.group_names)
+        entries = optimizer_state.by_name(self.checkpoint.optimizer, self.metadata.group_names)
         return optimizer_state.to_jax(
-            like.opt_state, self.expression, self.outline.count, entries, self.names, _put, self._plateaus()
+            like.opt_state, self.expression, self.metadata.count, entries, self.names, _put, self._plateaus()
         )
 
     def _plateaus(self) -> list[PlateauState]:
-        saved = self.outline.scheduler
+        saved = self.metadata.scheduler
         if saved is None or "num_bad_epochs" not in saved:
             return []
         dtype = jnp.result_type(float)
         best = jnp.asarray(saved["best"], dtype)
         bad, cooldown = (jnp.asarray(saved[name], np.int32) for name in ("num_bad_epochs", "cooldown_counter"))
-        rates = [jnp.asarray(float(group["lr"]), dtype) for group in self.outline.param_groups]
+        rates = [jnp.asarray(float(group["lr"]), dtype) for group in self.metadata.param_groups]
         return [PlateauState(rate, rate, best, bad, cooldown) for rate in rates]
 
     def _loss_scale_state(self, fresh: Any) -> Any:
@@ -147,8 +147,8 @@ def torch_run(
         buffers.check(state, state_like)
     with _as_torch_writes_it():
         understood = _Understood(checkpoint, names, params_like, kind, schedule, updates)
-        expression, outline = understood.expression(), understood.outline()
-    return TorchRun(checkpoint, names, params_like, expression, outline, buffers, state_like)
+        expression, metadata = understood.expression(), understood.metadata()
+    return TorchRun(checkpoint, names, params_like, expression, metadata, buffers, state_like)
 
 
 @contextlib.contextmanager
@@ -206,10 +206,10 @@ class _Understood:
             )
         return described(self.kind, self.groups, saved, *self._named(), shift=behind)
 
-    def outline(self) -> Outline:
+    def metadata(self) -> CheckpointMetadata:
         """The rest."""
         steps = [of["step"] for of in self.entries.values() if hasattr(of.get("step"), "dtype")]
-        return Outline(
+        return CheckpointMetadata(
             list(self.checkpoint.model),
             self.groups,
             self.group_names,
@@ -273,12 +273,12 @@ class _Understood:
 
 def to_torch(
     state: TrainState,
-    outline: Outline,
+    metadata: CheckpointMetadata,
     expression: Expression,
     names: NameTable,
     buffers: NameTable | None = None,
 ) -> TorchCheckpoint:
-    """What PyTorch's `load_state_dict`s take: the run of `outline` as it stands in `state`.
+    """What PyTorch's `load_state_dict`s take: the run of `metadata` as it stands in `state`.
 
     Without an update since, it is what was read. After some, PyTorch's scheduler itself is stepped as often, so that
     torch must be installed.
@@ -290,21 +290,21 @@ def to_torch(
         held = buffers.to_torch(state.model_state)
         # PyTorch's integers have 64 bits.
         tensors |= {name: x.astype(np.int64) if x.dtype == np.int32 else x for name, x in held.items()}
-    if set(tensors) - set(names.tied) != set(outline.model_names) - set(names.tied):
-        raise UserError("the outline is of another model: take that of this run")
-    kept = optimizer_state.to_torch(state.opt_state, expression, count, names, np.dtype(outline.scalar_dtype))
-    groups, scheduler = advanced(outline, expression, state.opt_state, count)
-    pairs = zip(groups, outline.group_names, strict=True)
+    if set(tensors) - set(names.tied) != set(metadata.model_names) - set(names.tied):
+        raise UserError("the metadata is of another model: take that of this run")
+    kept = optimizer_state.to_torch(state.opt_state, expression, count, names, np.dtype(metadata.scalar_dtype))
+    groups, scheduler = advanced(metadata, expression, state.opt_state, count)
+    pairs = zip(groups, metadata.group_names, strict=True)
     by_number = {
         n: kept[name] for group, own in pairs for n, name in zip(group["params"], own, strict=True) if name in kept
     }
-    scaler = outline.scaler
+    scaler = metadata.scaler
     if isinstance(state.loss_scale, LossScaleState) and scaler:
         moved = {"scale": float(state.loss_scale.scale), "_growth_tracker": int(state.loss_scale.growth_tracker)}
         scaler = {**scaler, **moved}
     optimizer = {"state": by_number, "param_groups": groups} if groups else None
-    model = {name: tensors[name] for name in outline.model_names}
-    return TorchCheckpoint(model, optimizer, scheduler, scaler, count, outline.epoch)
+    model = {name: tensors[name] for name in metadata.model_names}
+    return TorchCheckpoint(model, optimizer, scheduler, scaler, count, metadata.epoch)
 
 
 def _parted(model: Mapping[str, Any], buffers: NameTable, state_like: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,18 +9,18 @@ from typing import Any
 import jax
 
 from jaxtrain.interop import optimizer_state
-from jaxtrain.interop.outline import Outline
+from jaxtrain.interop.metadata import CheckpointMetadata
 from jaxtrain.interop.torch_file import installed_torch
 from jaxtrain.interop.torch_optimizer import saved_scheduler
 from jaxtrain.optim import Call, Expression, PlateauState
 
 
 def advanced(
-    outline: Outline, expression: Expression, opt_state: Any, count: int
+    metadata: CheckpointMetadata, expression: Expression, opt_state: Any, count: int
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
     """(param_groups, scheduler's state) when `count` updates are made; as they were if none was since."""
-    more, saved = count - outline.count, outline.scheduler
-    groups = copy.deepcopy(outline.param_groups)
+    more, saved = count - metadata.count, metadata.scheduler
+    groups = copy.deepcopy(metadata.param_groups)
     if not more:
         return groups, saved
     if saved is None:
@@ -30,7 +30,7 @@ def advanced(
         return groups, None
     if saved_scheduler(saved).kind == "ReduceLROnPlateau":
         return _plateaus(groups, saved, expression, opt_state, more)
-    torch = installed_torch("its schedulers are stepped by it")
+    torch = installed_torch("steps the scheduler")
     # All that a scheduler asks of an optimizer.
     optimizer = SimpleNamespace(param_groups=groups, step=None)
 
@@ -42,7 +42,7 @@ def advanced(
         if "_schedulers" in state:
             scheduler._schedulers = [revived(part) for part in state["_schedulers"]]
         if "lr_lambdas" in state:
-            scheduler.lr_lambdas = [_Factor(expression, i, state, outline.count) for i in range(len(groups))]
+            scheduler.lr_lambdas = [_Factor(expression, i, state, metadata.count) for i in range(len(groups))]
         if "_scale_fn_custom" in state:
             scheduler._scale_fn_custom = None
         scheduler.load_state_dict(copy.deepcopy(dict(state)))

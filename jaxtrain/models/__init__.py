@@ -1,6 +1,6 @@
 """Models in flax.nnx, one file a family. Dtypes follow the parameters and inputs: none is hard-wired."""
 
-from jaxtrain.models.batch_norm import BatchNorm, in_groups, running_statistics
+from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
 from jaxtrain.models.folder import CONFIG, read_json, write_json, write_tensors
@@ -50,7 +50,6 @@ __all__ = [
     "functional_with_state",
     "generate",
     "gpt2",
-    "in_groups",
     "llama",
     "load_adapters",
     "lora",
@@ -62,6 +61,7 @@ __all__ = [
     "running_statistics",
     "save_adapters",
     "save_pretrained",
+    "set_batch_norm_groups",
     "stream",
     "t5",
     "vit",

@@ -1,7 +1,7 @@
 """Attention (Vaswani et al. 2017), as `torch.nn.functional.scaled_dot_product_attention` computes it.
 
-JAX's own, `jax.nn.dot_product_attention`, takes its softmax in float32 even of float64, and averages over what a fully
-masked row masks; so it is used only for what it brings, cuDNN's fused kernel.
+`jax.nn.dot_product_attention` computes its softmax in float32 even for float64, and averages over the masked keys of a
+fully masked row. It is used only where it calls cuDNN's fused kernel.
 """
 
 import functools
@@ -28,52 +28,74 @@ def attention(
     dropout: float = 0.0,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q kᵀ · scale) v: queries [B, T, N, H], keys and values [B, S, K, H] → [B, T, N, H], in their dtype.
+    """Compute softmax(q kᵀ · scale) v, the softmax in float32 at least.
 
-    Query head n attends to head n // (N / K) of the keys (grouped queries, Ainslie et al. 2023, as `enable_gqa`).
-    `mask` is boolean, broadcastable to [B, N, T, S] and of as many axes, True where to attend; with `causal`, too,
-    query t sees keys 0 … t only (aligned top left, where T ≠ S as well). A row that sees nothing is 0, and has no
-    gradient. `scale` is 1 / √H by default. With a key, weights are dropped at the rate `dropout`. The softmax is at
-    least float32. Raises `UserError` where N is no multiple of K.
+    Query head n attends to key head n // (N / K): grouped queries (Ainslie et al. 2023), as `enable_gqa=True`. The
+    output of a query that may attend to no key is 0 and has no gradient.
 
-    >>> q, kv = jnp.ones((1, 2, 4, 8)), jnp.arange(2.0).reshape(1, 2, 1, 1) * jnp.ones((1, 2, 2, 8))
-    >>> attention(q, kv, kv, causal=True)[0, :, 0, 0].tolist() == [0.0, float(jax.nn.sigmoid(8**0.5))]
-    True
+    Args:
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, H].
+      mask: bool, of four axes broadcastable to [B, N, T, S], True where a query attends to a key.
+      causal: Whether query t attends to keys 0 … t only, also where T ≠ S; combined with `mask`.
+      scale: Factor of the scores; None for 1 / √H.
+      dropout: Rate at which attention weights are dropped when there is an `rng`.
+      rng: Key of the dropout mask, or None for no dropout.
+
+    Returns:
+      [B, T, N, H], in the dtype of the values.
+
+    Raises:
+      UserError: N is not a multiple of K.
+
+    Example:
+      >>> q, kv = jnp.ones((1, 2, 4, 8)), jnp.arange(2.0).reshape(1, 2, 1, 1) * jnp.ones((1, 2, 2, 8))
+      >>> attention(q, kv, kv, causal=True)[0, :, 0, 0].tolist() == [0.0, float(jax.nn.sigmoid(8**0.5))]
+      True
     """
     if q.shape[2] % k.shape[2]:
-        raise UserError(f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads: change one")
+        raise UserError(f"{q.shape[2]} query heads are not divisible by {k.shape[2]} key heads: change one of them")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dropping = rng is not None and dropout > 0.0
     if mask is None and not dropping and _has_fused_kernel(q, k, v):
         return _fused(causal, scale)(q, k, v)
-    return _explicit(q, k, v, mask, causal, scale, dropout, rng)
+    return _explicit(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout, rng=rng)
 
 
 def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
-    """The mask by which tokens of sequences packed into one row attend to their own: segment ids, integers [B, T] and
-    [B, S] → bool [B, 1, T, S].
+    """Return the mask by which tokens of packed sequences attend to their own sequence only.
 
-    >>> segment_mask(jnp.array([[1, 2]]), jnp.array([[1, 2]]))[0, 0].tolist()
-    [[True, False], [False, True]]
+    Args:
+      q_segments: Segment of every query, int [B, T].
+      k_segments: Segment of every key, int [B, S].
+
+    Returns:
+      bool [B, 1, T, S], True where the segments are equal.
+
+    Example:
+      >>> segment_mask(jnp.array([[1, 2]]), jnp.array([[1, 2]]))[0, 0].tolist()
+      [[True, False], [False, True]]
     """
     return (q_segments[:, :, None] == k_segments[:, None, :])[:, None]
 
 
 def _has_fused_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Whether cuDNN's flash attention takes these, in low precision, on the GPU that this process has: forwards and
-    backwards."""
+    """Whether the local GPU has cuDNN's flash attention, forward and backward, for these shapes in low precision."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
     return fits and jax.local_devices()[0].device_kind.startswith("NVIDIA")
 
 
 @functools.cache
 def _fused(causal: bool, scale: float) -> Callable[..., jax.Array]:
-    """An operation of autocast's low-precision list (`scaled_dot_product_attention` in
-    `aten/src/ATen/autocast_mode.h`): the dtype that decides on the kernel is the one it is computed in."""
+    """Return attention as an operation of autocast's low-precision list, which chooses the kernel by its dtype.
+
+    PyTorch lists `scaled_dot_product_attention` there as well (`aten/src/ATen/autocast_mode.h`).
+    """
 
     def computed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if q.dtype not in (jnp.bfloat16, jnp.float16):
-            return _explicit(q, k, v, None, causal, scale, 0.0, None)
+            return _explicit(q, k, v, mask=None, causal=causal, scale=scale, dropout=0.0, rng=None)
         return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
 
     return low_precision(computed)
@@ -83,6 +105,7 @@ def _explicit(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    *,
     mask: jax.Array | None,
     causal: bool,
     scale: float,
@@ -93,18 +116,18 @@ def _explicit(
     grouped = q.reshape(b, t, heads, n // heads, h)
     wide = np.promote_types(q.dtype, np.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=wide).reshape(b, n, t, s) * scale
-    attended = _attended(mask, causal, t, s)
+    attended = _combined_mask(mask, causal, t, s)
     if attended is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
         weights = jax.nn.softmax(jnp.where(attended, scores, jnp.finfo(scores.dtype).min), axis=-1)
-        # Uniform in a row masked whole; a causal mask alone leaves none.
+        # The softmax of a fully masked row is uniform. A causal mask alone leaves no such row.
         weights = weights if mask is None else jnp.where(attended, weights, 0)
     weights = _dropout(weights.astype(v.dtype), dropout, rng).reshape(b, heads, n // heads, t, s)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
 
 
-def _attended(mask: jax.Array | None, causal: bool, t: int, s: int) -> jax.Array | np.ndarray | None:
+def _combined_mask(mask: jax.Array | None, causal: bool, t: int, s: int) -> jax.Array | np.ndarray | None:
     if not causal:
         return mask
     lower = np.tril(np.ones((1, 1, t, s), bool))

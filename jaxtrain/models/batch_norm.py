@@ -1,6 +1,6 @@
-"""Batch normalisation as `torch.nn.BatchNorm2d` computes it.
+"""Batch normalization as `torch.nn.BatchNorm2d` computes it.
 
-flax's differs in three ways: its momentum is the weight of the old statistics, its running variance is the biased one,
+flax's layer differs in three ways: its momentum is the weight of the old statistics, its running variance is biased,
 and it computes the variance as E[x²] − E[x]².
 """
 
@@ -20,11 +20,19 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 class BatchNorm(nnx.Module):
-    """[…, features] normalised over all axes but the last; in training by the batch's own statistics.
+    """Batch normalization of [..., features] over all axes but the last, as `torch.nn.BatchNorm2d`.
 
-    Running statistics move by `momentum` towards the batch's mean and unbiased variance, in every training pass. With
-    more than one of `groups` (`in_groups`) the batch is that many, in order, each normalised by itself; the running
-    statistics are the first one's.
+    In training mode it uses the statistics of the batch, and updates the running mean and the running unbiased variance
+    with weight `momentum`. With more than one group (`set_batch_norm_groups`) the rows are divided into consecutive
+    groups, each normalized separately, and the running statistics are those of the first group.
+
+    Args:
+      features: Size of the last axis.
+      momentum: Weight of the batch in the running statistics, as in PyTorch.
+      epsilon: Term added to the variance.
+
+    Raises:
+      UserError: On a call, if the rows are not divisible by the groups, or a channel has one value to train on.
     """
 
     def __init__(self, features: int, *, momentum: float = 0.1, epsilon: float = 1e-5) -> None:
@@ -40,26 +48,26 @@ class BatchNorm(nnx.Module):
         if not training:
             shape = (1,) * (x.ndim - 1) + (-1,)
             mean, var = self.mean[...].reshape(shape), self.var[...].reshape(shape)
-            return _normalised(x, mean, var, scale, bias, self.epsilon)
+            return _normalize(x, mean, var, scale, bias, self.epsilon)
         if self.groups == 1:
-            y, mean, var = _normalised_by_batch(x, scale, bias, self.epsilon)
+            y, mean, var = _normalize_by_batch(x, scale, bias, self.epsilon)
         else:
-            grouped = self._grouped(x)
-            y, means, variances = jax.vmap(lambda x: _normalised_by_batch(x, scale, bias, self.epsilon))(grouped)
+            grouped = self._split_groups(x)
+            y, means, variances = jax.vmap(lambda x: _normalize_by_batch(x, scale, bias, self.epsilon))(grouped)
             y, mean, var = y.reshape(x.shape), means[0], variances[0]
-        self._remember(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1] // self.groups)
+        self._update_running_statistics(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1] // self.groups)
         return y
 
-    def _grouped(self, x: jax.Array) -> jax.Array:
+    def _split_groups(self, x: jax.Array) -> jax.Array:
         if x.shape[0] % self.groups:
             raise UserError(
-                f"BatchNorm was given {x.shape[0]} rows for {self.groups} groups: make them a multiple of {self.groups}"
+                f"{x.shape[0]} rows do not divide into {self.groups} BatchNorm groups: use a multiple of {self.groups}"
             )
         return x.reshape(self.groups, -1, *x.shape[1:])
 
-    def _remember(self, mean: jax.Array, var: jax.Array, n: int) -> None:
+    def _update_running_statistics(self, mean: jax.Array, var: jax.Array, n: int) -> None:
         if n < 2:
-            raise UserError(f"BatchNorm was given {n} value a channel to train on: give it more than 1")
+            raise UserError(f"BatchNorm needs more than 1 value per channel to train on, got {n}: use larger batches")
         unbiased = var * (n / (n - 1))
         for running, new in ((self.mean, mean), (self.var, unbiased)):
             old = running[...]
@@ -68,32 +76,40 @@ class BatchNorm(nnx.Module):
 
 
 @kernel
-def _normalised_by_batch(
+def _normalize_by_batch(
     x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """And the batch's mean and biased variance."""
+    """Return the normalized batch, its mean and its biased variance."""
     axes = tuple(range(x.ndim - 1))
     mean = x.mean(axes, keepdims=True)
     var = jnp.square(x - mean).mean(axes, keepdims=True)
-    return _normalised(x, mean, var, scale, bias, epsilon), mean, var
+    return _normalize(x, mean, var, scale, bias, epsilon), mean, var
 
 
 @kernel
-def _normalised(
+def _normalize(
     x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
 ) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale.reshape(mean.shape) + bias.reshape(mean.shape)
 
 
-def in_groups(model: M, groups: int) -> M:
-    """`model`, with every `BatchNorm` in it taking its statistics over so many groups of a batch's rows.
+def set_batch_norm_groups(model: M, groups: int) -> M:
+    """Set the number of groups of rows for which every `BatchNorm` of a model computes statistics.
 
-    As many as there are devices make PyTorch's DistributedDataParallel: each device normalises by its own rows, and the
-    running statistics are those of rank 0, whose buffers it broadcasts. With 1 it is `SyncBatchNorm`.
+    With as many groups as devices it follows PyTorch's DistributedDataParallel, where every device normalizes its own
+    rows and the running statistics are those of rank 0. With one group it is `SyncBatchNorm`.
 
-    >>> x = jnp.array([[0.0], [2.0], [10.0], [14.0]])
-    >>> in_groups(BatchNorm(1, epsilon=0.0), 2)(x, True).ravel().tolist()
-    [-1.0, 1.0, -1.0, 1.0]
+    Args:
+      model: Model, modified in place.
+      groups: Number of groups.
+
+    Returns:
+      `model`.
+
+    Example:
+      >>> x = jnp.array([[0.0], [2.0], [10.0], [14.0]])
+      >>> set_batch_norm_groups(BatchNorm(1, epsilon=0.0), 2)(x, True).ravel().tolist()
+      [-1.0, 1.0, -1.0, 1.0]
     """
     for _, module in nnx.iter_modules(model):
         if isinstance(module, BatchNorm):
@@ -102,7 +118,11 @@ def in_groups(model: M, groups: int) -> M:
 
 
 def running_statistics(layers: Mapping[str, str]) -> NameTable:
-    """PyTorch's names of the running statistics of the `BatchNorm`s at these paths, its modules being the values."""
+    """Return PyTorch's names of running statistics.
+
+    Args:
+      layers: PyTorch's module of every `BatchNorm`, by its path in the JAX model.
+    """
     names = {"mean": "running_mean", "var": "running_var", "count": "num_batches_tracked"}
     return NameTable(
         {

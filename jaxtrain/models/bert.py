@@ -1,5 +1,6 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805), as `transformers.BertForMaskedLM` and `BertForSequenceClassification`
-compute it.
+"""BERT (Devlin et al. 2018, arXiv:1810.04805).
+
+It computes what `transformers.BertForMaskedLM` and `BertForSequenceClassification` compute.
 """
 
 from collections.abc import Mapping
@@ -24,9 +25,9 @@ from jaxtrain.models.encoder import (
     linear,
     linear_names,
     norm_names,
-    scanned,
-    split,
-    stacked,
+    scan_blocks,
+    split_key,
+    stack_blocks,
 )
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
@@ -35,11 +36,13 @@ from jaxtrain.models.linear import product
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes, dropout rates, initial weights' standard deviation; the names are those of `transformers.BertConfig`.
+    """Configuration of a BERT, with the field names of `transformers.BertConfig`.
 
-    `num_labels` says which head there is: a classifier of so many classes, or, None, that of the masked language
-    model. `pad_token_id` is the token whose embedding is not learned from where it stands, None for no such token;
-    `classifier_dropout` None is `hidden_dropout_prob`.
+    Attributes:
+      classifier_dropout: Dropout rate before the classifier; None for `hidden_dropout_prob`.
+      pad_token_id: Token whose embedding gets no gradient as an input, as `torch.nn.Embedding(padding_idx=…)`; None
+        for no such token.
+      num_labels: Number of classes of the classifier; None for the masked-language-modeling head.
     """
 
     vocab_size: int = 30522
@@ -59,17 +62,27 @@ class BertConfig:
 
 
 class Bert(nnx.Module):
-    """Tokens int [B, T] → logits: [B, T, vocab_size] of the masked language model, [B, num_labels] of a classifier.
+    """BERT with a masked-language-modeling head or a classifier.
 
-    `mask` [B, T], True or 1 for tokens and False or 0 for padding, which no token then sees; without, all are tokens.
-    `token_types` int [B, T], the segment of each; without, all are of the first. With a dropout key it is in training
-    mode. Raises `UserError` for more tokens than there are positions.
+    Called as `model(tokens, mask, token_types, rng)`:
+
+    Args:
+      tokens: int [B, T].
+      mask: [B, T], True or 1 at tokens, False or 0 at padding; None for no padding.
+      token_types: int [B, T]; None for type 0 everywhere.
+      rng: Dropout key for training mode, or None.
+
+    Returns:
+      Logits [B, T, vocab_size] of the masked language model, or [B, num_labels] of the classifier.
+
+    Raises:
+      UserError: T exceeds `max_position_embeddings`.
     """
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embeddings = Embeddings(config, rngs=rngs)
-        self.blocks = stacked(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
+        self.blocks = stack_blocks(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
         self.head = (MaskedLM if config.num_labels is None else Classifier)(config, rngs=rngs)
 
     def __call__(
@@ -79,15 +92,15 @@ class Bert(nnx.Module):
         token_types: jax.Array | None = None,
         rng: Key = None,
     ) -> jax.Array:
-        embed_rng, blocks_rng, head_rng = split(rng, 3)
+        embed_rng, blocks_rng, head_rng = split_key(rng, 3)
         x = self.embeddings(tokens, jnp.zeros_like(tokens) if token_types is None else token_types, embed_rng)
-        seen = None if mask is None else mask.astype(bool)[:, None, None]
-        x = scanned(self.blocks, self.config.num_hidden_layers, x, seen, blocks_rng)
+        key_mask = None if mask is None else mask.astype(bool)[:, None, None]
+        x = scan_blocks(self.blocks, self.config.num_hidden_layers, x, key_mask, blocks_rng)
         return self.head(x, self.embeddings.word[...], head_rng)
 
 
 class Embeddings(nnx.Module):
-    """Of the token, its type and its position, summed and normalised: [B, T] → [B, T, hidden_size]."""
+    """Sum of token, type and position embeddings, normalized: [B, T] → [B, T, hidden_size]."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -109,14 +122,14 @@ class Embeddings(nnx.Module):
             raise UserError(f"rows of {t} tokens exceed max_position_embeddings {config.max_position_embeddings}")
         words = self.word[...][tokens]
         if config.pad_token_id is not None:
-            # `padding_idx` of `torch.nn.Embedding`: no gradient from where it stands, but as a prediction.
+            # As `torch.nn.Embedding(padding_idx=…)`: no gradient as an input, but one as a prediction.
             words = jnp.where((tokens == config.pad_token_id)[..., None], lax.stop_gradient(words), words)
         x = words + self.token_type[...][token_types] + self.position[...][None, :t]
         return dropout(self.norm(x), config.hidden_dropout_prob, rng)
 
 
 class Block(nnx.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x)): [B, T, hidden_size] → the same."""
+    """Post-norm block: norm(x + attention(x)), then norm(x + mlp(x)), on [B, T, hidden_size]."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         width, std, epsilon = config.hidden_size, config.initializer_range, config.layer_norm_eps
@@ -130,14 +143,14 @@ class Block(nnx.Module):
         self.output_norm = LayerNorm(width, epsilon)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
-        rngs = split(rng, 3)
+        rngs = split_key(rng, 3)
         x = self.attention_norm(dropout(self.attention(x, mask, rngs[0]), self.rate, rngs[1]) + x)
         hidden = checkpoint_name(gelu(self.intermediate(x)), "hidden")
         return self.output_norm(dropout(self.output(hidden), self.rate, rngs[2]) + x)
 
 
 class MaskedLM(nnx.Module):
-    """The head of the masked language model, whose last matrix is that of the word embeddings."""
+    """Masked-language-modeling head, its output projection tied to the word embeddings."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         width = config.hidden_size
@@ -151,7 +164,7 @@ class MaskedLM(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """Classes of a row, told by its first token."""
+    """Classification head on the first token of a row."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         assert config.num_labels is not None
@@ -177,11 +190,11 @@ SHARDING = {
     "head/.*/kernel": P("fsdp", None),
     ".*/(bias|scale)": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`), as for GPT-2."""
 
 
 def torch_names(config: BertConfig) -> NameTable:
-    """The names in `transformers.BertForMaskedLM`, or `BertForSequenceClassification`."""
+    """Return the names in `transformers.BertForMaskedLM` or `BertForSequenceClassification`."""
     table = {
         f"embeddings/{ours}": TorchParam(f"bert.embeddings.{ours}_embeddings.weight")
         for ours in ("word", "position", "token_type")
@@ -211,14 +224,16 @@ def torch_names(config: BertConfig) -> NameTable:
 
 
 HEADS = {"BertForMaskedLM": None, "BertForSequenceClassification": "num_labels"}
-"""By architecture, the field of a config.json that its head depends on."""
+"""Field of a config.json that the head depends on, by architecture."""
 
 
 def from_hf(config: Mapping[str, Any]) -> BertConfig:
-    """The `BertConfig` of a Hugging Face config.json, of today's `transformers` or older.
+    """Return the `BertConfig` of a Hugging Face config.json, of the current or an older `transformers`.
 
-    The head is that of the first of "architectures", of the masked language model where there are none. Raises
-    `UserError` for what would change the numbers and is not supported.
+    The head is that of the first of "architectures"; without any it is the masked language model's.
+
+    Raises:
+      UserError: A setting that changes the result is not supported.
     """
     require(
         config,
@@ -240,12 +255,13 @@ def from_hf(config: Mapping[str, Any]) -> BertConfig:
 
 
 def to_hf(config: BertConfig) -> dict[str, Any]:
-    """A config.json that `transformers` reads back into the same model.
+    """Return the config.json from which `transformers` creates the same model.
 
-    >>> from_hf(to_hf(BertConfig(num_labels=3))) == BertConfig(num_labels=3)
-    True
+    Example:
+      >>> from_hf(to_hf(BertConfig(num_labels=3))) == BertConfig(num_labels=3)
+      True
     """
-    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
     architecture = "BertForMaskedLM" if config.num_labels is None else "BertForSequenceClassification"
     labels = {} if config.num_labels is None else labels_to_hf(config.num_labels)
-    return {"model_type": "bert", "architectures": [architecture], "hidden_act": "gelu", **said, **labels}
+    return {"model_type": "bert", "architectures": [architecture], "hidden_act": "gelu", **values, **labels}

@@ -1,4 +1,4 @@
-"""The smallest convolutional classifier: conv 3×3, ReLU, linear; if asked, BatchNorm before the ReLU, dropout after."""
+"""Small convolutional classifier: 3×3 convolution, optional BatchNorm, ReLU, optional dropout, linear."""
 
 import jax
 from flax import nnx
@@ -10,9 +10,18 @@ from jaxtrain.models.dropout import dropout
 
 
 class CNN(nnx.Module):
-    """Images [B, H, W, C] → logits [B, classes]. The convolution has no padding, as PyTorch's default.
+    """Convolutional classifier, called as `model(images, training, rng)`.
 
-    With a dropout key it drops; in training mode BatchNorm uses the batch's statistics.
+    It maps images [B, H, W, C] to logits [B, classes]. The convolution has no padding, as PyTorch's default. `training`
+    makes BatchNorm use the statistics of the batch; dropout is applied when there is a key `rng`.
+
+    Args:
+      image_shape: Height, width and channels.
+      width: Number of features of the convolution.
+      classes: Number of logits.
+      batch_norm: Whether a BatchNorm follows the convolution.
+      dropout: Dropout rate after the ReLU.
+      rngs: Source of the initial weights.
     """
 
     def __init__(
@@ -44,13 +53,13 @@ SHARDING = {
     "head/kernel": P("fsdp", None),
     ".*/(bias|scale)": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`)."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`)."""
 
 
 def torch_names(
     image_shape: tuple[int, int, int] = (32, 32, 3), width: int = 16, *, batch_norm: bool = False
 ) -> NameTable:
-    """The names in `torch.nn.Sequential(Conv2d(3, 16, 3), [BatchNorm2d(16),] ReLU(), Flatten(), Linear(…, 10))`."""
+    """Return the names in `nn.Sequential(Conv2d(3, 16, 3), [BatchNorm2d(16),] ReLU(), Flatten(), Linear(…, 10))`."""
     height, width_px, _ = image_shape
     head = 4 if batch_norm else 3
     table = {
@@ -67,5 +76,5 @@ def torch_names(
 
 
 def torch_buffers() -> NameTable:
-    """The names of the BatchNorm's running statistics in the same model."""
+    """Return the names of the running statistics in the same model."""
     return running_statistics({"norm": "1"})

@@ -1,4 +1,4 @@
-"""What decoders share: which tokens a token sees, and the keys and values kept of those before it."""
+"""Key-value cache and attention masks of decoders."""
 
 from typing import Any, NamedTuple
 
@@ -9,88 +9,108 @@ from jax import lax
 
 from jaxtrain.models.attention import segment_mask
 
-Kept = tuple[jax.Array, jax.Array]
-"""Keys and values: [B, S, K, H] each of one layer, with a leading axis of all."""
+
+class LayerCache(NamedTuple):
+    """Key-value cache of one layer, or of all layers stacked along a leading axis [L]."""
+
+    k: jax.Array
+    """Keys [B, S, K, H]."""
+    v: jax.Array
+    """Values [B, S, K, H]."""
+    length: jax.Array
+    """Number of slots in use, int32 []."""
 
 
 class KVCache(NamedTuple):
-    """Of every layer the keys and values of the tokens so far, in slots of which `length` (int32) are taken.
+    """Keys and values of the tokens so far, for every layer.
 
-    `k` and `v` [L, B, S, K, H]; `segments` int32 [B, S], 0 for padding and for slots not taken. S is static: whoever
-    makes it makes it long enough, for what is written past its end overwrites the last.
+    The number of slots S is static. Tokens written past the last slot overwrite it, so the creator must make the cache
+    large enough.
     """
 
     k: jax.Array
+    """Keys [L, B, S, K, H]."""
     v: jax.Array
+    """Values [L, B, S, K, H]."""
     segments: jax.Array
+    """Segment of every slot, int32 [B, S]; 0 for padding and for unused slots."""
     length: jax.Array
+    """Number of slots in use, int32 []."""
 
     @classmethod
-    def empty(cls, layers: int, rows: int, slots: int, heads: int, head_dim: int, dtype: Any) -> "KVCache":
-        """One without tokens."""
-        kept = jnp.zeros((layers, rows, slots, heads, head_dim), dtype)
-        return cls(kept, kept, jnp.zeros((rows, slots), np.int32), jnp.zeros([], np.int32))
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: Any) -> "KVCache":
+        """Return a cache without tokens; `shape` is that of the keys, [L, B, S, K, H]."""
+        zeros, (_, rows, slots, _, _) = jnp.zeros(shape, dtype), shape
+        return cls(zeros, zeros, jnp.zeros((rows, slots), np.int32), jnp.zeros([], np.int32))
 
-    def expecting(self, segments: jax.Array) -> "KVCache":
-        """With the segments of the tokens to come, [B, T], whose keys and values are to follow."""
-        taken = lax.dynamic_update_slice(self.segments, segments.astype(np.int32), (np.int32(0), self.length))
-        return self._replace(segments=taken)
+    def layers(self) -> LayerCache:
+        """Return the stacked caches of the layers, as `lax.scan` takes them."""
+        return LayerCache(self.k, self.v, jnp.broadcast_to(self.length, self.k.shape[:1]))
 
-    def holding(self, kept: Kept, tokens: int) -> "KVCache":
-        """With these keys and values of all layers, `tokens` more than before."""
-        k, v = kept
-        return self._replace(k=k, v=v, length=self.length + np.int32(tokens))
+    def reserve(self, segments: jax.Array) -> "KVCache":
+        """Write the segments [B, T] of the next T tokens, before their keys and values are known."""
+        written = lax.dynamic_update_slice(self.segments, segments.astype(np.int32), (np.int32(0), self.length))
+        return self._replace(segments=written)
+
+    def append(self, layers: LayerCache) -> "KVCache":
+        """Replace keys and values by those of `layers`, stacked, as `update_cache` returns them for every layer."""
+        return self._replace(k=layers.k, v=layers.v, length=layers.length[0])
 
 
-def expecting(
+def reserve(
     cache: KVCache | None, segments: jax.Array | None, tokens: jax.Array
 ) -> tuple[KVCache | None, jax.Array | None]:
-    """The cache that expects `tokens` [B, T], and their segments: all 1 where there is a cache and none are given."""
+    """Return the cache with slots reserved for `tokens` [B, T], and their segments.
+
+    With a cache the segments default to 1; without one both arguments are returned as they are.
+    """
     if cache is None:
         return None, segments
     segments = jnp.ones_like(tokens) if segments is None else segments
-    return cache.expecting(segments), segments
+    return cache.reserve(segments), segments
 
 
-def places(positions: jax.Array | None, tokens: int, cache: KVCache | None) -> jax.Array | np.ndarray:
-    """The positions [1 or B, T]; where none are given, from where the cache ends, or 0, on."""
+def token_positions(positions: jax.Array | None, tokens: int, cache: KVCache | None) -> jax.Array | np.ndarray:
+    """Return positions int [1 or B, T]: those given, or the numbers that follow the cache, or from 0 on."""
     if positions is not None:
         return positions
     count = np.arange(tokens, dtype=np.int32)[None]
     return count if cache is None else cache.length + count
 
 
-def remembered(
-    k: jax.Array, v: jax.Array, kept: Kept | None, at: jax.Array | None
-) -> tuple[jax.Array, jax.Array, Kept | None]:
-    """The keys and values to attend to, and to keep: new ones [B, T, K, H] behind the `at` kept ones, if any are."""
-    if kept is None or at is None:
+def update_cache(
+    k: jax.Array, v: jax.Array, cache: LayerCache | None
+) -> tuple[jax.Array, jax.Array, LayerCache | None]:
+    """Return the keys and values to attend to, and the cache with the new ones, [B, T, K, H], appended."""
+    if cache is None:
         return k, v, None
-    start = (np.int32(0), at, np.int32(0), np.int32(0))
-    k, v = (lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in zip(kept, (k, v), strict=True))
-    return k, v, (k, v)
+    start = (np.int32(0), cache.length, np.int32(0), np.int32(0))
+    keys, values = (
+        lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in ((cache.k, k), (cache.v, v))
+    )
+    return keys, values, LayerCache(keys, values, cache.length + np.int32(k.shape[1]))
 
 
-def visible(
+def attention_mask(
     tokens: int, segments: jax.Array | None, window: int | None, cache: KVCache | None
 ) -> jax.Array | np.ndarray | None:
-    """The mask [1 or B, 1, T, S] of a decoder's attention; None where it is all that comes before.
+    """Return the mask [1 or B, 1, T, S] of a decoder's self-attention; None for a plain causal mask.
 
-    A token sees itself and those before it of its segment, with a `window` the last so many. With a cache, which
-    already expects the tokens, S are its slots.
+    A token attends to itself and to the earlier tokens of its segment; with a `window`, only to the last `window` of
+    them. With a cache, in which the tokens are already reserved, S is the number of its slots.
     """
     if cache is not None:
         assert segments is not None
-        mask = behind(tokens, cache.segments.shape[1], cache.length, window)
+        mask = sliding_window_mask(tokens, cache.segments.shape[1], cache.length, window)
         return mask & segment_mask(segments, cache.segments)
     if segments is None and (window is None or window >= tokens):
         return None
-    mask = behind(tokens, tokens, np.int32(0), window)
+    mask = sliding_window_mask(tokens, tokens, np.int32(0), window)
     return mask if segments is None else mask & segment_mask(segments, segments)
 
 
-def behind(t: int, s: int, start: Any, window: int | None) -> Any:
-    """[1, 1, T, S]: whether key s is no later than query `start` + t, and with a `window` one of the last so many."""
+def sliding_window_mask(t: int, s: int, start: Any, window: int | None) -> Any:
+    """Return bool [1, 1, T, S]: key s is at most query `start` + t, and one of the last `window` if there is one."""
     distance = start + np.arange(t, dtype=np.int32)[:, None] - np.arange(s, dtype=np.int32)[None, :]
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return mask[None, None]

@@ -1,14 +1,17 @@
-"""Dropout (Srivastava et al. 2014), as `torch.nn.functional.dropout` has it."""
+"""Dropout (Srivastava et al. 2014), as `torch.nn.functional.dropout`."""
 
 import jax
 import jax.numpy as jnp
 
 
 def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
-    """`x` with each element zero at probability `rate`, the others larger by 1 / (1 − rate); `x` itself without a key.
+    """Set elements of `x` to 0 with probability `rate` and multiply the others by 1 / (1 − rate).
 
-    >>> sorted(set(dropout(jnp.ones(100), 0.5, jax.random.key(0)).tolist()))
-    [0.0, 2.0]
+    Without a key, or with rate 0, `x` is returned as it is.
+
+    Example:
+      >>> sorted(set(dropout(jnp.ones(100), 0.5, jax.random.key(0)).tolist()))
+      [0.0, 2.0]
     """
     if rng is None or rate == 0.0:
         return x

@@ -1,8 +1,7 @@
-"""What the encoders BERT and ViT share: self-attention, layers and their PyTorch names, and the scan over blocks.
+"""Parts shared by the encoders BERT and ViT: self-attention, layers with their PyTorch names, the scan over blocks.
 
-Blocks are alike, so their parameters are stacked along a leading layer axis and scanned over; each is a unit of
-rematerialisation, in which "attention" and "hidden" (what enters its two projections into the residual stream) have
-names.
+The parameters of the blocks are stacked along a leading layer axis and scanned over. Each block is a unit of
+rematerialization; "attention" and "hidden" name the inputs of its two projections into the residual stream.
 """
 
 from collections.abc import Callable
@@ -23,13 +22,14 @@ from jaxtrain.transforms import block, kernel
 Key = jax.Array | None
 
 gelu = kernel(partial(jax.nn.gelu, approximate=False))
-"""x Φ(x) by the error function, as `torch.nn.functional.gelu`; JAX's default is an approximation by tanh."""
+"""Exact GELU, x Φ(x), as `torch.nn.functional.gelu`; JAX's default is the tanh approximation."""
 
 
 class SelfAttention(nnx.Module):
-    """[B, T, width] → the same, its output projection included: every token sees every token that `mask` lets it see.
+    """Bidirectional multi-head self-attention on [B, T, width], including the output projection.
 
-    `mask` bool, broadcastable to [B, heads, T, T]; with a key, weights are dropped at the rate `dropout`.
+    Called as `layer(x, mask, rng)` with a mask bool, broadcastable to [B, heads, T, T], True where a query attends to a
+    key, and a dropout key; both may be None.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ ATTENTION_SHARDING = {
     "blocks/attention/(query|key|value)/bias": P(None, ("tensor", "fsdp")),
     "blocks/attention/out/kernel": P(None, "tensor", "fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`)."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`)."""
 
 
 def linear(n: int, m: int, std: float, *, bias: bool = True, rngs: nnx.Rngs) -> Linear:
-    """A linear layer, weights normal of standard deviation `std`, bias 0."""
+    """Return a linear layer with normal weights of standard deviation `std` and a zero bias."""
     return Linear(n, m, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
-def stacked(make: Callable[[nnx.Rngs], Any], layers: int, *, rngs: nnx.Rngs) -> Any:
-    """One block whose parameters have a leading axis of `layers`."""
+def stack_blocks(make: Callable[[nnx.Rngs], Any], layers: int, *, rngs: nnx.Rngs) -> Any:
+    """Return one block whose parameters have a leading axis of size `layers`."""
     return nnx.vmap(lambda key: make(nnx.Rngs(key)))(jax.random.split(rngs.params(), layers))
 
 
-def scanned(blocks: Any, layers: int, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
-    """`x` through the stacked `blocks`, each called as `block(x, mask, rng)` with a key of its own."""
+def scan_blocks(blocks: Any, layers: int, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
+    """Apply the stacked blocks in turn, each as `block(x, mask, rng)` with its own key."""
     graphdef, parameters = nnx.split(blocks)
     apply = block(lambda layer, x, mask, rng: nnx.merge(graphdef, layer)(x, mask, rng))
     rngs = None if rng is None else jax.random.split(rng, layers)
@@ -77,17 +77,17 @@ def scanned(blocks: Any, layers: int, x: jax.Array, mask: jax.Array | None, rng:
     return x
 
 
-def split(rng: Key, n: int) -> list[Key]:
-    """So many keys, or so many times None."""
+def split_key(rng: Key, n: int) -> list[Key]:
+    """Return n keys, or n times None without a key."""
     return [None] * n if rng is None else list(jax.random.split(rng, n))
 
 
 def linear_names(ours: str, theirs: str, *, bias: bool = True) -> dict[str, TorchParam]:
-    """A linear layer's entries in a name table."""
+    """Return the entries of a linear layer in a name table."""
     weight = {f"{ours}/kernel": TorchParam(f"{theirs}.weight", LINEAR)}
     return weight | ({f"{ours}/bias": TorchParam(f"{theirs}.bias")} if bias else {})
 
 
 def norm_names(ours: str, theirs: str) -> dict[str, TorchParam]:
-    """A layer normalisation's."""
+    """Return the entries of a layer normalization in a name table."""
     return {f"{ours}/scale": TorchParam(f"{theirs}.weight"), f"{ours}/bias": TorchParam(f"{theirs}.bias")}

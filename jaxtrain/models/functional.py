@@ -1,4 +1,4 @@
-"""An nnx model as a pure function of its parameters, which is what a training step differentiates."""
+"""An nnx model as a pure function of its parameters, as a training step differentiates it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,20 @@ from flax import nnx
 
 
 def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(apply, params): `apply(params, *inputs)` calls the model; `params` is nested dicts of arrays.
+    """Split a model into a pure function and its parameters.
 
-    >>> from jaxtrain.models.mlp import MLP
-    >>> import jax.numpy as jnp
-    >>> apply, params = functional(MLP((4, 3, 2), rngs=nnx.Rngs(0)))
-    >>> apply(params, jnp.ones((5, 4))).shape
-    (5, 2)
+    Args:
+      model: Module without running statistics.
+
+    Returns:
+      A tuple (apply, params): `apply(params, *inputs)` calls the model, `params` are nested dicts of arrays.
+
+    Example:
+      >>> from jaxtrain.models.mlp import MLP
+      >>> import jax.numpy as jnp
+      >>> apply, params = functional(MLP((4, 3, 2), rngs=nnx.Rngs(0)))
+      >>> apply(params, jnp.ones((5, 4))).shape
+      (5, 2)
     """
     graphdef, state = nnx.split(model, nnx.Param)
 
@@ -24,15 +31,22 @@ def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def functional_with_state(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-    """(apply, params, model_state) of a model with BatchNorm: `apply(params, model_state, *inputs)` returns the
-    output and the new model state.
+    """Split a model with BatchNorm into a pure function, its parameters and its running statistics.
 
-    >>> from jaxtrain.models.cnn import CNN
-    >>> import jax.numpy as jnp
-    >>> apply, params, state = functional_with_state(CNN((8, 8, 3), batch_norm=True, rngs=nnx.Rngs(0)))
-    >>> logits, state = apply(params, state, jnp.ones((5, 8, 8, 3)), True)
-    >>> logits.shape, int(state["norm"]["count"])
-    ((5, 10), 1)
+    Args:
+      model: Module with running statistics.
+
+    Returns:
+      A tuple (apply, params, model_state): `apply(params, model_state, *inputs)` returns the output and the new model
+      state.
+
+    Example:
+      >>> from jaxtrain.models.cnn import CNN
+      >>> import jax.numpy as jnp
+      >>> apply, params, state = functional_with_state(CNN((8, 8, 3), batch_norm=True, rngs=nnx.Rngs(0)))
+      >>> logits, state = apply(params, state, jnp.ones((5, 8, 8, 3)), True)
+      >>> logits.shape, int(state["norm"]["count"])
+      ((5, 10), 1)
     """
     split: tuple[Any, ...] = nnx.split(model, nnx.Param, nnx.BatchStat)
     graphdef, params, state = split

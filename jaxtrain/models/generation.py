@@ -266,10 +266,10 @@ def _encode_sources(
     model: T5, sources: jax.Array, real: jax.Array, new_tokens: int
 ) -> tuple[jax.Array, Any, DecodeStep]:
     """Return the logits of a T5's decoder after its start token, its cache, and its step."""
-    cache = model.remember(model.encode(sources, real), real, new_tokens)
+    cache = model.init_cache(model.encode(sources, real), real, new_tokens)
     start = jnp.full((len(sources), 1), model.config.decoder_start_token_id, np.int32)
-    logits, cache = model.go_on(start, cache)
-    return logits, cache, lambda last, written, cache: model.go_on(last, cache)
+    logits, cache = model.decode_cached(start, cache)
+    return logits, cache, lambda last, written, cache: model.decode_cached(last, cache)
 
 
 class _Program(NamedTuple):

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019), as `transformers.GPT2LMHeadModel` computes it.
 
-Blocks are alike, so their parameters are stacked along a leading layer axis and the model scans over them: one block
-is compiled, however deep the model. Each block is a unit of rematerialisation, in which "attention" and "hidden" (what
-enters its two projections into the residual stream) have names.
+The parameters of the blocks are stacked along a leading layer axis and the model scans over them, so one block is
+compiled whatever the depth. Each block is a unit of rematerialization; "attention" and "hidden" name the inputs of its
+two projections into the residual stream.
 """
 
 import math
@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
+from jaxtrain.models.decoder import (
+    KVCache,
+    LayerCache,
+    attention_mask,
+    reserve,
+    token_positions,
+    update_cache,
+)
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
@@ -30,7 +37,10 @@ from jaxtrain.transforms import block
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes, dropout rate, initial weights' standard deviation; the names are those of `transformers.GPT2Config`."""
+    """Configuration of a GPT-2, with the field names of `transformers.GPT2Config`.
+
+    `dropout` stands for its `resid_pdrop`, `embd_pdrop` and `attn_pdrop`.
+    """
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -43,15 +53,16 @@ class GPT2Config:
 
 
 class GPT2(nnx.Module):
-    """Tokens int [B, T] → logits [B, T, vocab_size]; with a cache, (logits, the cache with these tokens).
+    """GPT-2 with a language-modeling head tied to the token embedding.
 
-    With a dropout key it is in training mode. Positions, segments and cache are as in `jaxtrain.models.llama.Llama`.
+    Called with tokens int [B, T] it returns logits [B, T, vocab_size]; the other inputs are those of
+    `jaxtrain.models.llama.Llama`, with a dropout key `rng` for training mode.
     """
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
         normal = nnx.initializers.normal(config.initializer_range)
-        # Bare parameters: nnx.Embed keeps the dtype it was made with.
+        # Plain parameters, because nnx.Embed converts to the dtype it was created with.
         self.wte = nnx.Param(normal(rngs.params(), (config.vocab_size, config.n_embd)))
         self.wpe = nnx.Param(normal(rngs.params(), (config.n_positions, config.n_embd)))
         self.blocks = _stacked_blocks(config, rngs)
@@ -68,39 +79,40 @@ class GPT2(nnx.Module):
         config, t = self.config, tokens.shape[1]
         _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
-        cache, segments = expecting(cache, segments, tokens)
-        mask = visible(t, segments, None, cache)
-        x = self.wte[...][tokens] + self.wpe[...][places(positions, t, cache)]
+        cache, segments = reserve(cache, segments, tokens)
+        mask = attention_mask(t, segments, None, cache)
+        x = self.wte[...][tokens] + self.wpe[...][token_positions(positions, t, cache)]
         x = _dropout(x, config.dropout, embed_rng)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
-        at, kept = (None, None) if cache is None else (cache.length, (cache.k, cache.v))
-        x, kept = lax.scan(lambda x, layer: apply(layer[0], x, mask, *layer[1:], at), x, (layers, rngs, kept))
+        caches = None if cache is None else cache.layers()
+        x, caches = lax.scan(lambda x, layer: apply(layer[0], x, mask, *layer[1:]), x, (layers, rngs, caches))
         logits = product(self.ln_f(x), self.wte[...].T)
-        return logits if cache is None or kept is None else (logits, cache.holding(kept, t))
+        return logits if cache is None or caches is None else (logits, cache.append(caches))
 
     @property
     def context_length(self) -> int:
-        """Largest number of tokens of a text."""
+        """Largest number of tokens in a sequence."""
         return self.config.n_positions
 
     def empty_cache(self, rows: int, slots: int) -> KVCache:
-        """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
-        config, dtype = self.config, self.wte[...].dtype
+        """Return a cache for `slots` tokens in each of `rows` rows, in the dtype of the parameters."""
+        config = self.config
         _check_length(config, slots)
-        return KVCache.empty(config.n_layer, rows, slots, config.n_head, config.n_embd // config.n_head, dtype)
+        shape = (config.n_layer, rows, slots, config.n_head, config.n_embd // config.n_head)
+        return KVCache.empty(shape, self.wte[...].dtype)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, n_embd] → the same."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), on [B, T, n_embd]."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
         width, std = config.n_embd, config.initializer_range
         self.config = config
         self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.qkv = _linear(width, 3 * width, std, rngs)
-        # Projections into the residual stream start smaller with depth (section 2.3 of the paper).
+        # Projections into the residual stream are initialized by depth (section 2.3 of the paper).
         into_residual = std / math.sqrt(2 * config.n_layer)
         self.attn_proj = _linear(width, width, into_residual, rngs)
         self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
@@ -108,37 +120,37 @@ class Block(nnx.Module):
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, kept: Kept | None, at: jax.Array | None
-    ) -> tuple[jax.Array, Kept | None]:
+        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
         rate = self.config.dropout
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
-        attended, kept = self.attention(self.ln_1(x), mask, rngs[0], kept, at)
+        attended, cache = self.attention(self.ln_1(x), mask, rngs[0], cache)
         x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
         hidden = checkpoint_name(jax.nn.gelu(self.fc(self.ln_2(x)), approximate=True), "hidden")
-        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), kept
+        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), cache
 
     def attention(
-        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, kept: Kept | None, at: jax.Array | None
-    ) -> tuple[jax.Array, Kept | None]:
-        """Causal multi-head self-attention: [B, T, n_embd] → the same, before the output projection."""
+        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Return causal self-attention of [B, T, n_embd] before its output projection, and the updated cache."""
         b, t, width = x.shape
         heads = self.config.n_head
         q, k, v = (y.reshape(b, t, heads, width // heads) for y in jnp.split(self.qkv(x), 3, axis=-1))
-        k, v, kept = remembered(k, v, kept, at)
+        k, v, cache = update_cache(k, v, cache)
         attended = attention(q, k, v, mask=mask, causal=mask is None, dropout=self.config.dropout, rng=rng)
-        return attended.reshape(b, t, width), kept
+        return attended.reshape(b, t, width), cache
 
 
 def _stacked_blocks(config: GPT2Config, rngs: nnx.Rngs) -> Block:
-    """One `Block` whose parameters have a leading layer axis."""
+    """Return one `Block` whose parameters have a leading layer axis."""
     keys = jax.random.split(rngs.params(), config.n_layer)
     return nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
 
 
 def _check_length(config: GPT2Config, tokens: int) -> None:
-    # An index too large would be taken for the largest.
+    # JAX would clamp a position that is too large.
     if tokens > config.n_positions:
-        raise UserError(f"{tokens} tokens are more than n_positions {config.n_positions}: shorten them, or retrain")
+        raise UserError(f"{tokens} tokens exceed n_positions {config.n_positions}: use shorter sequences")
 
 
 def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
@@ -154,12 +166,15 @@ SHARDING = {
     "blocks/.*/(bias|scale)": P(None, "fsdp"),
     "ln_f/(bias|scale)": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`); `tensor` as in Megatron-LM (Shoeybi et
-al. 2019): columns into a half of a block, rows out of it, the vocabulary of the embedding."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`). `tensor` is that of Megatron-LM (Shoeybi
+et al. 2019): the columns of the first product of each half of a block, the rows of the second, the vocabulary."""
 
 
 def torch_names(config: GPT2Config | None = None) -> NameTable:
-    """The names in `transformers.GPT2LMHeadModel`, whose Conv1D keeps [in, out] as JAX does; those of every config."""
+    """Return the names in `transformers.GPT2LMHeadModel`, whose Conv1D stores [in, out] as JAX does.
+
+    `config` is not used: the names are the same for all.
+    """
     del config
     blocks = {
         "ln_1": "ln_1",
@@ -183,9 +198,10 @@ def torch_names(config: GPT2Config | None = None) -> NameTable:
 
 
 def from_hf(config: Mapping[str, Any]) -> GPT2Config:
-    """The `GPT2Config` of a Hugging Face config.json; its dropout rates are to be one.
+    """Return the `GPT2Config` of a Hugging Face config.json.
 
-    Raises `UserError` for what would change the numbers and is not supported.
+    Raises:
+      UserError: A setting that changes the result is not supported, or the three dropout rates differ.
     """
     require(
         config,
@@ -201,19 +217,20 @@ def from_hf(config: Mapping[str, Any]) -> GPT2Config:
     given = fields_from_hf(config, GPT2Config)
     width = given.get("n_embd", GPT2Config.n_embd)
     if config.get("n_inner") not in (None, 4 * width):
-        raise UserError(f"n_inner {config['n_inner']} is not supported: only four times n_embd, {4 * width}, is")
+        raise UserError(f"n_inner {config['n_inner']} is not supported: only 4 * n_embd, {4 * width}, is")
     rates = {name: config.get(name, 0.1) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len(set(rates.values())) > 1:
-        raise UserError(f"dropout rates {rates} are not supported: make them one")
+        raise UserError(f"dropout rates {rates} must be equal")
     return GPT2Config(**given, dropout=rates["resid_pdrop"])
 
 
 def to_hf(config: GPT2Config) -> dict[str, Any]:
-    """A config.json that `transformers` reads back into the same model.
+    """Return the config.json from which `transformers` creates the same model.
 
-    >>> from_hf(to_hf(GPT2Config(n_layer=3))) == GPT2Config(n_layer=3)
-    True
+    Example:
+      >>> from_hf(to_hf(GPT2Config(n_layer=3))) == GPT2Config(n_layer=3)
+      True
     """
-    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "dropout"}
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "dropout"}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **said, **rates}
+    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **values, **rates}

@@ -1,4 +1,4 @@
-"""What the families read and write alike of a Hugging Face config.json."""
+"""Reading and writing of the keys of a Hugging Face config.json that several families share."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -8,19 +8,20 @@ from jaxtrain.errors import UserError
 
 
 def fields_from_hf(config: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """The fields of the dataclass `kind` that a config.json sets under the same names; lists as tuples."""
+    """Return the fields of the dataclass `kind` that a config.json sets under the same names, lists as tuples."""
     found = {field.name: config[field.name] for field in fields(kind) if field.name in config}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def require(config: Mapping[str, Any], **supported: Any) -> None:
-    """Raises `UserError` for the first key that has another value than the one supported.
+    """Raise `UserError` for the first key whose value is not the supported one; keys may be missing.
 
-    >>> require({"hidden_act": "gelu"}, hidden_act="gelu", is_decoder=False)
-    >>> require({"is_decoder": True}, is_decoder=False)
-    Traceback (most recent call last):
-        ...
-    jaxtrain.errors.UserError: is_decoder True is not supported: only False is
+    Example:
+      >>> require({"hidden_act": "gelu"}, hidden_act="gelu", is_decoder=False)
+      >>> require({"is_decoder": True}, is_decoder=False)
+      Traceback (most recent call last):
+          ...
+      jaxtrain.errors.UserError: is_decoder True is not supported: only False is
     """
     for key, value in supported.items():
         if config.get(key, value) != value:
@@ -28,15 +29,16 @@ def require(config: Mapping[str, Any], **supported: Any) -> None:
 
 
 def labels_from_hf(config: Mapping[str, Any]) -> int:
-    """How many classes there are: `transformers` writes their names only, and takes two where there are none."""
+    """Return the number of classes; `transformers` writes only their names, and its default is two."""
     return int(config.get("num_labels") or len(config.get("id2label") or range(2)))
 
 
 def labels_to_hf(count: int) -> dict[str, Any]:
-    """So many classes, under the names that `transformers` gives them.
+    """Return the keys of a config.json for `count` classes, with the default names of `transformers`.
 
-    >>> labels_from_hf(labels_to_hf(3))
-    3
+    Example:
+      >>> labels_from_hf(labels_to_hf(3))
+      3
     """
     names = [f"LABEL_{i}" for i in range(count)]
     return {

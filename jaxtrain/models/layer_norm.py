@@ -1,8 +1,7 @@
-"""Layer normalisation (Ba et al. 2016), as `torch.nn.LayerNorm` computes it.
+"""Layer normalization (Ba et al. 2016), as `torch.nn.LayerNorm` computes it.
 
-flax's computes the variance as E[x²] − E[x]², which loses all digits where the mean is large, unless told otherwise;
-and multiplies the scale by the standard deviation first, for which XLA's CPU backend writes out the scale for every
-token.
+flax's layer computes the variance as E[x²] − E[x]² by default, which loses all digits where the mean is large, and
+multiplies the scale by the inverse standard deviation first, for which XLA:CPU broadcasts the scale to every token.
 """
 
 import jax
@@ -11,10 +10,11 @@ from flax import nnx
 
 
 class LayerNorm(nnx.Module):
-    """(x − mean) / √(var + ε) · scale + bias over the last axis: [..., features] → the same.
+    """Layer normalization over the last axis, (x − mean) / √(var + ε) · scale + bias.
 
-    >>> LayerNorm(2, 0.0)(jnp.array([[1.0, 3.0]])).tolist()
-    [[-1.0, 1.0]]
+    Example:
+      >>> LayerNorm(2, 0.0)(jnp.array([[1.0, 3.0]])).tolist()
+      [[-1.0, 1.0]]
     """
 
     def __init__(self, features: int, epsilon: float) -> None:
@@ -24,6 +24,6 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         axes = (1,) * (x.ndim - 1) + (-1,)
-        centred = x - x.mean(-1, keepdims=True)
-        normalised = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.epsilon)
-        return normalised * self.scale[...].reshape(axes) + self.bias[...].reshape(axes)
+        centered = x - x.mean(-1, keepdims=True)
+        normalized = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + self.epsilon)
+        return normalized * self.scale[...].reshape(axes) + self.bias[...].reshape(axes)

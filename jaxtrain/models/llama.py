@@ -1,7 +1,7 @@
-"""The Llama family, as `transformers` computes it: Llama 2 and 3 (SmolLM is one), Mistral, Qwen2, Qwen3 and SmolLM3.
+"""The Llama family, as `transformers` computes it: Llama 2 and 3 (including SmolLM), Mistral, Qwen2, Qwen3, SmolLM3.
 
-RMSNorm before each half of a block, rotary positions, grouped queries, SwiGLU. Blocks are stacked, scanned and marked
-as those of GPT-2 (`jaxtrain.models.gpt2`), with the same names for rematerialisation.
+Blocks have RMSNorm before each half, rotary positions, grouped queries and SwiGLU. They are stacked and scanned as
+those of GPT-2 (`jaxtrain.models.gpt2`), with the same names for rematerialization.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,18 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models import rope
 from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import Kept, KVCache, behind, expecting, places, remembered, visible
+from jaxtrain.models.decoder import (
+    KVCache,
+    LayerCache,
+    attention_mask,
+    reserve,
+    sliding_window_mask,
+    token_positions,
+    update_cache,
+)
 from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
-from jaxtrain.models.rope import DEFAULT, Rope, rotated, rotation
+from jaxtrain.models.rope import DEFAULT, Rope, apply_rotary, rotary_cos_sin
 from jaxtrain.transforms import block, kernel
 
 MODEL_TYPES = {
@@ -35,15 +43,15 @@ MODEL_TYPES = {
     "smollm3": "SmolLM3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }
-"""What `transformers` calls each member of the family, and its class there; mixtral is `jaxtrain.models.mixtral`'s."""
+"""Class in `transformers` by model type; "mixtral" is implemented in `jaxtrain.models.mixtral`."""
 
 LAYER_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 
 _BY_LAYER = ("qwen2", "qwen3", "smollm3")
-"""Those whose layers may differ, in whether they have the window."""
+"""Model types with a `layer_types` setting."""
 
-MOST_LAYERS = 10_000
-"""That a config.json may say: what differs by layer is listed before anything is known to be true."""
+MAX_LAYERS = 10_000
+"""Upper bound of `num_hidden_layers` in a config.json: per-layer settings are expanded before weights are checked."""
 
 _ALIKE = {"layer_types": None, "no_rope_layers": None}
 _ABSENT: dict[str, dict[str, Any]] = {
@@ -54,9 +62,9 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "mixtral": {"attention_bias": False, "mlp_bias": False, **_ALIKE},
 }
-"""The switches that each has not."""
+"""Settings that a model type does not have, with the only value they may take."""
 
-_LEFT_OUT: dict[str, dict[str, Any]] = {
+_HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
     "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32},
@@ -64,18 +72,26 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True, "pad_token_id": 128004, "rope_theta": 2e6},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6},
 }
-"""What `transformers` takes where a config.json does not say, and would not of a llama."""
+"""Defaults of `transformers` for keys missing in a config.json, where they differ from those of a llama."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes and switches; the names, and the defaults, are those of `transformers.LlamaConfig`.
+    """Configuration of a model of the family, with the field names and defaults of `transformers.LlamaConfig`.
 
-    `model_type` is one of `MODEL_TYPES`: "qwen2" has biases on queries, keys and values, "qwen3" norms on queries and
-    keys. `attention_bias` puts biases on all four projections. With a `sliding_window` a token sees itself and as many
-    before it as make that number: in every layer, or in those that are "sliding_attention" in `layer_types`, the others
-    being "full_attention". Of `no_rope_layers` it is the zeros that have no rotary positions. The embedding of
-    `pad_token_id` is not trained.
+    Attributes:
+      model_type: One of `MODEL_TYPES`. "qwen2" has biases on queries, keys and values, "qwen3" norms on queries and
+        keys.
+      rope_parameters: Base and scaling of the rotary embeddings.
+      attention_bias: Whether all four projections of the attention have biases.
+      sliding_window: Number of tokens that a token attends to, itself included; None for all earlier ones.
+      layer_types: "full_attention" or "sliding_attention" for every layer; None if all layers have the window.
+      no_rope_layers: 1 for a layer with rotary positions, 0 for one without; None if all have them.
+      pad_token_id: Token whose embedding gets no gradient, as `torch.nn.Embedding(padding_idx=…)`; None for no such
+        token.
+
+    Raises:
+      UserError: A setting does not exist for the model type, or a per-layer setting has the wrong length or value.
     """
 
     model_type: str = "llama"
@@ -102,15 +118,15 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name, value in _ABSENT.get(self.model_type, {}).items():
             if getattr(self, name) != value:
-                raise UserError(f"{name} {getattr(self, name)!r} is not what a {self.model_type} has: leave it out")
+                raise UserError(f"{name} {getattr(self, name)!r} is not a setting of {self.model_type}: leave it out")
         layers = self.num_hidden_layers
         for name, given in (("no_rope_layers", self.no_rope_layers), ("layer_types", self.layer_types)):
             if given is not None and len(given) != layers:
-                raise UserError(f"{name} are {len(given)}, num_hidden_layers {layers}: give one for each layer")
+                raise UserError(f"{name} must have num_hidden_layers {layers} entries, got {len(given)}")
         if unknown := {*(self.layer_types or ())} - {*LAYER_TYPES}:
-            raise UserError(f"layer_types {min(unknown)!r} is not supported: choose of {', '.join(LAYER_TYPES)}")
+            raise UserError(f"layer_types {min(unknown)!r} is not supported: choose from {', '.join(LAYER_TYPES)}")
         if self.layer_types is not None and SLIDING in self.layer_types and self.sliding_window is None:
-            raise UserError(f"layer_types {SLIDING!r} needs a sliding_window: give one")
+            raise UserError(f"layer_types {SLIDING!r} needs sliding_window: set it")
 
     @property
     def qkv_bias(self) -> bool:
@@ -119,15 +135,14 @@ class LlamaConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether the heads of queries and keys are normalised."""
+        """Whether queries and keys are normalized per head."""
         return self.model_type == "qwen3"
 
 
 class RMSNorm(nnx.Module):
-    """x / √(mean x² + ε) · scale over the last axis (Zhang and Sennrich 2019).
+    """RMSNorm over the last axis: x / √(mean x² + ε) · scale (Zhang and Sennrich 2019).
 
-    As in `transformers` the quotient is taken in float32, or better, and rounded to the dtype of `x` before it is
-    scaled.
+    As in `transformers`, the quotient is computed in float32 at least and rounded to the dtype of `x` before scaling.
     """
 
     def __init__(self, features: int, epsilon: float) -> None:
@@ -135,8 +150,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        normalised = kernel(partial(_over_root_mean_square, epsilon=self.epsilon))(x)
-        return normalised * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        normalized = kernel(partial(_over_root_mean_square, epsilon=self.epsilon))(x)
+        return normalized * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 def _over_root_mean_square(x: jax.Array, *, epsilon: float) -> jax.Array:
@@ -145,7 +160,7 @@ def _over_root_mean_square(x: jax.Array, *, epsilon: float) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """[B, T, hidden_size] → heads' outputs [B, T, num_attention_heads · head_dim], before the output projection."""
+    """Causal self-attention with rotary positions and grouped queries, on [B, T, hidden_size]."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -161,25 +176,24 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
+        cos_sin: tuple[jax.Array, jax.Array],
         mask: jax.Array | None,
         rng: jax.Array | None,
-        kept: Kept | None,
-        at: jax.Array | None,
-    ) -> tuple[jax.Array, Kept | None]:
+        cache: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         b, t, _ = x.shape
         q, k, v = (proj(x).reshape(b, t, -1, self.config.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotated(q, *turn), rotated(k, *turn)
-        k, v, kept = remembered(k, v, kept, at)
+        q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
+        k, v, cache = update_cache(k, v, cache)
         causal, dropout = mask is None, self.config.attention_dropout
         attended = attention(q, k, v, mask=mask, causal=causal, dropout=dropout, rng=rng).reshape(b, t, -1)
-        return self.o_proj(checkpoint_name(attended, "attention")), kept
+        return self.o_proj(checkpoint_name(attended, "attention")), cache
 
 
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020): silu(gate(x)) · up(x), projected down: [B, T, hidden_size] → the same, and None."""
+    """SwiGLU (Shazeer 2020), down(silu(gate(x)) · up(x)), on [B, T, hidden_size]; it has no auxiliary output."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         width, hidden, linear = config.hidden_size, config.intermediate_size, partial(_linear, config, rngs=rngs)
@@ -193,8 +207,10 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, hidden_size] → the same, what the MLP tells besides, and
-    the keys and values kept."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), on [B, T, hidden_size].
+
+    It also returns the auxiliary output of the MLP and the updated cache.
+    """
 
     def __init__(self, config: LlamaConfig, mlp: Callable[..., Any], *, rngs: nnx.Rngs) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -203,18 +219,27 @@ class Block(nnx.Module):
         self.mlp = mlp(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, *context: Any) -> tuple[jax.Array, Any, Any]:
-        attended, kept = self.self_attn(self.input_layernorm(x), *context)
+        attended, cache = self.self_attn(self.input_layernorm(x), *context)
         x = x + attended
-        y, told = self.mlp(self.post_attention_layernorm(x))
-        return x + y, told, kept
+        y, aux = self.mlp(self.post_attention_layernorm(x))
+        return x + y, aux, cache
 
 
 class Llama(nnx.Module):
-    """Tokens int [B, T] → logits [B, T, vocab_size]; with a cache, (logits, the cache with these tokens).
+    """Decoder of the Llama family with a language-modeling head.
 
-    With a dropout key it is in training mode. `positions` int [B, T] count from 0 by default, or from where the cache
-    ends; tokens see those of their own segment only, `segments` int [B, T], so that several sequences can be packed
-    into a row, each with positions of its own, and padding (a segment of its own, by convention 0) is not seen.
+    Called as `model(tokens, rng, positions, segments, cache)`:
+
+    Args:
+      tokens: int [B, T].
+      rng: Dropout key for training mode, or None.
+      positions: int [B, T]; None counts from 0, or from the length of the cache.
+      segments: int [B, T]; tokens attend to their own segment only, so that several sequences can be packed into a row,
+        each with its own positions. Padding is a segment too, by convention 0. None for one segment.
+      cache: Cache of the tokens before these, from `empty_cache`; None for none.
+
+    Returns:
+      Logits [B, T, vocab_size]; with a cache, a tuple (logits, the cache with these tokens appended).
     """
 
     feed_forward: ClassVar[Callable[..., Any]] = MLP
@@ -238,44 +263,45 @@ class Llama(nnx.Module):
         cache: KVCache | None = None,
     ) -> Any:
         config, t = self.config, tokens.shape[1]
-        cache, segments = expecting(cache, segments, tokens)
+        cache, segments = reserve(cache, segments, tokens)
         masks = _masks(config, t, segments, cache)
-        x = self._embedded(tokens)
-        turn = rotation(config.rope_parameters, places(positions, t, cache), config.head_dim, x.dtype)
+        x = self._embed(tokens)
+        cos_sin = rotary_cos_sin(config.rope_parameters, token_positions(positions, t, cache), config.head_dim, x.dtype)
         graphdef, layers = nnx.split(self.layers)
 
         @block
-        def apply(layer: Any, kind: Kind, x: jax.Array, turn: Any, masks: Any, *context: Any) -> Any:
-            return nnx.merge(graphdef, layer)(x, _turn(turn, kind), _mask(masks, kind), *context)
+        def apply(layer: Any, kind: LayerKind, x: jax.Array, cos_sin: Any, masks: Any, *context: Any) -> Any:
+            return nnx.merge(graphdef, layer)(x, _select_cos_sin(cos_sin, kind), _select_mask(masks, kind), *context)
 
         rngs = None if rng is None else jax.random.split(rng, config.num_hidden_layers)
-        at, kept = (None, None) if cache is None else (cache.length, (cache.k, cache.v))
+        caches = None if cache is None else cache.layers()
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            x, told, kept = apply(*layer[:2], x, turn, masks, *layer[2:], at)
-            return x, (told, kept)
+            x, aux, updated = apply(*layer[:2], x, cos_sin, masks, *layer[2:])
+            return x, (aux, updated)
 
-        x, (told, kept) = lax.scan(step, x, (layers, _kinds(config), rngs, kept))
+        x, (aux, caches) = lax.scan(step, x, (layers, _layer_kinds(config), rngs, caches))
         head = self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
         logits = product(self.norm(x), head)
-        return self.output(logits, told) if cache is None else (logits, cache.holding(kept, t))
+        return self.output(logits, aux) if cache is None or caches is None else (logits, cache.append(caches))
 
-    def output(self, logits: jax.Array, told: Any) -> Any:
-        """What a call without a cache returns, given what each layer's MLP tells besides, stacked."""
-        del told
+    def output(self, logits: jax.Array, aux: Any) -> Any:
+        """Return the result of a call without a cache; `aux` stacks the auxiliary outputs of the layers' MLPs."""
+        del aux
         return logits
 
     @property
     def context_length(self) -> int:
-        """Largest number of tokens of the texts that the model is trained on."""
+        """Number of tokens in the sequences that the model is trained on."""
         return self.config.max_position_embeddings
 
     def empty_cache(self, rows: int, slots: int) -> KVCache:
-        """For `slots` tokens in each of `rows`, in the dtype of the parameters."""
-        config, dtype = self.config, self.embed_tokens[...].dtype
-        return KVCache.empty(config.num_hidden_layers, rows, slots, config.num_key_value_heads, config.head_dim, dtype)
+        """Return a cache for `slots` tokens in each of `rows` rows, in the dtype of the parameters."""
+        config = self.config
+        shape = (config.num_hidden_layers, rows, slots, config.num_key_value_heads, config.head_dim)
+        return KVCache.empty(shape, self.embed_tokens[...].dtype)
 
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
+    def _embed(self, tokens: jax.Array) -> jax.Array:
         x = self.embed_tokens[...][tokens]
         if self.config.pad_token_id is None:
             return x
@@ -283,44 +309,44 @@ class Llama(nnx.Module):
         return jnp.where((tokens == self.config.pad_token_id)[..., None], lax.stop_gradient(x), x)
 
 
-class Kind(NamedTuple):
-    """Of every layer, bool [L], or of one: whether it has the window, and rotary positions; None if all are alike."""
+class LayerKind(NamedTuple):
+    """Switches that differ by layer, bool [L], or bool [] of one layer; None where all layers are alike."""
 
-    slides: Any
-    turns: Any
+    is_sliding: Any
+    has_rope: Any
 
 
-def _kinds(config: LlamaConfig) -> Kind:
-    slides, turns = config.layer_types, config.no_rope_layers
-    return Kind(
-        None if slides is None else np.array([kind == SLIDING for kind in slides]),
-        None if turns is None else np.array(turns, bool),
+def _layer_kinds(config: LlamaConfig) -> LayerKind:
+    types, rope_layers = config.layer_types, config.no_rope_layers
+    return LayerKind(
+        None if types is None else np.array([kind == SLIDING for kind in types]),
+        None if rope_layers is None else np.array(rope_layers, bool),
     )
 
 
 def _masks(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Any, Any]:
-    """(that of all layers, None); or that of those without the window, and of those with it."""
-    narrow = visible(t, segments, config.sliding_window, cache)
+    """Return (mask of all layers, None), or (mask without the window, mask with it) where layers differ."""
+    narrow = attention_mask(t, segments, config.sliding_window, cache)
     if config.layer_types is None or narrow is None:
         return narrow, None
-    wide = visible(t, segments, None, cache)
-    return behind(t, t, 0, None) if wide is None else wide, narrow
+    wide = attention_mask(t, segments, None, cache)
+    return sliding_window_mask(t, t, 0, None) if wide is None else wide, narrow
 
 
-def _mask(masks: tuple[Any, Any], kind: Kind) -> Any:
+def _select_mask(masks: tuple[Any, Any], kind: LayerKind) -> Any:
     wide, narrow = masks
-    return wide if narrow is None else jnp.where(kind.slides, narrow, wide)
+    return wide if narrow is None else jnp.where(kind.is_sliding, narrow, wide)
 
 
-def _turn(turn: tuple[jax.Array, jax.Array], kind: Kind) -> tuple[jax.Array, jax.Array]:
-    cos, sin = turn
-    return turn if kind.turns is None else (jnp.where(kind.turns, cos, 1), jnp.where(kind.turns, sin, 0))
+def _select_cos_sin(cos_sin: tuple[jax.Array, jax.Array], kind: LayerKind) -> tuple[jax.Array, jax.Array]:
+    cos, sin = cos_sin
+    return cos_sin if kind.has_rope is None else (jnp.where(kind.has_rope, cos, 1), jnp.where(kind.has_rope, sin, 0))
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """x · σ(x), which PyTorch has a kernel for."""
-    silued: jax.Array = kernel(jax.nn.silu)(x)
-    return silued
+    """Compute x · σ(x) as one kernel, as PyTorch does."""
+    activated: jax.Array = kernel(jax.nn.silu)(x)
+    return activated
 
 
 def _linear(config: LlamaConfig, n: int, m: int, *, bias: bool, rngs: nnx.Rngs) -> Linear:
@@ -337,16 +363,16 @@ SHARDING = {
     "layers/.*/(bias|scale)": P(None, "fsdp"),
     "norm/scale": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
+"""Mesh axes that shard each axis, by parameter path, as for GPT-2."""
 
 
 def torch_names(config: LlamaConfig) -> NameTable:
-    """The names in the `transformers` model of the same type."""
+    """Return the names in the `transformers` model of the same type."""
     return name_table(config, _linear_names({f"mlp.{name}_proj": config.mlp_bias for name in ("gate", "up", "down")}))
 
 
 def name_table(config: LlamaConfig, mlp: Mapping[str, TorchParam]) -> NameTable:
-    """The table of a model of the family, given what its MLPs are made of."""
+    """Return the name table of a model of the family; `mlp` is the part for its MLPs."""
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     return NameTable({**_embedding_names(config), **_attention_names(config), **mlp}, tied)
 
@@ -376,64 +402,69 @@ def _linear_names(biased: Mapping[str, bool]) -> dict[str, TorchParam]:
 
 
 def from_hf(config: Mapping[str, Any]) -> LlamaConfig:
-    """The `LlamaConfig` of a Hugging Face config.json, of today's `transformers` or older.
+    """Return the `LlamaConfig` of a Hugging Face config.json, of the current or an older `transformers`.
 
-    Raises `UserError` for what would change the numbers and is not supported.
+    Raises:
+      UserError: The model type is not of the family, or a setting that changes the result is not supported.
     """
-    model_type, known = config.get("model_type"), [name for name in MODEL_TYPES if name != "mixtral"]
-    if model_type not in known:
-        raise UserError(f"model_type {model_type!r} is not of the family: choose one of {', '.join(known)}")
+    model_type, supported = config.get("model_type"), [name for name in MODEL_TYPES if name != "mixtral"]
+    if model_type not in supported:
+        raise UserError(f"model_type {model_type!r} is not supported: choose one of {', '.join(supported)}")
     return LlamaConfig(**fields_from_hf(config, LlamaConfig))
 
 
 def fields_from_hf(config: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The fields of `kind`, a `LlamaConfig`, that a config.json sets; what it leaves out as `transformers` has it."""
+    """Return the fields of `kind`, a `LlamaConfig`, from a config.json.
+
+    Missing keys have the defaults of `transformers` for the model type.
+    """
     require(config, hidden_act="silu", quantization_config=None, router_jitter_noise=0.0, is_causal=True)
-    if config["num_hidden_layers"] > MOST_LAYERS:
-        raise UserError(f"num_hidden_layers {config['num_hidden_layers']} is more than {MOST_LAYERS}: correct it")
-    config = {**_LEFT_OUT[config["model_type"]], **config}
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise UserError(f"num_hidden_layers must be at most {MAX_LAYERS}, got {config['num_hidden_layers']}")
+    config = {**_HF_DEFAULTS[config["model_type"]], **config}
     given = {key: value for key, value in config.items() if value is not None}
-    found = {field.name: given[field.name] for field in fields(kind) if field.name in given}
-    found["rope_parameters"] = rope.from_hf(config)
-    found.setdefault("num_key_value_heads", config["num_attention_heads"])
-    found.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    rotary, layers = _rotary_layers(config), config["num_hidden_layers"]
-    return found | _windows(config, rotary) | {"no_rope_layers": None if rotary == (1,) * layers else rotary}
+    values = {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    values["rope_parameters"] = rope.from_hf(config)
+    values.setdefault("num_key_value_heads", config["num_attention_heads"])
+    values.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    rotary, layers = _rope_layers(config), config["num_hidden_layers"]
+    return values | _windows(config, rotary) | {"no_rope_layers": None if rotary == (1,) * layers else rotary}
 
 
-def _rotary_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """1 for each layer with rotary positions, 0 for each without; by default every fourth of a smollm3 has none."""
+def _rope_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return `no_rope_layers`; by default every fourth layer of a smollm3 has no rotary positions."""
     layers, given = config["num_hidden_layers"], config.get("no_rope_layers")
     if given is None and config["model_type"] == "smollm3":
         every = config.get("no_rope_layer_interval", 4)
         given = [(i + 1) % every for i in range(layers)]
-    return None if given is None else tuple(int(bool(turns)) for turns in given[:layers])
+    return None if given is None else tuple(int(bool(has_rope)) for has_rope in given[:layers])
 
 
 def _windows(config: Mapping[str, Any], rotary: tuple[int, ...] | None) -> dict[str, Any]:
-    """`sliding_window`; and `layer_types`, where layers differ."""
-    model_type, window, said = config["model_type"], config.get("sliding_window"), config.get("layer_types")
+    """Return `sliding_window`, and `layer_types` where layers differ."""
+    model_type, window, given = config["model_type"], config.get("sliding_window"), config.get("layer_types")
     layers = config["num_hidden_layers"]
-    slides = [True] * layers
+    sliding = [True] * layers
     if model_type in _BY_LAYER:
         window = window if config.get("use_sliding_window") else None
         first = config.get("max_window_layers", 28)
-        slides = [i >= first for i in range(layers)] if rotary is None else [not turns for turns in rotary]
-    usual = tuple(SLIDING if window is not None and own else FULL for own in slides)
-    kinds = usual if said is None else tuple(said)
-    if model_type not in _BY_LAYER and kinds != usual:
-        raise UserError(f"layer_types {sorted({*kinds})} are not what a {model_type} has: leave them out")
+        sliding = [i >= first for i in range(layers)] if rotary is None else [not has_rope for has_rope in rotary]
+    default = tuple(SLIDING if window is not None and is_sliding else FULL for is_sliding in sliding)
+    kinds = default if given is None else tuple(given)
+    if model_type not in _BY_LAYER and kinds != default:
+        raise UserError(f"layer_types {sorted({*kinds})} is not a setting of {model_type}: leave it out")
     if kinds == (FULL,) * layers:
         return {"sliding_window": None, "layer_types": None}
-    alike = window is not None and kinds == (SLIDING,) * layers
-    return {"sliding_window": window, "layer_types": None if alike else kinds}
+    all_sliding = window is not None and kinds == (SLIDING,) * layers
+    return {"sliding_window": window, "layer_types": None if all_sliding else kinds}
 
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """A config.json that `transformers` reads back into the same model.
+    """Return the config.json from which `transformers` creates the same model.
 
-    >>> from_hf(to_hf(LlamaConfig(model_type="qwen3", sliding_window=8))).sliding_window
-    8
+    Example:
+      >>> from_hf(to_hf(LlamaConfig(model_type="qwen3", sliding_window=8))).sliding_window
+      8
     """
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     values |= {"rope_parameters": rope.to_hf(config.rope_parameters), "hidden_act": "silu"}

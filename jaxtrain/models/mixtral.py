@@ -1,7 +1,7 @@
-"""Mixtral (Jiang et al. 2024), as `transformers` computes it: Llama whose MLPs are sparse mixtures of experts.
+"""Mixtral (Jiang et al. 2024), as `transformers` computes it: a Llama whose MLPs are sparse mixtures of experts.
 
-Every token goes to its `num_experts_per_tok` likeliest experts. Tokens are sorted by expert, and one grouped product
-(`jax.lax.ragged_dot`) takes each expert's share through its weights: no token is dropped, none is padded.
+Every token is routed to its `num_experts_per_tok` most likely experts. Tokens are sorted by expert, and one grouped
+product (`jax.lax.ragged_dot`) applies the weights of all experts, so no token is dropped or padded.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,23 +22,24 @@ from jaxtrain.models import llama
 from jaxtrain.models.llama import Llama, LlamaConfig, silu
 from jaxtrain.models.rope import DEFAULT, Rope
 
-WIDER = replace(DEFAULT, rope_theta=1e6)
-"""Rotary embeddings for the longer texts that Mixtral was trained on."""
+ROPE = replace(DEFAULT, rope_theta=1e6)
+"""Default rotary embeddings, with the larger base that Mixtral was trained with."""
 
 
 @dataclass(frozen=True)
 class MixtralConfig(LlamaConfig):
-    """Sizes and switches; the names, and the defaults, are those of `transformers.MixtralConfig`.
+    """Configuration of a Mixtral, with the field names and defaults of `transformers.MixtralConfig`.
 
-    With `output_router_logits` the model returns these too, for `load_balancing_loss`, which is added to the mean loss
-    `router_aux_loss_coef` times.
+    Attributes:
+      output_router_logits: Whether the model returns the router's logits too, for `load_balancing_loss`.
+      router_aux_loss_coef: Weight of that loss beside the mean loss of the tokens.
     """
 
     model_type: str = "mixtral"
     intermediate_size: int = 14336
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072
-    rope_parameters: Rope = WIDER
+    rope_parameters: Rope = ROPE
     rms_norm_eps: float = 1e-5
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
@@ -47,10 +48,10 @@ class MixtralConfig(LlamaConfig):
 
 
 class Experts(nnx.Module):
-    """[B, T, hidden_size] → the mean of the chosen experts' outputs, weighted by the router's probabilities, and the
-    router's logits [B, T, num_local_experts].
+    """Sparse mixture of SwiGLU experts on [B, T, hidden_size].
 
-    Of experts that are equally likely those of lower number are chosen; PyTorch says of none which.
+    It returns the mean of the selected experts' outputs, weighted by the router's probabilities, and the router's
+    logits [B, T, num_local_experts]. Among equally likely experts the first are selected; PyTorch leaves this open.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
@@ -64,50 +65,62 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = x @ self.gate[...]
-        tokens, chosen = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_tok
+        tokens, top_k = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_tok
         wide = logits.astype(np.promote_types(logits.dtype, np.float32)).reshape(tokens.shape[0], -1)
-        probabilities, experts = lax.top_k(jax.nn.softmax(wide, axis=-1), chosen)
+        probabilities, experts = lax.top_k(jax.nn.softmax(wide, axis=-1), top_k)
         weights = probabilities / probabilities.sum(axis=-1, keepdims=True)
         order = jnp.argsort(experts.reshape(-1))
-        shares = jnp.bincount(experts.reshape(-1), length=self.config.num_local_experts).astype(np.int32)
-        outputs = self.computed(tokens[order // chosen], shares)[jnp.argsort(order)]
-        mean = (outputs.reshape(tokens.shape[0], chosen, -1) * weights[..., None].astype(x.dtype)).sum(axis=1)
+        group_sizes = jnp.bincount(experts.reshape(-1), length=self.config.num_local_experts).astype(np.int32)
+        outputs = self.apply_experts(tokens[order // top_k], group_sizes)[jnp.argsort(order)]
+        mean = (outputs.reshape(tokens.shape[0], top_k, -1) * weights[..., None].astype(x.dtype)).sum(axis=1)
         return mean.reshape(x.shape), logits
 
-    def computed(self, x: jax.Array, shares: jax.Array) -> jax.Array:
-        """[tokens, hidden_size], of which the first `shares[0]` are the first expert's, and so on → the same."""
-        gate, up = jnp.split(lax.ragged_dot(x, self.gate_up_proj[...], shares), 2, axis=-1)
+    def apply_experts(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Apply the experts to tokens [N, hidden_size] sorted by expert, `group_sizes` int32 [experts] of each."""
+        gate, up = jnp.split(lax.ragged_dot(x, self.gate_up_proj[...], group_sizes), 2, axis=-1)
         hidden = checkpoint_name(silu(gate) * up, "hidden")
-        return lax.ragged_dot(hidden, self.down_proj[...], shares)
+        return lax.ragged_dot(hidden, self.down_proj[...], group_sizes)
 
 
 class Mixtral(Llama):
-    """As `Llama`; with `output_router_logits` and no cache it returns (logits, router logits [L, B, T, experts])."""
+    """Decoder called as `Llama`, whose MLPs are `Experts`.
+
+    With `output_router_logits` and no cache it returns a tuple (logits, router logits [L, B, T, experts]).
+    """
 
     feed_forward: ClassVar[Callable[..., Any]] = Experts
 
-    def output(self, logits: jax.Array, told: Any) -> Any:
-        """With the router's logits, if they are asked for."""
+    def output(self, logits: jax.Array, aux: Any) -> Any:
+        """Return the logits, with those of the routers if the configuration asks for them."""
         assert isinstance(self.config, MixtralConfig)
-        return (logits, told) if self.config.output_router_logits else logits
+        return (logits, aux) if self.config.output_router_logits else logits
 
 
-def load_balancing_loss(router_logits: jax.Array, chosen: int, mask: jax.Array | None = None) -> jax.Array:
-    """experts · Σᵢ fᵢ Pᵢ: how unevenly the router spreads tokens [L, B, T, experts] (Fedus et al. 2021, equation 4).
+def load_balancing_loss(router_logits: jax.Array, top_k: int, mask: jax.Array | None = None) -> jax.Array:
+    """Compute the load-balancing loss, experts · Σᵢ fᵢ Pᵢ (Fedus et al. 2021, equation 4).
 
-    fᵢ is how often expert i is among the `chosen` of a token, Pᵢ the probability it is given, on average over all
-    layers and the tokens that `mask` [B, T] keeps. `chosen` is its least, where all are alike.
+    fᵢ is the frequency of expert i among the `top_k` of a token and Pᵢ its mean probability, over all layers and
+    tokens. The minimum, `top_k`, is reached where all experts are equally frequent.
 
-    >>> round(float(load_balancing_loss(jnp.zeros((1, 2, 3, 4)), chosen=2)), 6)
-    2.0
+    Args:
+      router_logits: [L, B, T, experts].
+      top_k: Number of experts per token.
+      mask: bool [B, T], True at the tokens to count; None for all.
+
+    Returns:
+      float [], in float32 at least.
+
+    Example:
+      >>> round(float(load_balancing_loss(jnp.zeros((1, 2, 3, 4)), top_k=2)), 6)
+      2.0
     """
     experts = router_logits.shape[-1]
     probabilities = jax.nn.softmax(router_logits, axis=-1)
     probabilities = probabilities.astype(np.promote_types(probabilities.dtype, np.float32))
-    _, indices = lax.top_k(probabilities, chosen)
+    _, indices = lax.top_k(probabilities, top_k)
     counts = jax.nn.one_hot(indices, experts, dtype=probabilities.dtype).sum(axis=-2)
-    kept = jnp.ones(router_logits.shape[1:3], bool) if mask is None else mask
-    weights = jnp.broadcast_to(kept[None, ..., None].astype(probabilities.dtype), (*router_logits.shape[:-1], 1))
+    counted = jnp.ones(router_logits.shape[1:3], bool) if mask is None else mask
+    weights = jnp.broadcast_to(counted[None, ..., None].astype(probabilities.dtype), (*router_logits.shape[:-1], 1))
     fractions, means = ((y * weights).sum((0, 1, 2)) / weights.sum() for y in (counts, probabilities))
     return experts * (fractions * means).sum()
 
@@ -118,14 +131,14 @@ SHARDING = {
     "layers/mlp/down_proj": P(None, None, "tensor", "fsdp"),
     **llama.SHARDING,
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`): each expert as a Llama's MLP is."""
+"""Mesh axes that shard each axis, by parameter path; every expert is sharded as the MLP of a Llama."""
 
 EXPERTS = Layout(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2), "EXPERTS")
-"""Of each expert `torch.nn.Linear`'s [out, in]."""
+"""A stack of `torch.nn.Linear` weights [experts, out, in]."""
 
 
 def torch_names(config: MixtralConfig) -> NameTable:
-    """The names in `transformers.MixtralForCausalLM`, which keeps the experts of a layer in one tensor."""
+    """Return the names in `transformers.MixtralForCausalLM`, which stacks the experts of a layer in one tensor."""
     mlp = "model.layers.{layer}.mlp"
     experts = {
         "layers/mlp/gate": TorchParam(f"{mlp}.gate.weight", LINEAR),
@@ -136,19 +149,21 @@ def torch_names(config: MixtralConfig) -> NameTable:
 
 
 def from_hf(config: Mapping[str, Any]) -> MixtralConfig:
-    """The `MixtralConfig` of a Hugging Face config.json.
+    """Return the `MixtralConfig` of a Hugging Face config.json.
 
-    Raises `UserError` for what would change the numbers and is not supported.
+    Raises:
+      UserError: The model type is not mixtral, or a setting that changes the result is not supported.
     """
     if config.get("model_type") != "mixtral":
-        raise UserError(f"model_type {config.get('model_type')!r} is no mixtral: read it as what it is")
+        raise UserError(f"model_type must be 'mixtral', got {config.get('model_type')!r}")
     return MixtralConfig(**llama.fields_from_hf(config, MixtralConfig))
 
 
 def to_hf(config: MixtralConfig) -> dict[str, Any]:
-    """A config.json that `transformers` reads back into the same model.
+    """Return the config.json from which `transformers` creates the same model.
 
-    >>> from_hf(to_hf(MixtralConfig(num_local_experts=4))).num_local_experts
-    4
+    Example:
+      >>> from_hf(to_hf(MixtralConfig(num_local_experts=4))).num_local_experts
+      4
     """
     return llama.to_hf(config)

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: linear layers with ReLU, and dropout if asked, between."""
+"""Multilayer perceptron: linear layers with ReLU and optional dropout between them."""
 
 import itertools
 
@@ -11,9 +11,15 @@ from jaxtrain.models.dropout import dropout
 
 
 class MLP(nnx.Module):
-    """Images or vectors [B, …] flattened to `sizes[0]` features → logits [B, `sizes[-1]`].
+    """Multilayer perceptron, called as `model(x, rng)`.
 
-    With a dropout key it drops behind every ReLU.
+    It flattens images or vectors [B, ...] to `sizes[0]` features and returns logits [B, `sizes[-1]`]. Dropout follows
+    every ReLU when there is a key `rng`.
+
+    Args:
+      sizes: Number of features of the input and of the output of every layer.
+      dropout: Dropout rate.
+      rngs: Source of the initial weights.
     """
 
     def __init__(self, sizes: tuple[int, ...] = (784, 512, 10), dropout: float = 0.0, *, rngs: nnx.Rngs) -> None:
@@ -35,12 +41,12 @@ SHARDING = {
     r"layers/\d*[02468]/bias": P(("tensor", "fsdp")),
     r"layers/\d*[13579]/bias": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`): layers are divided by columns and by rows
-in turn, so that what is between two of them stays divided."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`). Layers are sharded by columns and by rows
+in turn, so that the activations between two of them stay sharded."""
 
 
 def torch_names(n_layers: int) -> NameTable:
-    """The names in `torch.nn.Sequential(Flatten(), Linear, ReLU, Linear, …)`."""
+    """Return the names in `torch.nn.Sequential(Flatten(), Linear, ReLU, Linear, …)`."""
     table = {}
     for i in range(n_layers):
         table[f"layers/{i}/kernel"] = TorchParam(f"{2 * i + 1}.weight", LINEAR)

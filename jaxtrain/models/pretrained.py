@@ -1,7 +1,7 @@
-"""Models in and out of folders in Hugging Face layout: `config.json` and `model.safetensors`, in one file or in shards.
+"""Read and write models in Hugging Face layout: `config.json` and `model.safetensors`, in one file or in shards.
 
-The configuration says which tensors there are to be; all that is missing, unexpected or mis-shaped is refused, before
-the first is read. Tensors are then read one by one, each put where it stays: there are never two copies of the whole.
+The configuration determines the tensors, and missing, unexpected or mis-shaped ones are refused before any is read.
+Tensors are then read one by one, so that there are never two copies of the whole model.
 """
 
 import importlib
@@ -18,20 +18,23 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped
+from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
-from jaxtrain.models.folder import CONFIG, folder_of, read_json, read_tensors, write_json, write_tensors
+from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a `model_type` is here.
+    """Implementation of a `model_type`.
 
-    `module`, of this package; `heads`, its class for each of transformers' architectures, the first of which is meant
-    where none is said; `prefix`, which names have within these and not in the bare model; `skipped`, a regular
-    expression of the names that checkpoints have beside: constants, and heads that only pretraining used;
-    `read` and `write`, of tensors that files keep otherwise than the model.
+    Attributes:
+      module: Module of this package.
+      heads: Its class for each architecture of transformers; the first is the default.
+      prefix: Prefix of the names in these architectures that the names of the bare model lack.
+      skipped: Regular expression of other names in checkpoints: constants, and heads that only pretraining uses.
+      read: Conversion of the tensors of a file to those of the model.
+      write: Conversion of the tensors of the model to those of a file.
     """
 
     module: str
@@ -54,7 +57,7 @@ FAMILIES = {
     "qwen3": _decoder("Qwen3ForCausalLM"),
     "smollm3": _decoder("SmolLM3ForCausalLM"),
     "mixtral": replace(
-        _decoder("MixtralForCausalLM", "mixtral", "Mixtral"), read=experts.together, write=experts.alone
+        _decoder("MixtralForCausalLM", "mixtral", "Mixtral"), read=experts.stack_experts, write=experts.unstack_experts
     ),
     "t5": Family(
         "t5",
@@ -70,43 +73,52 @@ FAMILIES = {
     "vit": Family("vit", {"ViTForImageClassification": "ViT"}, "vit."),
     "resnet": Family("resnet", {"ResNetForImageClassification": "ResNet"}, "resnet."),
 }
-"""By `model_type`. A family's module is imported when it is asked for."""
+"""Families by `model_type`. Modules are imported on first use."""
 
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
-    """The model in a folder, or of a Hugging Face Hub id such as "openai-community/gpt2", as an `nnx.Module`.
+    """Load a model from a folder in Hugging Face layout or from the Hub.
 
-    `functional` makes (apply, params) of it, `functional_with_state` of one with BatchNorm; its `config` is the
-    family's. Floating tensors come in `dtype`, whatever they are stored in. Of an id, `huggingface_hub` downloads the
-    configuration and the safetensors, no more. Raises `UserError` for what is no such folder, for a model that is not
-    here or would compute something else here, and where the tensors are not the model's.
+    Args:
+      path: Folder, or Hub id such as "openai-community/gpt2", of which `huggingface_hub` downloads the configuration
+        and the safetensors only.
+      dtype: Dtype of the floating parameters, whatever the stored one.
 
-    >>> import tempfile
-    >>> from jaxtrain.models.functional import functional
-    >>> from jaxtrain.models.t5 import T5, T5Config
-    >>> config = T5Config(vocab_size=7, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_decoder_layers=1, num_heads=2)
-    >>> _, params = functional(T5(config, rngs=nnx.Rngs(0)))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_pretrained(folder, params, config)
-    ...     model = from_pretrained(folder)
-    >>> apply, params = functional(model)
-    >>> apply(params, jnp.ones((1, 3), int), jnp.ones((1, 2), int)).shape, model.config == config
-    ((1, 2, 7), True)
+    Returns:
+      An `nnx.Module`, whose `config` is that of its family. `functional` splits it into (apply, params),
+      `functional_with_state` one with BatchNorm.
+
+    Raises:
+      UserError: There is no such folder, the model or one of its settings is not supported, or the tensors are not
+        those of the configuration.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxtrain.models.functional import functional
+      >>> from jaxtrain.models.t5 import T5, T5Config
+      >>> config = T5Config(vocab_size=7, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_decoder_layers=1, num_heads=2)
+      >>> _, params = functional(T5(config, rngs=nnx.Rngs(0)))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_pretrained(folder, params, config)
+      ...     model = from_pretrained(folder)
+      >>> apply, params = functional(model)
+      >>> apply(params, jnp.ones((1, 3), int), jnp.ones((1, 2), int)).shape, model.config == config
+      ((1, 2, 7), True)
     """
     _check_dtype(dtype)
-    folder = folder_of(path)
-    said = read_json(folder, CONFIG)
-    family, head = _family(said, folder)
+    folder = resolve_folder(path)
+    values = read_json(folder, CONFIG)
+    family, head = _family(values, folder)
     module = importlib.import_module(f"{__package__}.{family.module}")
-    config, model = _shapes(module, head, said, folder)
+    config, model = _shapes(module, head, values, folder)
     graphdef, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
     likes = [nnx.to_pure_dict(state) for state in states]
     tables = _tables(module, config)
     stored = family.read(read_tensors(folder))
     _check_depth(tables, likes, stored, folder)
-    tensors = _as_in(tables, likes, stored, family)
+    tensors = _rename(tables, likes, stored, family)
 
     def put(array: np.ndarray, leaf: Any) -> jax.Array:
         floating = jnp.issubdtype(leaf.dtype, np.floating)
@@ -124,79 +136,87 @@ def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
 def save_pretrained(
     folder: Path | str, params: Any, config: Any, *, model_state: Any = None, max_shard_size: int = 5 * 10**9
 ) -> None:
-    """Write `params`, of the model that `config` is of, so that `from_pretrained` and `transformers` read them.
+    """Write a model in the layout that `from_pretrained` and `transformers` read.
 
-    Tensors keep their dtypes and bits; tied ones are written once. `model_state` is that of a model with BatchNorm.
-    Beyond `max_shard_size` bytes there are several files and an index, each written before the next is made. Raises
-    `UserError` where the folder holds weights already, or cannot be written.
+    Tensors keep their dtypes and bits; tied ones are written once.
+
+    Args:
+      folder: Folder; it is created if it does not exist.
+      params: Parameters.
+      config: Configuration of the model, of one of the families.
+      model_state: Running statistics of a model with BatchNorm.
+      max_shard_size: Largest size of a file, in bytes; larger models are written as several files with an index.
+
+    Raises:
+      UserError: The folder contains weights already, or cannot be written.
     """
     module = importlib.import_module(type(config).__module__)
     trees = (params, {} if model_state is None else model_state)
     named = (pair for table, tree in zip(_tables(module, config), trees, strict=True) for pair in _named(table, tree))
-    said = module.to_hf(config)
-    write_tensors(Path(folder), _sharded(FAMILIES[said["model_type"]].write(named), max_shard_size))
+    values = module.to_hf(config)
+    write_tensors(Path(folder), _sharded(FAMILIES[values["model_type"]].write(named), max_shard_size))
     dtypes = {jnp.result_type(leaf).name for leaf in jax.tree.leaves(params)}
-    write_json(Path(folder), CONFIG, {**said, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})})
+    write_json(Path(folder), CONFIG, {**values, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})})
 
 
 def _check_dtype(dtype: Any) -> None:
     if not jnp.issubdtype(dtype, np.floating):
-        raise UserError(f"dtype {np.dtype(dtype).name} holds no weights: choose float32, bfloat16, float16 or float64")
+        raise UserError(f"dtype must be float32, bfloat16, float16 or float64, got {np.dtype(dtype).name}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UserError("dtype float64 needs JAX's x64 mode: jax.config.update('jax_enable_x64', True)")
 
 
-def _family(said: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
-    """The family that a configuration is of, and the class."""
-    model_type = said.get("model_type")
+def _family(values: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
+    """Return the family of a configuration and the name of its class."""
+    model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(f"model_type {model_type!r} of {folder} is not here: choose one of {', '.join(FAMILIES)}")
+        raise UserError(f"model_type {model_type!r} of {folder} is not supported: use one of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     heads = [*family.heads]
-    architectures = said.get("architectures") or heads[:1]
+    architectures = values.get("architectures") or heads[:1]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
-    # A bare model's weights lack a head; where that is tied to them, nothing is missing.
+    # The weights of a bare model lack a head, which is not missing if it is tied to them.
     if isinstance(architecture, str) and architecture.endswith("Model") and architecture not in heads:
         architecture = heads[0]
     if architecture not in heads:
-        raise UserError(f"architecture {architecture!r} of {folder} is not here: {model_type} has {', '.join(heads)}")
+        raise UserError(f"architecture {architecture!r} of {folder} is not supported: only {', '.join(heads)}")
     return family, family.heads[architecture]
 
 
-def _shapes(module: ModuleType, head: str, said: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
-    """The configuration, and the model without arrays: nothing is allocated, whatever is said."""
+def _shapes(module: ModuleType, head: str, values: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
+    """Return the configuration and the model without arrays, so that nothing is allocated for untrusted sizes."""
     from_hf, kind = module.from_hf, getattr(module, head)
     try:
-        config = from_hf(said)
-        if wrong := mistyped(config):
+        config = from_hf(values)
+        if wrong := type_errors(config):
             raise TypeError(wrong[0])
         return config, nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"{folder / CONFIG} makes no model ({why}): take it from its source again") from error
+        raise UserError(f"{folder / CONFIG} is not a valid configuration ({why}): download it again") from error
 
 
 def _tables(module: ModuleType, config: Any) -> tuple[NameTable, NameTable]:
-    """The names that files have of the parameters; and of the buffers, of which most families have none."""
+    """Return the name tables, as in files, of the parameters and of the running statistics."""
     buffers = module.torch_buffers(config) if hasattr(module, "torch_buffers") else NameTable({})
-    # Those in transformers' model may be newer than its files'.
+    # The names in the model of transformers may be newer than those in its files.
     names = module.file_names if hasattr(module, "file_names") else module.torch_names
     return names(config), buffers
 
 
 def _check_depth(tables: Any, likes: Any, tensors: Mapping[str, Any], folder: Path) -> None:
-    """Before names are made for every layer."""
+    """Compare the number of layers with the number of tensors, before names are created for every layer."""
     for table, like in zip(tables, likes, strict=True):
         for path, leaf in leaves(like):
             if LAYER in table.params[path].name and leaf.shape[0] > len(tensors):
                 raise UserError(
                     f"{folder / CONFIG} has {leaf.shape[0]} layers, the weights {len(tensors)} tensors: "
-                    "take both from the same source"
+                    "download both from the same source"
                 )
 
 
-def _as_in(tables: Any, likes: Any, tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The tensors under the names of the tables: those of a bare model prefixed, what is skipped left out."""
+def _rename(tables: Any, likes: Any, tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return tensors under the names of the tables: prefixes of a bare model are added, skipped names left out."""
     known = {name for table, like in zip(tables, likes, strict=True) for name in table.torch_order(like)}
     known |= {alias for table in tables for alias in table.tied}
     found: dict[str, Any] = {}
@@ -207,16 +227,16 @@ def _as_in(tables: Any, likes: Any, tensors: Mapping[str, Any], family: Family) 
         if name not in known and family.prefix + name in known:
             name = family.prefix + name
         if name in found:
-            raise UserError(f"{stored} and another tensor are both {name}: keep one")
+            raise UserError(f"{stored} and another tensor both mean {name}: remove one")
         if name in known or not re.fullmatch(family.skipped, name.removeprefix(family.prefix)):
             found[name] = tensor
     return found
 
 
 def _named(table: NameTable, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Tensors by their PyTorch names, a leaf's before the next is fetched from its device."""
+    """Yield tensors with their PyTorch names, leaf by leaf, so that one at a time is fetched from its device."""
     for path, leaf in leaves(tree):
-        # PyTorch counts in int64.
+        # PyTorch's counts are int64.
         array = np.asarray(leaf)
         wide = array.astype(np.int64) if np.issubdtype(array.dtype, np.integer) else array
         yield from table.only([path]).to_torch({path: wide}).items()

@@ -1,7 +1,7 @@
 """ResNet (He et al. 2015, arXiv:1512.03385), as `transformers.ResNetForImageClassification` computes it.
 
-Version 1.5: where a bottleneck layer shrinks the image, its 3×3 convolution does, not its first. Each layer is a unit
-of rematerialisation, in which "hidden" (what enters its last convolution) has a name.
+This is version 1.5: a bottleneck layer downsamples in its 3×3 convolution, not in its first one. Each layer is a unit
+of rematerialization; "hidden" names the input of its last convolution.
 """
 
 import math
@@ -22,14 +22,15 @@ from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_
 from jaxtrain.transforms import block
 
 REDUCTION = 4
-"""How many times narrower a bottleneck is than what enters and leaves it."""
+"""Ratio of the width of a bottleneck layer to that of its 3×3 convolution."""
 
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Sizes; the names are those of `transformers.ResNetConfig`, the defaults ResNet-50's.
+    """Configuration of a ResNet, with the field names of `transformers.ResNetConfig` and the sizes of ResNet-50.
 
-    Small images want a small stem, which `transformers` has not: `stem_kernel` 3, `stem_stride` 1, no `stem_pool`.
+    `stem_kernel`, `stem_stride` and `stem_pool` do not exist in `transformers`: small images need a small stem, with
+    kernel 3, stride 1 and no pooling.
     """
 
     num_channels: int = 3
@@ -51,7 +52,11 @@ RESNET_50 = ResNetConfig()
 
 
 class ResNet(nnx.Module):
-    """Images [B, H, W, num_channels] → logits [B, num_labels]; in training BatchNorm uses the batch's statistics."""
+    """ResNet classifier, called as `model(images, training)`.
+
+    It maps images [B, H, W, num_channels] to logits [B, num_labels]; `training` makes BatchNorm use the statistics of
+    the batch.
+    """
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -61,7 +66,7 @@ class ResNet(nnx.Module):
         self.stages = nnx.List(
             [nnx.List([Layer(config, shape, rngs=rngs) for shape in stage]) for stage in _stages(config)]
         )
-        # `torch.nn.Linear`'s initial weights.
+        # The initial weights of `torch.nn.Linear`.
         bound = 1 / math.sqrt(config.hidden_sizes[-1])
         uniform = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)  # noqa: E731
         self.classifier = nnx.Linear(
@@ -70,7 +75,7 @@ class ResNet(nnx.Module):
 
     def __call__(self, images: jax.Array, training: bool = False) -> jax.Array:
         if images.shape[-1] != self.config.num_channels:
-            raise UserError(f"images {list(images.shape)} have not {self.config.num_channels} channels last")
+            raise UserError(f"images must be [B, H, W, {self.config.num_channels}], got shape {list(images.shape)}")
         x = jax.nn.relu(self.embedder(images, training))
         if self.config.stem_pool:
             x = max_pool(x, kernel=3, stride=2)
@@ -82,7 +87,7 @@ class ResNet(nnx.Module):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Channels in and out of a layer, and the stride by which it shrinks the image."""
+    """Input and output channels of a layer, and its stride."""
 
     channels: int
     features: int
@@ -90,12 +95,12 @@ class LayerShape:
 
     @property
     def projects(self) -> bool:
-        """Whether the shortcut has to be of another shape than what enters."""
+        """Whether the shortcut needs a projection."""
         return self.channels != self.features or self.stride != 1
 
 
 class ConvNorm(nnx.Module):
-    """Convolution, then BatchNorm."""
+    """Convolution followed by BatchNorm."""
 
     def __init__(self, channels: int, features: int, *, kernel: int, stride: int = 1, rngs: nnx.Rngs) -> None:
         self.convolution = conv(channels, features, kernel=kernel, stride=stride, rngs=rngs)
@@ -106,7 +111,7 @@ class ConvNorm(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """relu(layers(x) + shortcut(x)): two 3×3 convolutions, or 1×1, 3×3 and 1×1 through a bottleneck."""
+    """Residual layer, relu(layers(x) + shortcut(x)): two 3×3 convolutions, or a bottleneck of 1×1, 3×3 and 1×1."""
 
     def __init__(self, config: ResNetConfig, shape: LayerShape, *, rngs: nnx.Rngs) -> None:
         channels, features, stride = shape.channels, shape.features, shape.stride
@@ -131,7 +136,7 @@ class Layer(nnx.Module):
 
 
 def _block(layer: Layer, x: jax.Array, training: bool) -> jax.Array:
-    """`layer(x, training)`, its running statistics updated, as a unit of rematerialisation."""
+    """Apply `layer(x, training)` as a unit of rematerialization and update its running statistics."""
     split: tuple[Any, ...] = nnx.split(layer, nnx.Param, nnx.BatchStat)
     graphdef, params, statistics = split
 
@@ -145,7 +150,7 @@ def _block(layer: Layer, x: jax.Array, training: bool) -> jax.Array:
 
 
 def _stages(config: ResNetConfig) -> Iterator[list[LayerShape]]:
-    """The layers of each stage. The first stage shrinks the image only if asked to, the others do."""
+    """Yield the layers of every stage; all stages but, by default, the first downsample the image."""
     channels = config.embedding_size
     for i, (features, depth) in enumerate(zip(config.hidden_sizes, config.depths, strict=True)):
         stride = 2 if i > 0 or config.downsample_in_first_stage else 1
@@ -158,11 +163,11 @@ SHARDING = {
     "classifier/kernel": P("fsdp", None),
     ".*/(bias|scale)": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`)."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`)."""
 
 
 def torch_names(config: ResNetConfig) -> NameTable:
-    """The names in `transformers.ResNetForImageClassification`."""
+    """Return the names in `transformers.ResNetForImageClassification`."""
     table = {}
     for ours, theirs in _conv_norms(config):
         table[f"{ours}/convolution/kernel"] = TorchParam(f"{theirs}.convolution.weight", CONV)
@@ -174,13 +179,13 @@ def torch_names(config: ResNetConfig) -> NameTable:
 
 
 def torch_buffers(config: ResNetConfig) -> NameTable:
-    """The names of the running statistics in the same model."""
+    """Return the names of the running statistics in the same model."""
     layers = {f"{ours}/normalization": f"{theirs}.normalization" for ours, theirs in _conv_norms(config)}
     return running_statistics(layers)
 
 
 def _conv_norms(config: ResNetConfig) -> Iterator[tuple[str, str]]:
-    """The path and PyTorch's module of every `ConvNorm`, in PyTorch's order."""
+    """Yield the path and PyTorch's module of every `ConvNorm`, in PyTorch's order."""
     yield "embedder", "resnet.embedder.embedder"
     for s, stage in enumerate(_stages(config)):
         for i, shape in enumerate(stage):
@@ -192,32 +197,35 @@ def _conv_norms(config: ResNetConfig) -> Iterator[tuple[str, str]]:
 
 
 def from_hf(config: Mapping[str, Any]) -> ResNetConfig:
-    """The `ResNetConfig` of a Hugging Face config.json.
+    """Return the `ResNetConfig` of a Hugging Face config.json.
 
-    Raises `UserError` for what would change the numbers and is not supported.
+    Raises:
+      UserError: A setting that changes the result is not supported.
     """
     require(config, model_type="resnet", hidden_act="relu", quantization_config=None)
     if config.get("layer_type", "bottleneck") not in ("basic", "bottleneck"):
-        raise UserError(f"layer_type {config['layer_type']!r} is unknown: choose basic or bottleneck")
+        raise UserError(f"layer_type {config['layer_type']!r} is not supported: choose basic or bottleneck")
     return ResNetConfig(**(fields_from_hf(config, ResNetConfig) | {"num_labels": labels_from_hf(config)}))
 
 
 def to_hf(config: ResNetConfig) -> dict[str, Any]:
-    """A config.json that `transformers` reads back into the same model.
+    """Return the config.json from which `transformers` creates the same model.
 
-    Raises `UserError` for a small stem, which no such file can say.
+    Raises:
+      UserError: The stem is not the standard one, which a config.json cannot express.
 
-    >>> from_hf(to_hf(RESNET_18)) == RESNET_18
-    True
+    Example:
+      >>> from_hf(to_hf(RESNET_18)) == RESNET_18
+      True
     """
-    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
     for name, standard in {"stem_kernel": 7, "stem_stride": 2, "stem_pool": True}.items():
-        if said.pop(name) != standard:
-            raise UserError(f"{name} {getattr(config, name)!r} cannot be said in a config.json: only {standard!r} can")
-    said |= {"hidden_sizes": list(config.hidden_sizes), "depths": list(config.depths), "hidden_act": "relu"}
+        if values.pop(name) != standard:
+            raise UserError(f"{name} {getattr(config, name)!r} does not exist in a config.json: only {standard!r} does")
+    values |= {"hidden_sizes": list(config.hidden_sizes), "depths": list(config.depths), "hidden_act": "relu"}
     return {
         "model_type": "resnet",
         "architectures": ["ResNetForImageClassification"],
-        **said,
+        **values,
         **labels_to_hf(config.num_labels),
     }

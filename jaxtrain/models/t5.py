@@ -1,9 +1,9 @@
-"""T5 (Raffel et al. 2020), as `transformers.T5ForConditionalGeneration` computes it; v1.1 and FLAN-T5 are its
-variants with a gated GELU and an output layer of its own.
+"""T5 (Raffel et al. 2020), as `transformers.T5ForConditionalGeneration` computes it.
 
-An encoder and a decoder, each a scan over stacked blocks. Positions enter as a learned bias of the attention scores,
-one for each head and bucket of distances, shared by a stack's layers; scores are not scaled. Each block is a unit of
-rematerialisation, in which "attention" and "hidden" (what enters the projections into the residual stream) have names.
+T5 v1.1 and FLAN-T5 are its variants with a gated GELU and an untied output layer. Encoder and decoder each scan over
+stacked blocks. Positions enter as a learned bias of the attention scores, one per head and bucket of distances, shared
+by the layers of a stack; scores are not scaled. Each block is a unit of rematerialization; "attention" and "hidden"
+name the inputs of the projections into the residual stream.
 """
 
 import math
@@ -21,23 +21,36 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.models.decoder import Kept, KVCache, expecting, places, remembered, visible
+from jaxtrain.models.decoder import (
+    KVCache,
+    LayerCache,
+    attention_mask,
+    reserve,
+    token_positions,
+    update_cache,
+)
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.transforms import block
 
-IGNORED = -100
-"""The label of a place that has none, as in `torch.nn.functional.cross_entropy`."""
+IGNORE_INDEX = -100
+"""Label of positions without a target, as in `torch.nn.functional.cross_entropy`."""
 
 FEED_FORWARD = ("relu", "gated-gelu")
 
 
 @dataclass(frozen=True)
 class T5Config:
-    """Sizes, dropout rate and conventions; the names are those of `transformers.T5Config`.
+    """Configuration of a T5, with the field names of `transformers.T5Config`.
 
-    Without `tie_word_embeddings` the output layer has weights of its own and its input is not scaled (v1.1, FLAN).
+    Attributes:
+      dropout: `dropout_rate` of `transformers`.
+      feed_forward_proj: One of `FEED_FORWARD`.
+      tie_word_embeddings: Whether the output layer shares the embedding; if not, its input is not scaled (v1.1, FLAN).
+
+    Raises:
+      UserError: `feed_forward_proj` is not supported.
     """
 
     vocab_size: int = 32128
@@ -60,25 +73,50 @@ class T5Config:
 
     def __post_init__(self) -> None:
         if self.feed_forward_proj not in FEED_FORWARD:
-            raise UserError(f"feed_forward_proj {self.feed_forward_proj!r}: T5 here has {' and '.join(FEED_FORWARD)}")
+            raise UserError(
+                f"feed_forward_proj must be one of {', '.join(FEED_FORWARD)}, got {self.feed_forward_proj!r}"
+            )
 
 
-class Memory(NamedTuple):
-    """What the decoder goes on from: the tokens it has read, and the source, which every token attends to.
+class KeyValues(NamedTuple):
+    """Keys and values [B, S, N, H] of one layer, or of all layers stacked along a leading axis [L]."""
 
-    `source` are the keys and values of all layers, [L, B, S, N, H] each; `mask` bool [B, S], True at tokens.
-    """
+    k: jax.Array
+    v: jax.Array
 
-    cache: KVCache
-    source: Kept
+
+class Source(NamedTuple):
+    """What a decoder's cross-attention attends to: the encoder's output, or keys and values computed from it."""
+
+    encoded: jax.Array | None
+    """Output of the encoder [B, S, d_model]; None with `key_values`."""
+    key_values: KeyValues | None
+    """Keys and values of this layer, or of all layers; None with `encoded`."""
     mask: jax.Array | None
+    """bool [B, 1, 1, S], True at tokens; None for no padding."""
+
+
+class DecoderCache(NamedTuple):
+    """Cache of a decoder: its own tokens, and the keys and values of the source in all layers."""
+
+    tokens: KVCache
+    source: Source
 
 
 class T5(nnx.Module):
-    """Tokens int [B, S] and the decoder's int [B, T] (`shift_right` of the labels) → logits [B, T, vocab_size].
+    """T5 with a language-modeling head.
 
-    The masks, bool [B, S] and [B, T], are True at tokens and False at padding. With a dropout key it is in training
-    mode.
+    Called as `model(tokens, decoder_tokens, mask, decoder_mask, rng)`:
+
+    Args:
+      tokens: Source, int [B, S].
+      decoder_tokens: Inputs of the decoder, int [B, T]: `shift_right` of the labels.
+      mask: bool [B, S], False at padding; None for no padding.
+      decoder_mask: bool [B, T], False at padding; None for no padding.
+      rng: Dropout key for training mode, or None.
+
+    Returns:
+      Logits [B, T, vocab_size].
     """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
@@ -103,8 +141,8 @@ class T5(nnx.Module):
         return self.decode(decoder_tokens, encoded, mask, decoder_mask, decoder_rng)
 
     def encode(self, tokens: jax.Array, mask: jax.Array | None = None, rng: jax.Array | None = None) -> jax.Array:
-        """Tokens int [B, S] → [B, S, d_model], what the decoder attends to."""
-        x, _ = self.encoder(self.shared[...][tokens], _keys(mask), None, None, rng)
+        """Return the encoder's output [B, S, d_model] for tokens int [B, S] with a mask bool [B, S]."""
+        x, _ = self.encoder(self.shared[...][tokens], _key_mask(mask), None, rng)
         return x
 
     def decode(
@@ -115,36 +153,41 @@ class T5(nnx.Module):
         decoder_mask: jax.Array | None = None,
         rng: jax.Array | None = None,
     ) -> jax.Array:
-        """The decoder's tokens int [B, T], and what the encoder made of its own, masked by `mask` → logits."""
+        """Return logits [B, T, vocab_size] for decoder inputs int [B, T] and the encoder's output with its mask."""
         t = decoder_tokens.shape[1]
         causal = jnp.tril(jnp.ones((t, t), bool))[None, None]
-        seen = causal if decoder_mask is None else causal & decoder_mask[:, None, None, :]
-        x, _ = self.decoder(self.shared[...][decoder_tokens], seen, encoded, _keys(mask), rng)
+        decoder_mask = causal if decoder_mask is None else causal & decoder_mask[:, None, None, :]
+        source = Source(encoded, None, _key_mask(mask))
+        x, _ = self.decoder(self.shared[...][decoder_tokens], decoder_mask, source, rng)
         return self._logits(x)
 
-    def remember(self, encoded: jax.Array, mask: jax.Array | None, slots: int) -> Memory:
-        """Of what was encoded, [B, S, d_model], and no token yet: room for so many, in the dtype of the parameters."""
-        config, dtype = self.config, self.shared[...].dtype
+    def init_cache(self, encoded: jax.Array, mask: jax.Array | None, slots: int) -> DecoderCache:
+        """Return a cache for `slots` decoder tokens after a source, in the dtype of the parameters.
+
+        Args:
+          encoded: Output of the encoder [B, S, d_model].
+          mask: bool [B, S], False at padding; None for no padding.
+          slots: Largest number of decoder tokens.
+        """
+        config = self.config
         graphdef, layers = nnx.split(self.decoder.blocks)
 
-        def keys_values(layer: Any) -> Kept:
+        def key_values(layer: Any) -> KeyValues:
             attention = nnx.merge(graphdef, layer).cross_attention
             assert attention is not None
-            return attention.keys_values(encoded)
+            return attention.key_values(encoded)
 
-        source = lax.map(keys_values, layers)
-        cache = KVCache.empty(config.num_decoder_layers, len(encoded), slots, config.num_heads, config.d_kv, dtype)
-        return Memory(cache, source, mask)
+        source = Source(None, lax.map(key_values, layers), _key_mask(mask))
+        shape = (config.num_decoder_layers, len(encoded), slots, config.num_heads, config.d_kv)
+        return DecoderCache(KVCache.empty(shape, self.shared[...].dtype), source)
 
-    def go_on(self, decoder_tokens: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
-        """The next tokens of the decoder, int [B, T] → (logits [B, T, vocab_size], the memory with these tokens)."""
-        cache, segments = expecting(memory.cache, None, decoder_tokens)
-        assert cache is not None
-        t = decoder_tokens.shape[1]
-        seen = visible(t, segments, None, cache)
-        memory = memory._replace(cache=cache)
-        x, kept = self.decoder(self.shared[...][decoder_tokens], seen, None, _keys(memory.mask), None, memory)
-        return self._logits(x), memory._replace(cache=cache.holding(kept, t))
+    def decode_cached(self, decoder_tokens: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
+        """Return logits [B, T, vocab_size] for the next decoder inputs int [B, T], and the cache with them appended."""
+        tokens, segments = reserve(cache.tokens, None, decoder_tokens)
+        assert tokens is not None
+        mask = attention_mask(decoder_tokens.shape[1], segments, None, tokens)
+        x, layers = self.decoder(self.shared[...][decoder_tokens], mask, cache.source, None, tokens)
+        return self._logits(x), cache._replace(tokens=tokens.append(layers))
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.lm_head is not None:
@@ -152,13 +195,13 @@ class T5(nnx.Module):
         return product(x * self.config.d_model**-0.5, self.shared[...].T)
 
 
-def _keys(mask: jax.Array | None) -> jax.Array | None:
-    """A mask of keys [B, S] as one of scores [B, heads, T, S]."""
+def _key_mask(mask: jax.Array | None) -> jax.Array | None:
+    """Return a mask of keys [B, S] as [B, 1, 1, S], for scores [B, N, T, S]."""
     return None if mask is None else mask[:, None, None, :]
 
 
 class Stack(nnx.Module):
-    """The blocks of the encoder or of the decoder, and the last norm: [B, T, d_model] → the same, and what is kept."""
+    """Blocks of the encoder or of the decoder and the final norm, on [B, T, d_model]."""
 
     def __init__(self, config: T5Config, layers: int, *, decoder: bool, rngs: nnx.Rngs) -> None:
         self.config, self.layers, self.decoder = config, layers, decoder
@@ -172,35 +215,39 @@ class Stack(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        seen: jax.Array | np.ndarray | None,
-        encoded: jax.Array | None,
-        encoded_seen: jax.Array | None,
+        mask: jax.Array | np.ndarray | None,
+        source: Source | None,
         rng: jax.Array | None,
-        memory: Memory | None = None,
+        cache: KVCache | None = None,
     ) -> tuple[jax.Array, Any]:
-        """`seen` and `encoded_seen`, bool and broadcast to [B, heads, T, S], say which keys a query sees.
+        """Return the output and the stacked caches of the layers, None without a cache.
 
-        With a memory, which already expects the tokens, the source in it is attended to, and the keys and values of
-        all layers are kept.
+        Args:
+          x: [B, T, d_model].
+          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere.
+          source: What the cross-attention attends to, for all layers; None in the encoder.
+          rng: Dropout key, or None.
+          cache: Cache in which the tokens are reserved, or None.
         """
         first, blocks_rng, last = [None] * 3 if rng is None else jax.random.split(rng, 3)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, *args: nnx.merge(graphdef, layer)(*args))
-        cache, source = (None, None) if memory is None else (memory.cache, memory.source)
-        at, kept, slots = (None, None, x.shape[1]) if cache is None else (cache.length, cache[:2], cache.k.shape[2])
-        bias = self.position_bias(places(None, x.shape[1], cache)[0], slots)
+        slots, caches = (x.shape[1], None) if cache is None else (cache.k.shape[2], cache.layers())
+        bias = self.position_bias(token_positions(None, x.shape[1], cache)[0], slots)
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            params, *own = layer
-            return apply(params, x, bias, seen, encoded, encoded_seen, at, *own)
+            params, rng, key_values, cache = layer
+            layer_source = None if source is None else source._replace(key_values=key_values)
+            return apply(params, x, bias, mask, layer_source, rng, cache)
 
-        layer_rngs = None if blocks_rng is None else jax.random.split(blocks_rng, self.layers)
-        x, kept = lax.scan(step, _dropout(x, self.config.dropout, first), (layers, layer_rngs, source, kept))
-        return _dropout(self.final_layer_norm(x), self.config.dropout, last), kept
+        rngs = None if blocks_rng is None else jax.random.split(blocks_rng, self.layers)
+        key_values = None if source is None else source.key_values
+        x, caches = lax.scan(step, _dropout(x, self.config.dropout, first), (layers, rngs, key_values, caches))
+        return _dropout(self.final_layer_norm(x), self.config.dropout, last), caches
 
     def position_bias(self, queries: jax.Array | np.ndarray, keys: int) -> jax.Array:
-        """[1, heads, T, S], of queries at the places int [T] by keys at 0 … S − 1."""
-        # Of every distance there can be: places are known only as the program runs where there is a cache.
+        """Return the bias [1, N, T, S] for queries at positions int [T] and keys at positions 0 … S − 1."""
+        # For every possible distance, because with a cache the positions are known only at run time.
         distances = np.arange(1 - keys, keys)
         buckets = relative_position_bucket(
             distances,
@@ -213,10 +260,9 @@ class Stack(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Self-attention, in the decoder attention to the source, and an MLP, each added to x: [B, T, d_model] → the same,
-    and the keys and values kept.
+    """Pre-norm block on [B, T, d_model]: self-attention, in the decoder cross-attention, and an MLP.
 
-    Of the source there is either `encoded`, [B, S, d_model], or this layer's keys and values.
+    It also returns the updated cache.
     """
 
     def __init__(self, config: T5Config, *, decoder: bool, rngs: nnx.Rngs) -> None:
@@ -232,59 +278,57 @@ class Block(nnx.Module):
         self,
         x: jax.Array,
         bias: jax.Array,
-        seen: jax.Array | None,
-        encoded: jax.Array | None,
-        encoded_seen: jax.Array | None,
-        at: jax.Array | None,
+        mask: jax.Array | None,
+        source: Source | None,
         rng: jax.Array | None,
-        source: Kept | None,
-        kept: Kept | None,
-    ) -> tuple[jax.Array, Kept | None]:
+        cache: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
         rate = self.config.dropout
         rngs = [None] * 6 if rng is None else jax.random.split(rng, 6)
         y = self.self_norm(x)
-        k, v, kept = remembered(*self.self_attention.keys_values(y), kept, at)
-        x = x + _dropout(self.self_attention(y, k, v, bias, seen, rngs[0]), rate, rngs[1])
+        k, v, cache = update_cache(*self.self_attention.key_values(y), cache)
+        x = x + _dropout(self.self_attention(y, KeyValues(k, v), bias, mask, rngs[0]), rate, rngs[1])
         if self.cross_norm is not None and self.cross_attention is not None:
-            source = source if encoded is None else self.cross_attention.keys_values(encoded)
             assert source is not None
-            attended = self.cross_attention(self.cross_norm(x), *source, None, encoded_seen, rngs[2])
+            key_values = source.key_values
+            if source.encoded is not None:
+                key_values = self.cross_attention.key_values(source.encoded)
+            assert key_values is not None
+            attended = self.cross_attention(self.cross_norm(x), key_values, None, source.mask, rngs[2])
             x = x + _dropout(attended, rate, rngs[3])
-        return x + _dropout(self.mlp(self.mlp_norm(x), rngs[4]), rate, rngs[5]), kept
+        return x + _dropout(self.mlp(self.mlp_norm(x), rngs[4]), rate, rngs[5]), cache
 
 
 class Attention(nnx.Module):
-    """Multi-head attention without scale or biases of its layers: [B, T, d_model] → the same, given keys and values
-    [B, S, N, H]."""
+    """Multi-head attention of queries [B, T, d_model], without a scale and with bias-free projections."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
         width, inner, factor = config.d_model, config.num_heads * config.d_kv, config.initializer_factor
-        # The missing scale of the scores is in the queries' weights.
+        # The initial weights of the queries include the missing scale of the scores.
         self.q = _linear(width, inner, factor * (width * config.d_kv) ** -0.5, rngs)
         self.k = _linear(width, inner, factor * width**-0.5, rngs)
         self.v = _linear(width, inner, factor * width**-0.5, rngs)
         self.o = _linear(inner, width, factor * inner**-0.5, rngs)
 
-    def keys_values(self, y: jax.Array) -> Kept:
-        """Of [B, S, d_model]: [B, S, N, H] each."""
-        return self._heads(self.k(y)), self._heads(self.v(y))
+    def key_values(self, y: jax.Array) -> KeyValues:
+        """Return keys and values [B, S, N, H] of [B, S, d_model]."""
+        return KeyValues(self._heads(self.k(y)), self._heads(self.v(y)))
 
     def __call__(
         self,
         x: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        key_values: KeyValues,
         bias: jax.Array | None,
-        seen: jax.Array | None,
+        mask: jax.Array | None,
         rng: jax.Array | None,
     ) -> jax.Array:
-        q = self._heads(self.q(x))
+        q, (k, v) = self._heads(self.q(x)), key_values
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
         if bias is not None:
             scores = scores + bias
-        if seen is not None:
-            scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+        if mask is not None:
+            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
         weights = _dropout(jax.nn.softmax(scores, axis=-1), self.config.dropout, rng)
         attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], -1)
         return self.o(checkpoint_name(attended, "attention"))
@@ -294,7 +338,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two layers with a ReLU between, or three with one gating another: [B, T, d_model] → the same."""
+    """MLP on [B, T, d_model]: two layers with a ReLU, or three with a gated GELU."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -312,7 +356,7 @@ class MLP(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x divided by its root mean square over [..., d_model], times a scale (Zhang and Sennrich 2019)."""
+    """RMSNorm over the last axis: x / √(mean x² + ε) · scale (Zhang and Sennrich 2019)."""
 
     def __init__(self, config: T5Config) -> None:
         self.epsilon = config.layer_norm_epsilon
@@ -320,34 +364,50 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mean_square = jnp.square(x).mean(-1, keepdims=True)
-        normed = x * lax.rsqrt(mean_square + self.epsilon)
-        return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)) * normed
+        normalized = x * lax.rsqrt(mean_square + self.epsilon)
+        return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)) * normalized
 
 
 def shift_right(labels: jax.Array, config: T5Config) -> jax.Array:
-    """The decoder's tokens that predict `labels`, int [B, T]: each place is given the label before it.
+    """Return the decoder inputs for `labels`: the start token, then every label but the last.
 
-    Places without a label (−100) become padding.
+    Args:
+      labels: int [B, T], `IGNORE_INDEX` at positions without a target.
+      config: Source of the start token and of the padding token, which replaces `IGNORE_INDEX`.
 
-    >>> shift_right(jnp.array([[5, 6, 1, -100, -100]]), T5Config()).tolist()
-    [[0, 5, 6, 1, 0]]
+    Returns:
+      Tokens int [B, T].
+
+    Example:
+      >>> shift_right(jnp.array([[5, 6, 1, -100, -100]]), T5Config()).tolist()
+      [[0, 5, 6, 1, 0]]
     """
     start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
     shifted = jnp.concatenate([start, labels[:, :-1]], axis=1)
-    return jnp.where(shifted == IGNORED, config.pad_token_id, shifted)
+    return jnp.where(shifted == IGNORE_INDEX, config.pad_token_id, shifted)
 
 
 def relative_position_bucket(
     distance: np.ndarray, *, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> np.ndarray:
-    """The bucket, int of the shape of `distance` (key's place − query's), that a distance falls into.
+    """Return the bucket of every relative position, as `_relative_position_bucket` of Mesh TensorFlow in float32.
 
-    Half of the buckets are for one distance each, the others wider by powers, up to `max_distance` and beyond. Where
-    only the past is seen, all of the future is in bucket 0. The formula is Mesh TensorFlow's
-    (`_relative_position_bucket`), float32 as there.
+    Half of the buckets hold one distance each; the others grow exponentially, and the last holds everything from
+    `max_distance` on. Unless `bidirectional`, all future keys are in bucket 0.
 
-    >>> relative_position_bucket(np.array([-200, -9, -1, 0, 1]), bidirectional=False, num_buckets=32, max_distance=128)
-    array([31,  9,  1,  0,  0])
+    Args:
+      distance: Position of the key minus that of the query, int of any shape.
+      bidirectional: Whether future keys have their own half of the buckets.
+      num_buckets: Number of buckets.
+      max_distance: Distance from which the last bucket is used.
+
+    Returns:
+      int, of the shape of `distance`.
+
+    Example:
+      >>> distance = np.array([-200, -9, -1, 0, 1])
+      >>> relative_position_bucket(distance, bidirectional=False, num_buckets=32, max_distance=128)
+      array([31,  9,  1,  0,  0])
     """
     offset = np.zeros_like(distance)
     if bidirectional:
@@ -380,11 +440,11 @@ SHARDING = {
     ".*/blocks/.*/scale": P(None, "fsdp"),
     ".*/final_layer_norm/scale": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
+"""Mesh axes that shard each axis, by parameter path, as for GPT-2."""
 
 
 def torch_names(config: T5Config) -> NameTable:
-    """The names in `transformers.T5ForConditionalGeneration`."""
+    """Return the names in `transformers.T5ForConditionalGeneration`."""
     table = {"shared": TorchParam("shared.weight")}
     for stack in ("encoder", "decoder"):
         first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -416,22 +476,23 @@ def torch_names(config: T5Config) -> NameTable:
 
 
 def from_hf(config: Mapping[str, Any]) -> T5Config:
-    """The configuration that a Hugging Face `config.json` says.
+    """Return the `T5Config` of a Hugging Face config.json.
 
-    Raises `UserError` for what would change the numbers and is not supported.
+    Raises:
+      UserError: A setting that changes the result is not supported.
     """
-    same = {
+    shared = {
         "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
         "relative_attention_max_distance", "layer_norm_epsilon", "initializer_factor", "feed_forward_proj",
     }  # fmt: skip
-    given = {name: config[name] for name in same & config.keys()}
+    given = {name: config[name] for name in shared & config.keys()}
     gated = _gated(config.get("feed_forward_proj", "relu"))
-    # In transformers these two have the last word.
+    # In `transformers` these two override feed_forward_proj.
     activation = "gelu_new" if gated else "relu"
     require(config, dense_act_fn=activation, is_gated_act=gated, quantization_config=None, is_causal=True)
     depth = config.get("num_decoder_layers")
     tokens = {name: config.get(name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
-    # transformers 5 writes true for the second whatever is so, and says by the first what it was.
+    # `transformers` 5 always writes true for tie_word_embeddings; scale_decoder_outputs holds the original value.
     tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
     return T5Config(
         **given,
@@ -443,7 +504,7 @@ def from_hf(config: Mapping[str, Any]) -> T5Config:
 
 
 def to_hf(config: T5Config) -> dict[str, Any]:
-    """The `config.json` of which `transformers` makes the same model."""
+    """Return the config.json from which `transformers` creates the same model."""
     fields = {name: getattr(config, name) for name in T5Config.__dataclass_fields__ if name != "dropout"}
     return {
         "model_type": "t5",

@@ -1,5 +1,6 @@
-"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929), as `transformers.ViTForImageClassification`
-computes it.
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929).
+
+It computes what `transformers.ViTForImageClassification` computes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,9 @@ from jaxtrain.models.encoder import (
     linear,
     linear_names,
     norm_names,
-    scanned,
-    split,
-    stacked,
+    scan_blocks,
+    split_key,
+    stack_blocks,
 )
 from jaxtrain.models.hf_config import fields_from_hf, labels_from_hf, labels_to_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
@@ -33,9 +34,11 @@ from jaxtrain.models.layer_norm import LayerNorm
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """Sizes, dropout rates, initial weights' standard deviation; the names are those of `transformers.ViTConfig`.
+    """Configuration of a ViT, with the field names of `transformers.ViTConfig`.
 
-    `image_size` and `patch_size` are the sides of squares, or (height, width).
+    Attributes:
+      image_size: Side of a square, or (height, width), in pixels.
+      patch_size: Side of a square, or (height, width), in pixels.
     """
 
     image_size: int | tuple[int, int] = 224
@@ -59,9 +62,12 @@ class ViTConfig:
 
 
 class ViT(nnx.Module):
-    """Images [B, *image_shape] → logits [B, num_labels]. With a dropout key it is in training mode.
+    """Vision Transformer classifier, called as `model(images, rng)` with a dropout key for training mode.
 
-    Raises `UserError` for images of another shape, whose positions would not be those learned.
+    It maps images [B, *image_shape] to logits [B, num_labels].
+
+    Raises:
+      UserError: On a call, if the images have another shape than that of the learned positions.
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
@@ -75,25 +81,25 @@ class ViT(nnx.Module):
         self.patches = nnx.Conv(
             config.num_channels, width, patch, strides=patch, padding="VALID", kernel_init=normal, rngs=rngs
         )
-        self.blocks = stacked(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
+        self.blocks = stack_blocks(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
         self.norm = LayerNorm(width, config.layer_norm_eps)
         self.classifier = linear(width, config.num_labels, std, rngs=rngs)
 
     def __call__(self, images: jax.Array, rng: Key = None) -> jax.Array:
         config, rows = self.config, images.shape[0]
         if images.shape[1:] != config.image_shape:
-            raise UserError(f"images are {list(images.shape[1:])}, the model's {list(config.image_shape)}: resize them")
-        embed_rng, blocks_rng = split(rng, 2)
+            raise UserError(f"images must be {list(config.image_shape)}, got {list(images.shape[1:])}: resize them")
+        embed_rng, blocks_rng = split_key(rng, 2)
         patches = self.patches(images).reshape(rows, -1, config.hidden_size)
         first = jnp.broadcast_to(self.cls_token[...], (rows, 1, config.hidden_size))
         x = jnp.concatenate([first, patches], axis=1) + self.position_embeddings[...]
         x = dropout(x, config.hidden_dropout_prob, embed_rng)
-        x = scanned(self.blocks, config.num_hidden_layers, x, None, blocks_rng)
+        x = scan_blocks(self.blocks, config.num_hidden_layers, x, None, blocks_rng)
         return self.classifier(self.norm(x)[:, 0])
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [B, T, hidden_size] → the same."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), on [B, T, hidden_size]."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         width, std, epsilon = config.hidden_size, config.initializer_range, config.layer_norm_eps
@@ -112,7 +118,7 @@ class Block(nnx.Module):
         self.fc2 = linear(config.intermediate_size, width, std, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None, rng: Key) -> jax.Array:
-        rngs = split(rng, 3)
+        rngs = split_key(rng, 3)
         x = x + dropout(self.attention(self.norm_before(x), mask, rngs[0]), self.rate, rngs[1])
         hidden = checkpoint_name(gelu(self.fc1(self.norm_after(x))), "hidden")
         return x + dropout(self.fc2(hidden), self.rate, rngs[2])
@@ -133,16 +139,16 @@ SHARDING = {
     "classifier/kernel": P("fsdp", None),
     ".*/(bias|scale)": P("fsdp"),
 }
-"""By path, the axes of a mesh that divide each axis (`jaxtrain.distributed`), as those of GPT-2."""
+"""Mesh axes that shard each axis, by parameter path (`jaxtrain.distributed`), as for GPT-2."""
 
 
 def torch_names(config: ViTConfig) -> NameTable:
-    """The names in `transformers.ViTForImageClassification`."""
+    """Return the names in `transformers.ViTForImageClassification`."""
     return _names(config, "vit.layers.{layer}", [f"attention.{x}_proj" for x in "qkvo"], ["mlp.fc1", "mlp.fc2"])
 
 
 def file_names(config: ViTConfig) -> NameTable:
-    """The names in checkpoint files, older than those in the model: `transformers` translates between them."""
+    """Return the names in checkpoint files, which `transformers` translates to the newer ones of its model."""
     attention = [
         f"attention.{name}" for name in ("attention.query", "attention.key", "attention.value", "output.dense")
     ]
@@ -168,9 +174,10 @@ def _names(config: ViTConfig, layer: str, attention: Sequence[str], mlp: Sequenc
 
 
 def from_hf(config: Mapping[str, Any]) -> ViTConfig:
-    """The `ViTConfig` of a Hugging Face config.json.
+    """Return the `ViTConfig` of a Hugging Face config.json.
 
-    Raises `UserError` for what would change the numbers and is not supported.
+    Raises:
+      UserError: A setting that changes the result is not supported.
     """
     require(
         config,
@@ -183,17 +190,18 @@ def from_hf(config: Mapping[str, Any]) -> ViTConfig:
 
 
 def to_hf(config: ViTConfig) -> dict[str, Any]:
-    """A config.json that `transformers` reads back into the same model.
+    """Return the config.json from which `transformers` creates the same model.
 
-    >>> from_hf(to_hf(ViTConfig(image_size=(32, 64)))) == ViTConfig(image_size=(32, 64))
-    True
+    Example:
+      >>> from_hf(to_hf(ViTConfig(image_size=(32, 64)))) == ViTConfig(image_size=(32, 64))
+      True
     """
-    said = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
-    said = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "num_labels"}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return {
         "model_type": "vit",
         "architectures": ["ViTForImageClassification"],
         "hidden_act": "gelu",
-        **said,
+        **values,
         **labels_to_hf(config.num_labels),
     }

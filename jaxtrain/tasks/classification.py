@@ -12,7 +12,7 @@ from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folde
 from jaxtrain.distributed import data_parallel_size, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
-from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, in_groups, mlp, resnet
+from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet, set_batch_norm_groups
 from jaxtrain.models.resnet import ResNet, ResNetConfig
 from jaxtrain.recipes import CNNRecipe, ImageRecipe, MLPRecipe, ResNetRecipe
 from jaxtrain.step import Loss, LossFn
@@ -77,7 +77,7 @@ def resnet_model(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
     if len(shape) != 3:
         raise UserError(f"images must have height, width and channels, got shape {list(shape)}: use digits-mlp")
     model = ResNet(_resnet_config(recipe, shape), rngs=nnx.Rngs(recipe.seed))
-    return in_groups(model, _groups(recipe))
+    return set_batch_norm_groups(model, _groups(recipe))
 
 
 def _groups(recipe: ResNetRecipe) -> int:

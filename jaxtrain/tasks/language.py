@@ -10,16 +10,16 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import (
-    Packed,
+    PackedRows,
     Source,
-    Text,
     TokenizedDocuments,
     Tokenizer,
+    TokenWindows,
     is_table,
     pack,
     split_documents,
     split_table,
-    thinned,
+    subsample,
     tokenized_rows,
     tokenizer,
     unigram_entropy,
@@ -132,14 +132,14 @@ def _sources(recipe: LanguageRecipe, texts: Tokenizer) -> tuple[Source, Source, 
     train_texts, validation_texts = split_documents(recipe.data, texts)
     if recipe.packing:
         return _pack_rows(recipe, train_texts, validation_texts)
-    windows = Text(train_texts.tokens, recipe.seq_len), Text(validation_texts.tokens, recipe.seq_len)
+    windows = TokenWindows(train_texts.tokens, recipe.seq_len), TokenWindows(validation_texts.tokens, recipe.seq_len)
     return *windows, unigram_entropy(validation_texts.tokens)
 
 
 def _pack_rows(
     recipe: LanguageRecipe, train: TokenizedDocuments, validation: TokenizedDocuments
-) -> tuple[Packed, Source, float]:
-    rows = thinned(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
+) -> tuple[PackedRows, Source, float]:
+    rows = subsample(pack(validation, recipe.seq_len, pad=0), recipe.eval_sequences)
     targets = [rows[i]["targets"][rows[i]["segments"] > 0] for i in range(len(rows))]
     return pack(train, recipe.seq_len, pad=0), rows, unigram_entropy(np.concatenate(targets))
 

@@ -12,17 +12,17 @@ from flax import nnx
 
 from jaxtrain.data import (
     Example,
-    Mapped,
-    Numbered,
+    IndexedSource,
+    MappedSource,
     Source,
-    Text,
     Tokenizer,
     Tokens,
+    TokenWindows,
     is_table,
-    padded,
+    pad_tokens,
     split_documents,
     split_table,
-    thinned,
+    subsample,
     tokenizer,
     unigram_entropy,
 )
@@ -43,7 +43,7 @@ def masked_language_task(recipe: MaskedLanguageRecipe) -> Task:
     pad, mask = texts.special("pad"), texts.special("mask")
     special = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
     train_rows, validation_rows = _sources(recipe, texts)
-    train, validation = Numbered(train_rows), Numbered(thinned(validation_rows, recipe.eval_sequences))
+    train, validation = IndexedSource(train_rows), IndexedSource(subsample(validation_rows, recipe.eval_sequences))
     config = bert_config(recipe, texts, recipe.seq_len, num_labels=None)
     apply, init = bert(config, recipe.seed)
 
@@ -161,7 +161,7 @@ def bert(config: BertConfig, seed: int) -> tuple[Callable[..., Any], Callable[[]
 def encode_text(texts: Tokenizer, text: str, length: int) -> Tokens:
     """Return a text's tokens between start and end token, truncated or padded to int32 [length]."""
     start, end = texts.special("start"), texts.special("end")
-    return padded(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
+    return pad_tokens(np.r_[start, texts.encode(text)[: length - 2], end], length, texts.special("pad"))[0]
 
 
 def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, Source]:
@@ -171,9 +171,9 @@ def _sources(recipe: MaskedLanguageRecipe, texts: Tokenizer) -> tuple[Source, So
     if recipe.data is not None and is_table(recipe.data):
         encode = partial(_encode_row, recipe, texts)
         train, validation = split_table(recipe.data, [recipe.text_column])
-        return Mapped(train, encode), Mapped(validation, encode)
-    train_texts, validation_texts = split_documents(recipe.data, texts)
-    return Text(train_texts.tokens, recipe.seq_len - 1), Text(validation_texts.tokens, recipe.seq_len - 1)
+        return MappedSource(train, encode), MappedSource(validation, encode)
+    train, validation = (TokenWindows(part.tokens, recipe.seq_len - 1) for part in split_documents(recipe.data, texts))
+    return train, validation
 
 
 def _encode_row(recipe: MaskedLanguageRecipe, texts: Tokenizer, row: Example) -> Example:

@@ -11,14 +11,14 @@ from flax import nnx
 
 from jaxtrain.data import (
     Example,
-    Mapped,
+    MappedSource,
     Source,
     Tokenizer,
     Tokens,
     dates,
-    padded,
+    pad_tokens,
     split_table,
-    thinned,
+    subsample,
     tokenizer,
     unigram_entropy,
 )
@@ -37,7 +37,7 @@ def seq2seq_task(recipe: T5Recipe) -> Task:
     texts = tokenizer(recipe.tokenizer)
     train, pairs = _pairs(recipe)
     encode = partial(encode_pair, recipe, texts)
-    validation = Mapped(pairs, encode)
+    validation = MappedSource(pairs, encode)
     model, init = t5(recipe, texts)
     config, (apply, _) = model.config, functional(model)
 
@@ -68,7 +68,7 @@ def seq2seq_task(recipe: T5Recipe) -> Task:
         predict=lambda params, batch, _: predict(params, batch, None),
         texts=texts,
         input_text=lambda example: texts.decode(example["source"]),
-        train=Mapped(train, encode),
+        train=MappedSource(train, encode),
         validation=validation,
         eval_rows=len(validation),
         classes=texts.size,
@@ -142,17 +142,17 @@ def _encode_with_end(texts: Tokenizer, text: str, what: str, length: int) -> Tok
             f"the {what} {text!r} has {len(tokens)} tokens with its end token, more than {what}_len {length}: "
             f"increase {what}_len, or remove the pair"
         )
-    return padded(tokens, length, texts.special("pad"))[0]
+    return pad_tokens(tokens, length, texts.special("pad"))[0]
 
 
 def _pairs(recipe: T5Recipe) -> tuple[Source, Source]:
     """Return (train, validation) of examples `{"source": str, "target": str}`."""
     if recipe.data is None:
         train, validation = dates()
-        return train, thinned(validation, recipe.eval_pairs)
+        return train, subsample(validation, recipe.eval_pairs)
     row = partial(_row, recipe)
     rows, validation_rows = split_table(recipe.data, [recipe.source_column, recipe.target_column])
-    return Mapped(rows, row), Mapped(thinned(validation_rows, recipe.eval_pairs), row)
+    return MappedSource(rows, row), MappedSource(subsample(validation_rows, recipe.eval_pairs), row)
 
 
 def _row(recipe: T5Recipe, row: Example) -> Example:

@@ -10,14 +10,14 @@ import numpy as np
 from jaxtrain.data import (
     KEYWORDS,
     Example,
-    Mapped,
+    MappedSource,
     Source,
     Tokenizer,
     python_statements,
     split_files,
     split_table,
     stdlib_files,
-    thinned,
+    subsample,
     tokenizer,
 )
 from jaxtrain.errors import UserError
@@ -58,8 +58,8 @@ def text_classification_task(recipe: TextClassificationRecipe) -> Task:
         predict=lambda params, batch, _: predict(params, batch, None),
         class_names=[str(name) for name in classes],
         input_text=lambda example: texts.decode(example["tokens"]),
-        train=Mapped(train, encode),
-        validation=Mapped(validation, encode),
+        train=MappedSource(train, encode),
+        validation=MappedSource(validation, encode),
         eval_rows=len(validation),
         classes=len(classes),
         unit="examples",
@@ -100,7 +100,7 @@ def bag_of_words_accuracy(train: Source, validation: Source) -> float:
         return [row["text"] for row in rows], [str(row["label"]) for row in rows]
 
     words = CountVectorizer(token_pattern=r"\w+|[^\w\s]")
-    texts, labels = columns(thinned(train, _BASELINE_TEXTS))
+    texts, labels = columns(subsample(train, _BASELINE_TEXTS))
     bayes = MultinomialNB().fit(words.fit_transform(texts), labels)
     texts, labels = columns(validation)
     return float(bayes.score(words.transform(texts), labels))
@@ -110,7 +110,7 @@ def _labeled_rows(recipe: TextClassificationRecipe) -> tuple[Source, Source, lis
     """Return (train, validation, classes), with rows `{"text": str, "label": one of the classes}`."""
     if recipe.data is None:
         train, validation = python_statements(*split_files(stdlib_files(), sysconfig.get_paths()["stdlib"]))
-        return train, thinned(validation, recipe.eval_texts), list(KEYWORDS)
+        return train, subsample(validation, recipe.eval_texts), list(KEYWORDS)
     row = partial(_row, recipe)
     rows, validation_rows = split_table(recipe.data, [recipe.text_column, recipe.label_column])
     # The label column alone: the texts may be large.
@@ -118,7 +118,7 @@ def _labeled_rows(recipe: TextClassificationRecipe) -> tuple[Source, Source, lis
     classes = sorted({_plain(labels[i][recipe.label_column]) for i in range(len(labels))})
     if len(classes) < 2:
         raise UserError(f"{recipe.data} must have two or more classes in {recipe.label_column!r}, got 1: add another")
-    return Mapped(rows, row), Mapped(thinned(validation_rows, recipe.eval_texts), row), classes
+    return MappedSource(rows, row), MappedSource(subsample(validation_rows, recipe.eval_texts), row), classes
 
 
 def _row(recipe: TextClassificationRecipe, row: Example) -> Example:

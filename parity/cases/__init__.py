@@ -1,4 +1,4 @@
-"""The cases that come with the harness, by name. Listing them imports neither framework."""
+"""The built-in cases by name. Listing them imports neither framework."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ SUMMARIES = {
     "llama.packed": "the first, three sequences to a row",
     "mixtral": "transformers.MixtralForCausalLM of 2 layers, 4 experts, the router's loss",
     "t5": "transformers.T5ForConditionalGeneration of 2 + 2 layers, padded on both sides",
-    "t5.gated": "T5 v1.1 and FLAN-T5: gated GELU, an output layer of its own",
+    "t5.gated": "T5 v1.1 and FLAN-T5: gated GELU, a separate output layer",
     "bert": "transformers.BertForMaskedLM of 2 layers, padded rows, two token types",
     "bert.classifier": "transformers.BertForSequenceClassification of the same",
     "vit": "transformers.ViTForImageClassification of 2 layers, on 8×12 images",
@@ -51,11 +51,11 @@ SUMMARIES = {
     "gradient-penalty": "Wasserstein critic 8-16-16-1, softplus, with the gradient of its input in the loss",
     "maml": "perceptron 1-16-16-1, tanh, trained through a step of gradient descent",
 }
-"""What each case is. A dotted name is one of several cases of a module."""
+"""Summary of each case. A dotted name is one of several cases of a module."""
 
 
 def _load(name: str, **options: Any) -> Case:
-    from jaxtrain.errors import UserError  # and with it JAX, which listing does without
+    from jaxtrain.errors import UserError  # imports JAX, which listing does not need
 
     module_name, _, function = name.replace("-", "_").partition(".")
     try:
@@ -72,12 +72,13 @@ def _load(name: str, **options: Any) -> Case:
 
 
 CASES: dict[str, Callable[..., Case]] = {name: partial(_load, name) for name in SUMMARIES}
-"""What makes each case, of its function's keyword arguments; calling it imports what the case needs, or raises
-`UserError` where that is not installed."""
+"""From each name to a function that creates the case from keyword arguments.
+
+Calling it imports what the case needs, or raises `UserError` if that is not installed."""
 
 
 def case_of(name: str, **options: Any) -> Case:
-    """The case of that name, or of a user's file, `path/to/file.py::name`."""
+    """Return the case of that name, or of a user's file as `path/to/file.py::name`."""
     if "::" in name:
         from parity.cases.own import own_case
 

@@ -1,4 +1,4 @@
-"""The facts of automatic differentiation that PyTorch is learned by, each trained as a case of its own.
+"""The well-known examples of automatic differentiation in PyTorch, each trained as a separate case.
 
 Every model is a few numbers, each copied: a single one's rounding is a matter of chance. A batch scales the loss of
 each row and copy, so that steps differ and sums round; with all scales 1, the first gradient of every copy is the
@@ -23,7 +23,7 @@ COPIES = 32
 
 
 class Numbers(torch.nn.Module):
-    """A parameter of shape [COPIES] for each number."""
+    """Create a parameter of shape [COPIES] for each number."""
 
     def __init__(self, **values: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def cubic() -> Case:
 
 
 def detach() -> Case:
-    """w²·w, its square detached, at 3: gradient 9, not 27."""
+    """w²·w, with its square detached, at 3: gradient 9, not 27."""
     return _case(
         "autograd.detach",
         lambda p: (p["w"] ** 2).detach() * p["w"],
@@ -95,7 +95,7 @@ def double_backward() -> Case:
 
 
 def reuse() -> Case:
-    """w + w² at 3: gradient 1 + 6, both uses added up."""
+    """w + w² at 3: gradient 1 + 6, the sum over both uses."""
 
     def value(p: Any) -> Any:
         return p["w"] + p["w"] ** 2

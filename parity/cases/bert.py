@@ -32,12 +32,12 @@ TOKENS, PREDICTED, CLASSES = 12, 3, 4
 
 
 def case(dropout: float = 0.0) -> Case:
-    """The masked language model: three tokens of each row predicted, one of them padding. `dropout`: every rate."""
+    """Return the masked language model: three tokens of each row are predicted, one of them padding."""
     return _case("bert", _dropping(CONFIG, dropout), BertForMaskedLM, "label", clip_norm=1.25)
 
 
 def classifier(dropout: float = 0.0) -> Case:
-    """Rows classified."""
+    """Return the classifier of rows."""
     config = replace(_dropping(CONFIG, dropout), num_labels=CLASSES)
     return _case("bert.classifier", config, BertForSequenceClassification, "class", clip_norm=0.3)
 
@@ -78,7 +78,7 @@ def _dropping(config: BertConfig, rate: float) -> BertConfig:
 
 
 def _batch(seed: int, rows: int) -> Batch:
-    """Rows of 6 to 12 tokens, the last of two types from the middle on; as many labels in each row."""
+    """Rows of 6 to 12 tokens, of the second type from the middle on, with equally many labels per row."""
     rng = np.random.default_rng(seed)
     place = np.arange(TOKENS)
     real = place < rng.integers(TOKENS // 2, TOKENS + 1, size=(rows, 1))

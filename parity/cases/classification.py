@@ -1,4 +1,4 @@
-"""What image classifiers share: their batches, and their loss in both frameworks."""
+"""Batches and loss of image classifiers in both frameworks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from parity.case import Batch
 
 
 def images(*shape: int, classes: int = 10) -> Callable[[int, int], Batch]:
-    """Batches of Gaussian noise: "image" float32 [rows, *shape], "label" int64 [rows]."""
+    """Return batches of Gaussian noise: "image" float32 [rows, *shape], "label" int64 [rows]."""
 
     def batch(seed: int, rows: int) -> Batch:
         rng = np.random.default_rng(seed)
@@ -27,7 +27,7 @@ def images(*shape: int, classes: int = 10) -> Callable[[int, int], Batch]:
 
 
 def loss_fn(apply: Callable[..., Any]) -> LossFn:
-    """Cross-entropy of the logits `apply(params, images, rng)`, summed over images."""
+    """Return the cross-entropy of the logits `apply(params, images, rng)`, summed over images."""
 
     def loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
         losses = cross_entropy(apply(params, batch["image"], rng), batch["label"])
@@ -37,5 +37,5 @@ def loss_fn(apply: Callable[..., Any]) -> LossFn:
 
 
 def torch_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """The same of `model(images)`."""
+    """Return the same loss of `model(images)`."""
     return F.cross_entropy(model(batch["image"]), batch["label"], reduction="sum"), len(batch["label"])

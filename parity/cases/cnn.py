@@ -13,7 +13,7 @@ from parity.cases import classification
 
 
 def case(dropout: float = 0.0) -> Case:
-    """Convolution 3→16, ReLU, `dropout`, linear. Batches are [B, H, W, C], as JAX reads them."""
+    """Return convolution 3→16, ReLU, `dropout`, linear. Batches are [B, H, W, C], as in JAX."""
     model = nnx.eval_shape(lambda: CNN((32, 32, 3), width=16, dropout=dropout, rngs=nnx.Rngs(0)))
     apply, params_like = functional(model)
     return Case(
@@ -36,5 +36,5 @@ def _torch_model(dropout: float) -> Module:
 
 
 def torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross-entropy of `model` on [B, H, W, C] images."""
+    """Return the cross-entropy of `model` on [B, H, W, C] images."""
     return classification.torch_loss(model, {**batch, "image": batch["image"].permute(0, 3, 1, 2)})

@@ -7,7 +7,7 @@ from torch.nn import BatchNorm2d, Conv2d, Dropout, Flatten, Linear, Module, ReLU
 
 import jaxtrain
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import CNN, functional_with_state, in_groups
+from jaxtrain.models import CNN, functional_with_state, set_batch_norm_groups
 from jaxtrain.models.cnn import torch_buffers, torch_names
 from parity.case import AdamW, Case
 from parity.cases import classification
@@ -17,13 +17,16 @@ SHAPE = (10, 10, 3)
 
 
 def case(dropout: float = 0.0, groups: int = 1) -> Case:
-    """Convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared too.
+    """Return convolution 3→16, BatchNorm, ReLU, `dropout`, linear, in training mode; running statistics are compared as
+    well.
 
-    JAX takes the statistics over so many `groups` of rows, as many ranks of PyTorch's DistributedDataParallel do.
+    JAX computes the statistics over `groups` of rows, as that many ranks of DistributedDataParallel do.
     """
     apply, params_like, state_like = functional_with_state(
         nnx.eval_shape(
-            lambda: in_groups(CNN(SHAPE, width=16, batch_norm=True, dropout=dropout, rngs=nnx.Rngs(0)), groups)
+            lambda: set_batch_norm_groups(
+                CNN(SHAPE, width=16, batch_norm=True, dropout=dropout, rngs=nnx.Rngs(0)), groups
+            )
         )
     )
 

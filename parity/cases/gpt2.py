@@ -30,8 +30,9 @@ def case(
     rows: int = 16,
     tokens: int = TOKENS,
 ) -> Case:
-    """`rows` of `tokens` tokens, each but the last predicting the next. `config` is the JAX model's, `reference` the
-    other's; `dropout`, if given, the rate of both.
+    """Return a case on batches of `rows` × `tokens` tokens, each predicting the next.
+
+    `config` is the JAX model's and `reference` PyTorch's; `dropout`, if given, is the rate of both.
     """
     if dropout is not None:
         config, reference = replace(config, dropout=dropout), replace(reference, dropout=dropout)
@@ -52,7 +53,7 @@ def case(
         names=torch_names(),
         batch=lambda seed, rows: _batch(seed, rows, tokens, reference.vocab_size),
         rows=rows,
-        # With the default eps, Adam makes steps of the rounding noise that is the gradient of the key bias.
+        # With the default eps, Adam amplifies the gradient of the key bias, which is rounding noise.
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=0.6,
     )
@@ -68,7 +69,7 @@ def _torch_model(config: GPT2Config) -> Module:
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         attn_pdrop=config.dropout,
-        # The default ones are out of a small vocabulary's range.
+        # The default ids exceed a small vocabulary.
         bos_token_id=None,
         eos_token_id=None,
     )

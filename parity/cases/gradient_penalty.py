@@ -1,4 +1,5 @@
-"""A Wasserstein critic with gradient penalty (Gulrajani et al. 2017, arXiv:1704.00028): the loss holds a gradient."""
+"""A Wasserstein critic with gradient penalty (Gulrajani et al. 2017, arXiv:1704.00028): the loss contains a
+gradient."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,8 @@ PENALTY = 10.0
 
 
 def case() -> Case:
-    """f(fake) − f(real) + 10·(‖∇f(x̂)‖ − 1)², x̂ between fake and real where the batch says; f of 8-16-16-1."""
+    """f(fake) − f(real) + 10·(‖∇f(x̂)‖ − 1)², x̂ between fake and real at the place given by the batch; f of
+    8-16-16-1."""
     return Case(
         name="gradient-penalty",
         # Softplus, not ReLU: its second derivative exists.
@@ -38,12 +40,12 @@ def case() -> Case:
 
 
 def critic(params: Any, x: Any) -> Any:
-    """The score, [], of one example [FEATURES]."""
+    """Return the score, a scalar, of one example [FEATURES]."""
     return perceptron.forward(params, x, jax.nn.softplus)[0]
 
 
 def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-    """The critic's loss, summed over pairs."""
+    """Return the loss of the critic, summed over pairs."""
     del rng
 
     def loss(real: Any, fake: Any, mix: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Llama family against `transformers`: Llama, Mistral, Qwen2, Qwen3; padded rows, and packed ones."""
+"""The Llama family against `transformers`: Llama, Mistral, Qwen2, Qwen3; padded and packed rows."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,22 +33,22 @@ TOKENS = 17
 
 
 def case(dropout: float | None = None) -> Case:
-    """Grouped queries and Llama 3.1's rotary scaling, on padded rows."""
+    """Return Llama with grouped queries and Llama 3.1's rotary scaling, on padded rows."""
     return sized("llama", LLAMA, dropout)
 
 
 def qwen3(dropout: float | None = None) -> Case:
-    """Norms on queries and keys, wider heads, tied embeddings."""
+    """Return Qwen3: norms on queries and keys, wider heads, tied embeddings."""
     return sized("llama.qwen3", QWEN3, dropout)
 
 
 def mistral(dropout: float | None = None) -> Case:
-    """A window shorter than the rows."""
+    """Return Mistral with a window shorter than the rows."""
     return sized("llama.mistral", MISTRAL, dropout)
 
 
 def packed(dropout: float | None = None) -> Case:
-    """Three sequences a row, which do not see each other."""
+    """Return Llama on rows of three sequences, which do not attend to each other."""
     return sized("llama.packed", LLAMA, dropout, packed=True, clip_norm=1.4)
 
 
@@ -62,7 +62,7 @@ def sized(
     rows: int = 8,
     tokens: int = TOKENS,
 ) -> Case:
-    """`rows` of so many `tokens`."""
+    """Return a case on batches of `rows` × `tokens`."""
     if dropout is not None:
         config = replace(config, attention_dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))

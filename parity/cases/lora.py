@@ -1,4 +1,4 @@
-"""Low-rank adapters on GPT-2, against the module that `peft` puts in a linear layer's place."""
+"""Low-rank adapters on GPT-2, against the module with which `peft` replaces a linear layer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,14 +19,14 @@ ADAPTED = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 def case(adapters: LoraConfig = ADAPTERS, *, dropout: float | None = None, rows: int = 16) -> Case:
-    """GPT-2's case, of which the adapters alone are trained; `dropout`, if given, is the model's rate and theirs."""
+    """Return GPT-2's case with only the adapters trained; `dropout`, if given, is the rate of model and adapters."""
     config = CONFIG
     if dropout is not None:
         config, adapters = replace(config, dropout=dropout), replace(adapters, dropout=dropout)
     whole = gpt2.case(config, reference=config, rows=rows)
     names, _ = whole.tables
     base = names.to_jax({name: x.numpy() for name, x in _pretrained(whole).state_dict().items()}, whole.params_like)
-    with_adapters = lora.adapted(whole.loss_fn, adapters)
+    with_adapters = lora.with_adapters(whole.loss_fn, adapters)
     params_like = jax.eval_shape(lambda: lora.init(jax.random.key(0), base, adapters))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
@@ -58,7 +58,7 @@ class _Adapted(Module):
         n, m = base.weight.shape
         self.base_layer, self.dropout, self.scale = base, Dropout(config.dropout), config.scale
         self.lora_A, self.lora_B = Linear(n, config.r, bias=False), Linear(config.r, m, bias=False)
-        # With zeros, as adapters begin, A would have no gradient.
+        # With the usual initial zeros, A would have no gradient.
         torch.nn.init.normal_(self.lora_B.weight, std=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class _Adapted(Module):
 
 
 def _torch_model(whole: Case, adapters: LoraConfig) -> Any:
-    """The model under the names of a file of adapters, of which it has nothing else as a parameter."""
+    """The model under the names of a file of adapters, with only these as parameters."""
     model = _pretrained(whole)
     for module in model.modules():
         for name, weight in [*module._parameters.items()]:
@@ -84,7 +84,7 @@ def _torch_model(whole: Case, adapters: LoraConfig) -> Any:
 
 
 def _pretrained(whole: Case) -> Any:
-    """The same weights whenever it is called."""
+    """The model with fixed weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return whole.torch_model()

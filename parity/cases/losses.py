@@ -1,4 +1,4 @@
-"""Every loss against PyTorch's, each behind one linear layer of 6 features to 4."""
+"""Every loss against PyTorch's, each after one linear layer of 6 features to 4."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,23 +21,23 @@ ROWS, FEATURES, OUTPUTS, VOCABULARY = 16, 6, 4, 24
 CLASS_WEIGHT = np.array([0.25, 1.0, 2.0, 4.0], np.float32)
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
-"""An array of a batch: of so many rows."""
+"""From a generator and a number of rows to an array of a batch."""
 
 
 def cross_entropy() -> Case:
-    """A quarter of the labels ignored."""
+    """Return cross-entropy with a quarter of the labels ignored."""
     return _labelled("cross-entropy", 0.7, F.cross_entropy, losses.cross_entropy)
 
 
 def cross_entropy_weighted() -> Case:
-    """Smoothed labels of weighted classes, whose weights divide the sum."""
+    """Return cross-entropy with label smoothing and class weights, which divide the sum."""
     return _labelled(
         "cross-entropy-weighted", 1.0, F.cross_entropy, losses.cross_entropy, CLASS_WEIGHT, label_smoothing=0.1
     )
 
 
 def nll() -> Case:
-    """Of log-softmax, classes weighted."""
+    """Return negative log-likelihood of log-softmax with class weights."""
     return _labelled(
         "nll",
         1.1,
@@ -48,27 +48,27 @@ def nll() -> Case:
 
 
 def mse() -> Case:
-    """Squared error."""
+    """Return squared error."""
     return _elementwise("mse", 0.9, F.mse_loss, losses.mse, _normal)
 
 
 def l1() -> Case:
-    """Absolute error."""
+    """Return absolute error."""
     return _elementwise("l1", 0.35, F.l1_loss, losses.l1, _normal)
 
 
 def smooth_l1() -> Case:
-    """Of β = ½."""
+    """Return smooth L1 with β = ½."""
     return _elementwise("smooth-l1", 0.3, F.smooth_l1_loss, losses.smooth_l1, _normal, beta=0.5)
 
 
 def huber() -> Case:
-    """Of δ = ½."""
+    """Return Huber loss with δ = ½."""
     return _elementwise("huber", 0.15, F.huber_loss, losses.huber, _normal, delta=0.5)
 
 
 def binary_cross_entropy() -> Case:
-    """With logits, positives weighted by class."""
+    """Return binary cross-entropy with logits and a weight of positives per class."""
     weight = CLASS_WEIGHT
     return _elementwise(
         "binary-cross-entropy",
@@ -80,7 +80,7 @@ def binary_cross_entropy() -> Case:
 
 
 def kl_div() -> Case:
-    """Of log-softmax from given probabilities."""
+    """Return the divergence of log-softmax from given probabilities."""
     return _elementwise(
         "kl-div",
         0.1,
@@ -91,7 +91,7 @@ def kl_div() -> Case:
 
 
 def hinge_embedding() -> Case:
-    """The layer's outputs as distances."""
+    """Return hinge embedding loss with the outputs as distances."""
     return _elementwise(
         "hinge-embedding",
         0.33,
@@ -103,7 +103,7 @@ def hinge_embedding() -> Case:
 
 
 def cosine_embedding() -> Case:
-    """Pairs, half of which are to be apart."""
+    """Return cosine embedding loss of pairs, half of them dissimilar."""
     return _embeddings(
         "cosine-embedding",
         0.75,
@@ -113,7 +113,7 @@ def cosine_embedding() -> Case:
 
 
 def triplet_margin() -> Case:
-    """Triplets, the negative's distance that to the nearer of the others."""
+    """Return triplet margin loss with the negative's distance to the nearer of the others."""
     return _embeddings(
         "triplet-margin",
         0.95,
@@ -123,7 +123,7 @@ def triplet_margin() -> Case:
 
 
 def clip() -> Case:
-    """`transformers`' contrastive loss of a micro-batch's pairs."""
+    """Return `transformers`' contrastive loss of the pairs of a micro-batch."""
     return _embeddings(
         "clip",
         0.6,
@@ -133,7 +133,7 @@ def clip() -> Case:
 
 
 def chunked_cross_entropy() -> Case:
-    """Behind a second layer, the projection to a vocabulary, of which no more than 3 rows' logits are held."""
+    """Return chunked cross-entropy after a projection to a vocabulary, with the logits of at most 3 rows at a time."""
 
     def theirs(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         labels = batch["label"]
@@ -173,7 +173,7 @@ def _labelled(
     class_weight: np.ndarray | None = None,
     **options: Any,
 ) -> Case:
-    """A loss of integer labels, over what these weigh."""
+    """A loss of integer labels, divided by their weights."""
 
     def torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
         x, y = model(batch["x"]), batch["label"]
@@ -212,7 +212,7 @@ def _elementwise(
 
 
 def _embeddings(name: str, clip_norm: float, theirs: Callable[..., Tensor], ours: Callable[..., jax.Array]) -> Case:
-    """A loss of three embeddings of a row, tanh behind the layer, and of a sign."""
+    """A loss of three embeddings per row, with tanh after the layer, and of a sign."""
     inputs = ("a", "b", "c")
 
     def torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
@@ -258,5 +258,6 @@ def _normal(rng: np.random.Generator, rows: int) -> np.ndarray:
 
 
 def _labels(rng: np.random.Generator, rows: int, classes: int = OUTPUTS) -> np.ndarray:
-    """Of each four rows one is ignored, the others of the same three classes: so that micro-batches weigh the same."""
+    """Labels of the same three classes in each four rows, one of them ignored, so that micro-batches have equal
+    weights."""
     return rng.permuted(np.tile([0, classes // 2, classes - 1, -100], (rows // 4, 1)), axis=1).reshape(-1)

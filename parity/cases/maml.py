@@ -24,7 +24,7 @@ INNER_LR = 0.1
 
 
 def case() -> Case:
-    """Sine waves, a row each: an inner step on 10 points, the loss on 10 others; perceptron 1-16-16-1, tanh."""
+    """Return a case of sine waves, one per row: an inner step on 10 points, the loss on 10 others."""
     return Case(
         name="maml",
         torch_model=lambda: perceptron.torch_model(SIZES, Tanh),
@@ -40,7 +40,7 @@ def case() -> Case:
 
 
 def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-    """The loss after adaptation, summed over tasks."""
+    """Return the loss after adaptation, summed over tasks."""
     del rng
 
     def error(params: Any, xs: Any, ys: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run of GPT-2 that PyTorch began: stopped at step 50, saved, read by `jaxtrain.interop`, and continued by both."""
+"""A run of GPT-2 that PyTorch began: stopped at step 50, saved, read by `jaxtrain.interop`, continued by both."""
 
 import copy
 import tempfile
@@ -24,7 +24,8 @@ CONFIG = replace(gpt2.CONFIG, n_layer=1)
 
 
 def case(rows: int = 16) -> Case:
-    """AdamW under OneCycleLR, which moves its momentum too, from step 50 of 100 on, whatever the seed of weights."""
+    """Return AdamW with OneCycleLR, which also changes the momentum, from step 50 of 100 on, for any seed of
+    weights."""
     begun = gpt2.case(CONFIG, reference=CONFIG, rows=rows)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
@@ -40,7 +41,7 @@ def case(rows: int = 16) -> Case:
 
     def resumed(optimizer: torch.optim.Optimizer) -> OneCycleLR:
         scheduler = OneCycleLR(optimizer, 3e-3, total_steps=LAST)
-        # A copy: PyTorch's optimizer keeps the step counts it is given, and counts on in them.
+        # A copy: PyTorch's optimizer stores the given step counts and updates them in place.
         optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         scheduler.load_state_dict(saved["scheduler"])
         return scheduler
@@ -50,12 +51,12 @@ def case(rows: int = 16) -> Case:
 
 
 def _adamw(params: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.AdamW:
-    # With the default eps, Adam makes steps of the rounding noise that is the gradient of the key bias.
+    # With the default eps, Adam amplifies the gradient of the key bias, which is rounding noise.
     return torch.optim.AdamW(params, eps=1e-5, weight_decay=0.1)
 
 
 def _train(case: Case, path: Path) -> None:
-    """PyTorch's run up to step 50, saved as its tutorials save one."""
+    """Run PyTorch up to step 50 and save a checkpoint as in its tutorials."""
     model = seeded_model(case, 0)
     optimizer = _adamw(model.named_parameters())
     scheduler = OneCycleLR(optimizer, 3e-3, total_steps=LAST)
@@ -70,7 +71,7 @@ def _train(case: Case, path: Path) -> None:
 
 
 def _from(run: TorchRun, case: Case) -> optax.GradientTransformation:
-    """The optimizer of the run, which begins with what the run's has done, in the parameters' dtype."""
+    """The optimizer of the run, initialized with its state in the dtype of the parameters."""
     optimizer = run.optimizer()
     done = run.state(train_step(case.loss_fn, optimizer)).opt_state
 

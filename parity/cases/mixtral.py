@@ -33,7 +33,7 @@ TOKENS = 17
 
 
 def case(dropout: float | None = None) -> Case:
-    """Four experts, of which each token of padded rows goes to two; the router's loss is of the tokens."""
+    """Return Mixtral with four experts, two per token, on padded rows, with the router's loss of the tokens."""
     config = CONFIG if dropout is None else replace(CONFIG, attention_dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0))))
 

@@ -10,7 +10,7 @@ from parity.cases.classification import images, loss_fn, torch_loss
 
 
 def case(dropout: float = 0.0, side: int = 28, hidden: int = 512) -> Case:
-    """784-512-10 on 28×28 images, or as small as asked for, with `dropout` behind the ReLU."""
+    """Return the MLP 784-512-10 on 28×28 images, or a smaller one, with `dropout` after the ReLU."""
     pixels = side * side
     apply, params_like = functional(nnx.eval_shape(lambda: MLP((pixels, hidden, 10), dropout, rngs=nnx.Rngs(0))))
     return Case(

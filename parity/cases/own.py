@@ -11,9 +11,10 @@ from parity.case import Case
 
 
 def own_case(spec: str, **options: Any) -> Case:
-    """The `Case` of that name in that file, or what the function of that name returns, given `options`.
+    """Return the `Case` of that name in a file, or the result of the function of that name, called with `options`.
 
-    Raises `UserError` where there is no such file or no such name, and for an option that the function does not take.
+    Raises:
+      UserError: There is no such file or name, or the function does not take an option.
     """
     from jaxtrain.errors import UserError
 
@@ -23,10 +24,10 @@ def own_case(spec: str, **options: Any) -> Case:
     module = _imported(Path(path))
     found = getattr(module, name, None)
     if isinstance(found, Case) and options:
-        raise UserError(f"{spec} has no {next(iter(options))}: make it a function that takes it")
+        raise UserError(f"{spec} has no {next(iter(options))}: define it as a function with that argument")
     if callable(found):
         for option in options.keys() - inspect.signature(found).parameters.keys():
-            raise UserError(f"{spec} has no {option}: leave it out, or let the function take it")
+            raise UserError(f"{spec} has no {option}: leave it out, or add the argument to the function")
         found = found(**options)
     if not isinstance(found, Case):
         cases = [key for key, value in vars(module).items() if isinstance(value, Case)]
@@ -40,7 +41,7 @@ def _imported(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # for what the file imports from beside it
+    sys.path.insert(0, str(path.parent.resolve()))  # for imports from the folder of the file
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""A perceptron of three layers in plain JAX, whose parameters stand under the names of PyTorch's `Sequential`."""
+"""A perceptron of three layers in plain JAX, with parameters under the names of PyTorch's `Sequential`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ Sizes = Sequence[tuple[int, int]]
 
 
 def torch_model(sizes: Sizes, activation: Callable[[], Module]) -> Sequential:
-    """Linear layers of `sizes`, an activation between each and the next."""
+    """Return linear layers of `sizes` with an activation between them."""
     first, *rest = (Linear(*size) for size in sizes)
     return Sequential(first, *(layer for linear in rest for layer in (activation(), linear)))
 
 
 def params_like(sizes: Sizes) -> dict[str, Any]:
-    """The abstract parameters of `forward`."""
+    """Return the abstract parameters of `forward`."""
     return {
         f"layer{i}": {
             "kernel": jax.ShapeDtypeStruct(size, np.float32),
@@ -39,7 +39,7 @@ def torch_names(sizes: Sizes) -> NameTable:
 
 
 def forward(params: Any, x: jax.Array, activation: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """[…, n] → […, m]."""
+    """Return the outputs, [..., n] to [..., m]."""
     *hidden, last = (params[f"layer{i}"] for i in range(len(params)))
     for layer in hidden:
         x = activation(_linear(layer, x))

@@ -25,22 +25,22 @@ SMALL_STEM = replace(BASIC, stem_kernel=3, stem_stride=1, stem_pool=False)
 
 
 def case() -> Case:
-    """Layers of ResNet-18's kind, one without and one with a projection; running statistics are compared too."""
+    """Return a ResNet of basic layers, one without and one with a projection; running statistics are compared."""
     return sized("resnet", BASIC, side=16, clip_norm=2.4)
 
 
 def bottleneck() -> Case:
-    """The same of ResNet-50's kind."""
+    """Return the same with bottleneck layers."""
     return sized("resnet.bottleneck", BOTTLENECK, side=16, clip_norm=5.0)
 
 
 def small_stem() -> Case:
-    """A stem for 8×8 images: 3×3, without stride and pooling."""
+    """Return the same with a 3×3 stem for 8×8 images, without stride and pooling."""
     return sized("resnet.small-stem", SMALL_STEM, side=8, clip_norm=1.25)
 
 
 def sized(name: str, config: ResNetConfig, side: int, clip_norm: float, rows: int = 8) -> Case:
-    """`rows` images of `side` by `side`."""
+    """Return a case on `rows` images of `side` × `side`."""
     apply, params_like, state_like = functional_with_state(nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jaxtrain.Loss, dict[str, Any], Any]:
@@ -65,7 +65,7 @@ def sized(name: str, config: ResNetConfig, side: int, clip_norm: float, rows: in
 
 
 def torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross-entropy of a classifier of `transformers` on [B, H, W, C] images."""
+    """Return the cross-entropy of a classifier of `transformers` on [B, H, W, C] images."""
     logits = model(pixel_values=batch["image"].permute(0, 3, 1, 2)).logits
     return F.cross_entropy(logits, batch["label"], reduction="sum"), len(logits)
 

@@ -16,7 +16,7 @@ from transformers import T5ForConditionalGeneration
 import jaxtrain
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
-from jaxtrain.models.t5 import IGNORED, T5, T5Config, shift_right, to_hf, torch_names
+from jaxtrain.models.t5 import IGNORE_INDEX, T5, T5Config, shift_right, to_hf, torch_names
 from parity.case import AdamW, Batch, Case
 
 CONFIG = T5Config(
@@ -35,13 +35,13 @@ SOURCE, TARGET = 13, 12
 
 
 def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int = 16, clip_norm: float = 0.75) -> Case:
-    """`rows` pairs of sentences, the shorter ones padded; `dropout`, if given, is the rate of both sides."""
+    """Return a case on `rows` padded pairs of sentences; `dropout`, if given, is the rate of both sides."""
     if dropout is not None:
         config = replace(config, dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-        labels, there = batch["labels"], batch["labels"] != IGNORED
+        labels, there = batch["labels"], batch["labels"] != IGNORE_INDEX
         decoder_tokens = shift_right(labels, config)
         logits = apply(params, batch["tokens"], decoder_tokens, batch["tokens"] != config.pad_token_id, None, rng)
         losses = cross_entropy(logits, jnp.where(there, labels, 0))
@@ -62,7 +62,7 @@ def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int =
 
 
 def gated(*, dropout: float | None = None, rows: int = 16) -> Case:
-    """The case of v1.1 and FLAN-T5: a gated GELU, and an output layer of its own."""
+    """Return the case of v1.1 and FLAN-T5: a gated GELU and a separate output layer."""
     config = replace(CONFIG, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     return case(config, dropout=dropout, rows=rows, clip_norm=6.0)
 
@@ -77,15 +77,15 @@ def _torch_model(config: T5Config) -> Module:
 def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     tokens, labels = batch["tokens"], batch["labels"]
     logits = model(tokens, attention_mask=tokens != CONFIG.pad_token_id, labels=labels).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != IGNORED).sum())
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != IGNORE_INDEX).sum())
 
 
 def _batch(seed: int, rows: int, config: T5Config) -> Batch:
-    """Lengths differ, but any four neighbouring rows weigh the same."""
+    """Lengths that differ, with equal weights of any four neighboring rows."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, config.vocab_size, size=(rows, SOURCE))
     labels = rng.integers(1, config.vocab_size, size=(rows, TARGET))
     missing = np.arange(rows)[:, None] % 4
     tokens[np.arange(SOURCE)[None] >= SOURCE - 2 * missing] = config.pad_token_id
-    labels[np.arange(TARGET)[None] >= TARGET - missing] = IGNORED
+    labels[np.arange(TARGET)[None] >= TARGET - missing] = IGNORE_INDEX
     return {"tokens": tokens, "labels": labels}

@@ -1,4 +1,4 @@
-"""What language models share: rows of tokens, padded or packed, and the loss of the next, in both frameworks."""
+"""Batches of tokens, padded or packed, and the loss of language models in both frameworks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +17,17 @@ from jaxtrain.losses import cross_entropy
 from parity.case import Batch
 
 IGNORED = -100
-"""The label of a token that predicts nothing, as `torch.nn.functional.cross_entropy` has it."""
+"""Label of a token without a target, the default of `torch.nn.functional.cross_entropy`."""
 
 PADDING = 5
-"""Tokens of padding in a row: as many in each, so that micro-batches weigh the same."""
+"""Number of padding tokens in each row, constant so that micro-batches have equal weights."""
 
 
 def padded(seed: int, rows: int, length: int, vocab_size: int) -> Batch:
-    """Sequences in rows of `length`, with padding before and behind them: tokens, labels, positions, segments (0 for
-    padding), int64 [rows, length] each.
+    """Return sequences in rows of `length`, padded at both ends.
+
+    Returns:
+      "tokens", "labels", "positions" and "segments" (0 for padding), int64[rows, length] each.
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(vocab_size, size=(rows, length))
@@ -40,7 +42,7 @@ def padded(seed: int, rows: int, length: int, vocab_size: int) -> Batch:
 
 
 def packed(seed: int, rows: int, length: int, vocab_size: int) -> Batch:
-    """Three sequences to a row, as `padded` has them, without padding."""
+    """Return rows of three sequences without padding, in the format of `padded`."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(vocab_size, size=(rows, length))
     starts = np.array([np.sort(rng.choice(np.arange(1, length), 2, replace=False)) for _ in range(rows)])
@@ -57,35 +59,35 @@ def packed(seed: int, rows: int, length: int, vocab_size: int) -> Batch:
 
 
 def loss(logits: jax.Array, labels: jax.Array) -> jaxtrain.Loss:
-    """Cross-entropy summed over the labels [B, T] that are not ignored, of which there are as many as it weighs."""
+    """Return the cross-entropy summed over the labels [B, T] that are not ignored; their number is the weight."""
     counted = labels != IGNORED
     losses = cross_entropy(logits, jnp.where(counted, labels, 0))
-    # Row by row: XLA adds up an array one number after another on the CPU, PyTorch in halves, four times as exactly.
+    # Row by row: XLA:CPU sums an array sequentially, PyTorch pairwise and four times as exactly.
     rows = lax.optimization_barrier(jnp.where(counted, losses, 0).sum(axis=1))
     return jaxtrain.Loss(rows.sum(), weight=counted.sum())
 
 
 def torch_model(config: Mapping[str, Any]) -> Module:
-    """The model of `transformers` for a config.json."""
+    """Return the model of `transformers` for a config.json."""
     given = dict(config)
-    # The default ones are out of a small vocabulary's range.
+    # The default ids exceed a small vocabulary.
     kind = AutoConfig.for_model(given.pop("model_type"), **{"bos_token_id": None, "eos_token_id": None, **given})
     return AutoModelForCausalLM.from_config(kind)
 
 
 def torch_padded_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """The same of a padded batch."""
+    """Return the loss of a padded batch."""
     mask = batch["segments"] != 0
     return torch_loss(model(batch["tokens"], attention_mask=mask, position_ids=batch["positions"]).logits, batch)
 
 
 def torch_packed_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """The same of a packed batch, which `transformers` knows by its positions."""
+    """Return the loss of a packed batch, which `transformers` recognizes by its positions."""
     return torch_loss(model(batch["tokens"], position_ids=batch["positions"], use_cache=False).logits, batch)
 
 
 def torch_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """`loss`."""
+    """Return the loss of PyTorch's logits, as `loss`."""
     labels = batch["labels"]
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, int((labels != IGNORED).sum())

@@ -26,12 +26,12 @@ CONFIG = ViTConfig(
 
 
 def case(dropout: float = 0.0) -> Case:
-    """8×12 images in 4×4 patches; `dropout` the rate of both kinds."""
+    """Return a case on 8×12 images in 4×4 patches; `dropout` is the rate of both kinds."""
     return sized(replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
 
 
 def sized(config: ViTConfig, rows: int = 16) -> Case:
-    """`rows` images of the config's size."""
+    """Return batches of `rows` images of the config's size."""
     apply, params_like = functional(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))))
     return Case(
         name="vit",
@@ -49,5 +49,5 @@ def sized(config: ViTConfig, rows: int = 16) -> Case:
 
 
 def _torch_model(config: ViTConfig) -> Module:
-    said: dict[str, Any] = to_hf(config)
-    return ViTForImageClassification(HFConfig(**said))
+    fields: dict[str, Any] = to_hf(config)
+    return ViTForImageClassification(HFConfig(**fields))

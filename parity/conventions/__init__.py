@@ -1,1 +1,1 @@
-"""Conventions in which JAX code differs from PyTorch, as tables: one line each."""
+"""Tables of the conventions in which JAX code may differ from PyTorch."""

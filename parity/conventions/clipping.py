@@ -13,7 +13,7 @@ from jaxtrain.step import clip_grad_norm, clip_grad_value
 
 @dataclass(frozen=True)
 class ClippingConvention:
-    """What JAX `has`, what to `change` there, and what it makes of the gradients and the bound."""
+    """What JAX `has`, what to `change` there, and the gradients it computes from gradients and bound."""
 
     has: str
     change: str
@@ -43,4 +43,4 @@ CLIPPING: tuple[ClippingConvention, ...] = (
         "bound is for the norm's square", "bound / norm", lambda g, bound: clip_grad_norm(g, math.sqrt(bound))[0]
     ),
 )
-"""Tried in this order; text follows "JAX's"."""
+"""Tried in this order. In a diagnosis, the text of `has` follows "JAX's"."""

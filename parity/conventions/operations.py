@@ -11,14 +11,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Arguments = Mapping[str, Any]
-"""Those of a call, by name; what was left to its default is there too, where PyTorch tells."""
+"""The arguments of a call by name, with defaults where PyTorch's signature shows them."""
 Call = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class OperationConvention:
-    """Of PyTorch's function `of`: what JAX `has`, what to `change` there ("{eps}": PyTorch's argument), and what
-    JAX then computes, of PyTorch's function and arguments."""
+    """A way in which JAX's counterpart of a PyTorch function may differ.
+
+    Attributes:
+      of: Name of PyTorch's function.
+      has: What JAX has instead.
+      change: The change to make in JAX; "{eps}" stands for PyTorch's argument of that name.
+      computes: From PyTorch's function and arguments to the value that JAX computes.
+    """
 
     of: str
     has: str
@@ -27,7 +33,7 @@ class OperationConvention:
 
 
 def bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
-    """The arguments of a call by name.
+    """Return the arguments of a call by name.
 
     >>> bound(F.gelu, (1.0,), {})
     {'input': 1.0, 'approximate': 'none'}
@@ -42,7 +48,7 @@ def bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) ->
 
 
 def called(name: str) -> Call:
-    """PyTorch's function of that name, whose method may be what was called."""
+    """Return PyTorch's function of that name, also for a call of the method."""
     found: Call = getattr(F, name, None) or getattr(torch, name)
     return found
 
@@ -85,53 +91,53 @@ BUILTIN: dict[str, dict[str, Any]] = {
         **{"scale": None, "enable_gqa": False},
     },
 }
-"""Arguments and defaults of functions whose signature Python cannot see."""
+"""Arguments and defaults of functions without a Python signature."""
 
 
 def given(**other: Any) -> Callable[[Call, Arguments], Tensor]:
-    """PyTorch's own function with `other` arguments."""
+    """Compute PyTorch's function with `other` arguments."""
     return lambda call, a: call(**{**a, **other})
 
 
 def scaled(factor: Callable[[Arguments], float]) -> Callable[[Call, Arguments], Tensor]:
-    """PyTorch's value times a number."""
+    """Multiply PyTorch's value by a number."""
     return lambda call, a: call(**a) * factor(a)
 
 
 def reduced(how: Callable[[Tensor, Arguments], Tensor]) -> Callable[[Call, Arguments], Tensor]:
-    """What PyTorch computes for each element, put together otherwise."""
+    """Reduce PyTorch's values of the elements in another way."""
     return lambda call, a: how(call(**{**a, "reduction": "none"}), a)
 
 
 def without_mean(call: Call, a: Arguments) -> Tensor:
-    """A layer norm by the root of the mean square."""
+    """A layer norm that divides by the root of the mean square."""
     return affine(F.rms_norm(a["input"], a["normalized_shape"], None, a["eps"]), a, a["normalized_shape"])
 
 
 def unbiased_layer_norm(call: Call, a: Arguments) -> Tensor:
-    """A layer norm by the unbiased variance."""
+    """A layer norm with the unbiased variance."""
     shape = a["normalized_shape"]
     times = math.prod(shape) / (math.prod(shape) - 1)
     return affine(call(a["input"], shape, eps=a["eps"] / times) / math.sqrt(times), a, shape)
 
 
 def unbiased_batch_norm(call: Call, a: Arguments) -> Tensor:
-    """A batch norm by the unbiased variance."""
+    """A batch norm with the unbiased variance."""
     x, n = a["input"], a["input"].numel() // a["input"].shape[1]
     times = n / (n - 1)
-    call(**a)  # the buffers as they are
+    call(**a)  # updates the buffers as PyTorch does
     normed = call(x, None, None, training=True, eps=a["eps"] / times) / math.sqrt(times)
     return affine(normed, a, (-1, *[1] * (x.dim() - 2)))
 
 
 def affine(x: Tensor, a: Arguments, shape: Sequence[int]) -> Tensor:
-    """x times the weight plus the bias, of such a shape."""
+    """Multiply by the weight and add the bias, both reshaped to `shape`."""
     x = x if a["weight"] is None else x * a["weight"].reshape(shape)
     return x if a["bias"] is None else x + a["bias"].reshape(shape)
 
 
 def running_for_batch(call: Call, a: Arguments) -> Tensor:
-    """A batch norm by its running statistics while it trains."""
+    """A batch norm that uses its running statistics in training."""
     if a["running_var"] is None:
         return call(**a)
     before = a["running_mean"].clone(), a["running_var"].clone()
@@ -145,18 +151,18 @@ def momentum_of_old(call: Call, a: Arguments) -> Tensor:
 
 
 def biased_running_var(call: Call, a: Arguments) -> Tensor:
-    """A batch norm that keeps the biased variance."""
+    """A batch norm that stores the biased variance."""
     if a["running_var"] is None:
         return call(**a)
     n, new = a["input"].numel() // a["input"].shape[1], a["running_var"].clone()
     out = call(**{**a, "running_var": new})
-    kept = (1 - a["momentum"]) * a["running_var"]
-    a["running_var"].copy_(kept + (new - kept) * (n - 1) / n)
+    old = (1 - a["momentum"]) * a["running_var"]
+    a["running_var"].copy_(old + (new - old) * (n - 1) / n)
     return out
 
 
 def same_padding(call: Call, a: Arguments) -> Tensor:
-    """A convolution or a pooling padded to SAME: the odd one behind."""
+    """A convolution or pooling padded to SAME, with the odd element at the end."""
     spatial = a["input"].dim() - 2
     kernel = a["weight"].shape[2:] if "weight" in a else _each(a["kernel_size"], spatial)
     strides = _each(a["kernel_size"] if a["stride"] is None else a["stride"], spatial)
@@ -169,12 +175,12 @@ def same_padding(call: Call, a: Arguments) -> Tensor:
 
 
 def flipped(call: Call, a: Arguments) -> Tensor:
-    """A convolution with its kernel mirrored."""
+    """A convolution with a mirrored kernel."""
     return call(**{**a, "weight": a["weight"].flip(tuple(range(2, a["weight"].dim())))})
 
 
 def quick_gelu(call: Call, a: Arguments) -> Tensor:
-    """The sigmoid's GELU."""
+    """The sigmoid approximation of GELU."""
     return a["input"] * torch.sigmoid(1.702 * a["input"])
 
 
@@ -198,7 +204,7 @@ def other_correction(call: Call, a: Arguments) -> Tensor:
 
 
 def without_ignoring(call: Call, a: Arguments) -> Tensor:
-    """A cross-entropy that takes an ignored label for class 0."""
+    """A cross-entropy that counts an ignored label as class 0."""
     ignored = a["target"] == a["ignore_index"]
     return call(**{**a, "target": a["target"].masked_fill(ignored, 0)})
 
@@ -211,7 +217,7 @@ def attended(
     diagonal: int = 0,
     invert: bool = False,
 ) -> Tensor:
-    """Attention, written out: with another `scale` of the keys' width, softmax `axis`, causal `diagonal` or mask."""
+    """Attention in elementary operations, with another `scale`, softmax `axis`, causal `diagonal` or mask."""
     q, k, v = a["query"], a["key"], a["value"]
     if a["enable_gqa"]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
@@ -221,9 +227,9 @@ def attended(
     if mask is not None and mask.dtype != torch.bool and not (diagonal or invert):
         scores, mask = scores + mask, None
     if mask is not None:
-        kept = mask if mask.dtype == torch.bool else mask == 0
-        kept = ~kept if invert else kept | kept.roll(diagonal, -1)
-        scores = scores.masked_fill(~kept, -math.inf)
+        shown = mask if mask.dtype == torch.bool else mask == 0
+        shown = ~shown if invert else shown | shown.roll(diagonal, -1)
+        scores = scores.masked_fill(~shown, -math.inf)
     return F.dropout(torch.softmax(scores, axis), a["dropout_p"]) @ v
 
 
@@ -280,7 +286,7 @@ def _each(value: Any, n: int) -> tuple[Any, ...]:
 
 
 def _cubic(size: int, new: int) -> Tensor:
-    """[size, new] float64: the weights of each old sample in each new one; those beyond the edge fall to none."""
+    """float64[size, new]: weight of each old sample in each new one; samples beyond the edge are dropped."""
     at = (torch.arange(new, dtype=torch.float64) + 0.5) * size / new - 0.5
     x = (at[None] - torch.arange(size, dtype=torch.float64)[:, None]).abs()
     near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
@@ -289,7 +295,7 @@ def _cubic(size: int, new: int) -> Tensor:
 
 
 TINY = 1e-300
-"""For 0, which PyTorch's batch norm refuses."""
+"""In place of 0, which PyTorch's batch norm rejects."""
 EPSILONS = (1e-5, 1e-6, 1e-3, 1e-8, 1e-12, 0.0, torch.finfo(torch.float32).eps)
 NORMS = ("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm")
 LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div")
@@ -312,7 +318,7 @@ OPERATIONS: tuple[OperationConvention, ...] = (
     ),
     OperationConvention("batch_norm", "momentum is the old value's weight", "momentum=1 - {momentum}", momentum_of_old),
     OperationConvention(
-        "batch_norm", "running variance is biased", "n / (n - 1) times the variance kept", biased_running_var
+        "batch_norm", "running variance is biased", "n / (n - 1) times the stored variance", biased_running_var
     ),
     OperationConvention("gelu", "is the tanh approximation", "approximate=False", given(approximate="tanh")),
     OperationConvention("gelu", "is exact", "approximate=True", given(approximate="none")),
@@ -426,4 +432,4 @@ OPERATIONS: tuple[OperationConvention, ...] = (
         "hardtanh", "slope at its bounds is 1", "jaxtrain.losses.subgradients.hardtanh", hard_at_bounds
     ),
 )
-"""Tried in this order; text follows "JAX's"."""
+"""Tried in this order. In a diagnosis, the text of `has` follows "JAX's"."""

@@ -1,6 +1,6 @@
 """Conventions of optimizers: what the JAX counterpart of a PyTorch optimizer may do instead.
 
-A `Recipe` says an optimizer by options, which the conventions change.
+A `Recipe` describes an optimizer by options, which the conventions change.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from jaxtrain.optim import average, squares, zeros
 
 Options = Mapping[str, Any]
 TOGETHER = 3
-"""As many conventions may differ at once: `optax.adagrad`'s defaults are three."""
+"""Largest number of conventions tried at once: the defaults of `optax.adagrad` differ in three."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class Recipe:
     rates: Sequence[float]
 
     def but(self, other: Options, first: Options) -> "Recipe":
-        """The same with `other` options; those that are functions are given its own and those of the `first` group."""
+        """Return a copy with `other` options; a function gets the own options and those of the `first` group."""
         new = {key: value(self.options, first) if callable(value) else value for key, value in other.items()}
         return Recipe(self.kind, {**self.options, **new}, self.rates)
 
     def transformation(self) -> optax.GradientTransformation:
-        """Sign, decay, direction, momentum and learning rate, in the order that the options say."""
+        """Return the transformation: sign, decay, direction, momentum and learning rate, in the order of the
+        options."""
         o = self.options
         decay, rate = optax.add_decayed_weights(o["weight_decay"]), optim.scale_by_learning_rate(self._rate)
         buffer = [_momentum(o)] if o.get("momentum") else []
@@ -61,8 +62,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class OptimizerConvention:
-    """Of the optimizers `of` (none: of all), what JAX `has`, what to `change` there ("{eps}": PyTorch's option), and
-    the `options` that say so."""
+    """A way in which JAX's counterpart of a PyTorch optimizer may differ.
+
+    Attributes:
+      of: Names of PyTorch's optimizers; empty for all.
+      has: What JAX has instead.
+      change: The change to make in JAX; "{eps}" stands for PyTorch's option of that name.
+      options: The options of a `Recipe` that express it.
+    """
 
     of: tuple[str, ...]
     has: str
@@ -142,8 +149,8 @@ def _momentum(o: Options) -> optax.GradientTransformation:
     def update(updates: Any, state: _State, params: Any = None) -> tuple[Any, _State]:
         fresh = jnp.where((state.count == 0) & (not o.get("damps_first")), 1.0, undamped)
         buffer = jax.tree.map(lambda b, u: mu * b + fresh * u, state.mu, updates)
-        moved = jax.tree.map(lambda b, u: u + mu * b, buffer, updates) if o.get("nesterov") else buffer
-        return moved, state._replace(count=state.count + 1, mu=buffer)
+        updated = jax.tree.map(lambda b, u: u + mu * b, buffer, updates) if o.get("nesterov") else buffer
+        return updated, state._replace(count=state.count + 1, mu=buffer)
 
     return optax.GradientTransformation(_fresh, update)
 
@@ -155,8 +162,8 @@ def _nadam(o: Options) -> optax.GradientTransformation:
 
 
 def _radam(o: Options) -> optax.GradientTransformation:
-    made = optax.radam if o.get("eps_at") == "corrected" else optim.radam
-    return _descent(made(1.0, o["b1"], o["b2"], o["eps"]))
+    factory = optax.radam if o.get("eps_at") == "corrected" else optim.radam
+    return _descent(factory(1.0, o["b1"], o["b2"], o["eps"]))
 
 
 def _rprop(o: Options) -> optax.GradientTransformation:
@@ -252,20 +259,20 @@ OPTIMIZERS: tuple[OptimizerConvention, ...] = (
     OptimizerConvention((), "schedule is one update behind", "step it after every update", {"ahead": -1}),
     OptimizerConvention((), "learning rate is the first throughout", "the schedule", {"ahead": -(2**20)}),
 )
-"""Tried in this order, one and then more of them at once; text follows "JAX's"."""
+"""Tried in this order, one at a time and then several at once. In a diagnosis, `has` follows "JAX's"."""
 
 
 def recipes(optimizer: Any, scheduler: Any, steps: int) -> list[tuple[Recipe, list[str]]]:
-    """For each parameter group its recipe and parameters, by their names; empty for an optimizer that is not here.
+    """Return the recipe and the parameter names of each parameter group; empty for an unknown optimizer.
 
-    The two objects are used up: they are stepped for their learning rates.
+    The optimizer and the scheduler are stepped for their learning rates and cannot be used afterwards.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in DIRECTIONS:
         return []
     options = [{k: v for k, v in group.items() if k not in ("params", "param_names", "lr")} for group in groups]
     rates: list[list[float]] = []
-    for _ in range(steps + 1):  # one more, for a schedule that is ahead
+    for _ in range(steps + 1):  # one more, for a schedule that is one update ahead
         rates.append([float(group["lr"]) for group in groups])
         if scheduler is not None:
             optimizer.step()
@@ -283,15 +290,15 @@ def recipes(optimizer: Any, scheduler: Any, steps: int) -> list[tuple[Recipe, li
 
 
 def variants(of: Sequence[Recipe]) -> Iterator[tuple[tuple[OptimizerConvention, ...], list[Recipe]]]:
-    """The recipes of all groups under each convention that changes one of them, then under several at once."""
+    """Yield the recipes of all groups under each convention that changes one of them, then under several at once."""
     first = of[0].options
 
     def under(*conventions: OptimizerConvention) -> list[Recipe]:
         other = {key: value for convention in conventions for key, value in convention.options.items()}
         return [recipe.but(other, first) for recipe in of]
 
-    telling = [c for c in OPTIMIZERS if (not c.of or of[0].kind in c.of) and under(c) != [*of]]
+    relevant = [c for c in OPTIMIZERS if (not c.of or of[0].kind in c.of) and under(c) != [*of]]
     for together in range(1, TOGETHER + 1):
-        for conventions in combinations(telling, together):
+        for conventions in combinations(relevant, together):
             if len({key for c in conventions for key in c.options}) == sum(len(c.options) for c in conventions):
                 yield conventions, under(*conventions)

@@ -1,6 +1,6 @@
-"""A PyTorch loss with one function's calls replaced by another convention's value, in some of its modules.
+"""Replace the calls of one function in a PyTorch loss by the values of another convention, in some modules.
 
-Modules that write a function out in many operations are recognised by their numbers, as its call.
+A module that computes a function by several operations is recognized by its values and counts as a call.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,12 +15,18 @@ from torch.overrides import TorchFunctionMode
 from parity.conventions.operations import Arguments, OperationConvention, bound, called
 
 LOSS = "loss"
-"""Where calls outside of every module are."""
+"""Path of calls outside of every module."""
 
 
 class Substitution(TorchFunctionMode):
-    """Replaces the calls of `convention.of` in the given `modules`, in losses after the first
-    `after`; None replaces nothing. `calls`: the (function, module) that were made, `arguments` of the first replaced.
+    """Replaces the calls of `convention.of` in the given modules, in losses after the first `after`.
+
+    Attributes:
+      convention: The convention; None replaces nothing.
+      chosen: Paths of the modules.
+      after: Number of losses to leave unchanged.
+      calls: The calls that occurred, as (function, module).
+      arguments: Arguments of the first call that was replaced.
     """
 
     def __init__(self, convention: OperationConvention | None, modules: Collection[str], after: int) -> None:
@@ -31,7 +37,7 @@ class Substitution(TorchFunctionMode):
         self.entered: list[str] = []
 
     def watched(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss` with its calls seen, and replaced."""
+        """Return `loss` with its calls recorded and replaced."""
         count = 0
 
         def watched(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
@@ -83,7 +89,7 @@ class Substitution(TorchFunctionMode):
 
 
 def written_out(module: torch.nn.Module, args: Any, out: Any) -> tuple[str, Arguments] | None:
-    """The function, and its arguments, that a module without children computes by other operations.
+    """Return the function, with its arguments, that a module without children computes by other operations.
 
     >>> class Squash(torch.nn.Module):
     ...     pass

@@ -1,4 +1,4 @@
-"""The same training over several devices, in JAX on a mesh and in PyTorch in as many processes."""
+"""The same training over several devices: in JAX on a mesh, in PyTorch in one process per device."""
 
 from parity.distributed.training import Scaling, Training
 

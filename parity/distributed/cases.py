@@ -1,4 +1,4 @@
-"""A case that overflows on one device, made by a function that other processes can call."""
+"""A case that overflows on one device, created by a function that other processes can import."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from parity.cases import mlp
 
 
 def overflowing_mlp(pixel: float) -> Case:
-    """16-16-10; in about a third of the batches one image, and so one device's, has that pixel instead of its own."""
+    """Return an MLP 16-16-10; in about a third of the batches one image, and so one device, contains the given
+    pixel."""
     case = mlp.case(side=4, hidden=16)
 
     def batch(seed: int, rows: int) -> Batch:
@@ -19,5 +20,5 @@ def overflowing_mlp(pixel: float) -> Case:
             drawn["image"][rng.integers(rows), 0, 0] = pixel
         return drawn
 
-    # Between the norms of the gradients.
+    # Between the smallest and the largest gradient norm.
     return replace(case, batch=batch, rows=16, clip_norm=0.62)

@@ -1,4 +1,4 @@
-"""The same training through `jaxtrain.distributed.shard`, recorded under PyTorch's names."""
+"""A training run through `jaxtrain.distributed.shard`, recorded under PyTorch's names."""
 
 import os
 import re
@@ -26,8 +26,8 @@ from parity.torch_side import initial_weights
 
 
 def run(training: Training, devices: Sequence[Any] | None = None) -> Record:
-    """Train on a mesh of `devices`, all there are by default: of all processes, each of which has to call it."""
-    # Strict promotion would refuse a model's float32 constants in float64.
+    """Train on a mesh of `devices`, by default those of all processes; every process must call it."""
+    # Strict promotion rejects a model's float32 constants in float64.
     mesh = make_mesh(training.mesh, devices)
     double = jax.enable_x64(training.precision == "fp64")
     with bypass_compilation_cache(mesh), double, jax.numpy_dtype_promotion("standard"):
@@ -35,16 +35,16 @@ def run(training: Training, devices: Sequence[Any] | None = None) -> Record:
 
 
 def run_in_processes(trainings: Sequence[Training], processes: int, devices_per_process: int) -> list[Record]:
-    """The record of each training by so many processes, one after another, of so many virtual devices of the CPU.
+    """Run trainings, one after another, in several processes with virtual CPU devices, and return their records.
 
-    They find each other as those of `jaxtrain launch` do.
+    The processes connect as those of `jaxtrain launch` do.
     """
     common = {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_NUM_PROCESSES": str(processes),
         "JAX_NUM_CPU_DEVICES": str(devices_per_process),
         "JAX_PLATFORMS": "cpu",
-        # Without the virtual devices that this process may have itself.
+        # Without the virtual devices of this process.
         "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")),
     }
     environments = [{**common, "JAX_PROCESS_ID": str(i)} for i in range(processes)]
@@ -71,7 +71,7 @@ def _run(training: Training, mesh: Mesh) -> Record:
     step = shard(step, mesh, training.rules)
     params, model_state = from_torch(case, initial_weights(case, training.seed))
     state = step.init(params, model_state=_in_precision(model_state, precision), seed=training.seed)
-    # Of what is divided over processes, none could read the whole.
+    # No process could read an array that is sharded over processes.
     whole = jax.jit(lambda state: state, out_shardings=NamedSharding(mesh, P()))
     losses, norms, scales = [], [], [float(current_scale(state.loss_scale))]
     first = None
@@ -90,12 +90,12 @@ def _run(training: Training, mesh: Mesh) -> Record:
 
 
 def _own_rows(batch: Batch, mesh: Mesh, accumulate: int, precision: str) -> Any:
-    """The rows that this process has to give."""
+    """The rows that this process supplies."""
     rows = local_rows(mesh, len(next(iter(batch.values()))), accumulate)
     return _in_precision({name: x[rows] for name, x in batch.items()}, precision)
 
 
 def _in_precision(tree: Any, precision: str) -> Any:
-    """`tree` as NumPy's arrays: floating ones in float32, or float64 for fp64, others in int32."""
+    """`tree` as NumPy arrays: floating ones in float32, or float64 for fp64, others in int32."""
     dtype = np.float64 if precision == "fp64" else np.float32
     return jax.tree.map(lambda x: np.asarray(x, dtype if np.issubdtype(x.dtype, np.floating) else np.int32), tree)

@@ -1,4 +1,4 @@
-"""A function called in several processes of this machine."""
+"""Call a function in several processes of this machine."""
 
 import os
 import pickle
@@ -15,12 +15,15 @@ _LOOK_SECONDS = 0.05
 
 
 def in_processes(work: Callable[[], Any], environments: Sequence[Mapping[str, str]]) -> Any:
-    """What `work()` returned where it returned anything but None, of a process for each of `environments`.
+    """Call `work()` in one process for each environment and return the first result other than None.
 
-    These are set besides this process's own. `work` and what it returns are what `pickle` takes. Where a process fails
-    the others are ended, and a `RuntimeError` is raised; what they had to say is on stderr.
+    Each process has its environment in addition to this one's. `work` and its result must be picklable. The output of
+    the processes goes to stderr.
+
+    Raises:
+      RuntimeError: A process failed; the others were stopped.
     """
-    # What can be imported here is to be found there.
+    # Modules that can be imported here must be importable there.
     common = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "work"), Path(folder, "answer")
@@ -31,7 +34,7 @@ def in_processes(work: Callable[[], Any], environments: Sequence[Mapping[str, st
 
 
 def free_port() -> str:
-    """One that nobody on this machine listens to."""
+    """Return a port that no process of this machine listens to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
@@ -50,4 +53,4 @@ def _run(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> N
             process.wait()
     if any(ended):
         number, status = next((i, status) for i, status in enumerate(ended) if status)
-        raise RuntimeError(f"process {number} of {len(started)} ended with {status}: the others were ended")
+        raise RuntimeError(f"process {number} of {len(started)} exited with status {status}: the others were stopped")

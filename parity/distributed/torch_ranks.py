@@ -1,6 +1,6 @@
-"""The reference: a training script as PyTorch's users write it for `torchrun`, a process to each device of the mesh.
+"""The reference: a training script as PyTorch's users write it for `torchrun`, one process for each device of the mesh.
 
-It runs on the CPU over gloo wherever it runs, so that the reference is the same on every machine.
+It always runs on the CPU over gloo, so that the reference is the same on every machine.
 """
 
 import math
@@ -22,13 +22,14 @@ from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training
 from parity.oracle.in_torch import InFloat64
 from parity.record import Record
-from parity.torch_side import AUTOCAST, WHOLE, Updates, gathered, seeded_model, snapshot, tensor
+from parity.torch_side import AUTOCAST, WHOLE, Updates, full_tensor, seeded_model, snapshot, tensor
 
 
 def run(trainings: Sequence[Training]) -> list[Record]:
-    """The first rank's record of each training, whole, one after another in the same processes.
+    """Run trainings one after another in the same processes and return the first rank's unsharded records.
 
-    Their meshes are of as many devices. `losses` and `grad_norms` are those of the whole batch; buffers, the rank's.
+    All meshes must have the same number of devices. `losses` and `grad_norms` are of the whole batch, buffers the
+    rank's.
     """
     (ranks,) = {data_parallel_size(parse_mesh(training.mesh)) for training in trainings}
     # As `torchrun` sets them.
@@ -56,7 +57,7 @@ def _train(training: Training) -> Record:
     scheduler = None if case.optimizer.scheduler is None else case.optimizer.scheduler(optimizer)
     scaler = _scaler(training.scaling, precision)
     autocast = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
-    # Not the scaler, whose kernels are of float32.
+    # Without the scaler, whose kernels are float32.
     lifted = InFloat64 if precision == "fp64" else nullcontext
     updates = Updates(case, model, optimizer)
     losses, norms, scales = [], [], [scaler.get_scale()]
@@ -65,7 +66,7 @@ def _train(training: Training) -> Record:
         optimizer.zero_grad()
         window_loss = torch.zeros([])
         for i, micro_batch in enumerate(_own_rows(batch, k, precision)):
-            # Gradients are exchanged after the last micro-batch alone.
+            # Gradients are exchanged after the last micro-batch only.
             with accumulating(i < k - 1):
                 with autocast, lifted():
                     total, weight = case.torch_loss(called, micro_batch)
@@ -76,7 +77,7 @@ def _train(training: Training) -> Record:
             window_loss = window_loss + loss.detach()
         scaler.unscale_(optimizer)
         bound = math.inf if case.clip_norm is None else case.clip_norm
-        norms.append(gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)).item())
+        norms.append(full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)).item())
         applied = updates.count
         scaler.step(optimizer)
         scaler.update()
@@ -98,7 +99,7 @@ def _scaler(scaling: Scaling | None, precision: str) -> torch.amp.GradScaler:
 
 
 def _distributed(model: Module, mesh: str) -> tuple[Module, Callable[[bool], AbstractContextManager[None]]]:
-    """What is called in the model's stead, and the context of a micro-batch, which others of its window may follow."""
+    """The wrapped model, and the context of a micro-batch that is not the last of its window."""
     shape = parse_mesh(mesh)
     if shape[FSDP] == 1:
         ddp = DistributedDataParallel(model)
@@ -106,8 +107,8 @@ def _distributed(model: Module, mesh: str) -> tuple[Module, Callable[[bool], Abs
 
     axes = [axis for axis in (DATA, FSDP) if axis == FSDP or shape[axis] > 1]
     devices = init_device_mesh("cpu", tuple(shape[axis] for axis in axes), mesh_dim_names=tuple(axes))
-    # A group of parameters to a layer, and one of the rest, as PyTorch's own examples have it.
-    # Inner ones first: the outer take what is left.
+    # One group of parameters per layer and one of the rest, as in PyTorch's examples.
+    # Inner modules first: the outer ones take the remaining parameters.
     for layers in reversed([module for module in model.modules() if isinstance(module, ModuleList)]):
         for layer in layers:
             fully_shard(layer, mesh=devices)
@@ -121,7 +122,7 @@ def _distributed(model: Module, mesh: str) -> tuple[Module, Callable[[bool], Abs
 
 
 def _own_rows(batch: Batch, accumulate: int, precision: str) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's rows of each micro-batch: those that the device of its number holds on JAX's mesh."""
+    """This rank's rows of each micro-batch: those of the device with its number on JAX's mesh."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = len(next(iter(batch.values())))
     for window in np.arange(rows).reshape(accumulate, ranks, -1):

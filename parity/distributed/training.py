@@ -1,4 +1,4 @@
-"""A training over several devices, said once for both frameworks."""
+"""A training over several devices, defined once for both frameworks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What `torch.amp.GradScaler` and `jaxtrain.dynamic_loss_scale` both are given."""
+    """Settings of both `torch.amp.GradScaler` and `jaxtrain.dynamic_loss_scale`."""
 
     init_scale: float = 2.0**16
     growth_interval: int = 2000
@@ -20,14 +20,17 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Training:
-    """`steps` windows of `accumulate` micro-batches each of a case, on a mesh of devices.
+    """A training of a case on a mesh of devices.
 
-    `case` makes the case; other processes make it too, so it is one that `pickle` takes: a function of a module, or a
-    `functools.partial` of one. `mesh` is as `jaxtrain train` takes it, and says what PyTorch does: "data=2" is
-    DistributedDataParallel in two processes, "fsdp=2" `fully_shard`, "data=2,fsdp=2" its hybrid. `rules` divide JAX's
-    parameters. Each device's share of a micro-batch is to weigh the same: PyTorch averages the means of its ranks,
-    where JAX divides the sum by the weight. `scaling` is that of the loss, in any precision; None scales in fp16 only,
-    by the default. Raises `UserError` for a mesh that divides by `tensor`.
+    `steps` is the number of windows of `accumulate` micro-batches each. `case` creates the case, in other processes as
+    well, so it must be picklable: a function of a module, or a `functools.partial` of one. `mesh` has the format of
+    `jaxtrain train` and determines PyTorch's wrapper: "data=2" is DistributedDataParallel in two processes, "fsdp=2"
+    `fully_shard`, "data=2,fsdp=2" its hybrid. `rules` shard JAX's parameters. Each device's share of a micro-batch must
+    have the same weight, since PyTorch averages the means of its ranks while JAX divides the sum by the weight.
+    `scaling` is the loss scale in any precision; None uses the default scale in fp16 only.
+
+    Raises:
+      UserError: The mesh shards by `tensor`.
     """
 
     case: Callable[[], Case]
@@ -44,4 +47,4 @@ class Training:
         from jaxtrain.errors import UserError
 
         if parse_mesh(self.mesh)[TENSOR] > 1:
-            raise UserError(f"mesh {self.mesh!r} divides layers, for which PyTorch has no wrapper: leave tensor out")
+            raise UserError(f"mesh {self.mesh!r} shards layers, for which PyTorch has no wrapper: leave tensor out")

@@ -1,4 +1,4 @@
-"""Gradients where a function has none: each framework chose a value, and often another."""
+"""Slopes at kinks and ties, where frameworks choose different values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,12 @@ from parity.mutants.network import Call, layered
 
 
 def corners(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """-1, 0 and 1: on the corners, and equal to each other."""
+    """Draw -1, 0 and 1: values at kinks, many of them equal."""
     return rng.integers(-1, 2, size=shape).astype(np.float32)
 
 
 def mutant(name: str, theirs: Callable[[Tensor], Tensor], right: Any, wrong: Any) -> Mutant:
-    """`wrong` of the same values, with other gradients."""
+    """A mutant with `wrong` in place of `right`, which has the same values but other gradients."""
     layer = partial(Call, theirs)
     alone = [lambda p, x, f=f: f(x) for f in (wrong, right)]
     case, clean = (partial(layered, layer, f, (6,), corners, "shift") for f in alone)
@@ -28,32 +28,32 @@ def mutant(name: str, theirs: Callable[[Tensor], Tensor], right: Any, wrong: Any
 
 
 def absolute(x: Any) -> Any:
-    """|x|, its gradient 0 at 0."""
+    """|x| with slope 0 at 0."""
     return x * jnp.sign(x)
 
 
 def leaky(x: Any) -> Any:
-    """LeakyReLU(0.1), its gradient 0.1 at 0."""
+    """LeakyReLU(0.1) with slope 0.1 at 0."""
     return jnp.where(x > 0, x, 0.1 * x)
 
 
 def held(x: Any) -> Any:
-    """Held to 0 and 1, its gradient 1 on both."""
+    """x clamped to [0, 1] with slope 1 at both bounds."""
     return jnp.where((x >= 0) & (x <= 1), x, jax.lax.stop_gradient(jnp.clip(x, 0, 1)))
 
 
 def inside(x: Any) -> Any:
-    """Held to ±1, its gradient 0 on both."""
+    """x clamped to [-1, 1] with slope 0 at both bounds."""
     return jnp.where((x > -1) & (x < 1), x, jax.lax.stop_gradient(jnp.clip(x, -1, 1)))
 
 
 def first_largest(x: Any) -> Any:
-    """Twice the largest of each row, its gradient that of the first."""
+    """Twice the maximum of each row, with the gradient at its first occurrence."""
     return 2 * jnp.take_along_axis(x, x.argmax(-1, keepdims=True), -1)
 
 
 def lower_median(x: Any) -> Any:
-    """The lower of the two in the middle of each row of six."""
+    """The lower median of each row of six."""
     return jnp.sort(x, -1)[:, 2:3]
 
 

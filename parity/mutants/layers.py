@@ -1,4 +1,4 @@
-"""Layers: normalisation, convolution, pooling, resizing, activations, recurrence, attention."""
+"""Layers: normalization, convolution, pooling, resizing, activations, recurrence, attention."""
 
 import math
 from collections.abc import Callable
@@ -21,17 +21,17 @@ Ours = Callable[..., Any]
 
 
 def small(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Inputs beside which an epsilon is large."""
+    """Draw inputs that are small relative to an epsilon."""
     return normal(rng, shape) * np.float32(1e-3)
 
 
 def far(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Inputs whose mean hides their variance."""
+    """Draw inputs whose mean is large relative to their variance."""
     return normal(rng, shape) + 3000
 
 
 def tokens(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Indices, many of them 0."""
+    """Draw indices, many of them 0."""
     return rng.integers(3, size=shape)
 
 
@@ -49,14 +49,14 @@ def mutants(
             clean,
             "buffers" if "running" in name or "momentum" in name else "forward|backward",
             "layer",
-            None if "stopped" in name else ours,  # where nothing is, no line is
+            None if "stopped" in name else ours,  # a missing computation has no line
         )
 
     return [mutant(name.replace("_", "-"), ours) for name, ours in wrong.items()]
 
 
 def named(ours: Ours) -> Ours:
-    """A partial function under the name of what it calls."""
+    """A partial function with the name of the function it calls."""
     return _renamed(ours) if isinstance(ours, partial) else ours
 
 
@@ -89,9 +89,9 @@ def batch_norm(
 ) -> Any:
     """BatchNorm1d in training, with its new buffers."""
     mean, var = x.mean(0), x.var(0, ddof=ddof)
-    seen = {"mean": mean, "var": x.var(0, ddof=0 if biased else 1)}
+    statistics = {"mean": mean, "var": x.var(0, ddof=0 if biased else 1)}
     new = {"num_batches_tracked": state["num_batches_tracked"] + 1}
-    for name, value in seen.items():
+    for name, value in statistics.items():
         old = state[f"running_{name}"]
         new[f"running_{name}"] = old if frozen else (1 - momentum) * old + momentum * value
     return (x - mean) / jnp.sqrt(var + eps) * p["weight"] + p["bias"], new
@@ -138,18 +138,18 @@ def avg_pool(p: Any, x: Any, include: bool = True) -> Any:
 
 
 def resized(p: Any, x: Any, method: str = "linear", antialias: bool = False) -> Any:
-    """To [B, C, 5, 5]."""
+    """Resize to [B, C, 5, 5]."""
     return jax.image.resize(x, (*x.shape[:2], 5, 5), method, antialias=antialias)
 
 
 def nearest(p: Any, x: Any, shift: float = 0.0) -> Any:
-    """To [B, C, 5, 5], each the pixel at or before it."""
+    """Resize to [B, C, 5, 5] by the pixel at or before each position."""
     at = np.floor((np.arange(5) + shift) * x.shape[-1] / 5).astype(np.int32)
     return x[:, :, at][:, :, :, at]
 
 
 def bicubic(p: Any, x: Any, a: float = -0.75) -> Any:
-    """From 4 to 8 pixels, along both axes."""
+    """Resize from 4 to 8 pixels along both axes."""
     m = np.zeros((8, 4), np.float32)
     for i in range(8):
         at = (i + 0.5) / 2 - 0.5
@@ -161,7 +161,7 @@ def bicubic(p: Any, x: Any, a: float = -0.75) -> Any:
 
 
 def lstm(p: Any, x: Any, forget: float = 0.0, summed: bool = True, order: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
-    """Over [B, T, D], every hidden state."""
+    """Return every hidden state over [B, T, D]."""
     h = c = jnp.zeros((len(x), 4), x.dtype)
     hs = []
     for t in range(x.shape[1]):
@@ -175,7 +175,7 @@ def lstm(p: Any, x: Any, forget: float = 0.0, summed: bool = True, order: tuple[
 
 
 def gru(p: Any, x: Any, inside: bool = True, swapped: bool = False) -> Any:
-    """Over [B, T, D], every hidden state."""
+    """Return every hidden state over [B, T, D]."""
     h = jnp.zeros((len(x), 4), x.dtype)
     hs = []
     b_hn = p["bias_hh_l0"][8:]
@@ -207,7 +207,7 @@ def attention(
     axis: int = -1,
     empty: float = 0.0,
 ) -> Any:
-    """Of [B, T, 4] to itself, with one head."""
+    """Self-attention of [B, T, 4] with one head."""
     scores = jnp.einsum("bqd,bkd->bqk", x, x) * scale
     weights = jax.nn.softmax(jnp.where(keep, scores, -1e30), axis)
     weights = jnp.where(keep.any(1)[:, None], weights, empty)
@@ -215,7 +215,7 @@ def attention(
 
 
 def multihead(p: Any, x: Any, heads: int = 2, keep: np.ndarray = ~MASK) -> Any:
-    """MultiheadAttention(4, 2), whose True ignores."""
+    """MultiheadAttention(4, 2), whose mask is True for ignored positions."""
     q, k, v = (
         y.reshape(*x.shape[:2], heads, -1) for y in jnp.split(x @ p["in_proj_weight"].T + p["in_proj_bias"], 3, -1)
     )
@@ -226,53 +226,53 @@ def multihead(p: Any, x: Any, heads: int = 2, keep: np.ndarray = ~MASK) -> Any:
 
 
 class Multihead(nn.MultiheadAttention):
-    """Self-attention in which no position sees itself."""
+    """Self-attention in which no position attends to itself."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """The attended values."""
+        """Return the attended values."""
         return super().forward(x, x, x, attn_mask=torch.from_numpy(MASK), need_weights=False)[0]
 
 
 class Lstm(nn.LSTM):
-    """Every hidden state."""
+    """Returns every hidden state."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """[B, T, H]."""
+        """Return hidden states [B, T, H]."""
         return super().forward(x)[0]
 
 
 class Gru(nn.GRU):
-    """Every hidden state."""
+    """Returns every hidden state."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """[B, T, H]."""
+        """Return hidden states [B, T, H]."""
         return super().forward(x)[0]
 
 
 class Residual(nn.Module):
-    """A residual before normalisation."""
+    """A residual block with normalization first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's value."""
+        """Return the output of the block."""
         return x + self.fc(self.norm(x))
 
 
 def residual(p: Any, x: Any, post: bool = False, stopped: bool = False, normed: bool = False) -> Any:
-    """The same."""
+    """JAX's `Residual`."""
     norm = {"weight": p["norm.weight"], "bias": p["norm.bias"]}
     y = layer_norm(norm, x)
-    kept = lax.stop_gradient(x) if stopped else y if normed else x
+    skip = lax.stop_gradient(x) if stopped else y if normed else x
     if post:
         return layer_norm(norm, x + x @ p["fc.weight"].T + p["fc.bias"])
-    return kept + y @ p["fc.weight"].T + p["fc.bias"]
+    return skip + y @ p["fc.weight"].T + p["fc.bias"]
 
 
 def flattened(p: Any, x: Any, last: bool = False) -> Any:
-    """Flatten and Linear behind an image."""
+    """Flatten and Linear of an image."""
     x = x.transpose(0, 2, 3, 1) if last else x
     return x.reshape(len(x), -1) @ p["1.weight"].T + p["1.bias"]
 

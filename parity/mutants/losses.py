@@ -1,4 +1,4 @@
-"""Losses: what is summed, what is dropped, and what the sum is divided by."""
+"""Losses: what is summed, what is ignored, and what the sum is divided by."""
 
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ WEIGHTS = np.array([1, 2, 3, 4, 5], np.float32)
 
 
 def padded(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Labels, the third of each four to be ignored."""
+    """Draw labels, every fourth of which is ignored."""
     return np.where(np.arange(shape[0]) % 4 == 2, -100, rng.integers(5, size=shape[0]))
 
 
 def shares(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Probabilities of five classes."""
+    """Draw probabilities of five classes."""
     x = np.exp(normal(rng, shape))
     return x / x.sum(1, keepdims=True)
 
@@ -36,17 +36,17 @@ def cross_entropy(
     axis: int = -1,
     unweighted: bool = False,
 ) -> tuple[Any, Any]:
-    """With all that PyTorch's has."""
+    """Cross-entropy with all options of PyTorch's."""
     log_p = z - jax.nn.logsumexp(z, axis, keepdims=True)
-    kept = (y >= 0) if ignore else jnp.ones_like(y, bool)
+    counted = (y >= 0) if ignore else jnp.ones_like(y, bool)
     picked = jnp.take_along_axis(log_p, jnp.maximum(y, 0)[:, None], -1)[:, 0]
     losses = -(1 - smoothing) * picked - smoothing * log_p.mean(-1)
-    scale = kept if weights is None else kept * jnp.asarray(weights)[jnp.maximum(y, 0)]
-    return (losses * scale).sum(), len(y) if every else kept.sum()
+    scale = counted if weights is None else counted * jnp.asarray(weights)[jnp.maximum(y, 0)]
+    return (losses * scale).sum(), len(y) if every else counted.sum()
 
 
 def mean_cross_entropy(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, int]:
-    """PyTorch's, over the labels that count."""
+    """PyTorch's cross-entropy over the labels that are not ignored."""
     return F.cross_entropy(z, y, reduction="sum", **options), int((y >= 0).sum())
 
 
@@ -56,21 +56,21 @@ def square(z: Any, y: Any, factor: float = 1.0) -> tuple[Any, Any]:
 
 
 def smooth(z: Any, y: Any, beta: float = 0.5, huber: bool = False) -> tuple[Any, Any]:
-    """SmoothL1."""
+    """Smooth L1 loss, or Huber's."""
     d = jnp.abs(z - y)
     total = jnp.where(d < beta, d * d / 2, beta * (d - beta / 2)).sum()
     return (total if huber else total / beta), z.size
 
 
 def divergence(z: Any, y: Any, rows: bool = False, log: bool = False, swapped: bool = False) -> tuple[Any, Any]:
-    """Kullback-Leibler's."""
+    """Kullback-Leibler divergence."""
     log_q = jax.nn.log_softmax(z, -1)
     terms = jnp.exp(log_q) * (log_q - jnp.log(y)) if swapped else y * (jnp.log(y) - log_q)
     return terms.sum(), len(z) if rows else z.size
 
 
 def binary(z: Any, y: Any, positive: float = 3.0) -> tuple[Any, Any]:
-    """Binary cross-entropy of logits, positives weighing three times."""
+    """Binary cross-entropy of logits with weight 3 for positives."""
     return -(positive * y * jax.nn.log_sigmoid(z) + (1 - y) * jax.nn.log_sigmoid(-z)).sum(), z.size
 
 

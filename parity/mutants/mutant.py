@@ -43,12 +43,21 @@ def patched(function: Callable[..., Any], wrong: Any, within: ModuleType | None 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`case()` has the bug, or has it while `patch()` is entered; `clean()` is the same without. `around()` is entered
-    for both; `settings` are `parity.check`'s.
+    """A deliberate bug and the case without it.
 
-    Where it is: in training stage `stage`, one of `parity.locate`'s, at an operation of PyTorch's that `torch` matches,
-    and on a line of the function `lines`. No stage: it shows only where nothing is located, over the micro-batches of a
-    window or in a low precision.
+    A mutant without a stage shows only where nothing is located: over the micro-batches of a window, or in a low
+    precision.
+
+    Attributes:
+      name: Name, which says what is wrong.
+      case: Creates the case with the bug, which may be present only while `patch()` is entered.
+      clean: Creates the case without the bug. Mutants that share this object share its verdict.
+      stage: Pattern of the stage of `parity.divergence.Divergence` in which it is located.
+      torch: Pattern of PyTorch's operation.
+      lines: The function in which JAX's line is; None for any line.
+      patch: Context of the bug.
+      around: Context of both cases.
+      settings: Settings of `parity.check`.
     """
 
     name: str
@@ -62,7 +71,7 @@ class Mutant:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def located_by(self, found: "Divergence | None") -> bool:
-        """Whether what was found is what was planted."""
+        """Whether a divergence is at the place of the bug."""
         if found is None or not re.fullmatch(self.stage, found.stage) or not re.match(self.torch, found.torch):
             return False
         if self.lines is None:

@@ -1,7 +1,7 @@
-"""The tiny cases that bugs are planted in: one layer, or one loss, in each framework.
+"""The small cases of the mutants: one layer or one loss in each framework.
 
-JAX's side has its parameters in a flat dict, under PyTorch's names and in PyTorch's layouts. All weights come from
-PyTorch, so no rule of initialisation can be got wrong here.
+JAX's parameters are a flat dict under PyTorch's names, in PyTorch's layouts. All weights come from PyTorch, so that
+initialization plays no part.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,25 +22,25 @@ from parity.optimizer import Optimizer
 
 ROWS = 4
 SGD = Optimizer("SGD", lambda named: torch.optim.SGD(named, lr=1e-2), optim.sgd(1e-2))
-"""Its steps are as small as the gradients: a gradient that is 0 but for rounding moves nothing."""
+"""Its updates are proportional to the gradients, so that a gradient of rounding noise changes nothing."""
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 
 class Call(Module):
-    """A layer that is a function of tensors."""
+    """A layer that calls a function of tensors."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """The function's value."""
+        """Return the value of the function."""
         return self.function(x)
 
 
 class Net(Module):
-    """A scale, or a shift, so that the gradient with respect to the layer's input is seen; and the layer."""
+    """A layer after a trained scale or shift, which shows the gradient with respect to the layer's input."""
 
     def __init__(self, layer: Module, move: str, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Net(Module):
         self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer of the moved `x`, flattened."""
+        """Return the layer's flattened output."""
         x = x if self.scale is None else x * self.scale
         return self.layer(x if self.shift is None else x + self.shift).flatten(1)
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Gaussian noise."""
+    """Draw Gaussian noise."""
     return rng.standard_normal(shape, np.float32)
 
 
@@ -66,10 +66,18 @@ def layered(
     draw: Draw = normal,
     move: str = "scale",
 ) -> Case:
-    """`layer()` against `ours(params, x)`, or `ours(params, x, state)` for a layer with buffers, on [4, *shape].
+    """Return a case of one layer.
 
-    `move`: what comes before it: a "scale"; a "shift", for gradients at 0, whose own is 0 behind a normalisation; or
-    nothing, before indices.
+    Args:
+      layer: Creates PyTorch's layer.
+      ours: JAX's layer, called with (params, x), or (params, x, state) for a layer with buffers.
+      shape: Shape of one row of the input; a batch has 4.
+      draw: Draws a batch.
+      move: Trained operation before the layer: "scale"; "shift", for gradients at 0, which vanishes before a
+        normalization; or "" before indices.
+
+    Returns:
+      The case.
     """
     net = Net(layer(), move, shape)
     buffers = dict(net.named_buffers())
@@ -90,8 +98,8 @@ def layered(
             y = ours(own | ({"rng": rng} if ours.__name__ == "dropout" else {}), x, *own_state)
             new_state = []
             if state:
-                y, moved = y
-                new_state = [{f"layer.{name}": s for name, s in moved.items()}]
+                y, updated = y
+                new_state = [{f"layer.{name}": s for name, s in updated.items()}]
             y = y.reshape(len(x), -1)
             total = (jnp.square(y - 1) * jnp.asarray(_ramp(y.shape[1]), y.dtype)).sum()
         return jaxtrain.Loss(total, weight=len(x)), {}, *new_state
@@ -121,7 +129,7 @@ def criterion(
     clip_norm: float | None = None,
     size: float = 1.0,
 ) -> Case:
-    """A loss of the five outputs of a linear layer, and labels: (total, weight), and an optimizer to be tried on it."""
+    """Return a case of a loss, as (total, weight), of the five outputs of a linear layer and labels."""
 
     def batch(seed: int, rows: int) -> Batch:
         rng = np.random.default_rng(seed)
@@ -149,7 +157,7 @@ def criterion(
 
 
 def _ramp(n: int) -> np.ndarray:
-    """Weights of the outputs, no two neighbours alike, exact in every precision."""
+    """Weights of the outputs, exact in every precision; neighbors differ."""
     return (np.arange(n) % 5 + 1).astype(np.float32)
 
 

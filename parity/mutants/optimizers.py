@@ -1,4 +1,4 @@
-"""Optimizers: optax's way, or a near miss, where PyTorch's is meant."""
+"""Optimizers: optax's conventions, or similar mistakes, in place of PyTorch's."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def squares(z: Tensor, y: Tensor) -> tuple[Tensor, int]:
 
 
 def trained(torch: Callable[..., Any], ours: Any, scheduler: Any = None, size: float = 1.0) -> Case:
-    """A linear layer trained by both optimizers; the inputs of `size`, and so the gradients."""
+    """A linear layer trained by both optimizers; `size` scales the inputs and so the gradients."""
     optimizer = Optimizer("mutant", torch, ours, scheduler=scheduler)
     return criterion(squares, square, normal, optimizer=optimizer, size=size)
 
@@ -51,12 +51,12 @@ def mutants(
 
 
 def with_l2(optimizer: Any, weight_decay: float = 0.1) -> Any:
-    """Decay added to the gradient before the optimizer sees it."""
+    """Weight decay added to the gradient before the optimizer."""
     return optax.chain(optax.add_decayed_weights(weight_decay), optimizer)
 
 
 class Spare(nn.Linear):
-    """A layer with a parameter that nothing uses."""
+    """A layer with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -64,19 +64,19 @@ class Spare(nn.Linear):
 
 
 def with_spare(ours: Any) -> Case:
-    """A parameter that PyTorch's optimizer never sees a gradient of, and so leaves alone."""
+    """A case with a parameter without gradient, which PyTorch's optimizer does not change."""
     optimizer = Optimizer("mutant", partial(T.AdamW, lr=LR, weight_decay=0.1), ours)
     case = layered(Spare, lambda p, x: x @ p["weight"].T + p["bias"], (3,))
     return dataclasses.replace(case, optimizer=optimizer)
 
 
 def grouped(named: Any) -> T.Optimizer:
-    """PyTorch's two groups: biases do not decay."""
+    """PyTorch's AdamW with two groups: biases do not decay."""
     return T.AdamW([{"params": [p], "weight_decay": 0.1 * (name == "weight")} for name, p in named], lr=LR)
 
 
 def by_name(**of: Any) -> Any:
-    """Each parameter by its own optimizer."""
+    """A separate optimizer for each parameter."""
     return optim.groups(lambda path: path, of)
 
 

@@ -1,4 +1,4 @@
-"""Learning rate schedules: off by one, or another's idea of the end."""
+"""Learning rate schedules: off by one update, or with another end."""
 
 from functools import partial
 from typing import Any
@@ -33,12 +33,12 @@ def mutants(scheduler: Any, right: Any, steps: int = 5, **wrong: Any) -> list[Mu
 
 
 def early(schedule: Any) -> Any:
-    """One update ahead."""
+    """The schedule one update ahead."""
     return lambda count: schedule(count + 1)
 
 
 def late(schedule: Any) -> Any:
-    """One update behind."""
+    """The schedule one update behind."""
     return lambda count: schedule(jnp.maximum(count - 1, 0))
 
 

@@ -1,4 +1,4 @@
-"""The step around the model: clipping, accumulation, loss scaling, skips, precision, and the order of the data."""
+"""The training step: clipping, accumulation, loss scale, skipped updates, precision, order of the data."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,13 +32,13 @@ SCHEDULED = Optimizer(
 
 
 def linear(ours: Callable[..., Any] = square, optimizer: Any = SGD, clip_norm: float | None = None) -> Case:
-    """A linear layer and a squared error."""
+    """A linear layer with a squared error."""
     return criterion(squares, ours, normal, optimizer=optimizer, clip_norm=clip_norm)
 
 
 @cache
 def clipped_linear(clip_norm: float | None) -> Callable[[], Case]:
-    """The maker of `linear`, the same one for every mutant of a bound."""
+    """`linear` with a bound, the same function object for every mutant, so that they share its clean verdict."""
     return partial(linear, clip_norm=clip_norm)
 
 
@@ -49,7 +49,7 @@ def stepped(name: str, patch: Patch, stage: str = "", clip_norm: float | None = 
 
 
 def clipped(name: str, wrong: Callable[[Any, float], Any], bound: float = 0.01) -> Mutant:
-    """A step that clips by `wrong`; where PyTorch's factor is 1 its clipping computes nothing new."""
+    """A step with `wrong` for clipping."""
     both = lambda grads, bound: (wrong(grads, bound), optax.tree.norm(grads))  # noqa: E731
     return stepped(name, patched(clip_grad_norm, both, within=step), "clip|update", bound)
 
@@ -65,7 +65,7 @@ HIGH = 2.0**24
 
 @contextmanager
 def scalers(start: float) -> Iterator[None]:
-    """On both sides the scale starts at `start`, and grows after two clean updates."""
+    """Start the loss scale of both sides at `start` and let it grow after two finite updates."""
     ours = partial(dynamic_loss_scale, start, growth_interval=2)
     theirs = partial(GradScaler, init_scale=start, growth_interval=2)
     scaler = patched(dynamic_loss_scale, ours, within=build)
@@ -74,14 +74,14 @@ def scalers(start: float) -> Iterator[None]:
 
 
 def scaled(name: str, wrong: Any, start: float = 1024.0) -> Mutant:
-    """A step whose scaler is `wrong()`, and should be that of `scalers`."""
+    """A step with the loss scale `wrong()` in place of that of `scalers`."""
     patch = patched(dynamic_loss_scale, wrong, within=build)
     settings = {"precision": "fp16", "steps": 9}
     return Mutant(name, linear, linear, patch=patch, around=partial(scalers, start), settings=settings)
 
 
 def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
-    """A step that does `wrong` where it overflows."""
+    """A step with `wrong` for the selection between old and new state."""
     case = partial(linear, optimizer=optimizer)
     patch = patched(step._restore_if, wrong)
     settings = {"precision": "fp16", "steps": 9}
@@ -89,7 +89,7 @@ def skipping(name: str, wrong: Any, optimizer: Any) -> Mutant:
 
 
 def unscaled(change: Callable[[Any, Any], Any]) -> Callable[[], optax.GradientTransformation]:
-    """The scaler of `growing`, with other gradients: `change(scaled, unscaled)`."""
+    """The loss scale of `scalers` with the gradients `change(scaled, unscaled)`."""
 
     def make() -> optax.GradientTransformation:
         scaler = dynamic_loss_scale(1024.0, growth_interval=2)
@@ -104,28 +104,28 @@ def unscaled(change: Callable[[Any, Any], Any]) -> Callable[[], optax.GradientTr
 
 
 def keep_parameters_only(skip: Any, old: Any, new: Any) -> Any:
-    """The optimizer's state, and its count of updates, go on where the update was skipped."""
-    kept = new[0] if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old[0], new[0])
-    return kept, *new[1:]
+    """Restore only the parameters of a skipped update, not the optimizer's state and count of updates."""
+    params = new[0] if skip is False else jax.tree.map(lambda o, n: jnp.where(skip, o, n), old[0], new[0])
+    return params, *new[1:]
 
 
 def shifted(z: Any, y: Any) -> tuple[Any, Any]:
-    """Each row with the next one's label."""
+    """The squared error of each row with the label of another row."""
     return square(z, jnp.roll(y, 1, 0))
 
 
 def in_bfloat16(z: Any, y: Any) -> tuple[Any, Any]:
-    """The outputs rounded."""
+    """The squared error of outputs rounded to bfloat16."""
     return square(z.astype(jnp.bfloat16).astype(z.dtype), y)
 
 
 def by_leaf(grads: Any, bound: float) -> Any:
-    """Each clipped by its own norm."""
+    """Clip each leaf by its own norm."""
     return jax.tree.map(lambda g: clip_grad_norm(g, bound)[0], grads)
 
 
 def last_repeated(batch: Any, k: int) -> Any:
-    """The last micro-batch is the one before again."""
+    """Split a batch and repeat the second-to-last micro-batch in place of the last."""
     return jax.tree.map(lambda x: jnp.concatenate([x[:-1], x[-2:-1]]), split_batch(batch, k))
 
 

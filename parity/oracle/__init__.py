@@ -1,10 +1,10 @@
 """The float64 truth of code that hard-wires lower precisions.
 
-Taking a model's weights and batch to float64 does not make it compute in float64 where it says `.float()` or
-`astype(float32)` itself, as RMSNorms and rotary embeddings do. Here every such request yields float64: in PyTorch as
-the operations are dispatched, those of the backward pass too; in JAX in the jaxpr, before it is differentiated.
-complex64 becomes complex128. What is no number keeps its bits: integers, booleans, keys, and the draws of dropout.
+A model with float64 weights and batches does not compute in float64 where its code calls `.float()` or
+`astype(float32)`, as RMSNorm and rotary embeddings do. Here every such conversion yields float64: in PyTorch when
+operations are dispatched, including those of the backward pass; in JAX in the jaxpr, before differentiation. complex64
+becomes complex128. Integers, booleans, keys and the draws of dropout keep their bits.
 
-A scalar that the code wrote (`0.1`) has been rounded by the time it is seen, if float32 asked for it: `meant` finds
-what was written. Arrays of constants keep the rounding they were made with, on both sides.
+A scalar literal (`0.1`) in float32 code has already been rounded: `written_number` recovers it. Arrays of constants
+keep their rounding on both sides.
 """

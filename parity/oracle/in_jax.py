@@ -1,4 +1,4 @@
-"""JAX in float64, whatever its code asks for, by rewriting the jaxpr."""
+"""Compute JAX code in float64, whatever dtypes it requests, by rewriting the jaxpr."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
-from parity.oracle.literal import meant
+from parity.oracle.literal import written_number
 
 JAX_WIDER = {
     np.dtype(np.float32): np.dtype(np.float64),
@@ -22,14 +22,16 @@ JAX_WIDER = {
 
 
 DECLARED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
-"""The primitives whose results are computed elsewhere, in the dtype that they declare."""
+"""Primitives whose results are computed outside of XLA in the dtype that they declare."""
 
 
 def in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with all of its floating arithmetic in float64, whatever dtypes it asks for; needs JAX's x64 mode.
+    """Return `fn` with all floating arithmetic in float64, whatever dtypes it requests; requires JAX's x64 mode.
 
-    Also inside jit, loops, branches, `jax.checkpoint` and custom derivatives. Raises `UserError` for an operation
-    that stays low: a callback, a look at a number's bits, a derivative with symbolic zeros.
+    This includes jit, loops, branches, `jax.checkpoint` and custom derivatives.
+
+    Raises:
+      UserError: An operation cannot be converted: a callback, a bitcast of a float, a derivative with symbolic zeros.
 
     >>> with jax.enable_x64(True):
     ...     y = in_float64(lambda x: x.astype(jnp.float32) * 0.1)(np.ones(2))
@@ -49,26 +51,26 @@ def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
-    del run  # unlike `_run` it leaves literal results as they are
+    del run  # unlike `_run`, it leaves literal results unchanged
     name = eqn.primitive.name
     if jaxpr.is_call(eqn, "_bernoulli"):
-        return jaxpr.bind_as_traced(eqn, args)  # a decision, made of the bits that this precision has
+        return jaxpr.bind_as_traced(eqn, args)  # drawn from the bits of this precision
     args = [_widened(v, x) for v, x in zip(eqn.invars, args, strict=True)]
     if name == "reduce_precision":
         return args
     if name == "bitcast_convert_type":
         if getattr(eqn.invars[0].aval, "dtype", None) in JAX_WIDER:
-            _refuse(eqn, "it reads a number's bits: compute what they say")
-        return jaxpr.bind(eqn, args)  # draws are made of bits, and stay what they were
+            _refuse(eqn, "it reads the bits of a number: compute the value instead")
+        return jaxpr.bind(eqn, args)  # random draws are made of bits and stay unchanged
     if name == "custom_vjp_call" and (eqn.params["symbolic_zeros"] or eqn.params["num_consts"]):
-        _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, all it reads being arguments")
+        _refuse(eqn, "its derivative is opaque: write it without symbolic zeros, with everything it reads as arguments")
     if name in ("scan", "while", "cond"):
-        # Rebuilt with the dtypes of their bodies' arguments: those have to be wide first.
+        # Rebuilt with the dtypes of their bodies' arguments, which must be converted first.
         return jaxpr.HIGHER_ORDER[name](_lifted(eqn), args, _as_it_is)
     if name in jaxpr.HIGHER_ORDER:
         return jaxpr.HIGHER_ORDER[name](eqn, args, _run)
     if name in DECLARED and any(_is_low(v.aval) for v in eqn.outvars):
-        _refuse(eqn, "it returns the dtype it declared: declare that of its arguments")
+        _refuse(eqn, "it returns the dtype that it declares: declare that of its arguments")
     return jaxpr.bind(_lifted(eqn), args)
 
 
@@ -101,13 +103,13 @@ def _refuse(eqn: JaxprEqn, why: str) -> None:
 
 
 def _widened(var: Any, x: Any) -> Any:
-    """`x`, the value of `var`, in float64; a literal as it was written."""
+    """`x`, the value of `var`, in float64; a literal as the program wrote it."""
     if not (isinstance(var, Literal) and _is_low(x)):
         return _wide(x)
     written = complex(x)
     if np.iscomplexobj(x):
-        return np.complex128(complex(meant(written.real), meant(written.imag)))
-    return np.float64(meant(written.real, x.dtype))
+        return np.complex128(complex(written_number(written.real), written_number(written.imag)))
+    return np.float64(written_number(written.real, x.dtype))
 
 
 def _wide(x: Any) -> Any:

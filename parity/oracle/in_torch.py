@@ -1,4 +1,4 @@
-"""PyTorch in float64, whatever its code asks for, as its operations are dispatched."""
+"""Compute PyTorch code in float64, whatever dtypes it requests, when operations are dispatched."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from jaxtrain.errors import UserError
-from parity.oracle.literal import meant
+from parity.oracle.literal import written_number
 
 aten = torch.ops.aten
 
@@ -20,11 +20,13 @@ TORCH_WIDER = {
 
 
 class InFloat64(TorchDispatchMode):
-    """Inside it whatever PyTorch is asked for in float32, float16 or bfloat16 comes in float64.
+    """Makes PyTorch compute in float64 whatever is requested in float32, float16 or bfloat16, while entered.
 
-    For a model and a batch already in float64. Conversions, `dtype=` of factories and of reductions, autocast's
-    regions, the default dtype and tensors kept in a lower dtype are all widened; a backward pass run inside, too.
-    Raises `UserError` for what stays low: a float32 tensor that is written to or trained, and a look at bits.
+    It requires a model and a batch in float64. Conversions, `dtype=` of factories and reductions, autocast regions, the
+    default dtype, tensors in a lower dtype and a backward pass run inside are all converted.
+
+    Raises:
+      UserError: A float32 tensor is written to or trained, or the bits of a float are read.
 
     >>> x = torch.ones(2, dtype=torch.float64)
     >>> with InFloat64():
@@ -34,7 +36,7 @@ class InFloat64(TorchDispatchMode):
 
     def __enter__(self) -> "InFloat64":
         self.default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)  # of `torch.ones(2)`, and of a quotient of integers
+        torch.set_default_dtype(torch.float64)  # the dtype of `torch.ones(2)` and of a quotient of integers
         return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -48,8 +50,8 @@ class InFloat64(TorchDispatchMode):
             return func(*args, **kwargs)
         args, kwargs = tree_map(_lifted_torch, (args, kwargs))
         if func is aten.lift_fresh.default and args[0].ndim == 0 and args[0].is_floating_point():
-            # What `torch.tensor(0.1, dtype=torch.float32)` had already rounded.
-            return func(torch.full_like(args[0], meant(args[0].item())))
+            # `torch.tensor(0.1, dtype=torch.float32)` has already rounded its value.
+            return func(torch.full_like(args[0], written_number(args[0].item())))
         return func(*args, **kwargs)
 
 
@@ -65,15 +67,18 @@ def _lifted_torch(x: Any) -> Any:
 
 def _check_liftable(func: Any, args: Any, kwargs: Any) -> None:
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if func is aten.view.dtype:
-        bits_of_a_number = given["self"].is_floating_point() and given["dtype"].itemsize < given["self"].itemsize
-        if given["dtype"] in TORCH_WIDER or bits_of_a_number:
+        bits_of_a_number = (
+            arguments["self"].is_floating_point() and arguments["dtype"].itemsize < arguments["self"].itemsize
+        )
+        if arguments["dtype"] in TORCH_WIDER or bits_of_a_number:
             raise UserError(
-                f"{func} to {given['dtype']} reads a number's bits, which are others in float64: compute it"
+                f"{func} to {arguments['dtype']} reads the bits of a number, which differ in float64: "
+                "compute the value instead"
             )
     for argument in func._schema.arguments:
-        x = given.get(argument.name)
+        x = arguments.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and isinstance(x, torch.Tensor) and x.dtype in TORCH_WIDER:
             raise UserError(f"{func} writes to a {_shortly(x)} in the float64 run: make it a buffer of the model")

@@ -1,4 +1,4 @@
-"""The number that a program wrote, from what float32 kept of it."""
+"""Recover the literal of a program from its rounded value."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 SIMPLE = 10_000
-"""The largest product of numerator and denominator of a number that a program is taken to have meant exactly."""
+"""Largest product of numerator and denominator of a fraction that counts as a literal."""
 FORMS: tuple[tuple[Callable[[float], float], Callable[[float], float]], ...] = (
     (lambda x: x, lambda r: r),
     (lambda x: x * x, math.sqrt),  # 1/√d of attention
@@ -18,19 +18,19 @@ FORMS: tuple[tuple[Callable[[float], float], Callable[[float], float]], ...] = (
     (math.exp, math.log),  # log 10000 of positions
     (lambda x: x * math.log(2), lambda r: r / math.log(2)),
 )
-"""What makes a constant a simple fraction, and what brings it back."""
+"""Pairs of a function that maps a constant to a simple fraction, and its inverse."""
 
 
-def meant(x: float, dtype: Any = np.float32) -> float:
-    """The number that a program meant which now holds `x`, what `dtype` rounded it to.
+def written_number(x: float, dtype: Any = np.float32) -> float:
+    """Return the number that a program wrote and `dtype` rounded to `x`.
 
-    That is a decimal of few digits or, of float32, a fraction, root, logarithm or part of π as simple as programs
-    use, if there is one that rounds to `x`; else `x` itself.
+    It is a decimal of few digits or, for float32, a simple fraction, root, logarithm or multiple of π that rounds to
+    `x`; `x` itself if there is none.
 
     >>> numbers = (1e-6, 1 / 3, math.sqrt(1 / 24), math.sqrt(2 / math.pi), math.log(10000))
-    >>> [meant(float(np.float32(y))) == y for y in numbers]
+    >>> [written_number(float(np.float32(y))) == y for y in numbers]
     [True, True, True, True, True]
-    >>> meant(0.7316888)
+    >>> written_number(0.7316888)
     0.7316888
     """
     rounded = np.asarray(x, dtype)
@@ -38,7 +38,7 @@ def meant(x: float, dtype: Any = np.float32) -> float:
 
 
 def _candidates(x: float, dtype: Any) -> Iterator[float]:
-    """From the likeliest to the least likely."""
+    """Candidates, the likeliest first."""
     if not math.isfinite(x) or x.is_integer():
         return
     digits = jnp.finfo(dtype).precision

@@ -1,4 +1,4 @@
-"""The results as JSON, with the machine and the versions they were got on."""
+"""Results as JSON, with the machine and the versions that produced them."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from parity.trajectory import Trajectory
 
 
 def document(results: Sequence[Result]) -> dict[str, Any]:
-    """What `parity run --json` writes. A distance that is not finite is null, and its case has not passed."""
-    return gathered([row(result) for result in results])
+    """Return the document of `parity run --json`. A distance that is not finite is null, and its case fails."""
+    return document_of_rows([row(result) for result in results])
 
 
-def gathered(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows, wherever they were made, with the environment and the counts."""
+def document_of_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a document of rows, with the environment and the counts."""
     passed = sum(row["passed"] for row in rows)
     return {"environment": environment(), "cases": [*rows], "passed": passed, "failed": len(rows) - passed}
 
 
 def row(result: Result) -> dict[str, Any]:
-    """One check as JSON."""
+    """Return one check as a row of the document."""
     verdict, first, course = result.verdict, result.verdict.first_divergence, result.verdict.trajectory
     return {
         "name": result.case.name,
@@ -51,7 +51,7 @@ def row(result: Result) -> dict[str, Any]:
 
 
 def _course(course: Trajectory) -> dict[str, Any]:
-    """[steps] of relative distances of the losses, each the largest so far, and steps counted from 1."""
+    """Relative distances of the losses, float[steps], each the largest so far; steps are counted from 1."""
     return {
         "chaos": course.chaos,
         "parted": course.parted,

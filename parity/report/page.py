@@ -1,4 +1,4 @@
-"""The results as one self-contained HTML page: the verdict first, then what each check saw."""
+"""Results as one self-contained HTML page: the verdict first, then each check."""
 
 import json
 import linecache
@@ -18,27 +18,27 @@ from parity.compare import relative
 from parity.divergence import Divergence, Line
 from parity.report.result import Result
 from parity.report.terminal import bars
-from parity.source import imported
+from parity.source import import_path
 from parity.trajectory import Trajectory
 
 Series = Sequence[float] | np.ndarray
-"""Numbers in the order of the steps; they need not be finite."""
+"""Numbers in the order of the steps, not necessarily finite."""
 
 LEVELS = 12
-"""Colours of the heat strip."""
+"""Number of colors of the heat strip."""
 NAMED = 16
-"""As many parameters have their names written under the strip; of more, the worst are listed."""
+"""Largest number of parameters named under the strip; of more, the worst are listed."""
 STOPS = 200
-"""At most as many places of a curve can be pointed at."""
+"""Largest number of places of a curve that can be pointed at."""
 HUGE = 1e300
-"""Drawn no farther out than this: the largest floats have no finite distance."""
+"""Values are drawn up to this magnitude, since the largest floats have no finite distance."""
 SIDE = 1000
-"""Of the square that curves are drawn in, which the page stretches to the width there is."""
+"""Side of the square that curves are drawn in; the page stretches it to its width."""
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Lines of a source file, of which the first is number `first` and the one in question number `line`."""
+    """Lines of a source file from number `first` on; `line` is the number of the relevant one."""
 
     file: str
     line: int
@@ -47,13 +47,13 @@ class Excerpt:
 
     @property
     def numbered(self) -> list[tuple[int, str]]:
-        """The lines with their numbers, without the indentation they share."""
+        """The lines with their numbers, without common indentation."""
         return list(enumerate(textwrap.dedent("\n".join(self.lines)).split("\n"), start=self.first))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first operation without a counterpart: PyTorch's `op` in `module`, and where both programs say it."""
+    """The first operation without a counterpart: PyTorch's `op` in `module`, and the lines of both programs."""
 
     module: str
     op: str
@@ -63,12 +63,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class PageCase:
-    """One check as the page shows it: what was asked, the verdict, and what the two runs did.
+    """One check as the page shows it: settings, verdict and runs.
 
-    `torch_losses` and `jax_losses` [steps]; `torch_scales` and `jax_scales` [steps + 1]. `grad_errors`: the relative
-    distance of JAX's first gradient to the reference's, of each parameter in the model's order; the reference is
-    PyTorch in fp64, and the float64 truth in lower precisions, where `torch_grad_errors` are PyTorch's own. `floor`:
-    the rounding of the precision, more than 0; an error is hardly smaller. `dropout`: the rate asked for, if any.
+    The losses have shape [steps], the scales [steps + 1]. `grad_errors` are the relative distances of JAX's first
+    gradient from the reference, by parameter in the model's order. The reference is PyTorch in fp64 and the float64
+    truth in lower precisions, where `torch_grad_errors` are PyTorch's own distances. `floor` is the rounding of the
+    precision, greater than 0. `dropout` is the rate, if one was requested.
     """
 
     name: str
@@ -98,7 +98,7 @@ class PageCase:
 
 
 def page_case(result: Result) -> PageCase:
-    """What the page shows of a check."""
+    """Return the page's data of a check."""
     verdict, settings = result.verdict, result.settings
     ours, theirs, truth = result.examination.ours, result.examination.theirs, result.examination.truth
     low = result.precision != "fp64"
@@ -139,16 +139,16 @@ def _difference(found: Divergence | None) -> Difference | None:
 
 
 def excerpt(at: Line | None) -> Excerpt | None:
-    """The lines around one; none of a file that is not at hand."""
+    """Return the lines around a line; none if the file is not available."""
     if at is None:
         return None
     file, number = at
     first, lines = max(number - 3, 1), linecache.getlines(file)
-    return Excerpt(imported(file), number, first, tuple(line.rstrip("\n") for line in lines[first - 1 : number + 2]))
+    return Excerpt(import_path(file), number, first, tuple(line.rstrip("\n") for line in lines[first - 1 : number + 2]))
 
 
 def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageCase]) -> None:
-    """Write the page on `cases`, those that differ first; it needs nothing but itself."""
+    """Write a self-contained page of the cases, those that differ first."""
     jinja = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["number"] = _number
     template = jinja.from_string(resources.files("parity.report").joinpath("page.html.j2").read_text(encoding="utf-8"))
@@ -161,14 +161,14 @@ def write_page(path: Path, environment: Mapping[str, Any], cases: Sequence[PageC
         environment={k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in environment.items()},
     )
     partial = path.with_suffix(".partial")
-    # A name need not be valid Unicode: a file's may hold a lone surrogate.
+    # A name may not be valid Unicode: a file name may contain a lone surrogate.
     partial.write_text(page, encoding="utf-8", errors="replace")
     partial.replace(path)
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """`place`: how far up a value stands, 0 to 1. `ticks`: such places, with their labels."""
+    """An axis: `place` maps a value to its height, 0 to 1; `ticks` are heights with labels."""
 
     place: Callable[[float], float]
     ticks: list[tuple[float, str]]
@@ -176,7 +176,7 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Panel:
-    """Curves, as (CSS class, SVG path), over one axis. `floor`: its place and label."""
+    """Curves, as (CSS class, SVG path), over one axis; `floor` is a height with its label."""
 
     title: str
     ticks: list[tuple[float, str]]
@@ -188,8 +188,9 @@ class _Panel:
 class _Figure:
     """Panels over one horizontal axis of `count` equal slots.
 
-    `strips`: by name, a colour for each slot. `stops`: (first slot, slots, what is there), to be pointed at.
-    `ticks`: (slot, label). `key`: (CSS class, meaning) of the curves. `notes`: what the drawing cannot show.
+    `strips` has a color for each slot, by name; `stops` are places to point at, as (first slot, slots, text); `ticks`
+    are (slot, label); `key` is (CSS class, meaning) of the curves; `notes` are lines about what the drawing cannot
+    show.
     """
 
     title: str
@@ -205,7 +206,7 @@ class _Figure:
 
 
 def _verdict(cases: Sequence[PageCase]) -> str:
-    """In a few words.
+    """The verdict of all cases in one line.
 
     >>> _verdict([])
     'Nothing was checked'
@@ -323,13 +324,13 @@ def _gradients(case: PageCase) -> _Figure:
 
 
 def _range(floor: float) -> tuple[float, float]:
-    """What the colours span, as decades: the same for all checks of a precision, so that they compare."""
+    """The decades that the colors span, the same for all checks of a precision, so that they are comparable."""
     low = math.log10(floor) - 1
     return low, max(0.0, low + 2)
 
 
 def _level(error: float, floor: float) -> str:
-    """The colour of an error."""
+    """CSS class of the color of an error."""
     if not math.isfinite(error):
         return "lost"
     low, high = _range(floor)
@@ -338,7 +339,7 @@ def _level(error: float, floor: float) -> str:
 
 
 def _legend(case: PageCase) -> dict[str, Any]:
-    """The scale of the colours: what its ends are, and where the floor stands."""
+    """Ends of the color scale and the place of the floor."""
     low, high = _range(case.floor)
     return {"low": 10**low, "high": 10**high, "floor": 1 / (high - low), "label": f"{case.precision} rounding"}
 
@@ -346,7 +347,7 @@ def _legend(case: PageCase) -> dict[str, Any]:
 def _both(
     theirs: Sequence[float], ours: Sequence[float], place: Callable[[float], float], count: int, stepped: bool = False
 ) -> list[tuple[str, str]]:
-    """PyTorch's curve broad and JAX's thin on it, so that both are seen where they are one."""
+    """PyTorch's curve, drawn broad, and JAX's, drawn thin on top, so that both are visible where they coincide."""
     return [
         ("torch", _path(theirs, place, count, stepped=stepped)),
         ("jax", _path(ours, place, count, stepped=stepped)),
@@ -361,7 +362,7 @@ def _path(
     joined: bool = True,
     stepped: bool = False,
 ) -> str:
-    """The curve through the middles of `count` slots, or its points; it is interrupted where it is not finite."""
+    """The curve through the middles of `count` slots, or its points; interrupted where values are not finite."""
     path, down = [], False
     for i, value in enumerate(values):
         if not math.isfinite(value):
@@ -369,7 +370,7 @@ def _path(
             continue
         x, y = f"{(i + 0.5) / count * SIDE:.5g}", f"{(1 - place(value)) * SIDE:.4g}"
         if not (down and joined):
-            path.append(f"M{x} {y}h0")  # round line ends make a point of it, should no other follow
+            path.append(f"M{x} {y}h0")  # round line caps draw a point if no other follows
         else:
             path.append(f"H{x}V{y}" if stepped else f"L{x} {y}")
         down = True
@@ -390,7 +391,7 @@ def _linear(values: Iterable[float]) -> _Axis:
 
 
 def _logarithmic(values: Iterable[float], base: int = 10) -> _Axis:
-    """Whole powers at both ends, and a place of its own below them for zero, if there is one."""
+    """Integer powers at both ends, and a separate place below them for zero, if there is one."""
     drawn = _drawn(values)
     powers = [math.log(v, base) for v in drawn if v > 0] or [0.0]
     low, high = math.floor(min(powers) + 1e-9), math.ceil(max(powers) - 1e-9)
@@ -418,14 +419,14 @@ def _floor(case: PageCase, axis: _Axis) -> tuple[float, str]:
     return axis.place(case.floor), f"{case.precision} rounding {_number(case.floor)}"
 
 
-def _stops(said: Iterable[str]) -> list[tuple[int, int, str]]:
-    lines = list(said)
+def _stops(texts: Iterable[str]) -> list[tuple[int, int, str]]:
+    lines = list(texts)
     stride = -(-len(lines) // STOPS)
     return [(i, min(stride, len(lines) - i), lines[i]) for i in range(0, len(lines), stride or 1)]
 
 
 def _whole(first: int, last: int) -> list[int]:
-    """A few whole numbers from `first` to `last`."""
+    """A few integers from `first` to `last`."""
     ticks = MaxNLocator(5, integer=True).tick_values(first, max(last, first + 1))
     return sorted({first, *(int(t) for t in ticks if first <= t <= last)})
 
@@ -451,5 +452,5 @@ def _loss(value: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """A distance as the terminal's table has it; empty where there is none."""
+    """A distance in the format of the terminal's table; empty if there is none."""
     return "" if value is None else f"{value:.1e}" if math.isfinite(value) else "not finite"

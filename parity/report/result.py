@@ -1,4 +1,4 @@
-"""One check: what was asked, and what was seen."""
+"""One check with its settings and its result."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,15 @@ from parity.run import Examination, Settings
 
 @dataclass(frozen=True)
 class Result:
-    """A case, the settings it was examined under, and the examination. `dropout`: the rate asked for, if any."""
+    """One check.
+
+    Attributes:
+      case: The case.
+      precision: The precision.
+      settings: The settings.
+      examination: The verdict with its runs.
+      dropout: The dropout rate, if one was requested.
+    """
 
     case: Case
     precision: str
@@ -19,5 +27,5 @@ class Result:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on it."""
+        """The verdict of the examination."""
         return self.examination.verdict

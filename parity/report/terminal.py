@@ -1,4 +1,4 @@
-"""The results as a table in the terminal."""
+"""Results as a table in the terminal."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from parity.report.result import Result
 
 
 def bars() -> str:
-    """What is asked of a case, in a line."""
+    """Return the bars of a check in one line."""
     return (
         f"fp64: within {FIRST_BAR:.0e} of PyTorch after one update, {LAST_BAR:.0e} after the last. "
         f"Lower: at most {RATIO_BAR:g} times as far from float64 as PyTorch."
@@ -19,7 +19,7 @@ def bars() -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """A row for each check; the distances are relative to PyTorch's run."""
+    """Return a table with a row for each check; distances are relative to PyTorch's run."""
     rows = Table(
         "case", "precision", "k", "remat", "loss", "worst gradient", "", "parameters", "error ratio", "verdict"
     )
@@ -41,7 +41,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def divergence(found: Divergence) -> Text:
-    """Where the two differ first: both lines, and what they last agreed on."""
+    """Format the first difference: both lines, and the last agreement."""
     more = len(found.parameters) - 4
     lines = {
         f"{found.stage} of step {found.step}": found.torch,
@@ -50,10 +50,10 @@ def divergence(found: Divergence) -> Text:
         "last agreement": found.last_match,
         "wrong gradients": ", ".join([*found.parameters[:4], *([f"{more} more"] if more > 0 else [])]),
     }
-    shown = [(what, said) for what, said in lines.items() if said]
+    shown = [(what, text) for what, text in lines.items() if text]
     width = max(len(what) for what, _ in shown)
     rows = [
-        Text.assemble((f"  {what:{width}}  ", "dim"), (said, "bold red" if i == 0 else ""))
-        for i, (what, said) in enumerate(shown)
+        Text.assemble((f"  {what:{width}}  ", "dim"), (text, "bold red" if i == 0 else ""))
+        for i, (what, text) in enumerate(shown)
     ]
     return Text("\n").join(rows)

@@ -1,6 +1,6 @@
-"""`parity selftest`: whether a machine still trains rightly, after an upgrade of JAX or of a driver, in about a minute.
+"""`parity selftest`: check in about a minute that a machine trains correctly, e.g. after an upgrade of JAX or a driver.
 
-Needs jax, flax, optax, orbax, numpy and rich alone. Nothing here imports JAX before something is on the screen.
+It requires only jax, flax, optax, orbax, numpy and rich. JAX is imported after the first line of output.
 """
 
 import importlib
@@ -25,69 +25,76 @@ CHECKS = (
     "products.convolutions",
     "step.overflow",
     "step.accumulation",
-    "step.rematerialisation",
+    "step.rematerialization",
     "checkpoint.checkpoint",
     "gpt2.determinism",
     "gpt2.precision",
     "collectives.collectives",
 )
-"""Modules of this package and their checks, in the order of what rests on what."""
+"""Modules of this package and their checks, each after those it depends on."""
 STYLES = {True: ("PASS", "green"), False: ("FAIL", "bold red"), None: ("none", "dim")}
 
 
 def main(console: Console, *, device: str | None = None, file: Path | None = None, debug: bool = False) -> int:
-    """Run the checks on JAX's default device, or on the "cpu" or "gpu"; 0 where all passed, else 1.
+    """Run the checks and print their results.
 
-    `file`: where the findings are written as JSON.
+    Args:
+      console: Where to print.
+      device: "cpu" or "gpu"; None for JAX's default device.
+      file: File to write the results to, as JSON.
+      debug: Whether to print tracebacks.
+
+    Returns:
+      Exit status, 0 if no check failed, else 1.
     """
     start = time.perf_counter()
     with console.status("importing JAX"):
-        environment, findings = _found(device)
-    console.print(", ".join(f"{name} {said}" for name, said in environment.items()), markup=False, soft_wrap=True)
-    for finding in findings:
-        _tell(console, finding)
-    if not findings:
+        environment, results = _environment(device)
+    console.print(", ".join(f"{name} {value}" for name, value in environment.items()), markup=False, soft_wrap=True)
+    for result in results:
+        _print(console, result)
+    if not results:
         for check in CHECKS:
             with console.status(check.partition(".")[2]):
-                for finding in examine(check, debug=debug):
-                    _tell(console, finding)
-                    findings.append(finding)
-    failed = sum(finding.passed is False for finding in findings)
-    passed = sum(finding.passed is True for finding in findings)
+                for result in examine(check, debug=debug):
+                    _print(console, result)
+                    results.append(result)
+    failed = sum(result.passed is False for result in results)
+    passed = sum(result.passed is True for result in results)
     console.print(f"{passed} passed, {failed} failed in {time.perf_counter() - start:.0f} s")
     if file is not None:
-        file.write_text(json.dumps(document(environment, findings), indent=2, allow_nan=False) + "\n")
+        file.write_text(json.dumps(document(environment, results), indent=2, allow_nan=False) + "\n")
     return 1 if failed else 0
 
 
 def examine(check: str, *, debug: bool = False) -> Iterator[CheckResult]:
-    """The findings of one of CHECKS; what it raises is one more, which fails."""
+    """Yield the results of one of `CHECKS`; an exception is a result that fails."""
     module, _, name = check.partition(".")
     try:
         yield from getattr(importlib.import_module(f"{__name__}.{module}"), name)()
     except Exception as error:
         if debug:
             traceback.print_exc()
-        said = next(iter(str(error).splitlines()), "")
-        yield CheckResult(name, False, f"{type(error).__name__}: {said}")
+        message = next(iter(str(error).splitlines()), "")
+        yield CheckResult(name, False, f"{type(error).__name__}: {message}")
 
 
-def document(environment: dict[str, Any], findings: list[CheckResult]) -> dict[str, Any]:
-    """What `--json` writes; a figure that is not finite is null.
+def document(environment: dict[str, Any], results: list[CheckResult]) -> dict[str, Any]:
+    """Return the document of `--json`; a figure that is not finite is null.
 
     >>> document({}, [CheckResult("product", True, "", 0.5, 1.0)])["checks"]
     [{'name': 'product', 'passed': True, 'figure': 0.5, 'bound': 1.0, 'said': ''}]
     """
     checks = [
-        {"name": f.name, "passed": f.passed, "figure": _finite(f.figure), "bound": f.bound, "said": f.said}
-        for f in findings
+        {"name": f.name, "passed": f.passed, "figure": _finite(f.figure), "bound": f.bound, "said": f.detail}
+        for f in results
     ]
-    counts = {"passed": sum(f.passed is True for f in findings), "failed": sum(f.passed is False for f in findings)}
+    counts = {"passed": sum(f.passed is True for f in results), "failed": sum(f.passed is False for f in results)}
     return {"environment": environment, "checks": checks, **counts}
 
 
-def _found(device: str | None) -> tuple[dict[str, Any], list[CheckResult]]:
-    """Versions and devices, and what is amiss with them."""
+def _environment(device: str | None) -> tuple[dict[str, Any], list[CheckResult]]:
+    """Versions and devices, and failures of them."""
     import jax
 
     if device == "cpu":
@@ -96,19 +103,19 @@ def _found(device: str | None) -> tuple[dict[str, Any], list[CheckResult]]:
     environment |= {package: importlib.metadata.version(package) for package in PACKAGES}
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:  # a plugin that does not load, or a driver that does not answer
+    except RuntimeError as error:  # a plugin that does not load, or a driver that does not respond
         return environment, [CheckResult("devices", False, next(iter(str(error).splitlines()), ""))]
     environment["devices"] = [f"{one.platform}: {one.device_kind}" for one in devices]
     environment["runtime"] = " ".join(devices[0].client.platform_version.split())
     if device not in (None, devices[0].platform):
-        said = f"no {device} answers JAX, only {devices[0]}: jaxtrain doctor says why"
-        return environment, [CheckResult("devices", False, said)]
+        detail = f"JAX found no {device}, only {devices[0]}: run jaxtrain doctor"
+        return environment, [CheckResult("devices", False, detail)]
     return environment, []
 
 
-def _tell(console: Console, finding: CheckResult) -> None:
-    status, style = STYLES[finding.passed]
-    line = Text.assemble((status, style), f"  {finding.name:26}  {finding.said}")
+def _print(console: Console, result: CheckResult) -> None:
+    status, style = STYLES[result.passed]
+    line = Text.assemble((status, style), f"  {result.name:26}  {result.detail}")
     console.print(line, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Whether two states are the same, bit for bit."""
+"""Compare two states bit for bit."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def on_host(tree: Any) -> dict[str, bytes]:
-    """The bytes of every leaf by its path: copies, so that the state may be donated.
+    """Return the bytes of every leaf by its path, as copies, so that the state can be donated.
 
     >>> on_host({"w": np.zeros(2, np.float16)})
     {"['w']": b'\\x00\\x00\\x00\\x00'}
@@ -17,7 +17,7 @@ def on_host(tree: Any) -> dict[str, bytes]:
 
 
 def unlike(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
-    """The leaves that are not the same in both.
+    """Return the leaves that differ.
 
     >>> unlike(on_host({"w": np.zeros(1), "b": np.ones(1)}), on_host({"w": -np.zeros(1), "b": np.ones(1)}))
     ["['w']"]
@@ -25,8 +25,8 @@ def unlike(a: dict[str, bytes], b: dict[str, bytes]) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
-def format_settings(names: list[str], of: dict[str, bytes]) -> str:
-    """How many of the leaves differ, and the first of them."""
+def describe_difference(names: list[str], of: dict[str, bytes]) -> str:
+    """Describe how many of the leaves differ, and the first of them."""
     return f"{len(names)} of {len(of)} arrays differ, {names[0]} first" if names else f"all {len(of)} arrays bit-equal"
 
 

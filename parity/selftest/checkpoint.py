@@ -1,4 +1,4 @@
-"""Whether a run survives orbax: what is restored is what was saved, and goes on to the same bits."""
+"""Check that a state restored by orbax equals the saved one and continues to the same bits."""
 
 import logging
 import tempfile
@@ -10,16 +10,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxtrain.step import TrainState
-from parity.selftest.bits import format_settings, on_host, unlike
+from parity.selftest.bits import describe_difference, on_host, unlike
 from parity.selftest.check_result import CheckResult
 from parity.selftest.step import fp16_step, perceptron, rows
 
 BEFORE, AFTER = 3, 2
-"""Steps before the checkpoint, and after it."""
+"""Steps before and after the checkpoint."""
 
 
 def checkpoint() -> Iterator[CheckResult]:
-    """fp16 with dropout, a moving average and an open accumulation window: state of every kind."""
+    """Save and restore a state of every kind: fp16, dropout, a moving average, an open accumulation window."""
     step = fp16_step()
     state = step.init(perceptron(), seed=7, streaming=True)
     for i in range(BEFORE):
@@ -27,18 +27,18 @@ def checkpoint() -> Iterator[CheckResult]:
     saved = on_host(state)
     restored = round_trip(state)
     back = on_host(restored)
-    yield CheckResult("checkpoint, restored", not (lost := unlike(saved, back)), format_settings(lost, saved))
+    yield CheckResult("checkpoint, restored", not (lost := unlike(saved, back)), describe_difference(lost, saved))
     for i in range(BEFORE, BEFORE + AFTER):
         state, _ = step.micro(state, rows(i))
         restored, _ = step.micro(restored, rows(i))
     went = on_host(state)
     apart = unlike(went, on_host(restored))
-    yield CheckResult(f"checkpoint, {AFTER} steps on", not apart, format_settings(apart, went))
+    yield CheckResult(f"checkpoint, {AFTER} steps on", not apart, describe_difference(apart, went))
 
 
 def round_trip(state: TrainState) -> TrainState:
-    """`state` written to a new folder as a run's checkpoint is, and read from it."""
-    # orbax reports every phase of every save.
+    """Write a state to a new folder, as a run does, and read it back."""
+    # orbax logs every phase of every save.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     with (

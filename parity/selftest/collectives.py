@@ -1,4 +1,4 @@
-"""Whether the devices add up: a sum over all of them, a gathering, and a sum divided among them."""
+"""Check the collectives of the local devices: psum, all-gather, reduce-scatter."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,32 +19,32 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 
 
 def collectives() -> Iterator[CheckResult]:
-    """Each over all local devices, on whole numbers, which float32 adds exactly."""
+    """Run each collective over all local devices on integers, which float32 adds exactly."""
     devices = jax.local_devices()
     if len(devices) == 1:
         yield CheckResult("collectives", None, "one device: nothing to communicate")
         return
     n = len(devices)
     # A row of n · 256 numbers for each device, below 2^20.
-    given = np.arange(n * n * 256, dtype=np.float32).reshape(n, -1) % 1021
-    total = given.sum(0)
+    values = np.arange(n * n * 256, dtype=np.float32).reshape(n, -1) % 1021
+    total = values.sum(0)
     expected = {
-        "psum": np.broadcast_to(total, given.shape),
-        "all-gather": np.broadcast_to(given.ravel(), (n, given.size)),
+        "psum": np.broadcast_to(total, values.shape),
+        "all-gather": np.broadcast_to(values.ravel(), (n, values.size)),
         "reduce-scatter": total.reshape(n, -1),
     }
     mesh = Mesh(np.array(devices), (AXIS,))
     for name, collective in COLLECTIVES.items():
-        found = _on_each(collective, mesh, given).reshape(expected[name].shape)
+        found = _on_each(collective, mesh, values).reshape(expected[name].shape)
         wrong = [str(device) for device, a, b in zip(devices, found, expected[name], strict=True) if (a != b).any()]
-        said = f"wrong on {', '.join(wrong)}" if wrong else f"exact on each of {n} devices"
-        yield CheckResult(f"{name}, {n} devices", not wrong, said)
+        detail = f"wrong on {', '.join(wrong)}" if wrong else f"exact on each of {n} devices"
+        yield CheckResult(f"{name}, {n} devices", not wrong, detail)
 
 
 def _on_each(collective: Callable[[Any], Any], mesh: Mesh, rows: np.ndarray) -> np.ndarray:
-    """What each device holds after a collective on its row, one after the other."""
+    """The result of a collective on each device's row, device after device."""
     each = PartitionSpec(AXIS)
-    # What all hold alike is asked of each of them.
+    # Replicated results are read from every device.
     mapped = jax.shard_map(
         lambda row: collective(row[0])[None], mesh=mesh, in_specs=each, out_specs=each, check_vma=False
     )

@@ -1,7 +1,7 @@
-"""Whether a training is as precise as PyTorch's: a small GPT-2, beside what PyTorch 2.13 made of it on a CPU.
+"""Check that training a small GPT-2 is as precise as PyTorch 2.13 was on a CPU.
 
-`gpt2.npz` holds PyTorch's side, so that PyTorch need not be there: first weights, the course of the training in
-float64, and how far from it PyTorch is in each lower precision (`parity.selftest.record`).
+`gpt2.npz` contains PyTorch's side, so that PyTorch need not be installed: initial weights, the training in float64, and
+PyTorch's distance from it in each lower precision (`parity.selftest.record`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from parity.bars import FIRST_BAR, LAST_BAR, RATIO_BAR, SINGLE
 from parity.case import AdamW, Batch, Case
 from parity.compare import relative
 from parity.record import Record, Tensors
-from parity.selftest.bits import format_settings, on_host, unlike
+from parity.selftest.bits import describe_difference, on_host, unlike
 from parity.selftest.check_result import CheckResult, within
 
 CONFIG = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
@@ -30,27 +30,27 @@ ROWS, STEPS = 8, 5
 LOW = ("fp32", "bf16", "fp16")
 GROUPS = ("losses", "first gradient", "parameters")
 LOSSES_BAR = 5.5
-"""Of so few numbers the distance is a matter of chance: the ratio of the norms of 5 and of 5 normal errors of one size
+"""The distance of few numbers is a matter of chance: the ratio of the norms of 5 and 5 normal errors of the same size
 exceeds this once in a thousand times (F distribution, 5 and 5 degrees of freedom)."""
 RECORDED = Path(__file__).with_name("gpt2.npz")
 
 
 def precision() -> Iterator[CheckResult]:
-    """STEPS steps in float64, and in each lower precision."""
+    """Train for STEPS steps in float64 and in each lower precision."""
     ours, weights = case(), recorded("weights")
     truth = {what: recorded(what) for what in GROUPS}
     run = groups(jax_side.run(ours, weights, "fp64", steps=STEPS))
     apart = {what: relative(run[what], truth[what]) for what in GROUPS}
     first = max(apart["losses"]["1"], *apart["first gradient"].values())
-    yield within("GPT-2, fp64, first step", first, FIRST_BAR, "loss and gradients, apart from PyTorch's by")
+    yield within("GPT-2, fp64, first step", first, FIRST_BAR, "loss and gradients, distance from PyTorch")
     last = max(*apart["losses"].values(), *apart["parameters"].values())
-    yield within(f"GPT-2, fp64, {STEPS} steps", last, LAST_BAR, "losses and parameters, apart from PyTorch's by")
+    yield within(f"GPT-2, fp64, {STEPS} steps", last, LAST_BAR, "losses and parameters, distance from PyTorch")
     for low in LOW:
         yield _as_near(low, jax_side.run(ours, weights, low, steps=STEPS), truth)
 
 
 def determinism() -> Iterator[CheckResult]:
-    """One bf16 step three times, from the same state, on the same batch."""
+    """Run one bf16 step three times from the same state on the same batch."""
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2, dropout=0.1)
     step = jaxtrain.train_step(loss_of(config), optim.adamw(1e-3), precision="bf16", clip_norm=1.0)
     params = functional(GPT2(config, rngs=nnx.Rngs(0)))[1]
@@ -58,12 +58,12 @@ def determinism() -> Iterator[CheckResult]:
     program = step.compile(step.init(params, seed=0), batch)
     results = [on_host(program(step.init(params, seed=0), batch)) for _ in range(3)]
     apart = sorted({name for again in results[1:] for name in unlike(results[0], again)})
-    hint = "; XLA_FLAGS=--xla_gpu_deterministic_ops=true forbids such kernels" if apart else ""
-    yield CheckResult("determinism", not apart, format_settings(apart, results[0]) + hint)
+    hint = "; XLA_FLAGS=--xla_gpu_deterministic_ops=true excludes such kernels" if apart else ""
+    yield CheckResult("determinism", not apart, describe_difference(apart, results[0]) + hint)
 
 
 def case() -> Case:
-    """The training; its PyTorch side is that of `parity.cases.gpt2`, which imports PyTorch."""
+    """Return the case; its PyTorch side is that of `parity.cases.gpt2`, which imports PyTorch."""
 
     def theirs() -> Case:
         from parity.cases import gpt2
@@ -111,7 +111,7 @@ def _as_near(low: str, run: Record, truth: Mapping[str, Tensors]) -> CheckResult
         return CheckResult(
             name, False, f"loss scales {run.scales.tolist()}, PyTorch's {recorded('scales')[low].tolist()}"
         )
-    # A loss is float32: below a unit in its last place one is nearer to the truth by luck.
+    # A loss is float32: below one unit in its last place, distances are a matter of chance.
     floor = np.array([SINGLE * np.linalg.norm(list(truth["losses"].values())), 0, 0])
     ratios = distances(groups(run), truth) / np.maximum(theirs, floor)
     bars = np.array([LOSSES_BAR, RATIO_BAR, RATIO_BAR])
@@ -133,6 +133,6 @@ def distances(run: Mapping[str, Tensors], truth: Mapping[str, Tensors]) -> np.nd
 
 @cache
 def recorded(what: str) -> Tensors:
-    """The arrays of PyTorch's side under "what/"."""
+    """Return the arrays of PyTorch's side under "what/"."""
     with np.load(RECORDED) as arrays:
         return {name.removeprefix(f"{what}/"): arrays[name] for name in arrays.files if name.startswith(f"{what}/")}

@@ -1,9 +1,9 @@
-"""Whether the device multiplies: products and convolutions, with their gradients, in each precision.
+"""Check products and convolutions, with their gradients, in each precision.
 
-Each is compared with the float64 result of NumPy, on the host. The bound is of the relative error in the Frobenius
-norm: what rounding the operands and the result to the format costs at most, and sums of K terms in float32, whose
-roundings add up as a random walk, √K units (Higham and Mary 2019, A New Approach to Probabilistic Rounding Error
-Analysis). It is far below what the next coarser format makes, so that none passes for a finer one.
+Each is compared with NumPy's float64 result on the host. The bound applies to the relative error in the Frobenius norm:
+the rounding of operands and result to the format, plus sums of K terms in float32, whose rounding errors grow like a
+random walk, √K units (Higham and Mary 2019, A New Approach to Probabilistic Rounding Error Analysis). It is far below
+the error of the next coarser format, so that no format can pass for a finer one.
 """
 
 import math
@@ -18,20 +18,20 @@ from jaxtrain.transforms import policy
 from parity.selftest.check_result import CheckResult, within
 
 ROUNDOFF = {"fp32": 0.0, "tf32": 2.0**-10, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Of an operand, relative: half a unit in the last place, a whole one for tf32, which hardware may cut off; none of
-float32, which the operands are."""
+"""Relative rounding of an operand: half a unit in the last place; a whole unit for tf32, which hardware may truncate;
+none for float32, the dtype of the operands."""
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Of the result."""
+"""Dtype of the result."""
 SINGLE = 2.0**-24
 FAST_CONVOLUTION = 8
-"""The roundings of Winograd's algorithm, which libraries choose for 3×3 kernels, over those of plain sums (Lavin and
-Gray 2016, Fast Algorithms for Convolutional Neural Networks)."""
+"""Rounding of Winograd's algorithm, which libraries choose for 3×3 kernels, relative to plain sums (Lavin and Gray
+2016, Fast Algorithms for Convolutional Neural Networks)."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 def products() -> Iterator[CheckResult]:
-    """A product [256, 512] by [512, 384] and its gradients."""
+    """Check a product [256, 512] by [512, 384] and its gradients."""
     rng = np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(shape, np.float32) for shape in ((256, 512), (512, 384), (256, 384)))
     wide = [a.astype(np.float64) for a in (x, w, dy)]
@@ -41,7 +41,7 @@ def products() -> Iterator[CheckResult]:
 
 
 def convolutions() -> Iterator[CheckResult]:
-    """A convolution of 3×3, [4, 14, 14, 32] to 64 channels, and its gradients."""
+    """Check a 3×3 convolution of [4, 14, 14, 32] to 64 channels and its gradients."""
     rng = np.random.default_rng(1)
     x, w, dy = (rng.standard_normal(s, np.float32) for s in ((4, 14, 14, 32), (3, 3, 32, 64), (4, 14, 14, 64)))
     truth = convolution_truth(*(a.astype(np.float64) for a in (x, w, dy)))
@@ -56,7 +56,8 @@ def convolutions() -> Iterator[CheckResult]:
 
 
 def convolution_truth(x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> dict[str, np.ndarray]:
-    """x [N, H, W, I], padded to keep its size, by w [h, w, I, O]: the result, and its gradients for dy [N, H, W, O]."""
+    """Return result and gradients of x [N, H, W, I], padded to the same size, by w [h, w, I, O], for dy [N, H, W,
+    O]."""
     _, rows, columns, _ = x.shape
     height, width = w.shape[:2]
     margin = [(0, 0), (height // 2,) * 2, (width // 2,) * 2, (0, 0)]
@@ -81,15 +82,15 @@ def _in_each_precision(
 ) -> Iterator[CheckResult]:
     for precision, roundoff in ROUNDOFF.items():
         found, dtype = _computed(operation, precision, given)
-        # Both operands and the result are rounded, independently of each other; the sums in float32 whatever else.
+        # Both operands and the result are rounded independently; the sums are always in float32.
         bounds = {what: math.sqrt(3) * roundoff + math.sqrt(k) * SINGLE for what, k in terms.items()}
         errors = {what: float(np.linalg.norm(found[what] - x) / np.linalg.norm(x)) for what, x in truth.items()}
         worst = max(errors, key=lambda what: _ratio(errors[what], bounds[what]))
         title = f"{name}, {precision}"
         if dtype != DTYPES[precision]:
-            yield CheckResult(title, False, f"its result is {dtype}, not {DTYPES[precision]}")
+            yield CheckResult(title, False, f"the result is {dtype}, not {DTYPES[precision]}")
         else:
-            yield within(title, errors[worst], bounds[worst], f"relative error of its {worst}")
+            yield within(title, errors[worst], bounds[worst], f"relative error of the {worst}")
 
 
 def _ratio(error: float, bound: float) -> float:
@@ -99,7 +100,7 @@ def _ratio(error: float, bound: float) -> float:
 def _computed(
     operation: Callable[..., Any], precision: str, given: tuple[np.ndarray, ...]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """The result and the gradients, in float64, and the dtype that the result had."""
+    """Result and gradients as float64, and the dtype of the result."""
 
     @jax.jit
     def computed(x: Any, w: Any, dy: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m parity.selftest.record`: PyTorch's side of the selftest, run here and kept in `gpt2.npz`."""
+"""`python -m parity.selftest.record`: run PyTorch's side of the selftest and write it to `gpt2.npz`."""
 
 from pathlib import Path
 
@@ -9,19 +9,19 @@ from parity.selftest.gpt2 import LOW, RECORDED, STEPS, case, distances, groups
 
 
 def record(path: Path) -> None:
-    """Train in PyTorch, in float64 and in each lower precision, and write what the selftest compares with."""
+    """Train in PyTorch in float64 and in each lower precision and write the arrays of the selftest."""
     settings = Settings(steps=STEPS)
     exact = live_reference(case(), "fp64", settings)
     truth = groups(exact.truth)
-    kept = {f"weights/{name}": x for name, x in exact.weights.items()}
-    kept |= {f"{what}/{name}": np.asarray(x, np.float64) for what, of in truth.items() for name, x in of.items()}
+    arrays = {f"weights/{name}": x for name, x in exact.weights.items()}
+    arrays |= {f"{what}/{name}": np.asarray(x, np.float64) for what, of in truth.items() for name, x in of.items()}
     for low in LOW:
         reference = live_reference(case(), low, settings)
         # The farthest of them measures the noise, as in parity run.
         runs = [reference.theirs, *reference.reordered]
-        kept[f"distances/{low}"] = np.max([distances(groups(run), truth) for run in runs], axis=0)
-        kept[f"scales/{low}"] = reference.theirs.scales
-    np.savez_compressed(path, **kept)  # type: ignore[arg-type]  # of one signature for arrays and for a flag
+        arrays[f"distances/{low}"] = np.max([distances(groups(run), truth) for run in runs], axis=0)
+        arrays[f"scales/{low}"] = reference.theirs.scales
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]  # the stub types arrays like its flag
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whether a training step does what it promises: skip, scale, accumulate, rematerialise, repeat itself."""
+"""Check the training step: skipped updates, loss scale, accumulation, rematerialization."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,32 +13,33 @@ from jaxtrain.step import dynamic_loss_scale
 from jaxtrain.transforms import block
 from parity.bars import FIRST_BAR
 from parity.compare import relative
-from parity.selftest.bits import format_settings, on_host, unlike
+from parity.selftest.bits import describe_difference, on_host, unlike
 from parity.selftest.check_result import CheckResult, within
 
 WIDTH, ROWS, INTERVAL = 16, 8, 3
 COURSE = "..!.....!!...."
-"""Windows that are clean and, at the exclamation marks, hold an inf; the scale grows after INTERVAL clean ones."""
+"""Windows: "." is clean, "!" contains an inf. The scale grows after INTERVAL clean windows."""
 LAYERS, DEEP_ROWS = 12, 2**14
-"""So large that the workspaces of a GPU's products, tens of MiB in any program, do not hide what is rematerialised."""
+"""Large enough that the workspaces of a GPU's products, tens of MiB in any program, do not hide the
+rematerialization."""
 
 
 def perceptron(seed: int = 0) -> dict[str, np.ndarray]:
-    """The parameters of a perceptron WIDTH-WIDTH-1, in float32."""
+    """Return the float32 parameters of a perceptron WIDTH-WIDTH-1."""
     rng = np.random.default_rng([1, seed])
     inner = rng.standard_normal((WIDTH, WIDTH), np.float32) / np.float32(WIDTH**0.5)
     return {"inner": inner, "outer": rng.standard_normal((WIDTH, 1), np.float32)}
 
 
 def rows(seed: int, count: int = ROWS) -> dict[str, np.ndarray]:
-    """A batch of rows that weigh 1."""
+    """Return a batch of rows with weight 1."""
     rng = np.random.default_rng([2, seed])
     x, y = rng.standard_normal((count, WIDTH), np.float32), rng.standard_normal(count, np.float32)
     return {"x": x, "y": y, "weight": np.ones(count, np.float32)}
 
 
 def squared_error(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[str, Any]]:
-    """Of the perceptron, half of its hidden values dropped where there is a key."""
+    """Return the squared error of the perceptron, with dropout of half its hidden values if there is a key."""
     hidden = jnp.tanh(batch["x"] @ params["inner"])
     if rng is not None:
         hidden = jnp.where(jax.random.bernoulli(rng, 0.5, hidden.shape), hidden, jnp.zeros_like(hidden))
@@ -47,13 +48,13 @@ def squared_error(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss
 
 
 def without_dropout(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[str, Any]]:
-    """`squared_error` of the whole perceptron."""
+    """Return `squared_error` without dropout."""
     del rng
     return squared_error(params, batch, None)
 
 
 def fp16_step() -> TrainStep:
-    """With all the state that a step may have."""
+    """Return a step with every kind of state."""
     return train_step(
         squared_error,
         optax.adamw(1e-2),
@@ -61,17 +62,17 @@ def fp16_step() -> TrainStep:
         accumulate=2,
         clip_norm=1.0,
         ema=0.9,
-        # Under the default one this loss overflows of its own.
+        # This loss overflows under the default scale.
         loss_scale=dynamic_loss_scale(init_scale=1024.0, growth_interval=INTERVAL),
     )
 
 
 def overflow() -> Iterator[CheckResult]:
-    """An inf in one micro-batch of a window: nothing but the scale may change, which must go PyTorch's way."""
+    """Put an inf in one micro-batch of a window: only the loss scale may change, as PyTorch's does."""
     step = fp16_step()
     state = step.init(perceptron(), seed=0)
-    scales, spoiled, missed = [float(state.loss_scale.scale)], set(), []
-    kept: dict[str, bytes] = {}
+    scales, changed, missed = [float(state.loss_scale.scale)], set(), []
+    unchanged: dict[str, bytes] = {}
     for i, what in enumerate(COURSE):
         batch = rows(i)
         if what == "!":
@@ -83,19 +84,19 @@ def overflow() -> Iterator[CheckResult]:
         if bool(metrics["skipped"]) != (what == "!") or (what != "!" and before == after):
             missed.append(i + 1)
         if what == "!":
-            spoiled |= {*unlike(before, after)}
-            kept = before
-    seen = f"windows {missed} of {len(COURSE)} told wrongly" if missed else f"{COURSE.count('!')} found, no other"
+            changed |= {*unlike(before, after)}
+            unchanged = before
+    seen = f"windows {missed} of {len(COURSE)} misreported" if missed else f"{COURSE.count('!')} found, no others"
     yield CheckResult("overflow, detection", not missed, seen)
-    yield CheckResult("overflow, skipped update", not spoiled, format_settings(sorted(spoiled), kept))
+    yield CheckResult("overflow, skipped update", not changed, describe_difference(sorted(changed), unchanged))
     right = expected_scales(COURSE, scales[0])
     steps = [i for i, (a, b) in enumerate(zip(scales, right, strict=True)) if a != b]
-    said = f"{scales[steps[0]]:g} after window {steps[0]}, not {right[steps[0]]:g}" if steps else _course_of(scales)
-    yield CheckResult("loss scale", not steps, said)
+    detail = f"{scales[steps[0]]:g} after window {steps[0]}, not {right[steps[0]]:g}" if steps else _course_of(scales)
+    yield CheckResult("loss scale", not steps, detail)
 
 
 def expected_scales(course: str, scale: float) -> list[float]:
-    """As `torch.amp.GradScaler` moves it: halved by an overflow, doubled by INTERVAL clean windows in a row.
+    """Return the scales of `torch.amp.GradScaler`: halved by an overflow, doubled by INTERVAL clean windows in a row.
 
     >>> expected_scales("...!", 8.0)
     [8.0, 8.0, 8.0, 16.0, 8.0]
@@ -115,28 +116,28 @@ def _course_of(scales: Sequence[float]) -> str:
 
 
 def accumulation() -> Iterator[CheckResult]:
-    """Four micro-batches of unlike weights, against the one batch that they are, in float64."""
+    """Compare four micro-batches of different weights with the whole batch, in float64."""
     batch = rows(0, count=24)
-    batch["weight"][[7, 12, 13, 14, 15, 16, 20, 23]] = 0  # 6, 5, 1 and 4 rows are left of six each
+    batch["weight"][[7, 12, 13, 14, 15, 16, 20, 23]] = 0  # of six rows each, 6, 5, 1 and 4 remain
     updates = [_update(without_dropout, perceptron(), batch, accumulate=k)[0] for k in (4, 1)]
     apart = max(relative(*updates).values())
-    yield within("accumulation", apart, FIRST_BAR, "update of 4 uneven micro-batches, apart from one batch's by")
+    yield within("accumulation", apart, FIRST_BAR, "update of 4 uneven micro-batches, distance from one batch")
 
 
-def rematerialisation() -> Iterator[CheckResult]:
-    """Twelve blocks with dropout, all their values recomputed, against all of them kept, in float64."""
+def rematerialization() -> Iterator[CheckResult]:
+    """Compare twelve blocks with dropout, with all values recomputed and with all values stored, in float64."""
     draws = np.random.default_rng(3).standard_normal((LAYERS, WIDTH, WIDTH), np.float32)
     params = {"layers": draws / np.float32(WIDTH**0.5)}
     batch = rows(0, count=DEEP_ROWS)
-    kept, recomputed = (_update(deep, params, batch, remat=policy) for policy in ("none", "full"))
-    apart = max(relative(recomputed[0], kept[0]).values())
-    yield within("rematerialisation, update", apart, FIRST_BAR, "apart from that without by")
-    share = recomputed[1] / kept[1]
-    yield within("rematerialisation, memory", share, 0.8, "temporaries over those without")
+    stored, recomputed = (_update(deep, params, batch, remat=policy) for policy in ("none", "full"))
+    apart = max(relative(recomputed[0], stored[0]).values())
+    yield within("rematerialization, update", apart, FIRST_BAR, "distance from the update without")
+    share = recomputed[1] / stored[1]
+    yield within("rematerialization, memory", share, 0.8, "temporaries relative to those without")
 
 
 def deep(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[str, Any]]:
-    """LAYERS blocks with dropout, scanned over."""
+    """Return the loss of LAYERS blocks with dropout in a scan."""
 
     @block
     def layer(x: Any, w: Any, key: Any) -> Any:
@@ -149,13 +150,13 @@ def deep(params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[Loss, dict[st
 
 
 def _update(loss_fn: Any, params: Any, batch: Any, **how: Any) -> tuple[dict[str, np.ndarray], int]:
-    """What one step of gradient descent in float64 adds to `params`, and the bytes of its program's temporaries."""
+    """The change of `params` in one float64 step of gradient descent, and the bytes of the program's temporaries."""
     with jax.enable_x64(True):
         step = train_step(loss_fn, optax.sgd(1.0), precision="fp64", **how)
-        # Arrays that are not of JAX's would be cut to float32 outside of this.
+        # NumPy arrays would be truncated to float32 outside of this context.
         params, batch = jax.tree.map(lambda x: jnp.asarray(x, np.float64), (params, batch))
         state = step.init(params, seed=0)
         program = step.compile(state, batch)
         after, _ = program(state, batch)
-        moved = {name: np.asarray(x) - np.asarray(params[name]) for name, x in after.params.items()}
-    return moved, int(program.memory_analysis().temp_size_in_bytes)
+        changes = {name: np.asarray(x) - np.asarray(params[name]) for name, x in after.params.items()}
+    return changes, int(program.memory_analysis().temp_size_in_bytes)

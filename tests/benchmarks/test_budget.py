@@ -27,9 +27,13 @@ class FakeWorker(contextlib.nullcontext):
 
     def __init__(self, clock, step_s, first_s):
         super().__init__(self)
-        self.clock, self.step_s, self.first_s = clock, step_s, first_s
+        self.clock, self.step_s, self.first_s, self.killed = clock, step_s, first_s, False
+
+    def kill(self):
+        self.killed = True
 
     def ask(self, command, timeout):
+        assert not self.killed
         kind, *arguments = command.split()
         if kind == "turn":
             self.spend(int(arguments[0]) * self.step_s, timeout)
@@ -88,7 +92,7 @@ def test_a_job_over_the_limit_is_skipped_by_one_line_and_the_others_are_measured
     assert len(results.timings) == sum(map(len, SUITES["cpu"].groups)) - 2
     assert all(len(t.wall) == 5 * SUITES["cpu"].rounds for t in results.timings)
     assert [line for line in results.notes if "gpt2-tiny" in line] == [
-        "skipped gpt2-tiny by torch_eager in bf16: its first step took 60.0 s, over the time limit"
+        "skipped gpt2-tiny by torch_eager in bf16: its first step took 60.0 s; for more time use --minutes"
     ]
     assert len(results.notes) == 4  # product, copy, gpt2-tiny, mlp-launch-bound
 
@@ -132,7 +136,24 @@ def test_a_turn_that_hangs_skips_its_job_alone(clock, monkeypatch):
     (found,) = timing.time_jobs(jobs, 4, Budget(100, clock), notes.append)
     assert found.job.engine == "torch_eager"
     assert len(found.wall) == 20
-    assert notes == ["skipped gpt2-tiny by jax in fp32: a turn did not end within the time limit"]
+    assert (workers["jax"].killed, workers["torch_eager"].killed) == (True, False)
+    assert notes == ["skipped gpt2-tiny by jax in fp32: a turn did not end in time; for more time use --minutes"]
+
+
+@pytest.mark.parametrize(("step_s", "first_s"), [(0.1, HOUR), (0.1, 60.0), (HOUR, 0.1), (10.0, 10.0)])
+def test_a_skipped_job_does_not_run_beside_the_others(clock, monkeypatch, step_s, first_s):
+    jobs = [Job("gpt2-tiny", "torch_eager"), Job("gpt2-tiny", "jax")]
+    workers = {"torch_eager": FakeWorker(clock, step_s, first_s), "jax": FakeWorker(clock, 0.1, 0.1)}
+    monkeypatch.setattr(timing, "start_worker", lambda job: workers[job.engine])
+
+    def ask(command, timeout):
+        assert workers["torch_eager"].killed or not command.startswith("turn")
+        return FakeWorker.ask(workers["jax"], command, timeout)
+
+    workers["jax"].ask = ask
+    (found,) = timing.time_jobs(jobs, 4, Budget(100, clock), print)
+    assert found.job.engine == "jax"
+    assert workers["torch_eager"].killed
 
 
 @pytest.mark.parametrize(("flop_rate", "side"), [(1e12, 2048), (5e9, 1024), (1e8, 256), (1.0, 128)])

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_a_batch_that_failed_is_the_next_one_again() -> None:
 
 @pytest.mark.parametrize(
     ("batch_size", "seed", "says"),
-    [(4, 0, "only 3 examples"), (0, 0, "batch_size is 0"), (1, -1, "seed is -1")],
+    [(4, 0, "number of examples, 3, got 4"), (0, 0, "at least 1, got 0"), (1, -1, "seed must be at least 0, got -1")],
 )
 def test_a_loader_that_cannot_be_is_refused(batch_size: int, seed: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
@@ -212,10 +213,33 @@ def test_evaluation_stops_at_its_limit_of_batches() -> None:
 
 
 def test_evaluation_with_an_impossible_batch_size_is_refused() -> None:
-    with pytest.raises(UserError, match="batch_size is 0"):
+    with pytest.raises(UserError, match="batch_size must be at least 1, got 0"):
         next(epoch_batches(numbered(2), 0))
 
 
 def test_importing_the_loader_emits_no_warning() -> None:
     program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""
+
+
+def test_peeking_reads_one_batch_and_moves_nothing():
+    class Recording:
+        def __init__(self):
+            self.read = []
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            self.read.append(index)
+            return {"index": np.int32(index)}
+
+    source = Recording()
+    loader = Loader(source, batch_size=2, seed=0)
+    peeked = loader.peek()
+    time.sleep(0.2)  # a prefetch would read on
+    assert sorted(source.read) == sorted(peeked["index"].tolist())
+    assert loader.state()["next_batch"] == 0
+    first = next(loader)
+    np.testing.assert_array_equal(first["index"], peeked["index"])
+    np.testing.assert_array_equal(loader.peek()["index"], next(loader)["index"])

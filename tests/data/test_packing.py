@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import Packed, first_fit, pack, padded
+from jaxtrain.data import PackedRows, first_fit, pack, pad_tokens
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 
@@ -81,7 +81,7 @@ def test_packed_rows_come_in_an_order_of_the_seed_that_can_be_returned_to(
 
 @given(st.lists(st.integers(0, 99), max_size=9), st.integers(1, 9))
 def test_padding_keeps_the_tokens_that_fit(tokens: list[int], length: int) -> None:
-    row, mask = padded(np.array(tokens, np.int32), length, pad=-1)
+    row, mask = pad_tokens(np.array(tokens, np.int32), length, pad=-1)
     assert row[mask].tolist() == tokens[:length]
     assert (row[~mask] == -1).all()
     assert mask.tolist() == sorted(mask.tolist(), reverse=True)
@@ -91,7 +91,7 @@ def test_padding_keeps_the_tokens_that_fit(tokens: list[int], length: int) -> No
 def test_packed_documents_survive_pickling_and_end() -> None:
     packed = pack(numbered([5, 9, 2]), 4, pad=0)
     copy = pickle.loads(pickle.dumps(packed))
-    assert isinstance(copy, Packed)
+    assert isinstance(copy, PackedRows)
     assert [copy[i]["tokens"].tolist() for i in range(len(copy))] == [
         packed[i]["tokens"].tolist() for i in range(len(packed))
     ]

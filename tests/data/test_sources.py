@@ -18,7 +18,7 @@ from PIL import Image
 from jaxtrain.data import (
     Arrays,
     Source,
-    Text,
+    TokenWindows,
     check_labels,
     digits,
     image_folder,
@@ -54,7 +54,7 @@ def write_images(root: Path, names: list[str], size: tuple[int, int] = (4, 2), m
 @given(content=st.binary(min_size=2, max_size=60), data=st.data())
 def test_targets_of_the_windows_tile_the_text(content: bytes, data: st.DataObject) -> None:
     seq_len = data.draw(st.integers(1, len(content) - 1))
-    text = Text(as_bytes(content), seq_len)
+    text = TokenWindows(as_bytes(content), seq_len)
     windows = [text[i]["tokens"] for i in range(len(text))]
     inputs = bytes(np.concatenate([w[:-1] for w in windows]).tolist())
     targets = bytes(np.concatenate([w[1:] for w in windows]).tolist())
@@ -65,17 +65,19 @@ def test_targets_of_the_windows_tile_the_text(content: bytes, data: st.DataObjec
 
 
 def test_text_ends_where_its_length_says() -> None:
-    text = Text(as_bytes(b"abcdefg"), 2)
+    text = TokenWindows(as_bytes(b"abcdefg"), 2)
     assert len(text) == 3
     for outside in (3, -1):
         with pytest.raises(IndexError):
             text[outside]
 
 
-@pytest.mark.parametrize(("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len is 0")])
+@pytest.mark.parametrize(
+    ("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len must be at least 1, got 0")]
+)
 def test_text_without_a_window_is_refused(content: bytes, seq_len: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Text(as_bytes(content), seq_len)
+        TokenWindows(as_bytes(content), seq_len)
 
 
 @given(content=st.binary(min_size=1, max_size=200))
@@ -171,7 +173,7 @@ def test_text_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="too short to split"):
             split_text(too_few, tmp_path)
     for fraction in (0.0, 1.0):
-        with pytest.raises(UserError, match="validation_fraction is"):
+        with pytest.raises(UserError, match=r"validation_fraction must be in \(0, 1\), got"):
             split_text(files, tmp_path, fraction)
 
 
@@ -265,7 +267,7 @@ def test_damaged_npz_is_refused(tmp_path: Path) -> None:
 def test_labels_pass_exactly_when_all_lie_within_the_classes(labels: list[int], classes: int) -> None:
     outside = [label for label in labels if not 0 <= label < classes]
     if outside:
-        said = f"label {outside[0]} lies outside 0..{classes - 1} ({len(outside)} of {len(labels)} labels do)"
+        said = f"label {outside[0]} is outside 0..{classes - 1} ({len(outside)} of {len(labels)} labels are)"
         with pytest.raises(UserError, match=re.escape(said)):
             check_labels(np.array(labels, np.int32), classes)
     else:
@@ -273,7 +275,7 @@ def test_labels_pass_exactly_when_all_lie_within_the_classes(labels: list[int], 
 
 
 def test_arrays_of_two_lengths_are_refused() -> None:
-    with pytest.raises(UserError, match="2 images but 3 labels"):
+    with pytest.raises(UserError, match="got 2 images and 3 labels: lengths must match"):
         Arrays(np.zeros((2, 1), np.float32), np.zeros(3, np.int32))
 
 
@@ -341,7 +343,7 @@ def test_an_image_cut_short_is_named_when_it_is_decoded(tmp_path: Path) -> None:
 def test_every_source_survives_pickling(tmp_path: Path) -> None:
     write_images(tmp_path, ["a/1.png", "a/2.png"])
     arrays = Arrays(np.ones((2, 3), np.float32), np.array([0, 1], np.int32))
-    sources: list[Source] = [Text(as_bytes(b"abcdef"), 2), arrays, image_folder(tmp_path)[0]]
+    sources: list[Source] = [TokenWindows(as_bytes(b"abcdef"), 2), arrays, image_folder(tmp_path)[0]]
     for source in sources:
         copy = pickle.loads(pickle.dumps(source))
         assert len(copy) == len(source)

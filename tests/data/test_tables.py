@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import ParquetRows, is_table, split_source, split_table, table
+from jaxtrain.data import ParquetRows, is_table, split_source, split_table, table, tables
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 
@@ -124,6 +125,31 @@ def test_parquet_answers_several_threads(tmp_path: Path) -> None:
         assert [int(row["label"]) for row in threads.map(rows.__getitem__, asked)] == asked
 
 
+def test_a_row_group_is_decoded_once_while_cached_ones_and_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parquet(tmp_path / "a.parquet", columns(12))
+    rows = ParquetRows([tmp_path / "a.parquet"], ["label"])
+    decoded, resume, decode = [], threading.Event(), tables._row_group
+
+    def slow_for_the_second(file: Path, number: int, *args: Any) -> Any:
+        decoded.append(number)
+        assert number != 1 or resume.wait(20)
+        return decode(file, number, *args)
+
+    monkeypatch.setattr(tables, "_row_group", slow_for_the_second)
+    assert int(rows[0]["label"]) == 0
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(rows.__getitem__, i) for i in (4, 5)]
+        try:
+            others = [threads.submit(rows.__getitem__, i) for i in (1, 8)]
+            assert [int(other.result(timeout=5)["label"]) for other in others] == [1, 8]
+        finally:
+            resume.set()
+        assert [int(row.result()["label"]) for row in waiting] == [4, 5]
+    assert sorted(decoded) == [0, 1, 2]
+
+
 @settings(max_examples=20)
 @given(st.integers(2, 60), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
 def test_a_split_puts_every_row_on_one_side(count: int, fraction: float) -> None:
@@ -179,7 +205,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     write_feather(tmp_path / "b/1.arrow", columns(2))
     write_feather(tmp_path / "b/2.arrow", pyarrow.table({"label": ["text"]}))
-    with pytest.raises(UserError, match="give files of the same columns and types"):
+    with pytest.raises(UserError, match="use files with the same columns and types"):
         table(tmp_path / "b", ["label"])
 
 

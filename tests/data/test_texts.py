@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data import Mapped, Numbered, thinned
+from jaxtrain.data import IndexedSource, MappedSource, subsample
 from jaxtrain.data.dates import FIRST, LAST, WRITTEN, Dates, dates
 from jaxtrain.data.python_statements import KEYWORDS, python_statements, statements
 
@@ -109,13 +109,13 @@ def test_a_rest_of_a_line_is_there_once(tmp_path: Path) -> None:
 
 def test_sources_of_sources_end_where_they_do() -> None:
     labels = [{"label": i} for i in range(20)]
-    few = thinned(labels, 5)
+    few = subsample(labels, 5)
     numbers = [few[i]["label"] for i in range(len(few))]
     assert numbers == sorted(set(numbers))
     assert len(numbers) == 5
-    assert thinned(labels, 20) is labels
-    assert Numbered(few)[2] == {"label": numbers[2], "index": 2}
-    for source in (few, Mapped(labels, dict)):
+    assert subsample(labels, 20) is labels
+    assert IndexedSource(few)[2] == {"label": numbers[2], "index": 2}
+    for source in (few, MappedSource(labels, dict)):
         for outside in (-1, len(source)):
             with pytest.raises(IndexError):
                 source[outside]

@@ -60,10 +60,10 @@ def test_tokenizers_that_will_not_do_are_named(file: Path, tmp_path: Path, monke
     with pytest.raises(UserError, match=r"nowhere\.json is not a file"):
         FileTokenizer(tmp_path / "nowhere.json")
     (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(UserError, match=r"broken\.json is not a tokenizer\.json that can be read"):
+    with pytest.raises(UserError, match=r"broken\.json is not a readable tokenizer\.json"):
         FileTokenizer(tmp_path / "broken.json")
     (tmp_path / "bare.json").write_text(file.read_text().replace("[MASK]", "[HIDE]"))
-    with pytest.raises(UserError, match=r"bare\.json has no token to mask text, none of \[MASK\], <mask>"):
+    with pytest.raises(UserError, match=r"bare\.json has no mask token: add one of \[MASK\], <mask>"):
         FileTokenizer(tmp_path / "bare.json").special("mask")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"needs tokenizers: pip install 'jaxtrain\[data\]'"):

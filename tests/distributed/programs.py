@@ -27,7 +27,7 @@ from jaxtrain.models import (
     t5,
     vit,
 )
-from jaxtrain.models.batch_norm import in_groups
+from jaxtrain.models.batch_norm import set_batch_norm_groups
 from jaxtrain.optim import adamw
 from jaxtrain.paths import none_frozen, path_name
 
@@ -119,7 +119,7 @@ def _mlp() -> Run:
 
 def _cnn(groups: int = 1) -> Run:
     def model() -> nnx.Module:
-        return in_groups(cnn.CNN((6, 6, 3), 8, 8, batch_norm=True, dropout=0.1, rngs=nnx.Rngs(0)), groups)
+        return set_batch_norm_groups(cnn.CNN((6, 6, 3), 8, 8, batch_norm=True, dropout=0.1, rngs=nnx.Rngs(0)), groups)
 
     call = lambda apply, params, state, batch, rng: apply(params, state, batch["image"], True, rng)  # noqa: E731
     # The convolution's bias stays 0: BatchNorm takes it out again, and its gradient is made of rounding.
@@ -145,7 +145,7 @@ def _lora() -> Run:
     config = gpt2.GPT2Config(VOCABULARY, TOKENS, n_embd=32, n_layer=2, n_head=4)
     adapters = lora.LoraConfig(".*(qkv|mlp_proj)/kernel", r=4, dropout=0.1)
     apply, _ = functional(nnx.eval_shape(lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))))
-    adapted = lora.adapted(apply, adapters)
+    adapted = lora.with_adapters(apply, adapters)
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
         return _loss(adapted(params, batch["tokens"], rng=rng), batch["label"])

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtrain.distributed import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import BatchNorm, functional_with_state
-from jaxtrain.models.batch_norm import in_groups
+from jaxtrain.models.batch_norm import set_batch_norm_groups
 from tests.distributed.programs import RUNS, distance, train
 
 GROUPS = 2
@@ -30,7 +30,7 @@ def test_groups_are_the_ranks_of_ddp_and_the_running_statistics_rank_0_s():
     (y * torch.tensor(g.transpose(0, 3, 1, 2))).sum().backward()
 
     with jax.enable_x64(True):
-        apply, params, state = functional_with_state(in_groups(BatchNorm(4), GROUPS))
+        apply, params, state = functional_with_state(set_batch_norm_groups(BatchNorm(4), GROUPS))
         params = {"scale": jnp.arange(1.0, 5.0), "bias": jnp.zeros(4)}
         state = jax.tree.map(lambda s: s.astype(np.float64) if s.ndim else s, state)
 
@@ -61,6 +61,6 @@ def test_on_a_mesh_a_group_is_a_device():
 
 
 def test_rows_that_do_not_divide_into_groups_are_refused():
-    norm = in_groups(nnx.List([BatchNorm(2)]), 3)[0]
-    with pytest.raises(UserError, match="BatchNorm was given 4 rows for 3 groups: make them a multiple of 3"):
+    norm = set_batch_norm_groups(nnx.List([BatchNorm(2)]), 3)[0]
+    with pytest.raises(UserError, match="4 rows do not divide into 3 BatchNorm groups: use a multiple of 3"):
         norm(jnp.ones((4, 2)), True)

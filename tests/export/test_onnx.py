@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxtrain.errors import UserError
 from jaxtrain.export.verify import Trial, verify
-from jaxtrain.interop.names import leaves, unflattened
+from jaxtrain.interop.names import leaves, unflatten
 from jaxtrain.models import functional
 from jaxtrain.models.vit import ViT, ViTConfig
 from jaxtrain.transforms import jaxpr
@@ -206,6 +206,6 @@ def test_a_vit_goes_along(tmp_path):
     images = GENERATOR.normal(size=(2, 8, 8, 3)).astype(np.float32)
 
     def fn(w, x):
-        return apply(unflattened(w, params), x)
+        return apply(unflatten(w, params), x)
 
     check(fn, weights, images, tmp_path / "vit.onnx", jax.ShapeDtypeStruct(images.shape, np.float32))

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 import jaxtrain as jt
 from jaxtrain.data import FileTokenizer, image_folder, npz, table
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
-from jaxtrain.interop.outline import Outline, read_outline, write_outline
+from jaxtrain.interop.metadata import CheckpointMetadata, read_metadata, write_metadata
 from jaxtrain.interop.torch_file import read_torch
 from jaxtrain.interop.torch_run import torch_run
 from jaxtrain.models import from_pretrained, save_pretrained
@@ -135,14 +135,14 @@ def safetensors_contents() -> st.SearchStrategy[bytes]:
     return of_safetensors(valid)
 
 
-OUTLINE = Outline(["fc.weight"], [{"lr": 0.1, "params": [0]}], [["fc.weight"]], {"last_epoch": 1}, {}, 3, 1)
+METADATA = CheckpointMetadata(["fc.weight"], [{"lr": 0.1, "params": [0]}], [["fc.weight"]], {"last_epoch": 1}, {}, 3, 1)
 
 
-def outline_contents() -> st.SearchStrategy[bytes]:
+def metadata_contents() -> st.SearchStrategy[bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        write_outline(Path(folder, "x.pt"), OUTLINE)
+        write_metadata(Path(folder, "x.pt"), METADATA)
         valid = Path(folder, "x.pt").read_bytes()
-    trees = replanted(vars(OUTLINE), st.one_of(NASTY, st.sampled_from(STRAY))).map(written)
+    trees = replanted(vars(METADATA), st.one_of(NASTY, st.sampled_from(STRAY))).map(written)
     return st.one_of(trees, trees, damaged(valid), rezipped(valid))
 
 
@@ -317,7 +317,7 @@ def model_kind(name: str, file: str = "config.json", share: float = 0.25, **opti
 
 KINDS = {
     "pt": Kind("x.pt", torch_contents, read_run),
-    "outline": Kind("x.pt", outline_contents, lambda folder: read_outline(folder / "x.pt"), share=0.3),
+    "metadata": Kind("x.pt", metadata_contents, lambda folder: read_metadata(folder / "x.pt"), share=0.3),
     "safetensors": Kind("x.safetensors", safetensors_contents, read_weights, share=2),
     "npz": Kind("x.npz", npz_contents, read_npz, share=2),
     "parquet": Kind("x.parquet", partial(arrow_contents, "parquet"), partial(read_table, "x.parquet"), share=2),

@@ -15,7 +15,7 @@ from PIL import Image
 
 from jaxtrain.data import FileTokenizer, archive, image_folder, npz, table
 from jaxtrain.errors import UserError
-from jaxtrain.interop.outline import read_outline
+from jaxtrain.interop.metadata import read_metadata
 from jaxtrain.interop.torch_file import read_torch
 from jaxtrain.interop.torch_run import torch_run
 from jaxtrain.models.folder import read_json, read_tensors
@@ -44,7 +44,7 @@ def two_members(path, **second):
 @pytest.mark.parametrize("reader", [npz, read_torch])
 def test_members_that_share_bytes(reader, tmp_path):
     two_members(tmp_path / "a.pt", header_offset=0)
-    refused("and what follows share bytes", reader, tmp_path / "a.pt")
+    refused("overlaps the next member", reader, tmp_path / "a.pt")
 
 
 def test_an_archive_over_several_disks(tmp_path):
@@ -53,14 +53,14 @@ def test_an_archive_over_several_disks(tmp_path):
     locator = b"PK\x06\x07" + struct.pack("<LQL", 7, 0, 9)
     end = whole.rindex(b"PK\x05\x06")
     (tmp_path / "a.pt").write_bytes(whole[:end] + locator + whole[end:])
-    refused("is no zip archive that can be read", read_torch, tmp_path / "a.pt")
+    refused("is not a readable zip archive", read_torch, tmp_path / "a.pt")
 
 
 def test_what_unpacks_to_far_more_than_it_is(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 50, 50, 50), np.uint8), y=np.arange(10) % 2)
     assert len(npz(tmp_path / "a.npz")[0]) > 0
-    monkeypatch.setattr(archive, "HARMLESS", 10**6)
-    refused("'x.npy' unpacks to 1,250,128 bytes from", npz, tmp_path / "a.npz")
+    monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 10**6)
+    refused("'x.npy' unpacks .* bytes to 1,250,128: possible zip bomb", npz, tmp_path / "a.npz")
 
 
 def test_a_checkpoint_that_is_compressed(tmp_path):
@@ -85,9 +85,9 @@ def write_npz(path, header, data=bytes(640)):
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ("(1000000000000000,)", r"float32 \[1000000000000000\] but has 640 bytes"),
-        ("(-1, -160)", r"\[-1, -160\] but has 640 bytes"),
-        ("(159,)", r"\[159\] but has 640"),
+        ("(1000000000000000,)", r"float32 \[1000000000000000\] by its header, but has 640 bytes"),
+        ("(-1, -160)", r"\[-1, -160\] by its header, but has 640 bytes"),
+        ("(159,)", r"\[159\] by its header, but has 640"),
         ("(", r"'x' cannot be read"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_header_with_a_wrong_shape(shape, said, tmp_path):
     ("x", "y", "said"),
     [
         (np.full((4, 2), np.nan), [0, 1, 0, 1], "holds inf or NaN"),
-        (np.full((4, 2), 1e300), [0, 1, 0, 1], "holds inf or NaN, in float32"),
+        (np.full((4, 2), 1e300), [0, 1, 0, 1], "holds inf or NaN in float32"),
         (np.zeros((4, 2)), [0, 1, 0, 2**32], "beyond int32"),
         (np.zeros((4, 2)), [0, 1, 0, -(2**63)], "beyond int32"),
     ],
@@ -153,8 +153,8 @@ def test_a_row_group_that_decodes_to_far_more_than_the_file(tmp_path, monkeypatc
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 2000}), tmp_path / "a.parquet")
     rows = table(tmp_path / "a.parquet")
-    monkeypatch.setattr(archive, "HARMLESS", 10**6)
-    refused("row group 0 of .* unpacks to 10,", rows.__getitem__, 0)
+    monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 10**6)
+    refused("row group 0 of .* unpacks .* bytes to 10,", rows.__getitem__, 0)
     monkeypatch.undo()
     assert rows[1999] == {"text": "x" * 10_000}
 
@@ -178,12 +178,12 @@ def write_tokenizer(path, vocabulary, **options):
 def test_tokens_beyond_the_number_of_tokens(tmp_path):
     """An embedding has as many rows as tokens, and JAX clamps larger indices to its last row."""
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 10**6}, unk_token="a")
-    refused("numbers 2 tokens up to 1000000", FileTokenizer, path)
+    refused("has 2 tokens numbered up to 1000000", FileTokenizer, path)
 
 
 def test_a_tokenizer_that_cannot_take_a_text(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 1})
-    refused("cannot take 'x' to tokens|cannot take 'x'… to tokens", FileTokenizer(path).encode, "x")
+    refused("cannot encode 'x'", FileTokenizer(path).encode, "x")
 
 
 # --- images -------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_pictures_of_more_pixels_than_can_be_held(size, tmp_path):
     write_png(tmp_path / "a" / "1.png", *size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in a user's Python
-        refused("1.png (is .*, more than can be held|cannot be decoded)", image_folder, tmp_path)
+        refused("1.png (is .*, more than 16,777,216 pixels|cannot be decoded)", image_folder, tmp_path)
 
 
 def test_a_chunk_longer_than_the_file(tmp_path):
@@ -225,7 +225,7 @@ def test_a_chunk_longer_than_the_file(tmp_path):
 def test_a_picture_that_only_calls_itself_png(tmp_path):
     (tmp_path / "a").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "a" / "1.png", "eps")
-    refused("1.png is not an image that can be read, png, jpg or bmp", image_folder, tmp_path)
+    refused("1.png is not a readable png, jpg or bmp image", image_folder, tmp_path)
 
 
 # --- PyTorch's checkpoints ----------------------------------------------------------------------------------
@@ -247,15 +247,15 @@ def changed(part, **entries):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (lambda: {(1, 2): torch.ones(1)}, "holds a tuple where names are to be"),
-        (lambda: {"model": {3: torch.ones(1)}}, "holds a int where names are to be"),
-        (lambda: {**checkpoint("AdamW"), "step": endless()}, "no count"),
-        (lambda: {**checkpoint("AdamW"), "step": float("inf")}, "step in .* is inf, no count"),
-        (lambda: {**checkpoint("AdamW"), "step": 2**40}, "no count"),
-        (lambda: {**checkpoint("AdamW"), "scheduler": {"last_epoch": endless()}}, "holds more than 1,000,000 numbers"),
+        (lambda: {(1, 2): torch.ones(1)}, "contains a tuple where names must be"),
+        (lambda: {"model": {3: torch.ones(1)}}, "contains a int where names must be"),
+        (lambda: {**checkpoint("AdamW"), "step": endless()}, "must be a count of at least 0"),
+        (lambda: {**checkpoint("AdamW"), "step": float("inf")}, "step in .* must be a count of at least 0, got inf"),
+        (lambda: {**checkpoint("AdamW"), "step": 2**40}, "must be a count of at least 0"),
+        (lambda: {**checkpoint("AdamW"), "scheduler": {"last_epoch": endless()}}, "more than 1,000,000 numbers"),
         (lambda: changed("scheduler", _schedule_phases=[None]), "not as torch writes it"),
-        (lambda: changed("scheduler", last_epoch=torch.ones(3)), "the scheduler's part holds a Tensor"),
-        (lambda: changed("scaler", scale=b"x"), "the scaler's part holds a bytes"),
+        (lambda: changed("scheduler", last_epoch=torch.ones(3)), "the scheduler's part contains a Tensor"),
+        (lambda: changed("scaler", scale=b"x"), "the scaler's part contains a bytes"),
         (lambda: changed("scaler", growth_interval="x"), "growth_interval|not as torch writes it"),
         (lambda: changed("optimizer", param_groups=[None]), "has entries without names"),
         (lambda: changed("optimizer", state={0: None}), "has entries without names"),
@@ -275,7 +275,7 @@ def test_a_run_whose_parts_are_not_torchs(content, said, tmp_path):
 def test_an_outline_of_other_kinds(tmp_path):
     torch.save({"model_names": 3, "param_groups": [], "group_names": [], "scheduler": None, "scaler": None, "count": 1},
                tmp_path / "a.pt")  # fmt: skip
-    refused("model_names 3 is no list", read_outline, tmp_path / "a.pt")
+    refused("model_names must be list, got 3", read_metadata, tmp_path / "a.pt")
 
 
 # --- folders of models --------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_an_outline_of_other_kinds(tmp_path):
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_numbers_that_json_has_not(number, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {number}}}')
-    refused("is no JSON", read_json, tmp_path, "config.json")
+    refused("is not valid JSON", read_json, tmp_path, "config.json")
 
 
 def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
@@ -293,7 +293,7 @@ def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
     snapshot.mkdir(parents=True)
     (tmp_path / "cache" / "secret").write_text("{}")
     (snapshot / "config.json").symlink_to("../../secret")
-    refused("is a link out of its folder", read_json, snapshot, "config.json")
+    refused("links out of its folder", read_json, snapshot, "config.json")
     (tmp_path / "cache" / "blobs").mkdir()
     (tmp_path / "cache" / "blobs" / "1").write_text("{}")
     (snapshot / "other.json").symlink_to("../../blobs/1")
@@ -302,4 +302,4 @@ def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
 
 def test_a_link_to_itself(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("model.safetensors")
-    refused("is a link to nowhere", read_tensors, tmp_path)
+    refused("is a broken link", read_tensors, tmp_path)

@@ -14,10 +14,10 @@ from jaxtrain.interop import (
     LINEAR,
     NameTable,
     TorchParam,
-    bias_of_heads,
+    bias_to_heads,
     linear_after_flatten,
-    linear_into_heads,
-    linear_out_of_heads,
+    linear_from_heads,
+    linear_to_heads,
 )
 
 SIZE = st.integers(1, 4)
@@ -25,9 +25,9 @@ LAYOUTS = st.one_of(
     st.tuples(st.just(AS_IS), st.lists(SIZE, max_size=3).map(tuple)),
     st.tuples(st.just(LINEAR), st.tuples(SIZE, SIZE)),
     st.tuples(st.just(CONV), st.lists(SIZE, min_size=3, max_size=5).map(tuple)),
-    st.builds(lambda out, h, d: (linear_into_heads(h, d), (h * d, out)), SIZE, SIZE, SIZE),
-    st.builds(lambda out, h, d: (linear_out_of_heads(h, d), (out, h * d)), SIZE, SIZE, SIZE),
-    st.builds(lambda h, d: (bias_of_heads(h, d), (h * d,)), SIZE, SIZE),
+    st.builds(lambda out, h, d: (linear_to_heads(h, d), (h * d, out)), SIZE, SIZE, SIZE),
+    st.builds(lambda out, h, d: (linear_from_heads(h, d), (out, h * d)), SIZE, SIZE, SIZE),
+    st.builds(lambda h, d: (bias_to_heads(h, d), (h * d,)), SIZE, SIZE),
     st.builds(
         lambda out, c, h, w: (linear_after_flatten(c, h, w), (out, c * h * w)),
         SIZE, SIZE, SIZE, SIZE,

@@ -147,7 +147,7 @@ def step_of(run, precision="fp32"):
 
 
 def given_back(run, state, path):
-    write_torch(path, to_torch(state, run.outline, run.expression, run.names))
+    write_torch(path, to_torch(state, run.metadata, run.expression, run.names))
     return torch.load(path, weights_only=True)
 
 
@@ -317,7 +317,7 @@ def test_prefixes_of_the_groups_names_are_understood(tmp_path):
     outer = wrap(Net())
     outer.forward = outer["module"].forward
     saved_net(tmp_path / "in.pt", groups, wrap=lambda net: outer)
-    assert torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE).outline.group_names == [
+    assert torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE).metadata.group_names == [
         [*NET.torch_order(NET_LIKE)]
     ]
 
@@ -358,7 +358,7 @@ DAMAGED = {
         "counts 1.5 updates",
     ),
     "a text for a step": (changed("step", "two"), "'two' where a number is to be"),
-    "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 holds inf or NaN"),
+    "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 contains inf or NaN"),
     "too large a moment": (changed("exp_avg_sq", torch.zeros(1).expand(10**15)), "exp_avg_sq of the optimizer: .*mis-"),
     "a moment gone": (
         lambda saved: saved["optimizer"]["state"][3].pop("exp_avg"),
@@ -389,7 +389,7 @@ DAMAGED = {
         "does not hold its lr_lambda: say --schedule",
     ),
     "a scheduler of nobody's": (lambda saved: saved.update(scheduler={"tempo": 3}), "state of tempo is none we know"),
-    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale has no growth_factor"),
+    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
 }
 
 
@@ -500,7 +500,7 @@ def test_buffers_come_in_and_go_out(tmp_path):
     state = run.state(step)
     assert int(state.model_state["count"]) == 1
     np.testing.assert_array_equal(state.model_state["var"], net[0].running_var)
-    back = to_torch(state, run.outline, Call("sgd"), names, buffers)
+    back = to_torch(state, run.metadata, Call("sgd"), names, buffers)
     assert list(back.model) == list(net.state_dict())
 
 

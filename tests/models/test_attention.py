@@ -122,7 +122,7 @@ def test_a_dropped_weight_is_the_same_for_all_that_the_key_says():
 
 def test_heads_that_make_no_groups_are_refused():
     q, k, v, _ = inputs(heads=3)
-    with pytest.raises(UserError, match="4 query heads do not divide into groups for 3 key heads"):
+    with pytest.raises(UserError, match="4 query heads are not divisible by 3 key heads"):
         attention(q, k, v)
 
 

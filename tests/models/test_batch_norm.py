@@ -57,7 +57,7 @@ def test_outputs_gradients_and_running_statistics_are_pytorchs_in_float64(rows, 
 
 def test_one_value_a_channel_is_refused_as_pytorch_refuses_it():
     norm = BatchNorm(3)
-    with pytest.raises(UserError, match="1 value a channel"):
+    with pytest.raises(UserError, match="more than 1 value per channel to train on, got 1"):
         norm(jnp.ones((1, 3)), True)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         torch.nn.BatchNorm1d(3)(torch.ones(1, 3))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.models import functional
-from jaxtrain.models.bert import Bert, BertConfig, from_hf, to_hf, torch_names
+from jaxtrain.models.bert import Bert, BertConfig, Embeddings, from_hf, to_hf, torch_names
 from tests.models.programs import assert_float64_throughout, enlarged
 
 CONFIG = BertConfig(
@@ -70,6 +70,15 @@ def test_token_types_count_and_are_the_first_if_not_given():
     apply, params = model()
     np.testing.assert_array_equal(apply(params, TOKENS), apply(params, TOKENS, None, 0 * ONES))
     assert not np.array_equal(apply(params, TOKENS), apply(params, TOKENS, None, ONES))
+
+
+@pytest.mark.parametrize("pad_token_id", [0, None])
+def test_the_embedding_of_an_input_gets_a_gradient_unless_it_is_padding(pad_token_id):
+    config = dataclasses.replace(CONFIG, pad_token_id=pad_token_id)
+    apply, params = functional(Embeddings(config, rngs=nnx.Rngs(0)))
+    tokens, weights = np.array([[0, 3, 0, 5]]), np.arange(8.0, dtype=np.float32)
+    gradient = jax.jit(jax.grad(lambda params: (apply(params, tokens, 0 * tokens, None) * weights).sum()))(params)
+    assert np.flatnonzero(np.abs(gradient["word"]).sum(axis=1)).tolist() == ([3, 5] if pad_token_id == 0 else [0, 3, 5])
 
 
 def test_the_padding_tokens_embedding_is_zero_and_learns_from_being_predicted_only():

@@ -143,12 +143,12 @@ def test_answers_written_piece_by_piece_have_the_logits_of_all_at_once(name):
     @jax.jit
     def piece_by_piece(params):
         model_ = nnx.merge(nnx.split(model)[0], params)
-        memory = model_.remember(model_.encode(PROMPTS, MASK), MASK, 14)
+        cache = model_.init_cache(model_.encode(PROMPTS, MASK), MASK, 14)
         pieces = []
         for part in (slice(0, 4), slice(4, 5), slice(5, 12)):
-            logits, memory = model_.go_on(answer[:, part], memory)
+            logits, cache = model_.decode_cached(answer[:, part], cache)
             pieces.append(logits)
-        return jnp.concatenate(pieces, axis=1), memory.cache.length
+        return jnp.concatenate(pieces, axis=1), cache.tokens.length
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         whole = jax.jit(apply)(widened(params), PROMPTS, answer, MASK)
@@ -273,7 +273,7 @@ def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
         ({"mask": MASK[:2]}, r"mask must have the shape of the prompts, \[3, 9\], got \[2, 9\]"),
         ({"prompts": PROMPTS[0]}, r"prompts must be \[rows, tokens\] with at least one token, got shape \[9\]"),
         ({"new_tokens": 0}, "new_tokens must be at least 1, got 0"),
-        ({"new_tokens": 89}, "97 tokens are more than n_positions 96"),
+        ({"new_tokens": 89}, "97 tokens exceed n_positions 96"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(options, message):

@@ -113,7 +113,7 @@ def test_packed_sequences_are_the_sequences_apart():
 
 def test_more_tokens_than_positions_are_refused():
     apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
-    with pytest.raises(UserError, match="9 tokens are more than n_positions 8"):
+    with pytest.raises(UserError, match="9 tokens exceed n_positions 8"):
         apply(params, np.zeros((1, 9), np.int32))
 
 

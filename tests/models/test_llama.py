@@ -159,8 +159,8 @@ def test_layers_are_of_the_kinds_that_transformers_takes_them_for(model_type, ch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma"}, "model_type 'gemma' is not of the family"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not of the family"),
+        ({"model_type": "gemma"}, "model_type 'gemma' is not supported"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only 'silu' is"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs factor"),
@@ -174,23 +174,35 @@ def test_layers_are_of_the_kinds_that_transformers_takes_them_for(model_type, ch
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention .* is not supported"),
         ({"is_causal": False}, "is_causal False is not supported: only True is"),
-        ({"sliding_window": 4}, "sliding_window 4 is not what a llama has"),
-        ({"layer_types": ["sliding_attention"] * 2}, r"layer_types \['sliding_attention'\] are not what a llama has"),
+        ({"sliding_window": 4}, "sliding_window 4 is not a setting of llama"),
+        ({"layer_types": ["sliding_attention"] * 2}, r"layer_types \['sliding_attention'\] is not a setting of llama"),
         (
             {"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 2},
-            r"layer_types \['full_attention'\] are not what a mistral has",
+            r"layer_types \['full_attention'\] is not a setting of mistral",
         ),
         (
             {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2},
-            "layer_types 'sliding_attention' needs a sliding_window",
+            "layer_types 'sliding_attention' needs sliding_window",
         ),
-        ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types are 4"),
-        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types are 1, num_hidden_layers 2"),
-        ({"model_type": "smollm3", "no_rope_layers": [0]}, "no_rope_layers are 1, num_hidden_layers 2"),
-        ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers are 0, num_hidden_layers 2"),
-        ({"no_rope_layers": [0, 1]}, r"no_rope_layers \(0, 1\) is not what a llama has"),
-        ({"num_hidden_layers": 10**10}, "num_hidden_layers 10000000000 is more than 10000"),
-        ({"model_type": "qwen2", "attention_bias": True}, "attention_bias True is not what a qwen2 has"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types must have num_hidden_layers 2 entries, got 4",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"]},
+            "layer_types must have num_hidden_layers 2 entries, got 1",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [0]},
+            "no_rope_layers must have num_hidden_layers 2 entries, got 1",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": []},
+            "no_rope_layers must have num_hidden_layers 2 entries, got 0",
+        ),
+        ({"no_rope_layers": [0, 1]}, r"no_rope_layers \(0, 1\) is not a setting of llama"),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers must be at most 10000, got 10000000000"),
+        ({"model_type": "qwen2", "attention_bias": True}, "attention_bias True is not a setting of qwen2"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused(changes, message):

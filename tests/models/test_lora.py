@@ -18,7 +18,7 @@ from jaxtrain.models import GPT2, MLP, GPT2Config, LoraConfig, functional, load_
 from jaxtrain.models.gpt2 import torch_names
 from jaxtrain.transforms.precision import autocast
 from jaxtrain.transforms.remat import remat
-from parity.randomness import drawn
+from parity.randomness import dropout_mask_fn
 from tests.models.programs import equations, widened
 
 SIZES = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
@@ -44,7 +44,7 @@ def loss_of(apply):
 @pytest.mark.parametrize("policy", ["none", "full", "names:hidden"])
 def test_beside_the_kernels_and_merged_into_them_they_are_the_same_model(policy):
     adapters = some_adapters()
-    beside, plain = loss_of(lora.adapted(APPLY, CONFIG)), loss_of(APPLY)
+    beside, plain = loss_of(lora.with_adapters(APPLY, CONFIG)), loss_of(APPLY)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         base, wide = widened(PARAMS), widened(adapters)
         value, grads = jax.jit(jax.value_and_grad(remat(lambda a: beside({"base": base, "lora": a}), policy)))(wide)
@@ -67,14 +67,14 @@ def test_fresh_ones_change_nothing_and_are_as_pefts():
             bound = half.shape[1] ** -0.5
             assert 0.9 * bound < jnp.abs(half).max() <= bound
             assert not np.array_equal(half[0], half[1])
-    plain, beside = jax.jit(APPLY)(PARAMS, TOKENS), jax.jit(lora.adapted(APPLY, CONFIG))
+    plain, beside = jax.jit(APPLY)(PARAMS, TOKENS), jax.jit(lora.with_adapters(APPLY, CONFIG))
     np.testing.assert_array_equal(beside({"base": PARAMS, "lora": adapters}, TOKENS), plain)
 
 
 def test_nothing_of_the_size_of_a_kernel_is_computed():
     config = LoraConfig(r"blocks/fc/kernel", r=3)
     adapters, plain = some_adapters(config), loss_of(APPLY)
-    beside = loss_of(lora.adapted(APPLY, config))
+    beside = loss_of(lora.with_adapters(APPLY, config))
     losses = {
         "beside": lambda a: beside({"base": PARAMS, "lora": a}),
         "merged": lambda a: plain(lora.merge(PARAMS, a, config)),
@@ -92,7 +92,7 @@ def test_the_adapters_alone_are_trained():
         return jt.Loss(losses.sum(), losses.size), {}
 
     config = LoraConfig(CONFIG.targets, r=2, alpha=8, dropout=0.1)
-    apply = lora.adapted(APPLY, config)
+    apply = lora.with_adapters(APPLY, config)
     step = jt.train_step(
         loss_fn, optax.adam(1e-2), precision="bf16", accumulate=3, remat="full", frozen=lora.frozen, clip_norm=1.0
     )
@@ -110,15 +110,15 @@ def test_the_adapters_alone_are_trained():
 
 
 def test_dropout_is_on_what_the_adapters_are_given_with_a_mask_for_each():
-    params, apply = {"base": PARAMS, "lora": some_adapters()}, lora.adapted(APPLY, replace(CONFIG, dropout=0.5))
+    params, apply = {"base": PARAMS, "lora": some_adapters()}, lora.with_adapters(APPLY, replace(CONFIG, dropout=0.5))
 
     def loss_fn(params, batch, rng):
         return jt.Loss(apply(params, batch, rng=rng).sum(), 1), {}
 
-    masks = jax.jit(drawn(loss_fn))(params, TOKENS, jax.random.key(0), None)
+    masks = jax.jit(dropout_mask_fn(loss_fn))(params, TOKENS, jax.random.key(0), None)
     assert [mask.shape for mask in masks] == [(18, 8), (18, 8), (18, 32)] * 2
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 6
-    whole = lora.adapted(APPLY, CONFIG)(params, TOKENS)
+    whole = lora.with_adapters(APPLY, CONFIG)(params, TOKENS)
     assert np.abs(apply(params, TOKENS, rng=jax.random.key(0)) - whole).max() > 1e-3
     np.testing.assert_array_equal(apply(params, TOKENS), whole)
 
@@ -127,16 +127,18 @@ def test_dropout_that_cannot_be_is_refused():
     """Of a kernel that is itself an operand there is nothing to drop."""
     base = {"w": jnp.ones((4, 4))}
     config = LoraConfig("w", r=2, dropout=0.5)
-    apply = lora.adapted(lambda p, x: x @ p["w"].T, config)
+    apply = lora.with_adapters(lambda p, x: x @ p["w"].T, config)
     params = {"base": base, "lora": some_adapters(config, base)}
     apply(params, jnp.ones((1, 4)))
-    assert "w is not only multiplied by" in refused(lambda: apply(params, jnp.ones((1, 4)), rng=jax.random.key(0)))
+    assert "w is used otherwise than in x @ W" in refused(
+        lambda: apply(params, jnp.ones((1, 4)), rng=jax.random.key(0))
+    )
 
 
 def test_the_mean_over_masks_is_the_product_without():
     x, halves = jnp.ones((2000, 8)), random_like({"a": jnp.ones((8, 2)), "b": jnp.ones((2, 1))})
     params = {"base": {"w": jnp.zeros((8, 1))}, "lora": {"w": halves}}
-    apply = lora.adapted(lambda p, x: x @ p["w"], LoraConfig("w", r=2, alpha=2, dropout=0.5))
+    apply = lora.with_adapters(lambda p, x: x @ p["w"], LoraConfig("w", r=2, alpha=2, dropout=0.5))
     dropped, whole = apply(params, x, rng=jax.random.key(0)), apply(params, x)
     assert dropped.std() > 0.01
     np.testing.assert_allclose(dropped.mean(), whole.mean(), atol=5 * float(dropped.std()) / 2000**0.5)
@@ -154,7 +156,7 @@ def test_a_kernel_that_is_not_only_multiplied_by_counts_whole():
     config = LoraConfig("w", r=2, alpha=4)
     base = random_like({"w": jnp.ones((4, 4))})
     adapters, x = some_adapters(config, base), jnp.ones((4, 4))
-    found = lora.adapted(apply, config)({"base": base, "lora": adapters}, x)
+    found = lora.with_adapters(apply, config)({"base": base, "lora": adapters}, x)
     expected = apply(lora.merge(base, adapters, config), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), found, expected)
 
@@ -163,7 +165,7 @@ def test_under_autocast_a_biased_layer_stays_in_low_precision():
     base = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
     config = LoraConfig("w", r=2)
     params = {"base": base, "lora": some_adapters(config, base)}
-    layer = lora.adapted(lambda p, x: x @ p["w"] + p["b"][None], config)
+    layer = lora.with_adapters(lambda p, x: x @ p["w"] + p["b"][None], config)
     assert autocast(layer, jnp.bfloat16)(params, jnp.ones((2, 4))).dtype == jnp.bfloat16
 
 
@@ -174,7 +176,7 @@ def test_a_bias_added_to_a_transposed_product_is_added_where_it_was():
 
     config, base = LoraConfig("w", r=2), random_like({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
     adapters, x = some_adapters(config, base), random_like(jnp.ones((4, 4, 4)))
-    found = lora.adapted(apply, config)({"base": base, "lora": adapters}, x)
+    found = lora.with_adapters(apply, config)({"base": base, "lora": adapters}, x)
     np.testing.assert_allclose(found, apply(lora.merge(base, adapters, config), x), rtol=1e-5, atol=1e-6)
 
 
@@ -195,7 +197,7 @@ def test_unstacked_kernels_are_adapted_alike():
     config = LoraConfig(r"layers/\d/kernel", r=2, rslora=True)
     adapters = some_adapters(config, params)
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
-    found = lora.adapted(apply, config)({"base": params, "lora": adapters}, x)
+    found = lora.with_adapters(apply, config)({"base": params, "lora": adapters}, x)
     np.testing.assert_allclose(found, apply(lora.merge(params, adapters, config), x), rtol=1e-5)
 
 
@@ -207,12 +209,12 @@ def refused(call):
 
 
 def test_targets_that_are_none_or_no_kernels_are_refused():
-    assert "'kernel' match nothing whole" in refused(lambda: some_adapters(LoraConfig("kernel")))
+    assert "'kernel' match no whole path" in refused(lambda: some_adapters(LoraConfig("kernel")))
     assert "blocks/fc/bias [2, 32]" in refused(lambda: some_adapters(LoraConfig("blocks/fc/.*")))
     conv = {"conv": {"kernel": jnp.ones((3, 3, 2, 2))}}
     assert "conv/kernel [3, 3, 2, 2]" in refused(lambda: some_adapters(LoraConfig(".*"), conv))
-    assert "rank 0" in refused(lambda: LoraConfig("w", r=0))
-    assert "dropout 1.0" in refused(lambda: LoraConfig("w", dropout=1.0))
+    assert "r must be at least 1, got 0" in refused(lambda: LoraConfig("w", r=0))
+    assert "LoRA dropout must be in [0, 1), got 1.0" in refused(lambda: LoraConfig("w", dropout=1.0))
 
 
 def test_adapters_of_another_model_are_refused():
@@ -220,7 +222,7 @@ def test_adapters_of_another_model_are_refused():
     alone = {"w": {"a": jnp.ones((4, 2)), "b": jnp.ones((2, 3))}}
     assert "w/a" in refused(lambda: lora.merge(PARAMS, alone, CONFIG))
     _, wider = functional(GPT2(GPT2Config(11, 8, 16, 2, 2), rngs=nnx.Rngs(0)))
-    assert "give them the model they are of" in refused(lambda: lora.merge(wider, adapters, CONFIG))
+    assert "use the model they belong to" in refused(lambda: lora.merge(wider, adapters, CONFIG))
 
 
 def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
@@ -234,7 +236,7 @@ def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
     assert (config.r, config.alpha, config.dropout, config.rslora) == (3, 5.0, 0.0, False)
     assert lora.init(jax.random.key(0), PARAMS, config).keys() == read.keys()
-    assert "holds adapter_model.safetensors already" in refused(
+    assert "contains adapter_model.safetensors already" in refused(
         lambda: save_adapters(tmp_path, adapters, CONFIG, NAMES)
     )
 
@@ -286,7 +288,7 @@ def test_peft_itself_reads_what_is_written_and_writes_what_is_read(tmp_path):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         base = NAMES.to_jax({name: np.array(x) for name, x in weights.items()}, PARAMS)
         adapters, config = load_adapters(tmp_path / "theirs", widened(PARAMS), NAMES)
-        found = lora.adapted(APPLY, config)({"base": base, "lora": adapters}, TOKENS)
+        found = lora.with_adapters(APPLY, config)({"base": base, "lora": adapters}, TOKENS)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
         save_adapters(tmp_path / "ours", adapters, config, NAMES)
     plain = theirs()

@@ -115,7 +115,7 @@ def test_configs_go_to_transformers_and_back():
     assert from_hf(read.to_dict()) == CONFIG
     with pytest.raises(UserError, match=r"router_jitter_noise 0\.1 is not supported"):
         from_hf({**to_hf(CONFIG), "router_jitter_noise": 0.1})
-    with pytest.raises(UserError, match="model_type 'llama' is no mixtral"):
+    with pytest.raises(UserError, match="model_type must be 'mixtral', got 'llama'"):
         from_hf({**to_hf(CONFIG), "model_type": "llama"})
     older = {k: v for k, v in to_hf(CONFIG).items() if k not in ("rope_parameters", "head_dim", "rms_norm_eps")}
     assert from_hf(older) == CONFIG

@@ -127,7 +127,7 @@ def test_what_a_configuration_leaves_out_is_transformers_default():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj 'gated-silu'"),
+        ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj must be one of relu, gated-gelu, got 'gated-silu'"),
         ({"dense_act_fn": "gelu_new"}, "dense_act_fn 'gelu_new' is not supported: only 'relu' is"),
         ({"feed_forward_proj": "gated-gelu", "is_gated_act": False}, "is_gated_act False is not supported"),
         ({"is_causal": False}, "is_causal False is not supported"),

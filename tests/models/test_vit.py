@@ -109,5 +109,5 @@ def test_what_would_change_the_numbers_is_refused_in_a_line(change, said):
 
 def test_images_of_another_size_are_refused():
     apply, params = functional(ViT(CONFIG, rngs=nnx.Rngs(0)))
-    with pytest.raises(UserError, match=r"images are \[8, 8, 3\], the model's \[8, 12, 3\]"):
+    with pytest.raises(UserError, match=r"images must be \[8, 12, 3\], got \[8, 8, 3\]"):
         apply(params, IMAGES[:, :, :8])

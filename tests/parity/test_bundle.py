@@ -76,8 +76,8 @@ def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tm
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["nowhere"], "nowhere holds no bundle.json: make it with parity record"),
-        (["{kept}", "--precision", "fp16"], "holds fp64, bf16 from seed 0: ask that"),
+        (["nowhere"], "nowhere contains no bundle.json: create it with parity record"),
+        (["{kept}", "--precision", "fp16"], "contains fp64, bf16 with seed 0: use these"),
     ],
 )
 def test_what_was_not_recorded_is_one_line(recorded: Path, argv: list[str], said: str) -> None:
@@ -88,4 +88,4 @@ def test_what_was_not_recorded_is_one_line(recorded: Path, argv: list[str], said
 
 def test_a_bundle_is_not_written_over(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", f"{recorded / 'own.py'}::case", "--out", str(recorded / "kept")]) == 2
-    assert "holds a bundle already" in capsys.readouterr().err
+    assert "already contains a bundle" in capsys.readouterr().err

@@ -116,21 +116,21 @@ def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["run", "gtp2"], "no case 'gtp2': did you mean 'gpt2'?"),
-        (["run", "xyz"], "no case 'xyz': choose one of mlp, cnn, cnn-bn, gpt2"),
-        (["run", "--precision", "fp64,fp8"], "'fp8' is unknown: choose from fp64,fp32,bf16,fp16"),
-        (["run", "--steps", "0"], "'0' is not a whole number of at least 1"),
-        (["run", "--seed", "-1"], "'-1' is not a whole number of at least 0"),
+        (["run", "gtp2"], "unknown case 'gtp2': did you mean 'gpt2'?"),
+        (["run", "xyz"], "unknown case 'xyz': choose one of mlp, cnn, cnn-bn, gpt2"),
+        (["run", "--precision", "fp64,fp8"], "unknown precision 'fp8': choose from fp64,fp32,bf16,fp16"),
+        (["run", "--steps", "0"], "must be an integer of at least 1, got '0'"),
+        (["run", "--seed", "-1"], "must be an integer of at least 0, got '-1'"),
         (
             ["run", "mlp", "--accumulate", "3"],
             "the 64 rows of mlp are not divisible by accumulate 3: use one of 1, 2, 4",
         ),
         (["run", "mlp", "--remat", "some"], "remat 'some' is unknown: choose one of none, full"),
         (["run", "mlp", "--json", "/nowhere/a.json"], "'/nowhere/a.json' cannot be written: name a file"),
-        (["run", "mlp", "--dropout", "1"], "'1' is not a rate: make it 0 or more, below 1"),
+        (["run", "mlp", "--dropout", "1"], "rate must be in [0, 1), got '1'"),
         (["run", "autograd.cubic", "--dropout", "0.1"], "autograd.cubic has no dropout: leave it out, or name only"),
         (["run", "--rtol=1"], "unrecognized arguments: --rtol=1"),
-        (["locate", "gtp2"], "no case 'gtp2': did you mean 'gpt2'?"),
+        (["locate", "gtp2"], "unknown case 'gtp2': did you mean 'gpt2'?"),
         (["locate"], "the following arguments are required: CASE"),
         (["locate", "autograd.cubic", "--dropout", "0.1"], "autograd.cubic has no dropout: leave it out"),
         (["walk"], "invalid choice: 'walk'"),
@@ -219,7 +219,7 @@ def test_a_case_of_ones_own_is_named_by_its_file(own: Path, capsys: pytest.Captu
 def test_names_left_out_are_proposed_and_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", f"{own}::unnamed", "--precision", "fp64", "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    assert "unnamed is compared under these names; keep them as its names:" in out
+    assert "unnamed is compared under these names; copy them into its names:" in out
     assert '"x": TorchParam("x", AS_IS)' in out
 
 
@@ -243,6 +243,6 @@ def test_what_is_no_case_of_ones_own_is_one_line(
 def test_prove_says_what_is_proven_and_what_is_not(capsys):
     assert main(["prove", "gpt2"]) == 0
     said = capsys.readouterr().out
-    assert "gpt2: 29 tensors and 0 buffers of PyTorch's are 16 leaves of JAX's, each used once" in said
+    assert "gpt2: 29 tensors and 0 buffers of PyTorch correspond to 16 leaves of JAX, each used once" in said
     assert "tied: lm_head.weight is transformer.wte.weight" in said
-    assert "move both losses alike" in said
+    assert "change both losses alike" in said

@@ -517,7 +517,7 @@ def test_a_convention_of_running_statistics_is_named(bug: str) -> None:
         (convolved, "padding", None),
         (convolved, "leaky", None),
         (convolved, "flatten order", None),
-        (convolved, "", None),
+        pytest.param(convolved, "", None, marks=SLOW),
     ],
 )
 def test_one_layer_of_a_model_is_diagnosed_where_it_is_located(model: Any, bug: str, has: str | None) -> None:

@@ -146,8 +146,9 @@ def located(case: Case) -> Divergence:
 @pytest.mark.parametrize(
     "name",
     [
-        *("mlp", "cnn", "gpt2", "autograd.double-backward"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn-bn", "gradient-penalty")),
+        *("mlp", "autograd.double-backward"),
+        # The models of this file, a transformer and a convolution with BatchNorm, show the same below.
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "gpt2", "cnn-bn", "gradient-penalty")),
     ],
 )
 def test_nothing_is_located_where_nothing_differs(name: str) -> None:
@@ -189,8 +190,9 @@ def test_a_wrong_value_is_located_in_its_layer_and_on_its_line(bug: str, where: 
     ("bug", "where", "stage"),
     [
         ("padding", "0: aten.convolution", "forward"),
-        ("unbiased", "1: aten.native_batch_norm (aten.add)", "forward"),
-        ("leaky", "2.0: aten.relu", "forward"),
+        # One wrong value of the forward pass between layouts is enough by default.
+        pytest.param("unbiased", "1: aten.native_batch_norm (aten.add)", "forward", marks=pytest.mark.slow),
+        pytest.param("leaky", "2.0: aten.relu", "forward", marks=pytest.mark.slow),
         ("flatten order", "4: aten.addmm", "forward"),
         ("running variance", "1: aten.native_batch_norm (aten.mul)", "buffers"),
     ],
@@ -277,7 +279,7 @@ def test_clipping_without_pytorchs_epsilon_is_located(monkeypatch: pytest.Monkey
 
 def test_a_sum_that_cancels_is_no_evidence() -> None:
     trace: Trace[str] = Trace()
-    x = trace.enter(np.array([1.0, -1.0]))
+    x = trace.add_input(np.array([1.0, -1.0]))
     assert trace.add(np.array([1e-17]), x, "sum") == frozenset()
 
 
@@ -285,7 +287,7 @@ def test_values_are_equal_in_any_layout_and_not_by_a_billionth() -> None:
     x = np.random.default_rng(0).standard_normal((3, 4, 5))
     traces: list[Trace[str]] = [Trace() for _ in range(3)]
     for trace, value in zip(traces, [x, x.transpose(2, 0, 1) * (1 + 1e-12), x * (1 + 1e-9)], strict=True):
-        trace.enter(value)
+        trace.add_input(value)
     assert counterparts(traces[0], traces[1]) == [frozenset({0})]
     assert counterparts(traces[0], traces[2]) == [frozenset()]
 
@@ -340,15 +342,20 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("precision", "settings", "said"),
     [
-        ({"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
-        ({"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        ("fp64", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
+        ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        ("fp32", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
+        # A window in fp32 takes the path of remat in fp32.
+        pytest.param(
+            *("fp32", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_what_only_a_window_or_remat_gets_wrong_is_said_to_be_that(
-    settings: dict[str, Any], said: str, precision: str, monkeypatch: pytest.MonkeyPatch
+def test_a_difference_of_a_window_or_remat_alone_is_reported_as_such(
+    precision: str, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def averaged_twice(window: Any) -> Any:
         return jax.tree.map(lambda g: g / 4, mean_gradient(window))

@@ -112,7 +112,7 @@ def in_jax(path, precision, batches):
 
 
 def save(run, state, path):
-    write_torch(path, to_torch(state, run.outline, run.expression, run.names))
+    write_torch(path, to_torch(state, run.metadata, run.expression, run.names))
     return path
 
 

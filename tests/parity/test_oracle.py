@@ -23,7 +23,7 @@ from parity import check
 from parity.case import AdamW, Case
 from parity.oracle.in_jax import JAX_WIDER, in_float64
 from parity.oracle.in_torch import TORCH_WIDER, InFloat64
-from parity.oracle.literal import meant
+from parity.oracle.literal import written_number
 
 
 class LowResults(TorchDispatchMode):
@@ -350,20 +350,20 @@ def test_what_jax_cannot_lift_is_refused(program: Callable[..., Any], said: str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 @pytest.mark.parametrize("number", [0.1, -0.3, 1e-5, 0.7, 3.0, 0.0, math.inf, -math.inf])
 def test_written_decimals_are_found(number: float, dtype: Any) -> None:
-    assert meant(float(np.asarray(number, dtype)), dtype) == number
+    assert written_number(float(np.asarray(number, dtype)), dtype) == number
 
 
 @pytest.mark.parametrize("number", [768**-0.5, -1 / 3, math.sqrt(2), 2 * math.pi, math.log(2), 1 / math.log(2)])
 def test_simple_numbers_are_found(number: float) -> None:
-    assert meant(float(np.float32(number))) == pytest.approx(number, rel=4e-16, abs=0)
+    assert written_number(float(np.float32(number))) == pytest.approx(number, rel=4e-16, abs=0)
 
 
 def test_measured_numbers_are_left_alone() -> None:
     numbers = np.random.default_rng(0).standard_normal(2000).astype(np.float32).astype(np.float64)
-    kept = np.mean([meant(x) == x for x in numbers])
+    kept = np.mean([written_number(x) == x for x in numbers])
     assert kept > 0.9
-    assert all(np.float32(meant(x)) == x for x in numbers)
-    assert meant(float(np.finfo(np.float32).min)) == np.finfo(np.float32).min
+    assert all(np.float32(written_number(x)) == x for x in numbers)
+    assert written_number(float(np.finfo(np.float32).min)) == np.finfo(np.float32).min
 
 
 class RMSNorm(nnx.Module):

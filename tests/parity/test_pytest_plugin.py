@@ -41,7 +41,7 @@ def test_marked_tests_are_checked_and_summed_up(pytester: pytest.Pytester, worke
     ran.assert_outcomes(passed=2, failed=2)
     ran.stdout.fnmatch_lines(["*= parity =*", "autograd.cubic*fp64*k=1*held", "autograd.cubic*fp64*k=1*DIFFERS"])
     ran.stdout.fnmatch_lines(["*autograd.cubic fp64: first loss, step 1: *", "*in JAX: *factor*"])
-    ran.stdout.fnmatch_lines(["*test_no_case returned int: make a test marked parity return a parity.Case*"])
+    ran.stdout.fnmatch_lines(["*test_no_case returned int: a test marked parity must return a parity.Case*"])
     written = json.loads(Path(pytester.path, "found.json").read_text())
     assert (written["passed"], written["failed"]) == (2, 1)
     assert {row["precision"] for row in written["cases"]} == {"fp64", "fp32"}

@@ -19,7 +19,7 @@ from jaxtrain.errors import UserError
 from parity import torch_side
 from parity.case import Case
 from parity.cases import bert, cnn_bn, gpt2, llama, mlp, t5, vit
-from parity.randomness import GivenMasks, drawn, dropout_masks, reordered
+from parity.randomness import GivenMasks, dropout_mask_fn, dropout_masks, permute_masks
 from parity.run import check
 
 KEY = jax.random.key(0)
@@ -33,7 +33,7 @@ def masks_of(draw: Callable[[jax.Array], Any]) -> list[np.ndarray]:
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> tuple[jaxtrain.Loss, dict[str, Any]]:
         return jaxtrain.Loss(sum(jnp.sum(x) for x in jax.tree.leaves(draw(rng))), 1), {}
 
-    return [np.asarray(mask) for mask in jax.jit(drawn(loss_fn))(None, None, KEY, None)]
+    return [np.asarray(mask) for mask in jax.jit(dropout_mask_fn(loss_fn))(None, None, KEY, None)]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -177,11 +177,11 @@ def test_a_mask_of_another_shape_is_refused() -> None:
 def test_rows_are_permuted_with_their_micro_batch() -> None:
     rows, shared = masks((4, 3), (1, 3))
     order = np.array([2, 0, 3, 1])
-    found = reordered([rows, shared], order)
+    found = permute_masks([rows, shared], order)
     np.testing.assert_array_equal(found[0], rows[order])
     np.testing.assert_array_equal(found[1], shared)
-    with pytest.raises(UserError, match=r"a dropout mask \[8, 3\] has not the 4 rows"):
-        reordered(masks((8, 3)), order)
+    with pytest.raises(UserError, match=r"the first axis of a dropout mask \[8, 3\] is not the 4 rows"):
+        permute_masks(masks((8, 3)), order)
 
 
 @pytest.mark.parametrize("case", [module.case(dropout=0.2) for module in (mlp, cnn_bn, gpt2, bert, vit, t5, llama)])

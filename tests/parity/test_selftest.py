@@ -68,7 +68,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [products.products, products.convolutions, step.overflow, step.accumulation, step.rematerialisation]
+    "check", [products.products, products.convolutions, step.overflow, step.accumulation, step.rematerialization]
 )
 def test_what_is_sound_passes(check: Callable[[], Any]) -> None:
     findings = found(check)
@@ -84,15 +84,15 @@ def test_the_checkpoint_and_the_collectives_pass() -> None:
 def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
     done = ran(NOT_NEEDED, "--json", str(tmp_path / "found.json"), "--debug")
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads((tmp_path / "found.json").read_text())
-    assert said["failed"] == 0
-    assert said["passed"] == sum(check["passed"] is True for check in said["checks"])
-    assert {check["passed"] for check in said["checks"]} <= {True, None}
-    assert all(check["figure"] <= check["bound"] for check in said["checks"] if check["bound"] is not None)
-    assert {"GPT-2, fp64, first step", "GPT-2, fp16, 5 steps", "determinism"} <= {c["name"] for c in said["checks"]}
-    assert "torch" not in said["environment"]
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["failed"] == 0
+    assert written["passed"] == sum(check["passed"] is True for check in written["checks"])
+    assert {check["passed"] for check in written["checks"]} <= {True, None}
+    assert all(check["figure"] <= check["bound"] for check in written["checks"] if check["bound"] is not None)
+    assert {"GPT-2, fp64, first step", "GPT-2, fp16, 5 steps", "determinism"} <= {c["name"] for c in written["checks"]}
+    assert "torch" not in written["environment"]
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("PASS  ") for line in lines) == said["passed"]
+    assert sum(line.startswith("PASS  ") for line in lines) == written["passed"]
 
 
 # The command.
@@ -100,17 +100,17 @@ def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
 
 def test_something_is_on_the_screen_before_jax_is_imported() -> None:
     done = ran({"jax"})
-    assert done.stdout.startswith("does this machine train rightly?")
+    assert done.stdout.startswith("checking whether this machine trains correctly")
     assert done.returncode == 1
     assert "ModuleNotFoundError: jax" in done.stderr
 
 
 def test_a_gpu_that_is_asked_for_and_does_not_answer_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["selftest", "--device", "gpu", "--json", str(tmp_path / "found.json")]) == 1
-    assert "FAIL  devices                     no gpu answers JAX" in capsys.readouterr().out
-    said = json.loads((tmp_path / "found.json").read_text())
-    assert (said["passed"], said["failed"]) == (0, 1)
-    assert said["environment"]["jax"] == jax.__version__
+    assert "FAIL  devices                     JAX found no gpu" in capsys.readouterr().out
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert (written["passed"], written["failed"]) == (0, 1)
+    assert written["environment"]["jax"] == jax.__version__
 
 
 def test_a_check_that_raises_fails_and_the_others_go_on(
@@ -211,17 +211,17 @@ def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("broken", "seen"),
     [
-        (lambda fn, policy: fn, {"rematerialisation, memory"}),
+        (lambda fn, policy: fn, {"rematerialization, memory"}),
         (
             lambda fn, policy: fn if policy == "none" else partial(_another_draw, remat(fn, policy)),
-            {"rematerialisation, update"},
+            {"rematerialization, update"},
         ),
     ],
     ids=["memory", "numbers"],
 )
-def test_broken_rematerialisation_is_seen(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_rematerialization_is_seen(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtrain.step.loss_program, "remat", broken)
-    assert failed(found(step.rematerialisation)) == seen
+    assert failed(found(step.rematerialization)) == seen
 
 
 def _another_draw(fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
@@ -249,7 +249,7 @@ def test_a_device_that_adds_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(collectives, "COLLECTIVES", {**collectives.COLLECTIVES, "psum": forgetful})
     findings = found(collectives.collectives)
     assert failed(findings) == {"psum, 4 devices"}
-    assert findings[0].said == f"wrong on {jax.devices()[2]}"
+    assert findings[0].detail == f"wrong on {jax.devices()[2]}"
 
 
 def run_off_by(*distance: float) -> Callable[..., Record]:
@@ -326,7 +326,7 @@ def test_a_step_that_does_not_repeat_itself_is_seen(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpt2, "loss_of", restless)
     (finding,) = gpt2.determinism()
     assert finding.passed is False
-    assert "--xla_gpu_deterministic_ops=true" in finding.said
+    assert "--xla_gpu_deterministic_ops=true" in finding.detail
 
 
 @pytest.mark.nightly

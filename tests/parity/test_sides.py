@@ -122,7 +122,7 @@ def test_micro_batches_of_different_weights_are_refused() -> None:
     def of_the_first_class(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         return torch_loss(model, batch)[0], int((batch["label"] == 0).sum())
 
-    with pytest.raises(UserError, match="micro-batches of small weigh"):
+    with pytest.raises(UserError, match="micro-batches of small have weights"):
         torch_side.run(dataclasses.replace(small(), torch_loss=of_the_first_class), "fp32", accumulate=4)
 
 
@@ -187,7 +187,7 @@ def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[t
     ("torch_loss", "said"),
     [
         (noisy, "the PyTorch model draws random numbers by aten.randn"),
-        (by_row, r"torch_loss returned a total of shape \[1\]: make it a sum"),
+        (by_row, r"torch_loss returned a total of shape \[1\]: return the sum"),
         (
             lambda model, batch: small().torch_loss(model, batch)[0],
             r"torch_loss returned Tensor: make it \(total, weight",

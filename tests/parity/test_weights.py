@@ -163,18 +163,18 @@ def test_what_cannot_correspond_is_listed_in_one_line() -> None:
 def test_the_proof_counts_every_tensor_once() -> None:
     proof = prove(CASES["cnn-bn"]())
     assert (proof.tensors, proof.buffers, proof.leaves, proof.tied) == (6, 3, 9, {})
-    assert set(proof.moved) == {p.name for p in CASES["cnn-bn"]().names.params.values()}
-    assert max(proof.moved.values()) < 1e-6
+    assert set(proof.distances) == {p.name for p in CASES["cnn-bn"]().names.params.values()}
+    assert max(proof.distances.values()) < 1e-6
 
     proof = prove(CASES["gpt2"]())
     assert proof.tied == {"lm_head.weight": "transformer.wte.weight"}
-    assert (proof.tensors, proof.leaves, len(proof.moved)) == (2 + 2 * 12 + 2 + 1, 16, 2 + 2 * 12 + 2)
+    assert (proof.tensors, proof.leaves, len(proof.distances)) == (2 + 2 * 12 + 2 + 1, 16, 2 + 2 * 12 + 2)
 
 
 def test_the_proof_says_what_the_loss_does_not_depend_on() -> None:
     proof = prove(attention(BLIND))
-    assert proof.unmoved == ("key.bias",)
-    assert len(proof.moved) == 12
+    assert proof.unproven == ("key.bias",)
+    assert len(proof.distances) == 12
 
 
 def test_weights_that_start_at_zero_hide_nothing() -> None:
@@ -183,7 +183,7 @@ def test_weights_that_start_at_zero_hide_nothing() -> None:
         torch.nn.init.zeros_(made.mix)
         return made
 
-    assert prove(dataclasses.replace(attention(BLIND), torch_model=model)).unmoved == ("key.bias",)
+    assert prove(dataclasses.replace(attention(BLIND), torch_model=model)).unproven == ("key.bias",)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_moving_a_tensor_that_only_pytorch_ties_shows() -> None:
 
     start = _jittered(seeded_model(attention(BLIND), 0)).state_dict()["mix"].numpy().copy()
     case = dataclasses.replace(attention(BLIND), loss_fn=stopped)
-    with pytest.raises(UserError, match=r"moved alone, these move the losses of attention differently: mix \("):
+    with pytest.raises(UserError, match=r"perturbed alone, these change the losses of attention differently: mix \("):
         prove(case)
 
 
@@ -287,8 +287,8 @@ def test_convolutions_over_time_and_heads_with_an_axis_of_their_own_are_proposed
     table, _ = with_tables(case).tables
     found = {path: (param.name, param.layout.source) for path, param in table.params.items()}
     assert found.pop("kernel") == ("conv.weight", "CONV")
-    assert found.pop("a/kernel") == ("query.weight", "linear_into_heads(2, 3)")
-    assert found.pop("d/kernel") == ("out.weight", "linear_out_of_heads(2, 3)")
-    assert found.pop("b/bias") == ("key.bias", "bias_of_heads(2, 3)")
+    assert found.pop("a/kernel") == ("query.weight", "linear_to_heads(2, 3)")
+    assert found.pop("d/kernel") == ("out.weight", "linear_from_heads(2, 3)")
+    assert found.pop("b/bias") == ("key.bias", "bias_to_heads(2, 3)")
     assert check(case, steps=2).passed
-    assert len(prove(case).moved) == 9
+    assert len(prove(case).distances) == 9

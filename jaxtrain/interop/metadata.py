@@ -1,4 +1,4 @@
-"""What a PyTorch checkpoint holds besides tensors, so that a run can be written as PyTorch reads it."""
+"""Contents of a PyTorch checkpoint besides tensors, from which a run is written as PyTorch reads it."""
 
 import inspect
 import warnings
@@ -13,19 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped
+from jaxtrain.fields import type_errors
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import installed_torch, load, save
-from jaxtrain.interop.torch_optimizer import KINDS
+from jaxtrain.interop.torch_optimizer import OPTIMIZER_CLASSES
 from jaxtrain.optim import OPTIMIZERS, SCHEDULES, Call, Expression, build_expression
 
 
 @dataclass(frozen=True)
-class Outline:
-    """All that is in a checkpoint besides tensors, so that it can be written as it was read.
+class CheckpointMetadata:
+    """Contents of a checkpoint besides tensors.
 
-    `model_names`, in order; `param_groups`, and the names of the parameters in each; `scheduler` and `scaler`, their
-    `state_dict()`s; `count`, the updates made; `scalar_dtype`, that of the optimizer's "step".
+    Attributes:
+      model_names: Names of the model's tensors, in order.
+      param_groups: `param_groups` of the optimizer.
+      group_names: Names of the parameters of every group.
+      scheduler: `state_dict()` of the scheduler, or None.
+      scaler: `state_dict()` of the GradScaler, or None.
+      count: Number of updates.
+      epoch: Epoch that the script counted, or None.
+      scalar_dtype: Dtype of "step" and of the other numbers in the state of the optimizer.
     """
 
     model_names: list[str]
@@ -38,23 +45,23 @@ class Outline:
     scalar_dtype: str = "float32"
 
 
-def write_outline(path: Path, outline: Outline) -> None:
-    """Keep it in a file. Raises `UserError` where torch is not installed."""
-    save(path, asdict(outline))
+def write_metadata(path: Path, metadata: CheckpointMetadata) -> None:
+    """Write metadata to a file. Raises `UserError` if torch is not installed."""
+    save(path, asdict(metadata))
 
 
-def read_outline(path: Path) -> Outline:
-    """What `write_outline` wrote. Raises `UserError` where that is not what the file holds."""
+def read_metadata(path: Path) -> CheckpointMetadata:
+    """Read a file of `write_metadata`. Raises `UserError` if it is invalid."""
     try:
-        outline = Outline(**load(path))
+        metadata = CheckpointMetadata(**load(path))
     except TypeError as error:
-        raise UserError(f"{path} is not what was kept of a PyTorch checkpoint ({error}): restore it") from error
-    if wrong := mistyped(outline):
-        raise UserError(f"{path} is not what was kept of a PyTorch checkpoint ({wrong[0]}): restore it")
-    return outline
+        raise UserError(f"{path} is not the metadata of a PyTorch checkpoint ({error}): restore it") from error
+    if wrong := type_errors(metadata):
+        raise UserError(f"{path} is not the metadata of a PyTorch checkpoint ({wrong[0]}): restore it")
+    return metadata
 
 
-def new_outline(
+def new_metadata(
     expression: Expression,
     names: NameTable,
     params_like: Any,
@@ -64,14 +71,23 @@ def new_outline(
     lr: float,
     scaler: Mapping[str, Any],
     decays: Callable[[str], bool],
-) -> Outline:
-    """Of a run that began here, as it stands after `count` updates.
+) -> CheckpointMetadata:
+    """Create the metadata of a run that did not start from a PyTorch checkpoint.
 
-    The groups are those of PyTorch's optimizer of the same name. Where `expression` leaves the decay to `decays`, of
-    paths, they are two: what decays, then what does not. The schedule becomes a `LambdaLR` of `lr`, whatever it is;
-    its state is a position, which other schedulers of PyTorch's take too.
+    Groups are those of PyTorch's optimizer of the same name; with weight decay there are two, decaying and not. The
+    schedule becomes a `LambdaLR`, whose state is a position, which other schedulers of PyTorch load too.
+
+    Args:
+      expression: Optimizer.
+      names: Name table of the parameters.
+      params_like: Parameters, of which only the shapes are used.
+      buffer_names: PyTorch's names of the running statistics.
+      count: Number of updates.
+      lr: Base learning rate.
+      scaler: `state_dict()` of the GradScaler.
+      decays: Predicate on paths: whether a parameter decays, where `expression` does not state it.
     """
-    torch = installed_torch("its optimizer is made by it")
+    torch = installed_torch("creates the optimizer")
     members = _members(expression, names, params_like, decays)
     groups = [
         {**_arguments(call, count), "lr": lr if _scheduled(call) else call.arguments["learning_rate"], **own}
@@ -79,14 +95,14 @@ def new_outline(
     ]
     group_names = [named for _, _, named in members]
     first = members[0][0]
-    kind = next(kind for kind in KINDS if kind.lower() == first.function)
+    kind = next(kind for kind in OPTIMIZER_CLASSES if kind.lower() == first.function)
     matrices = [[torch.zeros(1, 1) for _ in named] for named in group_names]
     optimizer = getattr(torch.optim, kind)([{"params": p, **group} for p, group in zip(matrices, groups, strict=True)])
     scheduler = None
     if any(_scheduled(call) for call, _, _ in members):
         factors = [partial(_factor, call, lr) for call, _, _ in members]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer's steps were taken elsewhere
+            warnings.simplefilter("ignore")  # the optimizer itself was not stepped
             stepped = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
             if count:
                 stepped.last_epoch, stepped._step_count = count - 1, count
@@ -95,13 +111,13 @@ def new_outline(
     order = names.torch_order(params_like)
     aliases = [alias for alias, name in names.tied.items() if name in order]
     tensors = [*order, *aliases, *buffer_names]
-    return Outline(tensors, optimizer.state_dict()["param_groups"], group_names, scheduler, scaler, count)
+    return CheckpointMetadata(tensors, optimizer.state_dict()["param_groups"], group_names, scheduler, scaler, count)
 
 
 def _members(
     expression: Expression, names: NameTable, params_like: Any, decays: Callable[[str], bool]
 ) -> list[tuple[Call, dict[str, Any], list[str]]]:
-    """(call, options of its own, names of its parameters) of each group."""
+    """Return (call, options, names of the parameters) of every group."""
     path_of = {name: path for path in names.params for name in names.only([path]).torch_order(params_like)}
     order = names.torch_order(params_like)
 
@@ -120,7 +136,7 @@ def _members(
 
 
 def _arguments(call: Call, count: int) -> dict[str, Any]:
-    """PyTorch's, all of them; a momentum that has a schedule as it stands."""
+    """Return all options of PyTorch's optimizer; a scheduled momentum has its current value."""
     takes = inspect.signature(OPTIMIZERS[call.function]).parameters
     given = {name: parameter.default for name, parameter in takes.items()} | dict(call.arguments)
     plain = {name: _double(value, count) if isinstance(value, Call) else value for name, value in given.items()}
@@ -130,7 +146,7 @@ def _arguments(call: Call, count: int) -> dict[str, Any]:
 
 
 def _factor(call: Call, lr: float, position: int) -> float:
-    """A `lr_lambda` of PyTorch's."""
+    """Compute an `lr_lambda` of PyTorch."""
     return _double(call.arguments["learning_rate"], position) / lr
 
 
@@ -139,6 +155,6 @@ def _scheduled(call: Call) -> bool:
 
 
 def _double(schedule: Call, count: int) -> float:
-    """Its value for the update numbered `count`."""
+    """Return the value for update `count`, in float64."""
     with jax.enable_x64(True):
         return float(build_expression(schedule, SCHEDULES, {})(jnp.array(count, np.int32)))

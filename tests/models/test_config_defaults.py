@@ -1,0 +1,88 @@
+"""The defaults of every configuration are those of the library that it follows, but for the differences listed here."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+
+from jaxtrain import models
+from jaxtrain.models.rope import to_hf as rope_to_hf
+
+CONFIGS = {
+    "BertConfig": "transformers",
+    "GPT2Config": "transformers",
+    "LlamaConfig": "transformers",
+    "LoraConfig": "peft",
+    "MixtralConfig": "transformers",
+    "ResNetConfig": "transformers",
+    "T5Config": "transformers",
+    "ViTConfig": "transformers",
+}
+RENAMED = {
+    ("GPT2Config", "dropout"): "resid_pdrop",
+    ("T5Config", "dropout"): "dropout_rate",
+    ("LoraConfig", "alpha"): "lora_alpha",
+    ("LoraConfig", "dropout"): "lora_dropout",
+    ("LoraConfig", "rslora"): "use_rslora",
+    ("LoraConfig", "targets"): "target_modules",
+}
+ABSENT = "absent"
+NOT_OF_LLAMA = "one class for the family: the value that switches the setting off"
+SMALL_STEM = "not in transformers: the value that gives its stem"
+# (class, field): (our default, theirs, why).
+DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
+    ("BertConfig", "num_labels"): (None, 2, "None selects the masked-language-modeling head"),
+    ("GPT2Config", "dropout"): (0.0, 0.1, "training from scratch sees most tokens once; files state their rate"),
+    ("LlamaConfig", "sliding_window"): (None, ABSENT, NOT_OF_LLAMA),
+    ("LlamaConfig", "layer_types"): (None, ABSENT, NOT_OF_LLAMA),
+    ("LlamaConfig", "no_rope_layers"): (None, ABSENT, NOT_OF_LLAMA),
+    ("LoraConfig", "targets"): (dataclasses.MISSING, None, "required: peft derives it from the model type"),
+    ("MixtralConfig", "head_dim"): (128, None, "None stands for hidden_size / num_attention_heads, 128"),
+    ("MixtralConfig", "attention_bias"): (False, ABSENT, NOT_OF_LLAMA),
+    ("MixtralConfig", "mlp_bias"): (False, ABSENT, NOT_OF_LLAMA),
+    ("MixtralConfig", "layer_types"): (None, ABSENT, NOT_OF_LLAMA),
+    ("MixtralConfig", "no_rope_layers"): (None, ABSENT, NOT_OF_LLAMA),
+    ("ResNetConfig", "num_labels"): (1000, 2, "the classes of ImageNet; files state their labels"),
+    ("ResNetConfig", "stem_kernel"): (7, ABSENT, SMALL_STEM),
+    ("ResNetConfig", "stem_stride"): (2, ABSENT, SMALL_STEM),
+    ("ResNetConfig", "stem_pool"): (True, ABSENT, SMALL_STEM),
+    ("T5Config", "dropout"): (0.0, 0.1, "pretraining of v1.1 has none; files state their rate"),
+    ("T5Config", "decoder_start_token_id"): (0, ABSENT, "files of all T5s state 0, which is their padding"),
+    ("ViTConfig", "num_labels"): (1000, 2, "the classes of ImageNet; files state their labels"),
+}
+
+
+def their_default(name: str, field: str) -> Any:
+    """The default of a field in the library's class, lists as tuples."""
+    config = getattr(importlib.import_module(CONFIGS[name]), name)()
+    value = getattr(config, RENAMED.get((name, field), field), ABSENT)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def our_default(field: dataclasses.Field[Any]) -> Any:
+    """Our default, rotary embeddings as in a config.json."""
+    return rope_to_hf(field.default) if field.name == "rope_parameters" else field.default
+
+
+def test_every_configuration_is_compared() -> None:
+    assert set(CONFIGS) == {name for name in models.__all__ if name.endswith("Config")}
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [(name, field.name) for name in CONFIGS for field in dataclasses.fields(getattr(models, name))],
+)
+def test_a_default_is_that_of_the_library(name: str, field: str) -> None:
+    pytest.importorskip(CONFIGS[name])
+    (ours,) = [our_default(f) for f in dataclasses.fields(getattr(models, name)) if f.name == field]
+    theirs = their_default(name, field)
+    if (name, field) in DIFFERENT:
+        assert (ours, theirs) == DIFFERENT[name, field][:2]
+    else:
+        assert ours == theirs
+
+
+def test_every_difference_is_of_a_field() -> None:
+    fields = {(name, field.name) for name in CONFIGS for field in dataclasses.fields(getattr(models, name))}
+    assert set(DIFFERENT) | set(RENAMED) <= fields
