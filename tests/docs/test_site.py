@@ -127,7 +127,8 @@ INTERNAL = {
         "read_metrics render_report report_server track_run write_error_page"
     ),
     "distributed": (
-        "AXES DATA FSDP TENSOR bypass_compilation_cache is_first resolved sizes together ways window_sharding"
+        "AXES DATA FSDP TENSOR bypass_compilation_cache data_parallel_size is_first parse_mesh process_group "
+        "run_mesh_sizes window_sharding"
     ),
     "interop": (
         "CheckpointMetadata LAYER Layout OPTIMIZER_CLASSES StoredTensor leaves new_metadata read_metadata "
