@@ -321,7 +321,7 @@ def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b/1\.png is 5x2 but .*a/1\.png is 4x2"):
         image_folder(tmp_path)
     (tmp_path / "a/2.png").write_bytes(b"not a picture")
-    with pytest.raises(UserError, match=r"a/2\.png is not an image"):
+    with pytest.raises(UserError, match=r"a/2\.png is not a readable png, jpg or bmp image"):
         image_folder(tmp_path)
     Image.fromarray(np.full((2, 4), 1000, np.uint16)).save(tmp_path / "a/2.png")
     with pytest.raises(UserError, match=r"a/2\.png has pixels of mode I;16"):
