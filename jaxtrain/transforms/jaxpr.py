@@ -12,6 +12,7 @@ would name this file.
 """
 
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -143,7 +144,7 @@ def jit_once(fn: Callable[..., Any], mark: Callable[..., Any]) -> Callable[..., 
     owner, options = fn, ()
     if isinstance(fn, functools.partial):
         owner, options = fn.func, (*fn.args, *sorted(fn.keywords.items()))
-    if not hasattr(owner, "__dict__") or not all(map(_is_plain, options)):
+    if not _is_function(owner) or not all(map(_is_plain, options)):
         return jax.jit(mark(fn))
     programs = owner.__dict__.setdefault("_jaxtrain_programs", {})
     # By id too: functools.wraps copies the dict of one function to another.
@@ -151,6 +152,11 @@ def jit_once(fn: Callable[..., Any], mark: Callable[..., Any]) -> Callable[..., 
     if key not in programs:
         programs[key] = owner, jax.jit(mark(fn))
     return programs[key][1]
+
+
+def _is_function(fn: Callable[..., Any]) -> bool:
+    """Return whether `fn` is a function, plain or wrapped by JAX: a callable module has attributes of its own."""
+    return isinstance(fn, types.FunctionType) or type(fn).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _is_plain(option: Any) -> bool:
