@@ -1,4 +1,4 @@
-"""Whether the values of a dataclass are of its fields' types: those read from a file may be anything."""
+"""Validate the values of a dataclass against its field types: values read from a file may be anything."""
 
 import dataclasses
 import math
@@ -7,35 +7,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-_LONGEST = 60  # characters of a value that are shown
+_MAX_LENGTH = 60  # characters of a formatted value
 
 
-def mistyped(values: Any) -> list[str]:
-    """Of each field of a dataclass's instance whose value is of another type: its name, its value, what it is to be.
+def type_errors(values: Any) -> list[str]:
+    """Return a message for each field of a dataclass instance whose value does not have the field's type.
 
-    An int is taken for a float, a bool for neither; numbers are to be finite.
+    An int is accepted as a float, a bool as neither; numbers must be finite.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
     ... class Sizes:
     ...     width: int
     ...     rate: float | None = None
-    >>> mistyped(Sizes(8, 1)), mistyped(Sizes("8", float("nan")))
-    ([], ["width '8' is no int", 'rate nan is no float or None'])
+    >>> type_errors(Sizes(8, 1)), type_errors(Sizes("8", float("nan")))
+    ([], ["width must be int, got '8'", 'rate must be float or None, got nan'])
     """
     hints = get_type_hints(type(values))
-    found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    by_name = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
     return [
-        f"{name} {shown(value)} is no {_named(hints[name])}"
-        for name, value in found.items()
+        f"{name} must be {_type_name(hints[name])}, got {brief(value)}"
+        for name, value in by_name.items()
         if not _is(value, hints[name])
     ]
 
 
-def shown(value: Any) -> str:
-    """The value as Python writes it, in one short line."""
+def brief(value: Any) -> str:
+    """Format a value as Python writes it, abbreviated to one short line."""
     text = str(value) if isinstance(value, int | float | Path) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
 
 
 def _is(value: Any, hint: Any) -> bool:
@@ -69,9 +69,9 @@ def _finite(value: float) -> bool:
         return False
 
 
-def _named(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_named(part) for part in get_args(hint))
+        return " or ".join(_type_name(part) for part in get_args(hint))
     return "None" if hint is types.NoneType else str(getattr(hint, "__name__", hint))

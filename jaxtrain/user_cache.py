@@ -4,10 +4,19 @@ import contextlib
 import os
 from pathlib import Path
 
+from jaxtrain.errors import UserError
+
 
 def user_cache(name: str) -> Path:
-    """Return the folder of a cache of this name, below XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxtrain" / name
+    """Return the folder of a cache of this name, below XDG_CACHE_HOME or ~/.cache. It may not exist yet.
+
+    Raises `UserError` if there is no home directory, as for some users of containers.
+    """
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise UserError(f"no cache folder ({error}): set XDG_CACHE_HOME") from error
+    return cache / "jaxtrain" / name
 
 
 def prune(folder: Path, pattern: str, max_bytes: int, protected: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Frozen parameters are PyTorch's requires_grad=False: untouched, without gradient, without optimizer memory."""
+"""Frozen parameters equal PyTorch's requires_grad=False: unchanged, without gradient and optimizer state."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_frozen_parameters_cost_no_gradient_no_memory_and_no_decay():
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads["head"]), rtol=1e-6)
 
 
-def test_leaves_that_are_no_floats_are_kept_as_they_are():
+def test_leaves_that_are_not_floating_point_are_unchanged():
     def with_table(params, batch, rng):
         return jt.Loss((params["w"][params["index"]] * batch).sum(), len(batch)), {}
 
@@ -109,6 +109,6 @@ def test_merging_undoes_partitioning_holes_included():
         assert [id(x) for x in jax.tree.leaves(again)] == [id(x) for x in jax.tree.leaves(tree)]
 
 
-def test_a_clip_value_that_bounds_nothing_is_the_users_error():
+def test_a_clip_value_that_is_not_positive_is_a_user_error():
     with pytest.raises(jt.UserError, match="clip_value must be positive, got 0: "):
         jt.train_step(loss_fn, optax.sgd(1.0), clip_value=0)

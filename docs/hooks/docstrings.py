@@ -7,7 +7,7 @@ from typing import Any
 from griffe import Extension, Object
 
 # From a prompt to the next empty line: the example and its output.
-DOCTEST = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.M | re.S)
+DOCTEST = re.compile(r"^( *)>>> .*?(?=\n\s*\n|\Z)", re.M | re.S)
 
 
 class Doctests(Extension):
@@ -17,4 +17,4 @@ class Doctests(Extension):
         """Rewrite the docstring of `obj`."""
         if obj.docstring:
             text = inspect.cleandoc(obj.docstring.value)
-            obj.docstring.value = DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", text)
+            obj.docstring.value = DOCTEST.sub(lambda match: f"{match[1]}```pycon\n{match[0]}\n{match[1]}```", text)

@@ -13,7 +13,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from jaxtrain.cli import nearest
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped, shown
+from jaxtrain.fields import brief, type_errors
 from jaxtrain.recipes import RECIPES, Recipe
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ def run_folder_argument(args: list[str], usage: str) -> tuple[str, list[str]]:
 
 def _check_types(settings: Any) -> None:
     """Raise `UserError` for a default whose type differs from its field's, as a config.json may hold."""
-    if wrong := mistyped(settings):
+    if wrong := type_errors(settings):
         raise UserError(f"{wrong[0]}: fix it")
     for field in dataclasses.fields(settings):
         if dataclasses.is_dataclass(value := getattr(settings, field.name)):
@@ -148,7 +148,7 @@ def _check_paths(settings: Any) -> None:
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise UserError(
-                    f"{field.name} {shown(str(value))} is not a valid path ({reason}): use another"
+                    f"{field.name} {brief(str(value))} is not a valid path ({reason}): use another"
                 ) from None
 
 

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.cost.flops import equation_flops
 from jaxtrain.errors import UserError
-from jaxtrain.fields import shown
+from jaxtrain.fields import brief
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 
@@ -62,7 +62,7 @@ def named(device: str) -> tuple[str, Ceilings]:
     known = [name for name in NVIDIA if device.casefold() in (name.casefold(), name.split()[-1].casefold())]
     if not known:
         raise UserError(
-            f"device {shown(device)} is not known: choose one of {', '.join(name.split()[-1] for name in NVIDIA)}"
+            f"device {brief(device)} is not known: choose one of {', '.join(name.split()[-1] for name in NVIDIA)}"
         )
     return known[0], NVIDIA[known[0]]
 

@@ -1,3 +1,3 @@
-"""What exists for XLA:CPU alone."""
+"""Rewrites and settings for XLA:CPU only."""
 
 __all__ = ["host_memory", "products", "workspace"]

@@ -1,8 +1,8 @@
-"""Memory that a process keeps instead of giving it back to the operating system and asking again at every step.
+"""Keep freed memory in the process instead of returning it to the operating system after every step.
 
 XLA's CPU backend allocates the temporaries of a step as one block and frees it at the step's end. glibc maps blocks
-that large from the kernel, which fills every page with zeros as it is first touched: 13,000 page faults a step of a
-small GPT-2, a third of its time. `keep_host_memory` has glibc take them from its heap, and keep the heap.
+that large from the kernel, which zeroes every page at its first access: 13,000 page faults per step of a small GPT-2,
+a third of its time. `keep_host_memory` makes glibc allocate them on its heap, and retain the heap.
 """
 
 import ctypes
@@ -14,10 +14,13 @@ _NEVER = 2**31 - 1
 
 
 def keep_host_memory() -> bool:
-    """Have this process keep what it frees. Whether it does: only glibc can be told.
+    """Make this process retain the memory it frees, with glibc only.
 
-    To be called before anything that starts threads is imported, numpy among them, as the commands do; the process then
-    holds until its end the most it ever held. One arena serves all threads: the others cannot hold blocks over 64 MiB.
+    Call it before importing anything that starts threads, numpy included, as the commands do. The process then holds
+    its peak memory until it ends. One arena serves all threads: other arenas cannot hold blocks over 64 MiB.
+
+    Returns:
+      Whether the setting was applied; False without glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -1,17 +1,17 @@
-"""Products said as XLA's CPU backend is fast at them; other backends are left alone.
+"""Rewrite matrix products and convolutions into forms that XLA:CPU runs fast; other backends are unaffected.
 
-A convolution over few positions becomes the product of all its windows, one row each, with its kernel (Chellapilla et
-al. 2006, known as im2col). Measured on two cores, 16 images of 2×2 pixels, 512 to 512 channels, 3×3 taps: 90 ms, and
-94 ms for the gradient of the images; as products 1.1 and 0.9 ms, PyTorch 1.4 and 1.8. Where there are more positions,
-XLA's own are as fast.
+A convolution over few positions becomes the product of all its windows, one row each, with its kernel (im2col,
+Chellapilla et al. 2006). Measured on two cores, 16 images of 2×2 pixels, 512 to 512 channels, 3×3 taps: 90 ms, and
+94 ms for the gradient of the images; as products 1.1 and 0.9 ms, PyTorch 1.4 and 1.8. With more positions XLA's
+convolutions are as fast.
 
-A matrix product of low-precision operands is computed in float32 and rounded, as the backend would do itself: but said
-before differentiation, the weights' gradient is transposed by its product, not copied between conversions (of a
-perceptron's bfloat16 step a third).
+A matrix product of low-precision operands is computed in float32 and rounded, as the backend does too. Rewritten
+before differentiation, the product transposes the weights' gradient itself, which is otherwise copied between
+conversions (a third of a perceptron's bfloat16 step).
 
-Inside of a loop a convolution's axes are put in the order that the backend has a library for, as XLA does by itself
-outside of loops (`xla/service/cpu/conv_canonicalization.cc` goes through the entry computation alone). Without, the
-gradient of a kernel is a plain loop: 64 images of 16×16, 32 to 32 channels, in a scan of four, 12 s instead of 0.04.
+Inside a loop a convolution's axes are put in the order that the backend has a library for, as XLA does only outside
+loops (`xla/service/cpu/conv_canonicalization.cc` visits the entry computation alone). Otherwise the gradient of a
+kernel is a plain loop: 64 images of 16×16, 32 to 32 channels, in a scan of four, 12 s instead of 0.04.
 """
 
 import functools
@@ -28,12 +28,12 @@ from jax.extend.core import JaxprEqn
 
 from jaxtrain.transforms import jaxpr
 
-FEW = 16
-"""Positions to which a product is the faster, whatever the kernel; and it is wherever taps outnumber positions."""
+FEW_POSITIONS = 16
+"""Up to this number of positions a product is faster for any kernel; with more, it is if taps outnumber positions."""
 
 
 def cpu_products(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as it is best compiled where the default backend is a CPU. To be differentiated afterwards.
+    """Rewrite the products of a function if the default backend is a CPU. To be differentiated afterwards.
 
     >>> def same(x, w):
     ...     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -45,16 +45,16 @@ def cpu_products(fn: Callable[..., Any]) -> Callable[..., Any]:
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         del run
         if eqn.primitive.name == "conv_general_dilated" and _is_small(eqn):
-            return [_product_of_windows(eqn, *args)]
+            return [_convolve_as_product(eqn, *args)]
         if eqn.primitive.name == "dot_general" and _is_low(eqn):
-            return [_rounded_once(eqn, *args)]
+            return [_compute_in_float32(eqn, *args)]
         return None
 
     return _on_a_cpu(fn, rule)
 
 
 def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as it is best compiled in a loop, where the default backend is a CPU. Put around what is differentiated.
+    """Rewrite the convolutions of a loop's body if the default backend is a CPU. To be applied after differentiation.
 
     >>> def rows_last(x, w):
     ...     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("HWCN", "HWIO", "NHWC"))
@@ -65,31 +65,31 @@ def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         del run
-        return [_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
+        return [_convolve_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
 
     return _on_a_cpu(fn, rule)
 
 
 def _on_a_cpu(fn: Callable[..., Any], rule: jaxpr.Rule) -> Callable[..., Any]:
-    """`fn` under `rule` where the default backend is a CPU."""
+    """Apply `rule` to `fn` if the default backend is a CPU."""
     rewritten = jaxpr.transform(fn, rule)
 
     @functools.wraps(fn)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        # Asked when traced: to ask when built would start a backend before `jax.distributed` could be.
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        # Decided when traced: querying it earlier would start a backend before `jax.distributed` is initialized.
         return (rewritten if jax.default_backend() == "cpu" else fn)(*args, **kwargs)
 
-    return chosen
+    return dispatch
 
 
 def _is_low(eqn: JaxprEqn) -> bool:
-    """Whether it is a product of low-precision matrices; of batches of them the backend's own is as fast."""
+    """Return whether it is a product of low-precision matrices; the backend's batched products are as fast."""
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     _, (batch, _) = eqn.params["dimension_numbers"]
     return not batch and all(aval.dtype in (jnp.bfloat16, np.float16) for aval in avals)
 
 
-def _rounded_once(eqn: JaxprEqn, x: jax.Array, y: jax.Array) -> jax.Array:
+def _compute_in_float32(eqn: JaxprEqn, x: jax.Array, y: jax.Array) -> jax.Array:
     params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
     product = eqn.primitive.bind(x.astype(np.float32), y.astype(np.float32), **params)
     return product.astype(x.dtype)
@@ -104,10 +104,10 @@ def _is_small(eqn: JaxprEqn) -> bool:
     out: Any = eqn.outvars[0].aval
     taps = math.prod(kernel.shape[d] for d in dims.rhs_spec[2:])
     positions = math.prod(out.shape[d] for d in dims.out_spec[2:])
-    return positions <= FEW or positions < taps
+    return positions <= FEW_POSITIONS or positions < taps
 
 
-def _product_of_windows(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _convolve_as_product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
     x, kernel = _operands_channels_last(eqn, x, kernel)
     windows = _windows(x, kernel.shape[:-2], eqn.params)
     y = lax.dot_general(
@@ -117,40 +117,40 @@ def _product_of_windows(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.A
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
     )
-    return _as_asked(eqn, y.reshape(*windows.shape[:-1], -1))
+    return _restore_axes(eqn, y.reshape(*windows.shape[:-1], -1))
 
 
-def _channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _convolve_channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
     space = tuple(range(1, x.ndim - 1))
     images, taps = (0, x.ndim - 1, *space), (x.ndim - 1, x.ndim - 2, *(d - 1 for d in space))
     params = {**eqn.params, "dimension_numbers": lax.ConvDimensionNumbers(images, taps, images)}
-    return _as_asked(eqn, eqn.primitive.bind(*_operands_channels_last(eqn, x, kernel), **params))
+    return _restore_axes(eqn, eqn.primitive.bind(*_operands_channels_last(eqn, x, kernel), **params))
 
 
 def _operands_channels_last(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[B, *space, in] and [*taps, in, out]."""
+    """Transpose the operands to [B, *space, in] and [*taps, in, out]."""
     dims = eqn.params["dimension_numbers"]
     x = lax.transpose(x, (dims.lhs_spec[0], *dims.lhs_spec[2:], dims.lhs_spec[1]))
     return x, lax.transpose(kernel, (*dims.rhs_spec[2:], dims.rhs_spec[1], dims.rhs_spec[0]))
 
 
-def _as_asked(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
-    """[B, *space, out] with its axes where the convolution has them."""
+def _restore_axes(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
+    """Transpose [B, *space, out] to the axes of the convolution's result."""
     spec = eqn.params["dimension_numbers"].out_spec
     places = (spec[0], *spec[2:], spec[1])
     return lax.transpose(y, tuple(places.index(d) for d in range(y.ndim)))
 
 
 def _windows(x: jax.Array, taps: Sequence[int], params: Any) -> jax.Array:
-    """[B, *positions, taps·in]: what the kernel sees at each position, tap by tap."""
+    """Return the window of the kernel at each position, tap by tap: [B, *positions, taps·in]."""
     around = [(0, 0), *params["padding"], (0, 0)]
     x = lax.pad(x, jnp.zeros([], x.dtype), [(low, high, 0) for low, high in around])
     strides = (1, *params["window_strides"], 1)
     spans = [(size - 1) * by for size, by in zip(taps, params["rhs_dilation"], strict=True)]
     ends = [n - span for n, span in zip(x.shape[1:-1], spans, strict=True)]
-    seen = []
+    slices = []
     for tap in itertools.product(*map(range, taps)):
         begin = [i * by for i, by in zip(tap, params["rhs_dilation"], strict=True)]
         limit = [end + b for end, b in zip(ends, begin, strict=True)]
-        seen.append(lax.slice(x, (0, *begin, 0), (x.shape[0], *limit, x.shape[-1]), strides))
-    return jnp.concatenate(seen, -1)
+        slices.append(lax.slice(x, (0, *begin, 0), (x.shape[0], *limit, x.shape[-1]), strides))
+    return jnp.concatenate(slices, -1)

@@ -1,9 +1,9 @@
-"""What XLA's CPU library allocates for itself while a step runs, of which the compiler's plan says nothing.
+"""Memory that XLA's CPU library allocates while a step runs, which the compiler's memory analysis omits.
 
-Convolutions and sums over rows are calls of a library (YNNPACK) there. It takes blocks of its own: a convolution a copy
-of its input, padded, and one of its kernel, which in the gradient of the weights is as large as the activations; a sum
-over rows, of so many columns that its block of 2^15 results holds few of them, partial sums. These sizes were measured,
-as `tests/planning/test_plan.py` measures them again: the library documents none.
+Convolutions and sums over rows call a library (YNNPACK), which allocates separate blocks. A convolution copies its
+padded input and its kernel, which in the gradient of the weights is as large as the activations. A sum over rows stores
+partial sums, if it has so many columns that its block of 2^15 results holds few rows. These sizes were measured, and
+`tests/planning/test_plan.py` measures them again: the library does not document them.
 """
 
 import math
@@ -19,7 +19,14 @@ _REDUCE = re.compile(r"= \w+\[([\d,]*)\]\S* reduce\(%?([\w.-]+),.*dimensions=\{(
 
 
 def cpu_workspace(hlo: str) -> int:
-    """Bytes of the largest such block in a program compiled for the CPU, given as text; 0 of any other program."""
+    """Estimate the largest block that XLA's CPU library allocates.
+
+    Args:
+      hlo: Text of a compiled program.
+
+    Returns:
+      Bytes; 0 for a program that is not for the CPU.
+    """
     called = set(_CALL.findall(hlo))
     if not called:
         return 0
@@ -58,7 +65,7 @@ def _reduction(body: str) -> int:
 
 
 def _values(body: str) -> dict[str, tuple[int, list[int]]]:
-    """Bytes of an element, and shape, of every array that has a line."""
+    """Return (bytes of an element, shape) of every array by name."""
     return {name: (_ITEM.get(kind, 4), _shape(shape)) for name, kind, shape in _VALUE.findall(body)}
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jaxtrain.errors import UserError
 from jaxtrain.user_cache import prune, user_cache
 
 MAX_BYTES = 32 * 2**30
@@ -100,7 +101,12 @@ def file_identity(file: Path) -> str:
 
 def _folder() -> Path | None:
     setting = os.environ.get(VARIABLE, "")
-    return None if setting == "off" else Path(setting) if setting else user_cache("tokens")
+    if setting:
+        return None if setting == "off" else Path(setting)
+    try:
+        return user_cache("tokens")
+    except UserError:
+        return None
 
 
 def _in_memory(documents: Iterable[NDArray[np.integer[Any]]], dtype: DTypeLike) -> TokenizedDocuments:

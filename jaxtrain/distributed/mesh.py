@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import shown
+from jaxtrain.fields import brief
 
 AXES = DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
 ROWS = (DATA, FSDP)
@@ -35,13 +35,13 @@ def sizes(spec: str) -> dict[str, int]:
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES:
             raise UserError(
-                f"mesh {shown(spec)} has an axis {shown(axis)}: choose of {', '.join(AXES)}, as in data=2,fsdp=4"
+                f"mesh {brief(spec)} has an axis {brief(axis)}: choose of {', '.join(AXES)}, as in data=2,fsdp=4"
             )
         if axis in said:
-            raise UserError(f"mesh {shown(spec)} says {axis} twice: say it once")
+            raise UserError(f"mesh {brief(spec)} says {axis} twice: say it once")
         if not re.fullmatch("[1-9][0-9]{0,8}", size):
             raise UserError(
-                f"mesh {shown(spec)} gives {axis} the size {shown(size)}: make it a number of devices, 1 or more"
+                f"mesh {brief(spec)} gives {axis} the size {brief(size)}: make it a number of devices, 1 or more"
             )
         said[axis] = int(size)
     return {axis: said.get(axis, 1) for axis in AXES}
@@ -61,7 +61,7 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
     product = math.prod(shape.values())
     if product != len(devices):
         raise UserError(
-            f"mesh {shown(spec)} is of {product} devices and there are {len(devices)}: make its sizes multiply to that"
+            f"mesh {brief(spec)} is of {product} devices and there are {len(devices)}: make its sizes multiply to that"
         )
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped
+from jaxtrain.fields import type_errors
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import installed_torch, load, save
 from jaxtrain.interop.torch_optimizer import OPTIMIZER_CLASSES
@@ -56,7 +56,7 @@ def read_metadata(path: Path) -> CheckpointMetadata:
         metadata = CheckpointMetadata(**load(path))
     except TypeError as error:
         raise UserError(f"{path} is not the metadata of a PyTorch checkpoint ({error}): restore it") from error
-    if wrong := mistyped(metadata):
+    if wrong := type_errors(metadata):
         raise UserError(f"{path} is not the metadata of a PyTorch checkpoint ({wrong[0]}): restore it")
     return metadata
 

@@ -1,4 +1,4 @@
-"""Losses an element or an example, never a mean: to be summed into a `jaxtrain.Loss`, with the weight of the sum.
+"""Losses per element or per example, without reduction: `jaxtrain.Loss.of` sums them.
 
 Names, options and formulas are PyTorch's (`torch.nn.functional`, `reduction="none"`), and so are the gradients where
 the derivative does not exist. Under autocast they run in float32.

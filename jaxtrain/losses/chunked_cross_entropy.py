@@ -1,11 +1,10 @@
-"""Cross-entropy of a large vocabulary, without ever holding its logits.
+"""Cross-entropy over a large vocabulary without storing all logits.
 
-Logits are the largest array of a language model: [tokens, vocabulary], and again for their gradient. Here the
-projection to them and the loss are one function, computed for some tokens at a time. The backward pass computes each
-chunk's logits again: 8 instead of 6 · tokens · width · vocabulary operations. Computing gradients in the forward pass
-would save these, but only of a sum, whose scale it would have to guess: float16 gradients are only saved from underflow
-by the loss scale, which is known when they are asked for. What is left is rematerialisation, so it is said as that, and
-differentiates, twice too, and autocasts like any other code.
+The logits of a language model, [tokens, vocabulary], are its largest array, and so is their gradient. Here the
+projection and the loss are one function, computed for a chunk of tokens at a time. The backward pass recomputes each
+chunk's logits: 8 instead of 6 · tokens · width · vocabulary operations. Computing gradients in the forward pass would
+save these, but it does not know the loss scale, without which float16 gradients underflow. The function is an ordinary
+rematerialized scan, which can be differentiated twice and autocast.
 """
 
 import jax
@@ -25,37 +24,48 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> jax.Array:
-    """`cross_entropy(hidden @ projection, labels)`: hidden [..., width], projection [width, vocabulary], integer
-    labels [...] → [...], with logits of at most `chunk` tokens held at a time.
+    """Compute `cross_entropy(hidden @ projection, labels)` for a chunk of tokens at a time.
 
-    Labels and options are those of `cross_entropy`, and so are the errors; `UserError` for a chunk under 1 too.
+    Args:
+      hidden: float[..., width].
+      projection: float[width, vocabulary].
+      labels: int[...].
+      chunk: Maximum number of tokens whose logits exist at a time.
+      ignore_index: Label whose loss is 0.
+      label_smoothing: As for `cross_entropy`.
 
-    >>> hidden, projection, labels = jnp.ones((2, 5, 3)), jnp.eye(3), jnp.zeros((2, 5), int)
-    >>> chunked = chunked_cross_entropy(hidden, projection, labels, chunk=4)
-    >>> bool(jnp.allclose(chunked, cross_entropy(hidden @ projection, labels)))
-    True
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: As for `cross_entropy`, or `chunk` is below 1.
+
+    Example:
+      >>> hidden, projection, labels = jnp.ones((2, 5, 3)), jnp.eye(3), jnp.zeros((2, 5), int)
+      >>> chunked = chunked_cross_entropy(hidden, projection, labels, chunk=4)
+      >>> bool(jnp.allclose(chunked, cross_entropy(hidden @ projection, labels)))
+      True
     """
     if chunk < 1:
-        raise UserError(f"chunk {chunk} holds no token: make it 1 or more")
+        raise UserError(f"chunk must be at least 1, got {chunk}")
     if labels.shape != hidden.shape[:-1]:
         raise UserError(
-            f"the loss was given hidden {list(hidden.shape)} and labels {list(labels.shape)}: "
-            f"give it labels {list(hidden.shape[:-1])}"
+            f"labels must be {list(hidden.shape[:-1])} for hidden {list(hidden.shape)}, got {list(labels.shape)}"
         )
     size = min(chunk, max(labels.size, 1))
     n = -(-labels.size // size)
 
     def chunks(x: jax.Array, fill: int) -> jax.Array:
         padded = jnp.pad(x, [(0, n * size - len(x)), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
-        # Every n-th token to a chunk, so that tokens sharded over devices stay where they are.
+        # A chunk takes every n-th token, so that tokens sharded over devices are not moved.
         return padded.reshape(size, n, *x.shape[1:]).swapaxes(0, 1)
 
     @jax.checkpoint
-    def losses_of(hidden: jax.Array, projection: jax.Array, labels: jax.Array) -> jax.Array:
+    def chunk_losses(hidden: jax.Array, projection: jax.Array, labels: jax.Array) -> jax.Array:
         return cross_entropy(hidden @ projection, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
 
     _, losses = lax.scan(
-        lambda _, at: (None, losses_of(at[0], projection, at[1])),
+        lambda _, at: (None, chunk_losses(at[0], projection, at[1])),
         None,
         (chunks(hidden.reshape(-1, hidden.shape[-1]), 0), chunks(labels.reshape(-1), ignore_index)),
     )

@@ -1,4 +1,4 @@
-"""Losses that say which embeddings are to be near each other."""
+"""Losses on the distances or similarities of embeddings."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,30 @@ from jaxtrain.losses.shapes import require_alike
 from jaxtrain.losses.subgradients import clamp, norm
 
 _EPSILON = float(np.float32(1e-12))
-"""Added to the squared lengths, in float64 too (`aten/src/ATen/native/Loss.cpp`: a float)."""
+"""Added to the squared lengths, also in float64 (a float in `aten/src/ATen/native/Loss.cpp`)."""
 
 
 @operation("margin")
 def cosine_embedding(a: jax.Array, b: jax.Array, targets: jax.Array, *, margin: float = 0.0) -> jax.Array:
-    """`torch.nn.functional.cosine_embedding_loss(reduction="none")`: a and b [..., features], targets ±1 [...] → [...].
+    """Cosine embedding loss, as `torch.nn.functional.cosine_embedding_loss(reduction="none")`.
 
-    1 − cos where the target is 1, the cosine's excess over the margin where it is −1.
+    1 − cos where the target is 1; max(0, cos − margin) where it is −1.
 
-    >>> print(cosine_embedding(jnp.eye(2), jnp.eye(2), jnp.array([1, -1]), margin=0.25).round(4))
-    [0.   0.75]
+    Args:
+      a: float[..., features].
+      b: float[..., features].
+      targets: 1 or −1, [...].
+      margin: Bound on the cosine of dissimilar pairs.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ.
+
+    Example:
+      >>> print(cosine_embedding(jnp.eye(2), jnp.eye(2), jnp.array([1, -1]), margin=0.25).round(4))
+      [0.   0.75]
     """
     require_alike(a=a, b=b)
     require_alike(a=a[..., 0], targets=targets)
@@ -40,13 +53,27 @@ def triplet_margin(
     p: float = 2.0,
     swap: bool = False,
 ) -> jax.Array:
-    """`torch.nn.functional.triplet_margin_loss(reduction="none")`: three of [..., features] → [...].
+    """Triplet loss, as `torch.nn.functional.triplet_margin_loss(reduction="none")`.
 
-    How far the positive is from being nearer the anchor than the negative by the margin, in the p-norm. With `swap`
-    the negative's distance is that to the positive where this is less.
+    max(0, margin + distance(anchor, positive) − distance(anchor, negative)), in the p-norm.
 
-    >>> triplet_margin(jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.ones((1, 2)), margin=0.5).tolist()
-    [0.5]
+    Args:
+      anchor: float[..., features].
+      positive: float[..., features].
+      negative: float[..., features].
+      margin: Margin between the distances.
+      p: Order of the norm.
+      swap: Whether to use the distance of positive and negative if it is smaller than that of anchor and negative.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ.
+
+    Example:
+      >>> triplet_margin(jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.ones((1, 2)), margin=0.5).tolist()
+      [0.5]
     """
     require_alike(anchor=anchor, positive=positive, negative=negative)
 
@@ -61,12 +88,24 @@ def triplet_margin(
 
 @operation("margin")
 def hinge_embedding(distances: jax.Array, targets: jax.Array, *, margin: float = 1.0) -> jax.Array:
-    """`torch.nn.functional.hinge_embedding_loss(reduction="none")`: distances and targets ±1, [...] → [...].
+    """Hinge embedding loss, as `torch.nn.functional.hinge_embedding_loss(reduction="none")`.
 
-    The distance where the target is 1, what it lacks of the margin where it is −1.
+    The distance where the target is 1; max(0, margin − distance) where it is −1.
 
-    >>> hinge_embedding(jnp.array([0.25, 0.25]), jnp.array([1, -1])).tolist()
-    [0.25, 0.75]
+    Args:
+      distances: float[...].
+      targets: 1 or −1, the same shape.
+      margin: Distance that dissimilar pairs should have.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ.
+
+    Example:
+      >>> hinge_embedding(jnp.array([0.25, 0.25]), jnp.array([1, -1])).tolist()
+      [0.25, 0.75]
     """
     require_alike(distances=distances, targets=targets)
     apart = jnp.where(targets != 1, clamp(margin - distances, 0), 0)
@@ -74,27 +113,45 @@ def hinge_embedding(distances: jax.Array, targets: jax.Array, *, margin: float =
 
 
 def info_nce(similarities: jax.Array) -> jax.Array:
-    """InfoNCE (van den Oord et al. 2018): similarities [N, M ≥ N] over temperature → [N], row i's own column being i.
+    """InfoNCE: cross-entropy of each row's own column against all others.
 
-    The other columns are its negatives: those of the other rows, and any more.
+    Args:
+      similarities: float[N, M ≥ N], divided by the temperature; the positive of row i is column i.
 
-    >>> print(info_nce(jnp.array([[0.0, 0.0], [0.0, 0.0]])).round(4))
-    [0.6931 0.6931]
+    Returns:
+      float[N].
+
+    Example:
+      >>> print(info_nce(jnp.array([[0.0, 0.0], [0.0, 0.0]])).round(4))
+      [0.6931 0.6931]
+
+    References:
+      van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018.
     """
     return cross_entropy(similarities, jnp.arange(len(similarities)))
 
 
 def clip(similarities: jax.Array) -> jax.Array:
-    """CLIP's loss (Radford et al. 2021): similarities of N texts and their N images over temperature, [N, N] → [N].
+    """CLIP's loss: the mean of `info_nce` over the images and over the texts.
 
-    The mean of `info_nce` among the images and among the texts: summed and divided by N it is `transformers`'
-    `image_text_contrastive_loss`.
+    Summed and divided by N it is `image_text_contrastive_loss` of `transformers`.
 
-    >>> print(clip(jnp.array([[0.0, 0.0], [0.0, 0.0]])).round(4))
-    [0.6931 0.6931]
+    Args:
+      similarities: float[N, N], of texts and their images, divided by the temperature.
+
+    Returns:
+      float[N].
+
+    Raises:
+      UserError: `similarities` is not square.
+
+    Example:
+      >>> print(clip(jnp.array([[0.0, 0.0], [0.0, 0.0]])).round(4))
+      [0.6931 0.6931]
+
+    References:
+      Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021.
     """
     if similarities.ndim != 2 or len(similarities) != len(similarities.T):
-        raise UserError(
-            f"clip was given similarities {list(similarities.shape)}: give it a text for each image, [N, N]"
-        )
+        raise UserError(f"similarities must be [N, N], one text per image, got {list(similarities.shape)}")
     return (info_nce(similarities) + info_nce(similarities.T)) / 2

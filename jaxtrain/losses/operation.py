@@ -1,4 +1,4 @@
-"""A loss as one operation of autocast's float32 list, as PyTorch's losses are."""
+"""Mark a loss as one operation of autocast's float32 list, as PyTorch's losses are."""
 
 import functools
 from collections.abc import Callable
@@ -12,29 +12,36 @@ P = ParamSpec("P")
 
 
 def operation(*options: str) -> Callable[[Callable[P, jax.Array]], Callable[P, jax.Array]]:
-    """Mark a pure function of arrays, and of the Python numbers named in `options`, as one float32 operation.
+    """Mark a pure function as one float32 operation under autocast.
 
-    Autocast widens its low-precision inputs once and runs it in float32, and what flows back is rounded once
+    Autocast widens its low-precision inputs once and runs it in float32, and its gradients are rounded once
     (`AT_FORALL_FP32` in `aten/src/ATen/autocast_mode.h` lists PyTorch's). Otherwise it runs in its inputs' dtype.
 
-    >>> import jax.numpy as jnp
-    >>> from jaxtrain import autocast
-    >>> @operation("factor")
-    ... def scaled(x, factor):
-    ...     return factor * x
-    >>> autocast(lambda x: scaled(x @ x, factor=3.0), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
-    'float32'
+    Args:
+      *options: Names of the arguments that are Python numbers; all others are arrays.
+
+    Returns:
+      A decorator.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxtrain import autocast
+      >>> @operation("factor")
+      ... def scaled(x, factor):
+      ...     return factor * x
+      >>> autocast(lambda x: scaled(x @ x, factor=3.0), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+      'float32'
     """
 
     def decorate(fn: Callable[P, jax.Array]) -> Callable[P, jax.Array]:
         jitted = jax.jit(fn, static_argnames=options)
 
         @functools.wraps(fn)
-        def computed(*args: P.args, **kwargs: P.kwargs) -> jax.Array:
+        def call(*args: P.args, **kwargs: P.kwargs) -> jax.Array:
             with autocast_disabled():
                 out: jax.Array = jitted(*args, **kwargs)
                 return out
 
-        return computed
+        return call
 
     return decorate

@@ -1,4 +1,4 @@
-"""Losses of regressions, element by element."""
+"""Losses for regression, per element."""
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,21 @@ from jaxtrain.losses.subgradients import abs
 
 @operation()
 def mse(predictions: jax.Array, targets: jax.Array) -> jax.Array:
-    """`torch.nn.functional.mse_loss(reduction="none")`: (p − t)², without optax's ½. All shapes [...].
+    """Squared error (p − t)², as `torch.nn.functional.mse_loss(reduction="none")`. optax has a factor of ½.
 
-    >>> mse(jnp.array([3.0]), jnp.array([1.0])).tolist()
-    [4.0]
+    Args:
+      predictions: float[...].
+      targets: float[...], the same shape.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ.
+
+    Example:
+      >>> mse(jnp.array([3.0]), jnp.array([1.0])).tolist()
+      [4.0]
     """
     require_alike(predictions=predictions, targets=targets)
     return jnp.square(predictions - targets)
@@ -22,10 +33,21 @@ def mse(predictions: jax.Array, targets: jax.Array) -> jax.Array:
 
 @operation()
 def l1(predictions: jax.Array, targets: jax.Array) -> jax.Array:
-    """`torch.nn.functional.l1_loss(reduction="none")`: |p − t|, whose gradient at 0 is 0. All shapes [...].
+    """Absolute error |p − t|, as `torch.nn.functional.l1_loss(reduction="none")`; its gradient at 0 is 0.
 
-    >>> l1(jnp.array([3.0]), jnp.array([1.0])).tolist()
-    [2.0]
+    Args:
+      predictions: float[...].
+      targets: float[...], the same shape.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ.
+
+    Example:
+      >>> l1(jnp.array([3.0]), jnp.array([1.0])).tolist()
+      [2.0]
     """
     require_alike(predictions=predictions, targets=targets)
     return abs(predictions - targets)
@@ -33,15 +55,27 @@ def l1(predictions: jax.Array, targets: jax.Array) -> jax.Array:
 
 @operation("beta")
 def smooth_l1(predictions: jax.Array, targets: jax.Array, *, beta: float = 1.0) -> jax.Array:
-    """`torch.nn.functional.smooth_l1_loss(reduction="none")`: d² / 2β where d = |p − t| is under β, else d − β/2.
+    """Smooth L1 loss, as `torch.nn.functional.smooth_l1_loss(reduction="none")`.
 
-    Huber's loss over β, and `l1` where β is 0. All shapes [...]. Raises `UserError` for a negative β.
+    d² / 2β for d = |p − t| below β, else d − β/2: Huber's loss over β, and `l1` if β is 0.
 
-    >>> smooth_l1(jnp.array([3.0]), jnp.array([1.0]), beta=0.5).tolist()
-    [1.75]
+    Args:
+      predictions: float[...].
+      targets: float[...], the same shape.
+      beta: Threshold β, at least 0.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ, or `beta` is negative.
+
+    Example:
+      >>> smooth_l1(jnp.array([3.0]), jnp.array([1.0]), beta=0.5).tolist()
+      [1.75]
     """
     if beta < 0:
-        raise UserError(f"beta {beta} of smooth_l1 is negative: choose 0, which is l1, or more")
+        raise UserError(f"beta must be at least 0, got {beta}: use 0 for l1")
     if beta == 0:
         return l1(predictions, targets)
     return huber(predictions, targets, delta=beta) / beta
@@ -49,15 +83,27 @@ def smooth_l1(predictions: jax.Array, targets: jax.Array, *, beta: float = 1.0) 
 
 @operation("delta")
 def huber(predictions: jax.Array, targets: jax.Array, *, delta: float = 1.0) -> jax.Array:
-    """`torch.nn.functional.huber_loss(reduction="none")`: d² / 2 where d = |p − t| is up to δ, else δ (d − δ/2).
+    """Huber's loss, as `torch.nn.functional.huber_loss(reduction="none")`.
 
-    All shapes [...]. Raises `UserError` for a δ that is not positive.
+    d² / 2 for d = |p − t| up to δ, else δ (d − δ/2).
 
-    >>> huber(jnp.array([3.0]), jnp.array([1.0]), delta=0.5).tolist()
-    [0.875]
+    Args:
+      predictions: float[...].
+      targets: float[...], the same shape.
+      delta: Threshold δ, positive.
+
+    Returns:
+      float[...].
+
+    Raises:
+      UserError: The shapes differ, or `delta` is not positive.
+
+    Example:
+      >>> huber(jnp.array([3.0]), jnp.array([1.0]), delta=0.5).tolist()
+      [0.875]
     """
     if delta <= 0:
-        raise UserError(f"delta {delta} of huber is not positive: choose one that is")
+        raise UserError(f"delta must be positive, got {delta}: use 1.0")
     require_alike(predictions=predictions, targets=targets)
     error = predictions - targets
     size = abs(error)

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped
+from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
@@ -188,7 +188,7 @@ def _shapes(module: ModuleType, head: str, values: Mapping[str, Any], folder: Pa
     from_hf, kind = module.from_hf, getattr(module, head)
     try:
         config = from_hf(values)
-        if wrong := mistyped(config):
+        if wrong := type_errors(config):
             raise TypeError(wrong[0])
         return config, nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

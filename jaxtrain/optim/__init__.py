@@ -1,7 +1,7 @@
-"""PyTorch's optimizers and learning rate schedulers, said in optax.
+"""PyTorch's optimizers and learning rate schedulers as optax transformations and schedules.
 
-Not here: LBFGS, whose step evaluates the loss as often as its line search likes and so is no function of one gradient;
-SparseAdam, as JAX's gradients are dense.
+Not included: LBFGS, whose step is not a function of one gradient, because its line search evaluates the loss any number
+of times; SparseAdam, because JAX's gradients are dense.
 """
 
 from jaxtrain.optim.adadelta import adadelta

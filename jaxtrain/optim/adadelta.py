@@ -1,4 +1,7 @@
-"""Adadelta with the arithmetic of `torch.optim.Adadelta` (`torch/optim/adadelta.py`): optax's, PyTorch's defaults."""
+"""Adadelta with the arithmetic of `torch.optim.Adadelta` (`torch/optim/adadelta.py`).
+
+The algorithm is optax's, the defaults are PyTorch's.
+"""
 
 import optax
 
@@ -14,12 +17,23 @@ def adadelta(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Adadelta`.
+    """Adadelta, as `torch.optim.Adadelta`.
 
-    >>> import jax.numpy as jnp
-    >>> tx = adadelta()
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -0.003162
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      rho: Decay of the moving averages.
+      eps: Added to the averages under the root.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = adadelta()
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -0.003162
     """
     return optax.chain(
         *gradient_preprocessing(weight_decay, maximize),

@@ -1,6 +1,6 @@
 """Adafactor with the arithmetic of `torch.optim.Adafactor` (`torch/optim/_adafactor.py`).
 
-`optax.adafactor` is another algorithm: other decay, other factors, other clipping.
+`optax.adafactor` is a different algorithm: its decay, factors and clipping differ.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +15,15 @@ from jaxtrain.step import rate_at
 
 
 class AdafactorState(NamedTuple):
-    """`count` int32[], updates so far; `learning_rate` float[], the scheduler's at the last of them; `row_var`
-    [.., m, 1] and `col_var` [.., 1, n], the factors of a matrix's second moment; `variance`, that of a vector. What a
-    leaf has not is an array of no elements."""
+    """State of `adafactor`. Entries that a leaf does not use are arrays without elements.
+
+    Attributes:
+      count: int32[], updates so far.
+      learning_rate: float[], the scheduler's rate at the last update.
+      row_var: [.., m, 1], row factor of a matrix's second moment.
+      col_var: [.., 1, n], column factor of a matrix's second moment.
+      variance: Second moment of a vector.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     learning_rate: jax.Array
@@ -35,23 +41,36 @@ def adafactor(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Adafactor`, a parameter's root mean square in its step, its last two axes factored.
+    """Adafactor, as `torch.optim.Adafactor`: steps relative to a parameter's RMS, second moments factored.
 
-    Transposing a matrix changes nothing. But a convolution's last two axes are others in JAX's layout than in
-    PyTorch's, and layers stacked in one array share one root mean square: with these it is Adafactor, not PyTorch's.
+    The last two axes of a parameter are factored; transposing a matrix changes nothing. A convolution's last two axes
+    differ between the layouts of JAX and PyTorch, and layers stacked in one array share one RMS: for these the result
+    is Adafactor, but not that of PyTorch.
 
-    >>> tx = adafactor(0.1)
-    >>> params = jnp.ones((2, 3))
-    >>> updates, _ = tx.update(jnp.full((2, 3), 3.0), tx.init(params), params)
-    >>> round(float(updates[0, 0]), 6)
-    -0.1
+    Args:
+      learning_rate: A number, or a schedule of the number of updates.
+      beta2_decay: Exponent of the second moment's decay.
+      eps: Bounds (of the squared update, of the parameter's RMS); None for the dtype's epsilon.
+      d: Threshold of the update's RMS.
+      weight_decay: Decoupled weight decay.
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = adafactor(0.1)
+      >>> params = jnp.ones((2, 3))
+      >>> updates, _ = tx.update(jnp.full((2, 3), 3.0), tx.init(params), params)
+      >>> round(float(updates[0, 0]), 6)
+      -0.1
     """
 
     def init(params: Any) -> AdafactorState:
         def factor(axis: int) -> Any:
-            return jax.tree.map(lambda p: _mean_square(jnp.zeros_like(p), axis) if p.ndim > 1 else _nothing(p), params)
+            return jax.tree.map(lambda p: _mean_square(jnp.zeros_like(p), axis) if p.ndim > 1 else _empty(p), params)
 
-        variance = jax.tree.map(lambda p: _nothing(p) if p.ndim > 1 else jnp.zeros_like(p), params)
+        variance = jax.tree.map(lambda p: _empty(p) if p.ndim > 1 else jnp.zeros_like(p), params)
         zero = jnp.zeros([], np.int32)
         return AdafactorState(zero, rate_at(learning_rate, zero), factor(-1), factor(-2), variance)
 
@@ -61,14 +80,14 @@ def adafactor(
         t = count.astype(lr.dtype)
         weight = t**beta2_decay
 
-        def toward(old: jax.Array, new: jax.Array) -> jax.Array:
+        def interpolate(old: jax.Array, new: jax.Array) -> jax.Array:
             return old + weight.astype(old.dtype) * (new - old)
 
         def factor(old: Any, axis: int) -> Any:
-            return jax.tree.map(lambda v, g: toward(v, _mean_square(g, axis)) if g.ndim > 1 else v, old, grads)
+            return jax.tree.map(lambda v, g: interpolate(v, _mean_square(g, axis)) if g.ndim > 1 else v, old, grads)
 
         row, col = factor(state.row_var, -1), factor(state.col_var, -2)
-        variance = jax.tree.map(lambda v, g: v if g.ndim > 1 else toward(v, g * g), state.variance, grads)
+        variance = jax.tree.map(lambda v, g: v if g.ndim > 1 else interpolate(v, g * g), state.variance, grads)
 
         def change(g: jax.Array, p: jax.Array, r: jax.Array, c: jax.Array, v: jax.Array) -> jax.Array:
             eps1 = float(jnp.finfo(p.dtype).eps) if eps[0] is None else eps[0]
@@ -93,5 +112,5 @@ def _rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt((x * x).mean())
 
 
-def _nothing(p: jax.Array) -> jax.Array:
+def _empty(p: jax.Array) -> jax.Array:
     return jnp.zeros([0], p.dtype)

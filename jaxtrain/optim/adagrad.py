@@ -1,6 +1,6 @@
 """Adagrad with the arithmetic of `torch.optim.Adagrad` (`torch/optim/adagrad.py`).
 
-`optax.adagrad` starts its sum at 0.1 and keeps eps inside the root.
+`optax.adagrad` initializes its sum with 0.1 and adds eps inside the root.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,12 @@ from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class AdagradState(NamedTuple):
-    """`count` int32[], updates so far; `sum`, of g²."""
+    """State of `adagrad`.
+
+    Attributes:
+      count: int32[], updates so far.
+      sum: Sum of the squared gradients.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     sum: Any
@@ -30,11 +35,23 @@ def adagrad(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Adagrad`. `lr_decay` divides the learning rate by 1 + updates · lr_decay, unseen by schedulers.
+    """Adagrad, as `torch.optim.Adagrad`.
 
-    >>> tx = adagrad(0.1)
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -0.1
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      lr_decay: The update is divided by 1 + updates · lr_decay, independently of any schedule.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      initial_accumulator_value: Initial value of the sum of squares.
+      eps: Added to the root.
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = adagrad(0.1)
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -0.1
     """
 
     def init(params: Any) -> AdagradState:

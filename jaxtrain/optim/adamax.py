@@ -1,6 +1,6 @@
 """Adamax with the arithmetic of `torch.optim.Adamax` (`torch/optim/adamax.py`).
 
-`optax.adamax` is equal in float64; its float32 bias correction is a float32 power.
+`optax.adamax` is equal in float64; in float32 its bias correction is a float32 power.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,13 @@ from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class AdamaxState(NamedTuple):
-    """`count` int32[], updates so far; `mu`, the moving average of g; `norm`, the decaying maximum of |g| + eps."""
+    """State of `adamax`.
+
+    Attributes:
+      count: int32[], updates so far.
+      mu: Moving average of the gradients.
+      norm: Decaying maximum of |gradient| + eps.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     mu: Any
@@ -32,11 +38,23 @@ def adamax(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Adamax`.
+    """Adamax, as `torch.optim.Adamax`.
 
-    >>> tx = adamax(0.1)
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -0.1
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      b1: Decay of the first moment, or a schedule of it.
+      b2: Decay of the maximum.
+      eps: Added to the gradient's magnitude.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = adamax(0.1)
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -0.1
     """
 
     def init(params: Any) -> AdamaxState:

@@ -1,10 +1,10 @@
 """Adam and AdamW with the arithmetic of `torch.optim.Adam` and `AdamW` (`torch/optim/adam.py`, `torch/optim/adamw.py`).
 
-In float64 `optax.adamw` is the same. In float32 it is not: it takes the bias correction 1 − β₂ᵗ as one minus a float32
-power, which at t = 1 keeps five digits of 0.001, while PyTorch takes it in double. Measured on a perceptron over 20
-updates, that puts optax's float32 parameters hundreds of times further from the float64 truth than PyTorch's.
-`optax.amsgrad` is another algorithm in any precision: it takes the maximum of the bias-corrected second moments,
-PyTorch that of the raw ones.
+In float64 `optax.adamw` is the same. In float32 it computes the bias correction 1 − β₂ᵗ as one minus a float32 power,
+which at t = 1 has five digits of 0.001, while PyTorch computes it in double. Measured on a perceptron over 20 updates,
+optax's float32 parameters are hundreds of times further from the float64 reference than PyTorch's. `optax.amsgrad` is
+a different algorithm in any precision: it takes the maximum of the bias-corrected second moments, PyTorch that of the
+raw ones.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,13 @@ from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class AdamState(NamedTuple):
-    """`count` int32[], updates so far; `mu` and `nu`, like the parameters: the moving averages of g and g²."""
+    """State of `scale_by_adam`.
+
+    Attributes:
+      count: int32[], updates so far.
+      mu: Moving average of the gradients.
+      nu: Moving average of the squared gradients.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     mu: Any
@@ -28,7 +34,14 @@ class AdamState(NamedTuple):
 
 
 class AmsgradState(NamedTuple):
-    """An `AdamState` with `nu_max`, the elementwise maximum of `nu` so far."""
+    """State of `scale_by_adam(amsgrad=True)`.
+
+    Attributes:
+      count: int32[], updates so far.
+      mu: Moving average of the gradients.
+      nu: Moving average of the squared gradients.
+      nu_max: Elementwise maximum of `nu` so far.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     mu: Any
@@ -48,13 +61,30 @@ def adam(
     maximize: bool = False,
     moments_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Adam`: `weight_decay` is an L2 penalty, in the gradient and so in the moments. See `adamw`.
+    """Adam, as `torch.optim.Adam`: the weight decay is part of the gradient and so of the moments.
 
-    >>> tx = adam(0.1, weight_decay=1.0)
-    >>> params = jnp.array([1.0])
-    >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(params), params)
-    >>> round(float(updates[0]), 6)
-    -0.1
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      b1: Decay of the first moment, or a schedule of it.
+      b2: Decay of the second moment.
+      eps: Added to the root.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      mask: What decays: a pytree of booleans, or a function from the parameters to one, as in `optax.adamw`.
+      amsgrad: Whether to use the maximum of the second moments so far.
+      maximize: Whether to maximize the objective: the gradient is negated.
+      moments_dtype: Dtype that the moments are stored in, rounded once per update and computed in the gradients'
+        dtype; None for the gradients'. In bfloat16 a `b2` above 0.99 changes `nu` by less than its last digit, so that
+        it stalls.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = adam(0.1, weight_decay=1.0)
+      >>> params = jnp.array([1.0])
+      >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(params), params)
+      >>> round(float(updates[0]), 6)
+      -0.1
     """
     return optax.chain(
         *gradient_preprocessing(weight_decay, maximize, mask),
@@ -75,17 +105,30 @@ def adamw(
     maximize: bool = False,
     moments_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.AdamW(params, learning_rate, (b1, b2), eps, weight_decay)`, with PyTorch's defaults.
+    """AdamW, as `torch.optim.AdamW(params, learning_rate, (b1, b2), eps, weight_decay)`, with PyTorch's defaults.
 
-    `learning_rate` and `b1` may be schedules of the updates made so far. `mask` chooses what decays, as in
-    `optax.adamw`. `moments_dtype`: what the moments are stored in, rounded once an update and computed in the
-    gradients' dtype; in bfloat16 a `b2` above 0.99 moves `nu` by less than its last digit, so that it stalls.
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      b1: Decay of the first moment, or a schedule of it.
+      b2: Decay of the second moment.
+      eps: Added to the root.
+      weight_decay: Decoupled weight decay.
+      mask: What decays: a pytree of booleans, or a function from the parameters to one, as in `optax.adamw`.
+      amsgrad: Whether to use the maximum of the second moments so far.
+      maximize: Whether to maximize the objective: the gradient is negated.
+      moments_dtype: Dtype that the moments are stored in, rounded once per update and computed in the gradients'
+        dtype; None for the gradients'. In bfloat16 a `b2` above 0.99 changes `nu` by less than its last digit, so that
+        it stalls.
 
-    >>> tx = adamw(0.1, weight_decay=0.0)
-    >>> params = jnp.array([1.0])
-    >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(params), params)
-    >>> round(float(updates[0]), 6)      # the first update is the learning rate, whatever the gradient
-    -0.1
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = adamw(0.1, weight_decay=0.0)
+      >>> params = jnp.array([1.0])
+      >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(params), params)
+      >>> round(float(updates[0]), 6)      # the first update is the learning rate, for any gradient
+      -0.1
     """
     return optax.chain(
         *gradient_preprocessing(0.0, maximize),
@@ -103,9 +146,22 @@ def scale_by_adam(
     amsgrad: bool = False,
     moments_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """Gradients to Adam's directions: m̂ / (√v̂ + eps), as Algorithm 1 of Kingma and Ba (2015) has it.
+    """Scale gradients by Adam: m̂ / (√v̂ + eps).
 
-    With a schedule for `b1` its bias is corrected by the power of its present value, as PyTorch does.
+    With a schedule for `b1` the bias is corrected by the power of its current value, as in PyTorch.
+
+    Args:
+      b1: Decay of the first moment, or a schedule of it.
+      b2: Decay of the second moment.
+      eps: Added to the root.
+      amsgrad: Whether to use the maximum of the second moments so far.
+      moments_dtype: Dtype that the moments are stored in; None for the gradients'.
+
+    Returns:
+      An optax transformation.
+
+    References:
+      Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015, Algorithm 1.
     """
 
     def init(params: Any) -> AdamState | AmsgradState:

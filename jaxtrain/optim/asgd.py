@@ -1,4 +1,4 @@
-"""Averaged SGD with the arithmetic of `torch.optim.ASGD` (`torch/optim/asgd.py`), which optax has not."""
+"""Averaged SGD with the arithmetic of `torch.optim.ASGD` (`torch/optim/asgd.py`), which optax does not have."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,15 @@ from jaxtrain.step import descend, rate_at
 
 
 class AsgdState(NamedTuple):
-    """`count` int32[], updates so far; `learning_rate` float[], the scheduler's at the last; `eta` and `mu` float[],
-    the next update's step and its weight in the average; `ax`, the averaged parameters."""
+    """State of `asgd`.
+
+    Attributes:
+      count: int32[], updates so far.
+      learning_rate: float[], the scheduler's rate at the last update.
+      eta: float[], step size of the next update.
+      mu: float[], weight of the next update in the average.
+      ax: Averaged parameters.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     learning_rate: jax.Array
@@ -32,14 +39,27 @@ def asgd(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.ASGD`. A step is taken at the `eta` that the update before it computed, so a schedule acts one late.
+    """Averaged SGD, as `torch.optim.ASGD`.
 
-    `optax.tree.get(state, "ax")` are the averaged parameters, which PyTorch too only keeps.
+    Each step uses the `eta` that the previous update computed, so that a schedule acts one update late.
+    `optax.tree.get(state, "ax")` are the averaged parameters, which PyTorch too stores without using them.
 
-    >>> tx = asgd(0.1, lambd=0.0)
-    >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)), jnp.zeros(1))
-    >>> round(float(updates[0]), 6)
-    -0.3
+    Args:
+      learning_rate: A number, or a schedule of the number of updates.
+      lambd: Decay of the parameters and of the step size.
+      alpha: Exponent of the step size.
+      t0: Number of updates before averaging starts.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = asgd(0.1, lambd=0.0)
+      >>> updates, _ = tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)), jnp.zeros(1))
+      >>> round(float(updates[0]), 6)
+      -0.3
     """
 
     def init(params: Any) -> AsgdState:
@@ -51,14 +71,14 @@ def asgd(
         decayed = jax.tree.map(lambda g, p: g + lambd * p, grads, params)
         updates = descend(state.eta, decayed)
 
-        def averaged(ax: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
-            moved = p + u
-            return jnp.where(state.mu == 1, moved, ax + (moved - ax) * state.mu.astype(ax.dtype))
+        def update_average(ax: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
+            new = p + u
+            return jnp.where(state.mu == 1, new, ax + (new - ax) * state.mu.astype(ax.dtype))
 
         lr = rate_at(learning_rate, state.count)
         count = optax.safe_increment(state.count)
         t = count.astype(lr.dtype)
         eta, mu = lr / (1 + lambd * lr * t) ** alpha, 1 / jnp.maximum(1, t - t0)
-        return updates, AsgdState(count, lr, eta, mu, jax.tree.map(averaged, state.ax, params, updates))
+        return updates, AsgdState(count, lr, eta, mu, jax.tree.map(update_average, state.ax, params, updates))
 
     return optax.chain(*gradient_preprocessing(weight_decay, maximize), optax.GradientTransformation(init, update))

@@ -1,4 +1,4 @@
-"""Learning rates for larger batches: the two rules, which state the effective batch they are for."""
+"""Learning rates for larger batches, by the linear and the square-root rule."""
 
 import math
 from typing import NamedTuple
@@ -7,13 +7,19 @@ from jaxtrain.errors import UserError
 
 
 class EffectiveBatch(NamedTuple):
-    """The examples to an update: those of a micro-batch × micro-batches to a window × devices.
+    """The number of examples per update.
 
-    >>> batch = EffectiveBatch(micro_batch=32, accumulate=4, devices=8)
-    >>> print(batch)
-    effective batch 1024 = 32 × 4 micro-batches × 8 devices
-    >>> batch.linear_lr(0.1, at=256), batch.sqrt_lr(0.1, at=256)
-    (0.4, 0.2)
+    Attributes:
+      micro_batch: Examples per micro-batch and device.
+      accumulate: Micro-batches per window.
+      devices: Number of devices.
+
+    Example:
+      >>> batch = EffectiveBatch(micro_batch=32, accumulate=4, devices=8)
+      >>> print(batch)
+      effective batch 1024 = 32 × 4 micro-batches × 8 devices
+      >>> batch.linear_lr(0.1, at=256), batch.sqrt_lr(0.1, at=256)
+      (0.4, 0.2)
     """
 
     micro_batch: int
@@ -22,20 +28,36 @@ class EffectiveBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The product."""
+        """Examples per update."""
         return self.micro_batch * self.accumulate * self.devices
 
     def linear_lr(self, lr: float, *, at: int) -> float:
-        """`lr`, tuned at batch `at`, times the ratio of the batches: for SGD (Goyal et al. 2017, section 2.1)."""
+        """Scale a learning rate by the ratio of the batches, for SGD (Goyal et al. 2017, section 2.1).
+
+        Args:
+          lr: Learning rate tuned at batch `at`.
+          at: Effective batch that `lr` was tuned at.
+
+        Returns:
+          The learning rate for this batch.
+        """
         return lr * self._ratio(at)
 
     def sqrt_lr(self, lr: float, *, at: int) -> float:
-        """`lr` times the square root of the ratio: for Adam and its kin (Malladi et al. 2022, section 5)."""
+        """Scale a learning rate by the square root of the ratio, for Adam (Malladi et al. 2022, section 5).
+
+        Args:
+          lr: Learning rate tuned at batch `at`.
+          at: Effective batch that `lr` was tuned at.
+
+        Returns:
+          The learning rate for this batch.
+        """
         return lr * math.sqrt(self._ratio(at))
 
     def _ratio(self, at: int) -> float:
         if at < 1:
-            raise UserError(f"a learning rate tuned at batch {at} says nothing: give the batch it was tuned at")
+            raise UserError(f"at must be at least 1, got {at}: pass the batch that the learning rate was tuned at")
         return self.size / at
 
     def __str__(self) -> str:

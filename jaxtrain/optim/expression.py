@@ -1,7 +1,7 @@
-"""An optimizer, or a schedule, as text: "adamw(learning_rate=one_cycle_lr(max_lr=0.003, total_steps=100), b2=0.99)".
+"""Optimizers and schedules as text: "adamw(learning_rate=one_cycle_lr(max_lr=0.003, total_steps=100), b2=0.99)".
 
-The text is a Python expression of calls of the functions below, numbers, strings, None, tuples and lists. It is read,
-never run. A dictionary is parameter groups: paths, parted by spaces, and their optimizer.
+The text is a Python expression of calls to the functions below, numbers, strings, None, tuples and lists. It is parsed,
+never executed. A dictionary defines parameter groups: paths, separated by spaces, and their optimizer.
 """
 
 import ast
@@ -69,118 +69,149 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "wsd": schedules.wsd,
 }
 FROZEN = "frozen"
-"""The group of the parameters that no group names: they are left as they are."""
+"""The group of the parameters that belong to no other group: they are not updated."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function, by name, and its arguments, among them other calls.
+    """A call of a function by name.
 
-    >>> call = Call("sgd", {"learning_rate": Call("step_lr", {"lr": 0.1, "step_size": 30}), "momentum": 0.9})
-    >>> str(call)
-    'sgd(learning_rate=step_lr(lr=0.1, step_size=30), momentum=0.9)'
-    >>> parse_expression(str(call)) == call
-    True
+    Attributes:
+      function: Name of the function.
+      arguments: Arguments by name; an argument may be a call itself.
+
+    Example:
+      >>> call = Call("sgd", {"learning_rate": Call("step_lr", {"lr": 0.1, "step_size": 30}), "momentum": 0.9})
+      >>> str(call)
+      'sgd(learning_rate=step_lr(lr=0.1, step_size=30), momentum=0.9)'
+      >>> parse_expression(str(call)) == call
+      True
     """
 
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.function}({', '.join(f'{name}={_text(value)}' for name, value in self.arguments.items())})"
+        return f"{self.function}({', '.join(f'{name}={_format(value)}' for name, value in self.arguments.items())})"
 
 
 Expression: TypeAlias = Call | dict[str, Call]
-"""A call, or one for each parameter group, by the group's paths parted by spaces."""
+"""A call, or one per parameter group, by the group's paths separated by spaces."""
 
 
 def format_expression(expression: Expression) -> str:
-    """What `parsed` reads. Raises `UserError` where an argument is a function, which has no text."""
+    """Format an expression as text that `parse_expression` reads.
+
+    Raises:
+      UserError: An argument is a function, which has no text.
+    """
     if isinstance(expression, Call):
         return str(expression)
     return "{" + ", ".join(f"{paths!r}: {call}" for paths, call in expression.items()) + "}"
 
 
-def parse_expression(written: str) -> Expression:
-    """The expression that is written, its functions by name only. Raises `UserError` for any other Python."""
+def parse_expression(text: str) -> Expression:
+    """Parse an expression. Functions are not looked up.
+
+    Raises:
+      UserError: The text is any other Python.
+    """
     try:
-        body = ast.parse(written.strip(), mode="eval").body
+        body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{written!r} is no expression such as 'adamw(b2=0.99)': mend it") from error
+        raise UserError(f"{text!r} is not an expression such as 'adamw(b2=0.99)': fix it") from error
     if isinstance(body, ast.Dict):
         pairs = [(_value(key), _value(value)) for key, value in zip(body.keys, body.values, strict=True)]
         if not all(isinstance(key, str) and isinstance(value, Call) for key, value in pairs):
-            raise UserError(f"{written!r} names no groups: write {{'paths of a group': adamw(…), …}}")
+            raise UserError(f"{text!r} does not define groups: write {{'paths of a group': adamw(…), …}}")
         return dict(pairs)
     value = _value(body)
     if not isinstance(value, Call):
-        raise UserError(f"{written!r} calls nothing: write a name such as adamw, or 'adamw(b2=0.99)'")
+        raise UserError(f"{text!r} is not a call: write a name such as adamw, or 'adamw(b2=0.99)'")
     return value
 
 
 def complete_expression(
-    expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]
+    expression: Expression, functions: Mapping[str, Callable[..., Any]], defaults: Mapping[str, Any]
 ) -> Expression:
-    """The expression with the arguments that it leaves out, for whichever function takes them.
+    """Add default arguments to the functions of an expression that accept them.
 
-    >>> str(complete_expression(parse_expression("sgd"), OPTIMIZERS, {"learning_rate": 0.1, "b2": 0.9}))
-    'sgd(learning_rate=0.1)'
+    Args:
+      expression: A call, or one per parameter group.
+      functions: Functions by name.
+      defaults: Default arguments by name.
+
+    Returns:
+      The expression, its own arguments unchanged.
+
+    Example:
+      >>> str(complete_expression(parse_expression("sgd"), OPTIMIZERS, {"learning_rate": 0.1, "b2": 0.9}))
+      'sgd(learning_rate=0.1)'
     """
     if not isinstance(expression, Call):
-        whole = {paths: complete_expression(call, known, left_out) for paths, call in expression.items()}
+        whole = {paths: complete_expression(call, functions, defaults) for paths, call in expression.items()}
         return {paths: call for paths, call in whole.items() if isinstance(call, Call)}
-    takes = inspect.signature(_function(expression, known)).parameters
-    arguments = {name: value for name, value in left_out.items() if name in takes}
+    parameters = inspect.signature(_function(expression, functions)).parameters
+    arguments = {name: value for name, value in defaults.items() if name in parameters}
     return Call(expression.function, {**arguments, **expression.arguments})
 
 
 def build_expression(
-    expression: Expression, known: Mapping[str, Callable[..., Any]], left_out: Mapping[str, Any]
+    expression: Expression, functions: Mapping[str, Callable[..., Any]], defaults: Mapping[str, Any]
 ) -> Any:
-    """What the expression makes of the `known` functions.
+    """Build the optimizer or schedule of an expression.
 
-    `left_out`: arguments by name, for whichever function takes them and is not given them. Raises `UserError` for a
-    function that is not known and for arguments that it does not take.
+    Args:
+      expression: A call, or one per parameter group.
+      functions: Functions by name, `OPTIMIZERS` or `SCHEDULES`.
+      defaults: Default arguments by name, for the functions that accept them.
 
-    >>> import jax.numpy as jnp
-    >>> tx = build_expression(parse_expression("sgd(momentum=0.9)"), OPTIMIZERS, {"learning_rate": 0.5})
-    >>> float(tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))[0][0])
-    -0.5
+    Returns:
+      The result of the call; for parameter groups a transformation of `groups`.
+
+    Raises:
+      UserError: A function is unknown, or does not accept an argument.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = build_expression(parse_expression("sgd(momentum=0.9)"), OPTIMIZERS, {"learning_rate": 0.5})
+      >>> float(tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))[0][0])
+      -0.5
     """
     if not isinstance(expression, Call):
         group_of = {path: str(i) for i, paths in enumerate(expression) for path in paths.split()}
-        members = {str(i): build_expression(call, known, left_out) for i, call in enumerate(expression.values())}
+        members = {str(i): build_expression(call, functions, defaults) for i, call in enumerate(expression.values())}
         return groups(lambda path: group_of.get(path, FROZEN), {**members, FROZEN: optax.set_to_zero()})
-    function = _function(expression, known)
-    takes = inspect.signature(function).parameters
-    arguments = {name: value for name, value in left_out.items() if name in takes}
-    arguments |= {name: _made(value) for name, value in expression.arguments.items()}
-    for name in arguments.keys() - takes.keys():
-        raise UserError(f"{expression.function} takes no {name}: leave it out, or choose from {', '.join(takes)}")
-    for name, parameter in takes.items():
+    function = _function(expression, functions)
+    parameters = inspect.signature(function).parameters
+    arguments = {name: value for name, value in defaults.items() if name in parameters}
+    arguments |= {name: _build_argument(value) for name, value in expression.arguments.items()}
+    for name in arguments.keys() - parameters.keys():
+        raise UserError(f"{expression.function} has no argument {name}: use one of {', '.join(parameters)}")
+    for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise UserError(f"{expression.function} needs {name}: write {expression.function}({name}=…)")
     return function(**arguments)
 
 
-def _function(call: Call, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    if call.function not in known:
-        raise UserError(f"{call.function!r} is not one we have: choose from {', '.join(known)}")
-    return known[call.function]
+def _function(call: Call, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    if call.function not in functions:
+        raise UserError(f"function {call.function!r} is unknown: use one of {', '.join(functions)}")
+    return functions[call.function]
 
 
-def _made(value: Any) -> Any:
-    """An argument: a schedule made of its call, anything else as it is."""
+def _build_argument(value: Any) -> Any:
+    """Build the schedule of an argument that is a call; return any other argument."""
     if isinstance(value, list):
-        return [_made(entry) for entry in value]
+        return [_build_argument(entry) for entry in value]
     return build_expression(value, SCHEDULES, {}) if isinstance(value, Call) else value
 
 
-def _text(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, list):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_format, value)) + "]"
     if callable(value) or (isinstance(value, float) and not math.isfinite(value)):
-        raise UserError(f"{value} has no text that could be read back: give the schedule by name")
+        raise UserError(f"{value} cannot be written as text: use a schedule by name")
     return str(value) if isinstance(value, Call) else repr(value)
 
 
@@ -196,7 +227,7 @@ def _value(node: Any) -> Any:
             try:
                 return ast.literal_eval(node)
             except ValueError as error:
-                said = ast.unparse(node) if isinstance(node, ast.AST) else repr(node)
+                text = ast.unparse(node) if isinstance(node, ast.AST) else repr(node)
                 raise UserError(
-                    f"{said!r} is neither a call with its arguments by name nor a plain value: mend it"
+                    f"{text!r} is neither a call with arguments by name nor a plain value: fix it"
                 ) from error

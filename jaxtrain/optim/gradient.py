@@ -1,4 +1,4 @@
-"""The gradient an optimizer sees: negated to maximize, and with the parameters' L2 penalty in it."""
+"""Preprocessing of an optimizer's gradient: its sign, and coupled weight decay."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import optax
 
 Mask = Any | Callable[[Any], Any] | None
-"""What decays: a tree of booleans, or a function of the parameters to one, as in `optax.add_decayed_weights`."""
+"""What decays: a pytree of booleans, or a function from the parameters to one, as in `optax.add_decayed_weights`."""
 
 
 def gradient_preprocessing(
     weight_decay: float, maximize: bool, mask: Mask = None
 ) -> list[optax.GradientTransformation]:
-    """±g + weight_decay · p, as every file of `torch/optim` begins: the sign first, so that decay still decays."""
+    """Return ±g + weight_decay · p, the first lines of PyTorch's optimizers: the decay is not negated."""
     sign = [optax.scale(-1.0)] if maximize else []
     return [*sign, optax.add_decayed_weights(weight_decay, mask)] if weight_decay else sign
 
@@ -20,6 +20,6 @@ def gradient_preprocessing(
 def with_weight_decay(
     direction: optax.GradientTransformation, weight_decay: float, decoupled: bool, maximize: bool
 ) -> list[optax.GradientTransformation]:
-    """What `direction` makes of the gradient, the penalty in that gradient or, `decoupled`, beside the direction."""
-    in_gradient, beside = (0.0, weight_decay) if decoupled else (weight_decay, 0.0)
-    return [*gradient_preprocessing(in_gradient, maximize), direction, *gradient_preprocessing(beside, False)]
+    """Add weight decay to `direction`: to its input, the gradient, or, `decoupled`, to its output."""
+    coupled, after = (0.0, weight_decay) if decoupled else (weight_decay, 0.0)
+    return [*gradient_preprocessing(coupled, maximize), direction, *gradient_preprocessing(after, False)]

@@ -9,17 +9,17 @@ import optax
 
 
 def zeros(params: Any) -> Any:
-    """A tree of zeros like `params`."""
+    """Return a pytree of zeros like `params`."""
     return jax.tree.map(jnp.zeros_like, params)
 
 
 def value_at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
-    """A hyperparameter at the update numbered `count`: a schedule's value there, or itself."""
+    """Return a hyperparameter at update number `count`: the value of a schedule, or the number itself."""
     return value(count) if callable(value) else value
 
 
 def average(decay: Any, old: Any, new: Any) -> Any:
-    """decay · old + (1 − decay) · new, leaf by leaf; 1 − decay in double where `decay` is a number.
+    """Return decay · old + (1 − decay) · new per leaf, with 1 − decay in double if `decay` is a number.
 
     >>> average(0.75, [jnp.array([4.0])], [jnp.array([8.0])])[0].tolist()
     [5.0]
@@ -32,12 +32,12 @@ def average(decay: Any, old: Any, new: Any) -> Any:
 
 
 def squares(tree: Any) -> Any:
-    """Every leaf times itself."""
+    """Return the square of every leaf."""
     return jax.tree.map(lambda g: g * g, tree)
 
 
 def one_minus_power(b: Any, t: jax.Array) -> jax.Array:
-    """1 − bᵗ to the last digits of t's dtype.
+    """Return 1 − bᵗ to the full precision of t's dtype.
 
     >>> f"{one_minus_power(0.999, jnp.float32(1)):.9f}"      # one minus a float32 power is 0.000999987
     '0.001000000'

@@ -1,6 +1,6 @@
 """Muon with the arithmetic of `torch.optim.Muon` (`torch/optim/_muon.py`).
 
-`optax.contrib.muon` does not decay, averages without 1 − momentum and iterates in the gradient's dtype.
+`optax.contrib.muon` does not decay, averages without the factor 1 − momentum and iterates in the gradient's dtype.
 """
 
 import math
@@ -36,46 +36,62 @@ def muon(
     out_axis: int = -1,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Muon`, of matrices only: give `groups` another optimizer for the rest.
+    """Muon, as `torch.optim.Muon`, for matrices only: `groups` assigns another optimizer to other parameters.
 
-    PyTorch's matrices are [out, in], and their rate grows with out / in: `out_axis` is where out is in yours, 0 or −1.
-    `dtype`: that of the Newton-Schulz iteration.
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      weight_decay: Decoupled weight decay.
+      momentum: Decay of the momentum buffer, or a schedule of it.
+      nesterov: Whether to use Nesterov momentum.
+      ns_coefficients: Coefficients of the Newton-Schulz iteration.
+      eps: Lower bound of the norm that a matrix is divided by.
+      ns_steps: Number of Newton-Schulz iterations.
+      adjust_lr_fn: "original", "match_rms_adamw" or None: how the rate depends on a matrix's shape.
+      out_axis: Axis of a matrix's outputs, 0 or −1. PyTorch's matrices are [out, in], and their rate grows with
+        out / in.
+      dtype: Dtype of the Newton-Schulz iteration.
 
-    >>> tx = muon(0.1, weight_decay=0.0, dtype=jnp.float32)
-    >>> updates, _ = tx.update(jnp.eye(2), tx.init(jnp.eye(2)), jnp.eye(2))
-    >>> round(float(updates[0, 0]), 2)
-    -0.11
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = muon(0.1, weight_decay=0.0, dtype=jnp.float32)
+      >>> updates, _ = tx.update(jnp.eye(2), tx.init(jnp.eye(2)), jnp.eye(2))
+      >>> round(float(updates[0, 0]), 2)
+      -0.11
     """
     if adjust_lr_fn not in _SCALES:
-        raise UserError(f"adjust_lr_fn {adjust_lr_fn!r} is unknown: make it 'original' or 'match_rms_adamw'")
+        raise UserError(f"adjust_lr_fn {adjust_lr_fn!r} is unknown: use 'original' or 'match_rms_adamw'")
 
     def init(params: Any) -> MomentumState:
         for leaf in jax.tree.leaves(params):
             if leaf.ndim != 2:
-                raise UserError(f"muon is of matrices, not of {leaf.shape}: give such parameters another group")
+                raise UserError(
+                    f"muon takes matrices only, got shape {leaf.shape}: put such parameters in another group"
+                )
         return MomentumState(jnp.zeros([], np.int32), zeros(params))
 
     def update(grads: Any, state: MomentumState, params: Any) -> tuple[Any, MomentumState]:
         mu = value_at(momentum, state.count)
         buffer = average(mu, state.momentum_buffer, grads)
-        ahead = average(1 - mu, grads, buffer) if nesterov else buffer
+        lookahead = average(1 - mu, grads, buffer) if nesterov else buffer
 
         def direction(x: jax.Array, p: jax.Array) -> jax.Array:
-            theirs = jnp.moveaxis(x, out_axis, 0)
-            orthogonal = _orthogonal(theirs.astype(dtype), ns_coefficients, ns_steps, eps).astype(x.dtype)
-            scaled = _SCALES[adjust_lr_fn](*theirs.shape) * orthogonal
+            transposed = jnp.moveaxis(x, out_axis, 0)
+            orthogonal = _orthogonalize(transposed.astype(dtype), ns_coefficients, ns_steps, eps).astype(x.dtype)
+            scaled = _SCALES[adjust_lr_fn](*transposed.shape) * orthogonal
             return jnp.moveaxis(scaled, 0, out_axis) + weight_decay * p
 
-        return jax.tree.map(direction, ahead, params), MomentumState(optax.safe_increment(state.count), buffer)
+        return jax.tree.map(direction, lookahead, params), MomentumState(optax.safe_increment(state.count), buffer)
 
     return optax.chain(optax.GradientTransformation(init, update), scale_by_learning_rate(learning_rate))
 
 
-def _orthogonal(x: jax.Array, coefficients: tuple[float, float, float], steps: int, eps: float) -> jax.Array:
-    """[m, n], its singular values all moved to about 1 by Newton and Schulz's iteration."""
+def _orthogonalize(x: jax.Array, coefficients: tuple[float, float, float], steps: int, eps: float) -> jax.Array:
+    """Bring the singular values of a matrix [m, n] close to 1 by the Newton-Schulz iteration."""
     a, b, c = coefficients
     if x.shape[0] > x.shape[1]:
-        return _orthogonal(x.T, coefficients, steps, eps).T
+        return _orthogonalize(x.T, coefficients, steps, eps).T
     x = x / jnp.maximum(_norm(x), eps)
     for _ in range(steps):
         gram = _add_product(None, 0.0, 1.0, x, x.T)
@@ -89,7 +105,7 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 def _add_product(added: Any, beta: float, alpha: float, left: jax.Array, right: jax.Array) -> jax.Array:
-    """beta · added + alpha · left @ right, rounded once, as `torch.addmm` has it."""
+    """Return beta · added + alpha · left @ right, rounded once, as `torch.addmm`."""
     wide = np.promote_types(left.dtype, np.float32)
     product = alpha * jnp.matmul(left, right, precision="highest", preferred_element_type=wide)
     return (product if added is None else beta * added.astype(wide) + product).astype(left.dtype)

@@ -1,6 +1,6 @@
 """NAdam with the arithmetic of `torch.optim.NAdam` (`torch/optim/nadam.py`).
 
-`optax.nadam` has no momentum schedule: it is another algorithm, a third off from the first update on.
+`optax.nadam` has no momentum schedule: it is a different algorithm, whose first update differs by a third.
 """
 
 import math
@@ -17,7 +17,14 @@ from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class NadamState(NamedTuple):
-    """`count` int32[], updates so far; `mu_product` float[], of their momenta; `mu` and `nu`, the averages of g, g²."""
+    """State of `nadam`.
+
+    Attributes:
+      count: int32[], updates so far.
+      mu_product: float[], product of the momenta so far.
+      mu: Moving average of the gradients.
+      nu: Moving average of the squared gradients.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     mu_product: jax.Array
@@ -36,11 +43,25 @@ def nadam(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.NAdam`, whose momentum grows to `b1` at the pace of `momentum_decay`.
+    """NAdam, as `torch.optim.NAdam`: its momentum grows to `b1`.
 
-    >>> tx = nadam(1.0, b1=0.0, eps=0.0)
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -1.0
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      b1: Decay of the first moment, or a schedule of it.
+      b2: Decay of the second moment.
+      eps: Added to the root.
+      weight_decay: Weight decay.
+      momentum_decay: Rate at which the momentum grows.
+      decoupled_weight_decay: Whether the decay is added to the update (as in AdamW) instead of to the gradient.
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = nadam(1.0, b1=0.0, eps=0.0)
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -1.0
     """
     direction = _scale_by_nadam(b1, b2, eps, momentum_decay)
     return optax.chain(

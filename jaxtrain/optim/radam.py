@@ -1,7 +1,7 @@
 """RAdam with the arithmetic of `torch.optim.RAdam` (`torch/optim/radam.py`).
 
-`optax.radam` adds eps after the bias correction, PyTorch before. And ρₜ, the length of the moving average, is a small
-difference of large numbers: PyTorch takes it in double, `_length` takes it so that float32 is enough.
+`optax.radam` adds eps after the bias correction, PyTorch before it. ρₜ, the length of the moving average, is a small
+difference of large numbers: PyTorch computes it in double, `_length` in a form for which float32 suffices.
 """
 
 import math
@@ -28,11 +28,24 @@ def radam(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.RAdam`: momentum alone until the second moment's average is long enough, five gradients.
+    """RAdam, as `torch.optim.RAdam`: momentum alone until the second moment's average is five gradients long.
 
-    >>> tx = radam(0.1)
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -0.3
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      b1: Decay of the first moment, or a schedule of it.
+      b2: Decay of the second moment.
+      eps: Added to the root.
+      weight_decay: Weight decay.
+      decoupled_weight_decay: Whether the decay is added to the update (as in AdamW) instead of to the gradient.
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = radam(0.1)
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -0.3
     """
     direction = _scale_by_radam(b1, b2, eps)
     return optax.chain(
@@ -70,10 +83,10 @@ def _scale_by_radam(b1: optax.ScalarOrSchedule, b2: float, eps: float) -> optax.
 
 
 def _length(b: float, t: jax.Array) -> jax.Array:
-    """ρₜ = 2/(1−b) − 1 − 2t·bᵗ/(1−bᵗ), without its cancellation.
+    """Return ρₜ = 2/(1−b) − 1 − 2t·bᵗ/(1−bᵗ) without its cancellation.
 
-    With L = −log b and x = tL it is 2(1/(1−b) − t/(eˣ−1)) − 1; for small x the poles 1/L of both terms cancel, and
-    what is left of the second is the series of 1/(eˣ−1) − 1/x + 1/2, by Bernoulli's numbers.
+    With L = −log b and x = tL it equals 2(1/(1−b) − t/(eˣ−1)) − 1. For small x the poles 1/L of both terms cancel, and
+    the remainder of the second is the series of 1/(eˣ−1) − 1/x + 1/2, with Bernoulli's numbers.
     """
     rate = -math.log(b)
     x = t * rate

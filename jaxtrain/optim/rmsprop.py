@@ -1,7 +1,7 @@
 """RMSprop with the arithmetic of `torch.optim.RMSprop` (`torch/optim/rmsprop.py`).
 
-`optax.rmsprop` decays by 0.9 rather than 0.99, keeps eps inside the root unless told otherwise, and the learning rate
-inside the momentum buffer: under a schedule its momentum moves at the rates of the past.
+`optax.rmsprop` decays by 0.9 instead of 0.99, adds eps inside the root by default, and applies the learning rate inside
+the momentum buffer: under a schedule its momentum uses the rates of past updates.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,14 @@ from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class RmspropState(NamedTuple):
-    """`count` int32[], updates so far; `nu`, the moving average of g²; `mu`, that of g where centered, else None;
-    `momentum_buffer`, None without momentum."""
+    """State of `rmsprop`.
+
+    Attributes:
+      count: int32[], updates so far.
+      nu: Moving average of the squared gradients.
+      mu: Moving average of the gradients; None unless centered.
+      momentum_buffer: None without momentum.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     nu: Any
@@ -36,11 +42,24 @@ def rmsprop(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.RMSprop`: eps outside the root, the learning rate outside the buffer.
+    """RMSprop, as `torch.optim.RMSprop`: eps outside the root, the learning rate outside the buffer.
 
-    >>> tx = rmsprop(0.1)
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -1.0
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      alpha: Decay of the moving averages.
+      eps: Added to the root.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      momentum: Decay of the momentum buffer, or a schedule of it.
+      centered: Whether to divide by an estimate of the variance.
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = rmsprop(0.1)
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -1.0
     """
     buffered = callable(momentum) or momentum > 0
 

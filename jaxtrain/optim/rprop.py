@@ -1,6 +1,6 @@
 """Rprop with the arithmetic of `torch.optim.Rprop` (`torch/optim/rprop.py`).
 
-`optax.rprop` does not move at its first update; PyTorch does.
+The first update of `optax.rprop` is zero; that of PyTorch is not.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,12 @@ from jaxtrain.step import rate_at
 
 
 class RpropState(NamedTuple):
-    """`prev`, the last gradient, 0 where its sign had changed; `step_size`, of every element."""
+    """State of `rprop`.
+
+    Attributes:
+      prev: Last gradient, 0 where its sign had changed.
+      step_size: Step size of every element.
+    """
 
     prev: Any
     step_size: Any
@@ -29,14 +34,24 @@ def rprop(
     *,
     maximize: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.Rprop`: the learning rate is every element's first step size, and nothing after that.
+    """Rprop, as `torch.optim.Rprop`: the learning rate is only the initial step size of every element.
 
-    A schedule is asked for its first value only, as PyTorch does; so there is no learning rate in the state. A zero
-    gradient moves nothing and leaves the step size.
+    A schedule is evaluated at update 0 only, as in PyTorch, and the state holds no learning rate. A zero gradient
+    leaves the element and its step size unchanged.
 
-    >>> tx = rprop(0.1)
-    >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
-    -0.1
+    Args:
+      learning_rate: A number, or a schedule of the number of updates.
+      etas: Factors of the step size when the gradient's sign changes, and when it does not.
+      step_sizes: Lower and upper bound of the step size.
+      maximize: Whether to maximize the objective: the gradient is negated.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = rprop(0.1)
+      >>> round(float(tx.update(jnp.array([3.0]), tx.init(jnp.zeros(1)))[0][0]), 6)
+      -0.1
     """
 
     def init(params: Any) -> RpropState:
@@ -47,12 +62,12 @@ def rprop(
         del params
         agree = jax.tree.map(lambda g, p: jnp.sign(g * p), grads, state.prev)
 
-        def resized(size: jax.Array, sign: jax.Array) -> jax.Array:
+        def adapt(size: jax.Array, sign: jax.Array) -> jax.Array:
             eta = jnp.where(sign > 0, etas[1], jnp.where(sign < 0, etas[0], 1.0)).astype(size.dtype)
             return jnp.clip(size * eta, step_sizes[0], step_sizes[1])
 
-        size = jax.tree.map(resized, state.step_size, agree)
-        kept = jax.tree.map(lambda g, sign: jnp.where(sign < 0, 0, g), grads, agree)
-        return jax.tree.map(lambda g, s: -jnp.sign(g) * s, kept, size), RpropState(kept, size)
+        size = jax.tree.map(adapt, state.step_size, agree)
+        active = jax.tree.map(lambda g, sign: jnp.where(sign < 0, 0, g), grads, agree)
+        return jax.tree.map(lambda g, s: -jnp.sign(g) * s, active, size), RpropState(active, size)
 
     return optax.chain(*gradient_preprocessing(0.0, maximize), optax.GradientTransformation(init, update))

@@ -14,7 +14,12 @@ from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
 class MomentumState(NamedTuple):
-    """`count` int32[], updates so far; `momentum_buffer`, like the parameters."""
+    """State of SGD with momentum.
+
+    Attributes:
+      count: int32[], updates so far.
+      momentum_buffer: Pytree like the parameters.
+    """
 
     count: jax.Array  # type: ignore[assignment]
     momentum_buffer: Any
@@ -30,21 +35,33 @@ def sgd(
     maximize: bool = False,
     mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`torch.optim.SGD`: the learning rate outside the buffer, so that a schedule acts at once.
+    """SGD, as `torch.optim.SGD`: the learning rate is outside the buffer, so that a schedule acts at once.
 
-    `mask` chooses what decays. A zero gradient still moves a parameter that has momentum or decays; PyTorch leaves
-    one alone whose gradient is None.
+    A zero gradient still updates a parameter with momentum or decay; PyTorch skips one whose gradient is None.
 
-    >>> tx = sgd(0.1, momentum=0.9, dampening=0.5)
-    >>> state, moved = tx.init(jnp.zeros(1)), []
-    >>> for _ in range(2):
-    ...     updates, state = tx.update(jnp.ones(1), state)
-    ...     moved.append(round(float(updates[0]), 6))
-    >>> moved      # dampening spares the first gradient
-    [-0.1, -0.14]
+    Args:
+      learning_rate: A number, a schedule of the number of updates, or `reduce_lr_on_plateau(…)`.
+      momentum: Decay of the momentum buffer, or a schedule of it.
+      dampening: Each gradient but the first enters the buffer times 1 − dampening.
+      weight_decay: Factor of the parameters added to the gradient (L2 penalty).
+      nesterov: Whether to use Nesterov momentum.
+      maximize: Whether to maximize the objective: the gradient is negated.
+      mask: What decays: a pytree of booleans, or a function from the parameters to one.
+
+    Returns:
+      An optax transformation.
+
+    Example:
+      >>> tx = sgd(0.1, momentum=0.9, dampening=0.5)
+      >>> state, history = tx.init(jnp.zeros(1)), []
+      >>> for _ in range(2):
+      ...     updates, state = tx.update(jnp.ones(1), state)
+      ...     history.append(round(float(updates[0]), 6))
+      >>> history      # the first gradient is not dampened
+      [-0.1, -0.14]
     """
     if nesterov and (dampening or (not callable(momentum) and momentum <= 0)):
-        raise UserError(f"nesterov with momentum {momentum}, dampening {dampening}: give momentum and no dampening")
+        raise UserError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}: change them")
     buffered = callable(momentum) or momentum
     return optax.chain(
         *gradient_preprocessing(weight_decay, maximize, mask),
@@ -62,10 +79,10 @@ def _momentum(momentum: optax.ScalarOrSchedule, dampening: float, nesterov: bool
         mu = value_at(momentum, state.count)
         undamped = jnp.where(state.count == 0, 1.0, 1 - dampening)
 
-        def heavy(buffer: jax.Array, g: jax.Array) -> jax.Array:
+        def accumulate(buffer: jax.Array, g: jax.Array) -> jax.Array:
             return jnp.asarray(mu, g.dtype) * buffer + undamped.astype(g.dtype) * g
 
-        buffer = jax.tree.map(heavy, state.momentum_buffer, grads)
+        buffer = jax.tree.map(accumulate, state.momentum_buffer, grads)
         direction = jax.tree.map(lambda b, g: g + jnp.asarray(mu, g.dtype) * b, buffer, grads) if nesterov else buffer
         return direction, MomentumState(optax.safe_increment(state.count), buffer)
 

@@ -13,7 +13,7 @@ import optax
 
 from jaxtrain.distributed import resolved, sizes, ways
 from jaxtrain.errors import UserError
-from jaxtrain.fields import mistyped, shown
+from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder, read_config
@@ -80,7 +80,7 @@ def check_settings(recipe: Recipe) -> None:
     Raises:
       UserError: A setting is invalid; the message says what is allowed.
     """
-    if wrong := mistyped(recipe):
+    if wrong := type_errors(recipe):
         raise UserError(f"{wrong[0]}: fix it")
     for name, hint in get_type_hints(type(recipe)).items():
         value = getattr(recipe, name)
@@ -120,7 +120,7 @@ def _check_number(name: str, value: int) -> None:
     if value < least:
         raise UserError(f"{name} must be at least {least}, got {value}")
     if value > most:
-        raise UserError(f"{name} must be at most {most:,}, got {shown(value)}")
+        raise UserError(f"{name} must be at most {most:,}, got {brief(value)}")
 
 
 def _is_positive(value: float) -> bool:
@@ -155,7 +155,7 @@ def _check_arguments(call: Any) -> None:
     for name, value in call.arguments.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not -_LARGEST <= value <= _LARGEST:
-                raise UserError(f"{name} of {call.function} must be representable in float32, got {shown(value)}")
+                raise UserError(f"{name} of {call.function} must be representable in float32, got {brief(value)}")
             if value < 0 and name in _NOT_NEGATIVE:
                 raise UserError(f"{name} of {call.function} must be at least 0, got {value}")
             if name in _BETAS and value >= 1:
@@ -179,10 +179,10 @@ def _naming(setting: str, value: str | None) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{setting} {shown(value)}: {error}") from error
+        raise UserError(f"{setting} {brief(value)}: {error}") from error
     except Exception as error:  # few of the called functions check their arguments
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"{setting} {shown(value)}: no {setting.replace('_', ' ')} could be built ({why})") from error
+        raise UserError(f"{setting} {brief(value)}: no {setting.replace('_', ' ')} could be built ({why})") from error
 
 
 def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe: Recipe) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Function to function by its jaxpr: precision, rematerialization, unrolling, hooks. Knows nothing of training."""
+"""Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.hooks import Hook, add_hooks, hook

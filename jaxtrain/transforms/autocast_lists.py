@@ -1,9 +1,8 @@
-"""Which dtype an operation runs in under autocast: PyTorch's lists for each device, said in JAX's primitives.
+"""The dtype of each operation under autocast: PyTorch's lists for each device in terms of JAX's primitives.
 
-Every line names the PyTorch operations that its primitive stands for, in the file of PyTorch they are listed in:
-`aten/src/ATen/autocast_mode.h` for CUDA, `aten/src/ATen/autocast_mode.cpp` for the CPU (TORCH_LIBRARY_IMPL(aten,
-AutocastCPU)). A primitive in no line runs in the widest dtype of its inputs, as an unlisted operation of PyTorch's
-does, whose kernel takes no mixed ones without promoting them.
+Every line names the PyTorch operations that its primitive stands for, as listed in `aten/src/ATen/autocast_mode.h` for
+CUDA and in `aten/src/ATen/autocast_mode.cpp` (TORCH_LIBRARY_IMPL(aten, AutocastCPU)) for the CPU. A primitive without
+a line runs in the widest dtype of its inputs, as an unlisted PyTorch operation, whose kernel promotes mixed inputs.
 """
 
 from enum import Enum
@@ -11,7 +10,7 @@ from types import MappingProxyType
 
 
 class Dtype(Enum):
-    """Where a listed operation's inputs are taken to, and what it returns."""
+    """The dtype that a listed operation computes in, and the dtype of its result."""
 
     LOW = "computed in autocast's dtype"
     FLOAT32 = "computed, and returned, in float32"
@@ -26,7 +25,7 @@ _PRODUCTS = {
     "conv_general_dilated": (LOW, "conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d"),
 }
 
-_NONE_IN_LOW_PRECISION = "in no low precision, in XLA as in PyTorch"
+_NONE_IN_LOW_PRECISION = "without a low-precision version, in XLA as in PyTorch"
 
 _DECOMPOSITIONS = {
     name: (FLOAT32, f"linalg.{name}, {_NONE_IN_LOW_PRECISION}")
@@ -61,7 +60,7 @@ CUDA = {
     "cumsum": (FLOAT32, "cumsum"),
     "cumprod": (FLOAT32, "cumprod"),
     "cumlogsumexp": (FLOAT32, "logsumexp, over every prefix"),
-    "fft": (FLOAT32, f"fft_fft and its kin, {_NONE_IN_LOW_PRECISION} but for powers of two"),
+    "fft": (FLOAT32, f"fft_fft and the like, {_NONE_IN_LOW_PRECISION} except for powers of two"),
     **_DECOMPOSITIONS,
 }
 
@@ -70,9 +69,9 @@ CPU = {
     **_PRODUCTS,
     # fp32 cast policy
     "reduce_prod": (FLOAT32, "prod"),
-    "fft": (FLOAT32, "fft_fft and its kin"),
+    "fft": (FLOAT32, "fft_fft and the like"),
     **_DECOMPOSITIONS,
-    # In no list; PyTorch's kernels for them accumulate in float32.
+    # Not listed; PyTorch's kernels for them accumulate in float32.
     "reduce_sum": (ROUNDED, "sum, mean"),
     "cumsum": (ROUNDED, "cumsum"),
     "cumprod": (ROUNDED, "cumprod"),
@@ -85,4 +84,4 @@ LISTS = MappingProxyType(
         for device, lines in {"cuda": CUDA, "cpu": CPU}.items()
     }
 )
-"""What each primitive does, by device."""
+"""The `Dtype` of each primitive, by device."""

@@ -1,7 +1,7 @@
-"""A linear layer's bias, recognised in a jaxpr: a vector added along the features of a matrix product.
+"""Recognize a linear layer's bias in a jaxpr: a vector added along the features of a matrix product.
 
-PyTorch adds it inside the product (`linear`, `addmm`, `conv2d`), so that under autocast the sum is in low precision
-too, rounded once. In a jaxpr it is an addition like any other.
+PyTorch adds the bias inside the product (`linear`, `addmm`, `conv2d`), so that under autocast the sum is in low
+precision too, rounded once. In a jaxpr it is an addition like any other.
 """
 
 from collections import Counter
@@ -13,11 +13,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 Atom = Var | Literal
-MadeBy = dict[Var, JaxprEqn]
+Producers = dict[Var, JaxprEqn]
 
 
 class Biased(NamedTuple):
-    """`total`, the sum; `bias`, which operand of it the bias is; `product`, the other, where nothing else uses it."""
+    """The sum of a product and its bias.
+
+    Attributes:
+      total: The sum.
+      bias: Index of the operand that is the bias.
+      product: The other operand; None if it has other uses.
+    """
 
     total: Var
     bias: int
@@ -25,42 +31,42 @@ class Biased(NamedTuple):
 
 
 def biased_products(jaxpr: Jaxpr) -> Iterator[Biased]:
-    """The sums of a product and its bias, in `jaxpr` and everything it calls.
+    """Yield the sums of a product and its bias in `jaxpr` and in all jaxprs inside it.
 
     >>> import jax, jax.numpy as jnp
     >>> def layer(x, w, b):
     ...     return x @ w + b[None]
     >>> traced = jax.make_jaxpr(layer)(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones(4))
-    >>> [(found.total.aval.shape, found.bias) for found in biased_products(traced.jaxpr)]
+    >>> [(biased.total.aval.shape, biased.bias) for biased in biased_products(traced.jaxpr)]
     [((2, 4), 1)]
     """
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     uses = Counter(v for v in [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)] if isinstance(v, Var))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "add":
             for i in (0, 1):
                 product, bias = eqn.invars[1 - i], eqn.invars[i]
-                if _is_bias(bias, _feature_axes(product, made_by), made_by):
-                    yield Biased(eqn.outvars[0], i, _used_once(product, made_by, uses))
+                if _is_bias(bias, _feature_axes(product, producers), producers):
+                    yield Biased(eqn.outvars[0], i, _used_once(product, producers, uses))
         for inner in inner_jaxprs(eqn):
             yield from biased_products(inner)
 
 
-def _used_once(var: Atom, made_by: MadeBy, uses: Counter[Var]) -> Var | None:
-    """The product that `var` is, or is a transpose of, unless it is used for something else too."""
-    eqn = _maker(var, made_by)
+def _used_once(var: Atom, producers: Producers, uses: Counter[Var]) -> Var | None:
+    """Return the product that `var` is, or is a transpose of; None if it has other uses."""
+    eqn = _producer(var, producers)
     if isinstance(var, Literal) or eqn is None or uses[var] > 1:
         return None
-    return _used_once(eqn.invars[0], made_by, uses) if eqn.primitive.name == "transpose" else var
+    return _used_once(eqn.invars[0], producers, uses) if eqn.primitive.name == "transpose" else var
 
 
-def _feature_axes(var: Atom, made_by: MadeBy) -> set[int]:
-    """The axes of `var` that may be of features; none where it is no product."""
-    eqn = _maker(var, made_by)
+def _feature_axes(var: Atom, producers: Producers) -> set[int]:
+    """Return the axes of `var` that may be features; none if it is not a product."""
+    eqn = _producer(var, producers)
     if eqn is None:
         return set()
-    if eqn.primitive.name == "transpose":  # as vmap makes them
-        axes = _feature_axes(eqn.invars[0], made_by)
+    if eqn.primitive.name == "transpose":  # inserted by vmap
+        axes = _feature_axes(eqn.invars[0], producers)
         return {to for to, axis in enumerate(eqn.params["permutation"]) if axis in axes}
     if eqn.primitive.name == "conv_general_dilated":
         return {eqn.params["dimension_numbers"].out_spec[1]}
@@ -69,9 +75,9 @@ def _feature_axes(var: Atom, made_by: MadeBy) -> set[int]:
     return set()
 
 
-def _is_bias(var: Atom, axes: set[int], made_by: MadeBy) -> bool:
-    """Whether `var` is a vector laid along one of those axes."""
-    eqn = _maker(var, made_by)
+def _is_bias(var: Atom, axes: set[int], producers: Producers) -> bool:
+    """Return whether `var` is a vector broadcast along one of those axes."""
+    eqn = _producer(var, producers)
     if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "reshape") or _aval(eqn.invars[0]).ndim != 1:
         return False
     if eqn.primitive.name == "broadcast_in_dim":
@@ -80,8 +86,8 @@ def _is_bias(var: Atom, axes: set[int], made_by: MadeBy) -> bool:
     return wide <= axes and len(wide) <= 1
 
 
-def _maker(var: Atom, made_by: MadeBy) -> JaxprEqn | None:
-    return None if isinstance(var, Literal) else made_by.get(var)
+def _producer(var: Atom, producers: Producers) -> JaxprEqn | None:
+    return None if isinstance(var, Literal) else producers.get(var)
 
 
 def _aval(var: Atom) -> Any:

@@ -1,6 +1,6 @@
-"""Gradient hooks: a function of the gradient at a parameter or an activation, as `torch.Tensor.register_hook`.
+"""Gradient hooks: a function of the gradient of a parameter or an activation, as `torch.Tensor.register_hook`.
 
-As PyTorch's, a hook is given the gradient of one micro-batch's backward pass, still multiplied by the loss scale.
+As in PyTorch, a hook receives the gradient of one micro-batch's backward pass, still multiplied by the loss scale.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +14,23 @@ from jaxtrain.paths import path_name
 from jaxtrain.transforms import jaxpr
 
 Hook = Callable[[jax.Array], jax.Array]
-"""From a gradient to the one that is passed on instead, of the same shape and dtype."""
+"""From a gradient to the gradient that replaces it, of the same shape and dtype."""
 
 
 def hook(x: jax.Array, fn: Hook) -> jax.Array:
-    """`x`, whose gradient is `fn` of what it would have been. Reverse mode only.
+    """Replace the gradient of `x` by a function of it, as `torch.Tensor.register_hook`. Reverse mode only.
 
-    >>> import jax.numpy as jnp
-    >>> float(jax.grad(lambda x: hook(x, lambda g: 10 * g) ** 2)(3.0))
-    60.0
+    Args:
+      x: An array.
+      fn: From the gradient of `x` to the one that replaces it, of the same shape and dtype.
+
+    Returns:
+      `x`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(jax.grad(lambda x: hook(x, lambda g: 10 * g) ** 2)(3.0))
+      60.0
     """
 
     @jax.custom_vjp
@@ -37,9 +45,14 @@ def hook(x: jax.Array, fn: Hook) -> jax.Array:
 
 
 def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callable[..., Any]:
-    """`compute(params, …)` with a hook at every parameter of that path, and every value of that `checkpoint_name`.
+    """Add hooks to the parameters and to the named values of a computation.
 
-    Raises `UserError`, once traced, for a hook that names neither.
+    Args:
+      compute: A function of (params, …).
+      hooks: Hooks by parameter path or by `checkpoint_name` of a value.
+
+    Returns:
+      `compute` with hooks; when traced it raises `UserError` for a hook that names neither.
     """
     if not hooks:
         return compute
@@ -57,7 +70,7 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
             return None
         return [hook(x, hooks[eqn.params["name"]]) for x in jaxpr.bind(eqn, args)]
 
-    def computed(params: Any, *args: Any) -> Any:
+    def compute_hooked(params: Any, *args: Any) -> Any:
         paths = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
@@ -66,7 +79,7 @@ def add_hooks(compute: Callable[..., Any], hooks: Mapping[str, Hook]) -> Callabl
 
         return jaxpr.retrace(with_hooked_params, evaluate)(params, *args)
 
-    return computed
+    return compute_hooked
 
 
 def _names(traced: Jaxpr) -> Iterator[str]:
@@ -79,5 +92,5 @@ def _names(traced: Jaxpr) -> Iterator[str]:
 
 def _refuse_unknown(hooks: set[str], paths: set[str], names: set[str]) -> None:
     if unknown := sorted(hooks - paths - names):
-        known = ", ".join(sorted(paths | names))
-        raise UserError(f"hook {unknown[0]!r} names no parameter and no checkpoint_name: there are {known}")
+        available = ", ".join(sorted(paths | names))
+        raise UserError(f"hook {unknown[0]!r} matches no parameter and no checkpoint_name: use one of {available}")

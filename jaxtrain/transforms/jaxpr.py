@@ -1,9 +1,9 @@
 """Rewrite a JAX function equation by equation, through its control flow.
 
-`transform(fn, rule)` traces `fn` to a jaxpr and evaluates it again, asking `rule` about every equation. Where the
-rule declines, a higher-order equation (jit, scan, while, cond, checkpoint, custom_jvp) is rebuilt with the public
-function that made it, its body rewritten in turn, and any other equation is bound as it was. The result is an
-ordinary JAX function: differentiating, vmapping or jitting it works as for any other.
+`transform(fn, rule)` traces `fn` to a jaxpr and evaluates it again, calling `rule` for every equation. If the rule
+returns None, a higher-order equation (jit, scan, while, cond, checkpoint, custom_jvp) is rebuilt by the public
+function that created it, with its body rewritten in turn, and any other equation is bound unchanged. The result is an
+ordinary JAX function, which can be differentiated, vmapped and jitted.
 
 This is the one module that leans on the layout of JAX's equations (parameter names of higher-order primitives,
 `Primitive.get_bind_params`) and on a private name: JAX has no public rewriter, and no public way to say that an
@@ -24,14 +24,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtrain.transforms.jax_internals import source_info_util
 
 Run = Callable[[Jaxpr, Sequence[Any], Sequence[Any]], list[Any]]
-"""Evaluates a jaxpr under the rule at hand: `run(jaxpr, consts, args)`."""
+"""Evaluates a jaxpr under the current rule: `run(jaxpr, consts, args)`."""
 
 Rule = Callable[[JaxprEqn, list[Any], Run], Sequence[Any] | None]
-"""Returns an equation's outputs, or None to leave it as it is: `rule(eqn, args, run)`."""
+"""Returns an equation's outputs, or None to leave it unchanged: `rule(eqn, args, run)`."""
 
 
 def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
-    """`fn` with every equation of its jaxpr offered to `rule`.
+    """Rewrite a function: `rule` may replace every equation of its jaxpr.
 
     >>> import jax.numpy as jnp
     >>> def sines_to_cosines(eqn, args, run):
@@ -44,7 +44,7 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
 
 
 def retrace(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
-    """`fn` whose jaxpr is evaluated by `evaluate(closed, leaves of the arguments)`."""
+    """Return `fn` with its jaxpr evaluated by `evaluate(closed, leaves of the arguments)`."""
 
     @functools.wraps(fn)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def retrace(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]],
 
 
 def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Evaluate `jaxpr` under `rule`. Arguments may be of other dtypes than those it was traced with."""
+    """Evaluate `jaxpr` under `rule`. Arguments may have other dtypes than it was traced with."""
 
     def run(inner: Jaxpr, inner_consts: Sequence[Any], inner_args: Sequence[Any]) -> list[Any]:
         return interpret(inner, inner_consts, inner_args, rule)
@@ -64,7 +64,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn, dead in zip(jaxpr.eqns, _dead_after(jaxpr), strict=True):
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        with _standing_for(eqn):
+        with _source_of(eqn):
             outs = rule(eqn, inputs, run)
             if outs is None:
                 rebuild = HIGHER_ORDER.get(eqn.primitive.name)
@@ -88,63 +88,77 @@ def _dead_after(jaxpr: Jaxpr) -> list[list[Any]]:
 
 
 @contextmanager
-def _standing_for(eqn: JaxprEqn) -> Iterator[None]:
-    """What is traced inside has the source line, the scopes and the settings of `eqn`."""
+def _source_of(eqn: JaxprEqn) -> Iterator[None]:
+    """Give equations traced inside the source line, the scopes and the settings of `eqn`."""
     scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), eqn.ctx.manager:
         yield
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The equation itself, applied to `args`."""
+    """Apply the equation to `args`."""
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def bind_as_traced(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """The equation applied to `args` converted to the dtypes it was traced with."""
+    """Apply the equation to `args`, converted to the dtypes it was traced with."""
     return bind(eqn, cast_like([v.aval for v in eqn.invars], args))
 
 
 def cast_like(avals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """`values` with the dtypes of `avals`; those that have them already, and opaque ones (keys), are untouched."""
+    """Convert `values` to the dtypes of `avals`; opaque values (keys) are left unchanged."""
     return [_cast(aval, value) for aval, value in zip(avals, values, strict=True)]
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs among an equation's parameters."""
+    """Return the jaxprs among an equation's parameters."""
     params = [p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,))]
     return [p.jaxpr if isinstance(p, ClosedJaxpr) else p for p in params if isinstance(p, (ClosedJaxpr, Jaxpr))]
 
 
 def evaluate_inner(body: Any, args: Sequence[Any], run: Run) -> list[Any]:
-    """What a jaxpr among an equation's parameters makes of `args` under the rule at hand, closed or not."""
+    """Evaluate a jaxpr among an equation's parameters, closed or not, under the current rule."""
     return run(body.jaxpr, body.consts, args) if isinstance(body, ClosedJaxpr) else run(body, (), args)
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> bool:
-    """Whether the equation, or the one it is the derivative of, was traced under `jax.named_scope(name)`."""
+    """Return whether the equation, or the one it differentiates, was traced under `jax.named_scope(name)`."""
     return any(part.name == name for part in eqn.source_info.name_stack.stack)
 
 
-def named_jit(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` jitted under `name`, by which `calls` finds it in a jaxpr.
+def jit_once(fn: Callable[..., Any], mark: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `jax.jit(mark(fn))`, the same one for every call with the same `fn`, so that eager calls compile once.
 
-    >>> is_call(jax.make_jaxpr(named_jit("twice", lambda x: 2 * x))(1.0).eqns[0], "twice")
+    A partial of a function with plain numbers and strings is the same if these are equal. The program is stored with
+    the function itself and is freed with it.
+
+    >>> def twice(fn):
+    ...     def call_twice(x):
+    ...         return fn(fn(x))
+    ...     return call_twice
+    >>> jit_once(jax.numpy.sin, twice) is jit_once(jax.numpy.sin, twice)
     True
     """
+    owner, options = fn, ()
+    if isinstance(fn, functools.partial):
+        owner, options = fn.func, (*fn.args, *sorted(fn.keywords.items()))
+    if not hasattr(owner, "__dict__") or not all(map(_is_plain, options)):
+        return jax.jit(mark(fn))
+    programs = owner.__dict__.setdefault("_jaxtrain_programs", {})
+    # By id too: functools.wraps copies the dict of one function to another.
+    key = (id(owner), mark, options)
+    if key not in programs:
+        programs[key] = owner, jax.jit(mark(fn))
+    return programs[key][1]
 
-    def body(*args: Any) -> Any:
-        return fn(*args)
 
-    body.__name__ = name
-    # Its code's name is the one that tracebacks have, and by them equations.
-    body.__code__ = body.__code__.replace(co_name=name, co_qualname=name)
-    return jax.jit(body)
+def _is_plain(option: Any) -> bool:
+    return isinstance(option, (int, float, str)) or (isinstance(option, tuple) and all(map(_is_plain, option)))
 
 
 def is_call(eqn: JaxprEqn, name: str) -> bool:
-    """Whether the equation calls a jitted function of that name."""
+    """Return whether the equation calls a jitted function of that name."""
     return eqn.params.get("name") == name and eqn.primitive.name in ("jit", "pjit")
 
 
@@ -164,7 +178,7 @@ def _jit(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
     fn.__name__ = eqn.params["name"]
     shardings: dict[str, Any] = {side: _shardings(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
-    return jax.jit(fn, **{side: given for side, given in shardings.items() if any(given)})(*args)
+    return jax.jit(fn, **{side: entries for side, entries in shardings.items() if any(entries)})(*args)
 
 
 def _shardings(given: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
@@ -199,7 +213,7 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 
 def unroll_scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    """A scan evaluated step by step, its body as often as it runs."""
+    """Evaluate a scan step by step, its body once per step."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     n_consts, n_carry = scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
@@ -211,7 +225,7 @@ def unroll_scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's arguments are constants, and how many its carry."""
+    """Return the numbers of a scan's constants and of its carries."""
     if "ft_in" in eqn.params:  # since JAX 0.11: three flat trees
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -224,13 +238,13 @@ def _while(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     cond_consts, body_consts, init = args[:n_cond], args[n_cond : n_cond + n_body], args[n_cond + n_body :]
     carry_avals = body.in_avals[n_body:]
 
-    def keep_going(carry: list[Any]) -> Any:
+    def condition(carry: list[Any]) -> Any:
         return run(cond.jaxpr, cond.consts, [*cond_consts, *carry])[0]
 
     def step(carry: list[Any]) -> list[Any]:
         return cast_like(carry_avals, run(body.jaxpr, body.consts, [*body_consts, *carry]))
 
-    return lax.while_loop(keep_going, step, cast_like(carry_avals, init))
+    return lax.while_loop(condition, step, cast_like(carry_avals, init))
 
 
 def _cond(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
@@ -267,7 +281,7 @@ def _custom_jvp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
 def _custom_vjp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     body, backward = eqn.params["call_jaxpr"], eqn.params["bwd"]
     if eqn.params["symbolic_zeros"] or eqn.params["num_consts"]:
-        return bind_as_traced(eqn, args)  # what its rule would be told of them is known to JAX alone
+        return bind_as_traced(eqn, args)  # only JAX knows what its rule would receive for them
 
     @jax.custom_vjp
     def fn(*inner: Any) -> list[Any]:
@@ -300,7 +314,7 @@ def _shaped(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _gradients(returned: Any) -> list[Any]:
-    """What a backward rule returned; JAX's symbolic zeros, of arguments without a gradient, made arrays."""
+    """Return the gradients of a backward rule, with JAX's symbolic zeros (arguments without a gradient) as arrays."""
     if isinstance(returned[0], list):
         returned, _ = returned  # since JAX 0.11: and a log
     arrays = (jax.Array, np.ndarray)

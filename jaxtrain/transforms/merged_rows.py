@@ -1,9 +1,9 @@
-"""Rows and tokens merged, for a product, and kept apart: what a mesh divides along both axes stays divided.
+"""Undo the merging of rows and tokens, so that arrays sharded along both axes stay sharded.
 
-A linear layer takes [rows, tokens, width] as [rows · tokens, width] (`jaxtrain.models.linear`). Where a mesh divides
-rows by one of its axes and tokens by another, what a device has is no contiguous part of that: the compiler would
-gather the tokens, of every layer. So a product of what was merged, and the arithmetic beside it, is said of what it was
-before.
+A linear layer takes [rows, tokens, width] as [rows · tokens, width] (`jaxtrain.models.linear`). If a mesh shards rows
+by one of its axes and tokens by another, a device's shard is not a contiguous part of the merged array, and the
+compiler would gather the tokens of every layer. So products of merged arrays, and the arithmetic next to them, are
+rewritten for the unmerged arrays.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from jax.extend.core import JaxprEqn
 
 from jaxtrain.transforms import jaxpr
 
-BESIDE = frozenset({"add", "convert_element_type", "div", "mul", "select_n"})
-"""Of a product: its bias, its conversions, an adapter's scale and dropout."""
+ELEMENTWISE = frozenset({"add", "convert_element_type", "div", "mul", "select_n"})
+"""Primitives next to a product: its bias, its conversions, an adapter's scale and dropout."""
 
 
 class UnmergeRows:
-    """A rule of `jaxtrain.transforms.jaxpr` for one evaluation, by which merged axes are kept apart: the same numbers.
+    """A rule for one evaluation by `jaxtrain.transforms.jaxpr` that unmerges merged axes. The numbers are the same.
 
     >>> import jax, jax.numpy as jnp
     >>> def linear(x, w):
@@ -31,48 +31,48 @@ class UnmergeRows:
     """
 
     def __init__(self) -> None:
-        # By id, a value and what it is a reshape of: both are kept, that no other value has the id.
+        # By id: a value and the array it is a reshape of. Both are stored, so that no other value gets the id.
         self._reshapes: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-        """The equation's outputs, or None where nothing it is given was merged."""
+        """Return the equation's outputs, or None if none of its arguments is merged."""
         name = eqn.primitive.name
         if name == "reshape" and eqn.params["dimensions"] is eqn.params["sharding"] is None:
-            return [self._reshaped(args[0], eqn.params["new_sizes"])]
+            return [self._reshape(args[0], eqn.params["new_sizes"])]
         merged = {axes for x in args if (axes := self._axes(x)) is not None}
         if len(merged) != 1:
             return None
         (axes,) = merged
         if jaxpr.is_call(eqn, "_where"):
             return jaxpr.evaluate_inner(eqn.params["jaxpr"], args, run)
-        if name == "dot_general" and self._axes(args[0]) and _is_of_each(eqn):
+        if name == "dot_general" and self._axes(args[0]) and _is_per_row(eqn):
             (contracted, of_kernel), batch = eqn.params["dimension_numbers"]
             numbers = ((tuple(i + 1 for i in contracted), of_kernel), batch)
             params = {**eqn.params, "dimension_numbers": numbers}
-            return [self._merged(eqn.primitive.bind(self._apart(args[0], axes), args[1], **params))]
-        if name in BESIDE:
-            (out,) = jaxpr.bind(eqn, [self._apart(x, axes) for x in args])
-            return [self._merged(out)]
+            return [self._merge(eqn.primitive.bind(self._unmerge(args[0], axes), args[1], **params))]
+        if name in ELEMENTWISE:
+            (out,) = jaxpr.bind(eqn, [self._unmerge(x, axes) for x in args])
+            return [self._merge(out)]
         return None
 
     def _axes(self, x: Any) -> tuple[int, int] | None:
-        """The sizes that the first axis of `x` is merged of; None where it is not."""
+        """Return the sizes of the two axes merged into the first axis of `x`; None if it is not merged."""
         _, origin = self._reshapes.get(id(x), (None, None))
         if origin is None or origin.ndim != x.ndim + 1 or origin.shape[2:] != x.shape[1:]:
             return None
         return origin.shape[0], origin.shape[1]
 
-    def _apart(self, x: Any, axes: tuple[int, int]) -> Any:
-        """`x` with its first axis as those two; with two of size 1 where it is one of size 1."""
+    def _unmerge(self, x: Any, axes: tuple[int, int]) -> Any:
+        """Split the first axis of `x` into those two axes; into two of size 1 if its size is 1."""
         if not np.ndim(x):
             return x
-        return self._reshaped(x, (*((1, 1) if x.shape[0] == 1 else axes), *x.shape[1:]))
+        return self._reshape(x, (*((1, 1) if x.shape[0] == 1 else axes), *x.shape[1:]))
 
-    def _merged(self, x: Any) -> Any:
-        return self._reshaped(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
+    def _merge(self, x: Any) -> Any:
+        return self._reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
 
-    def _reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """`x` in that shape, directly from what it is a reshape of itself."""
+    def _reshape(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """Reshape `x`, directly from the array that it is a reshape of."""
         _, origin = self._reshapes.get(id(x), (None, x))
         out = lax.reshape(origin, shape)
         if out is not origin:
@@ -80,7 +80,7 @@ class UnmergeRows:
         return out
 
 
-def _is_of_each(eqn: JaxprEqn) -> bool:
-    """Whether the product is of each entry along the first operand's first axis."""
+def _is_per_row(eqn: JaxprEqn) -> bool:
+    """Return whether the product treats each entry along the first operand's first axis separately."""
     (contracted, _), batch = eqn.params["dimension_numbers"]
     return 0 not in contracted and batch == ((), ())

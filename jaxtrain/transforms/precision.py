@@ -1,15 +1,16 @@
 """Mixed precision by program transformation: named policies, and autocast over the jaxpr.
 
-Which operation runs in which dtype is `autocast_lists`. Master parameters stay in `param_dtype`; a model written in
-plain float32 needs no change.
+`autocast_lists` defines the dtype of each operation. Master parameters stay in `param_dtype`; a model written in
+float32 needs no change.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +23,36 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 
-# These read each operand's own dtype, so that widening one to another's would add conversions PyTorch has not.
+# These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
 _LOW_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-_SETTLED = "autocast_settled"
+_DISABLED = "autocast_disabled"
 _LOW_OPERATION = "autocast_low_operation"
-_LOW_OPERATIONS: dict[str, Callable[..., jax.Array]] = {}  # by the name that their calls have in a jaxpr
+_LOW_OPERATIONS: WeakValueDictionary[str, Callable[..., jax.Array]] = WeakValueDictionary()  # by name in a jaxpr
+_NUMBERS = itertools.count()
 KERNEL = "autocast_kernel"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a computation, and what a float32 matrix product means on hardware that has cheaper ones.
+    """The dtypes of a computation, and the precision of float32 matrix products on hardware with cheaper ones.
 
-    With a `compute_dtype` the computation is autocast to it; without, its floating inputs are taken to `param_dtype`,
-    in which it then runs as it was written. `matmul_precision` is JAX's (`jax.default_matmul_precision`): "highest"
-    is PyTorch's default for float32 products on GPUs. Policies compose: what one is applied to inside a computation
-    under another keeps its own. `dataclasses.replace` makes variants.
+    Policies compose: a function with a policy of its own keeps it inside a computation under another.
+    `dataclasses.replace` creates variants.
 
-    >>> x = jnp.ones((2, 2))
-    >>> head = POLICIES["fp32"].apply(lambda x: x @ x)
-    >>> body_and_head = POLICIES["bf16"].apply(lambda x: (x @ x, head(x)))
-    >>> [y.dtype.name for y in body_and_head(x)]
-    ['bfloat16', 'float32']
+    Attributes:
+      param_dtype: Dtype of the parameters and, without `compute_dtype`, of all floating-point inputs.
+      compute_dtype: Dtype to autocast to; None computes in `param_dtype`, as the code is written.
+      matmul_precision: As for `jax.default_matmul_precision`; "highest" is PyTorch's default for float32 products on
+        GPUs.
+      loss_scaling: Whether `train_step` scales the loss by default.
+
+    Example:
+      >>> x = jnp.ones((2, 2))
+      >>> head = POLICIES["fp32"].apply(lambda x: x @ x)
+      >>> body_and_head = POLICIES["bf16"].apply(lambda x: (x @ x, head(x)))
+      >>> [y.dtype.name for y in body_and_head(x)]
+      ['bfloat16', 'float32']
     """
 
     param_dtype: Any
@@ -53,35 +61,49 @@ class Policy:
     loss_scaling: bool = False
 
     def cast_params(self, params: Any) -> Any:
-        """A copy of `params`, or of model state, with its floating leaves in `param_dtype`; others keep theirs.
+        """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
 
-        Raises `UserError` for float64 where JAX is not set to have any.
+        Args:
+          params: Pytree of arrays.
+
+        Returns:
+          The copy; leaves that are not floating-point keep their dtypes.
+
+        Raises:
+          UserError: `param_dtype` is float64 and JAX's x64 mode is off.
         """
         self._check_available()
         return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if _is_float(x) else None, copy=True), params)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` computed as this policy says."""
+        """Apply the policy to a function.
+
+        Args:
+          fn: A function of arrays.
+
+        Returns:
+          The same function, computed under this policy.
+        """
         inner = self._uncast(fn) if self.compute_dtype is None else autocast(fn, self.compute_dtype)
 
-        def computed(*args: Any, **kwargs: Any) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
             with jax.default_matmul_precision(self.matmul_precision):
                 return inner(*args, **kwargs)
 
-        return computed
+        return compute
 
     def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def computed(*args: Any, **kwargs: Any) -> Any:
+        def compute(*args: Any, **kwargs: Any) -> Any:
             self._check_available()
             args, kwargs = jax.tree.map(lambda x: _to(self.param_dtype, x) if _is_array(x) else x, (args, kwargs))
             with autocast_disabled():
                 return fn(*args, **kwargs)
 
-        return computed
+        return compute
 
     def _check_available(self) -> None:
         if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
-            raise UserError("precision 'fp64' needs JAX's x64 mode: jax.config.update('jax_enable_x64', True)")
+            raise UserError("precision 'fp64' needs JAX's x64 mode: call jax.config.update('jax_enable_x64', True)")
 
 
 POLICIES = {
@@ -92,14 +114,18 @@ POLICIES = {
     "fp16": Policy(np.float32, np.float16, matmul_precision="default", loss_scaling=True),
     "bf16_params": Policy(jnp.bfloat16, matmul_precision="default"),
 }
-"""By name. "bf16_params" has no float32 anywhere, as `model.bfloat16()`; the others keep master parameters."""
+"""Policies by name. "bf16_params" has no float32 at all, as `model.bfloat16()`; the others have master parameters."""
 
 
 def policy(precision: str | Policy) -> Policy:
-    """The policy of that name, or the one given.
+    """Return the policy of a name, or the policy itself.
 
-    >>> policy("fp16").loss_scaling
-    True
+    Raises:
+      UserError: The name is unknown.
+
+    Example:
+      >>> policy("fp16").loss_scaling
+      True
     """
     if isinstance(precision, Policy):
         return precision
@@ -109,21 +135,33 @@ def policy(precision: str | Policy) -> Policy:
 
 
 def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callable[..., Any]:
-    """`fn` with each operation in the dtype that `torch.autocast(device, dtype)` would run it in.
+    """Run each operation of a function in the dtype that `torch.autocast(device, dtype)` would choose.
 
-    Matrix products and convolutions in `dtype`, with the bias of a linear layer; the float32 list of `device`
-    ("cuda" or "cpu": `autocast_lists`) in float32; every other operation in the widest dtype of its inputs. float64
-    is left alone. Scalars and literals do not widen. Loops keep the dtypes of their carries. The CUDA lists are the
-    default wherever this runs, so that a rehearsal on the CPU has the numerics of the training it rehearses.
+    Matrix products and convolutions, with the bias of a linear layer, run in `dtype`; the operations of the device's
+    float32 list in float32; every other operation in the widest dtype of its inputs. float64 is unchanged. Scalars and
+    literals do not widen. Loops preserve the dtypes of their carries.
 
-    >>> x = jnp.ones((2, 2))
-    >>> autocast(lambda x: x @ x, jnp.bfloat16)(x).dtype.name
-    'bfloat16'
-    >>> autocast(lambda x: jnp.exp(x @ x), jnp.bfloat16)(x).dtype.name
-    'float32'
+    Args:
+      fn: A function of arrays.
+      dtype: bfloat16 or float16.
+      device: "cuda" or "cpu": which of PyTorch's lists apply (`autocast_lists`), wherever the function runs. With the
+        default a run on the CPU has the numerics of the training on a GPU.
+
+    Returns:
+      The same function under autocast.
+
+    Raises:
+      UserError: `device` is unknown.
+
+    Example:
+      >>> x = jnp.ones((2, 2))
+      >>> autocast(lambda x: x @ x, jnp.bfloat16)(x).dtype.name
+      'bfloat16'
+      >>> autocast(lambda x: jnp.exp(x @ x), jnp.bfloat16)(x).dtype.name
+      'float32'
     """
     if device not in LISTS:
-        raise UserError(f"autocast knows no lists for device {device!r}: choose one of {', '.join(LISTS)}")
+        raise UserError(f"device {device!r} has no autocast lists: use one of {', '.join(LISTS)}")
     lists = LISTS[device]
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
@@ -135,7 +173,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
             name, to = eqn.primitive.name, casts.setdefault(run, _Casts())
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
-            if jaxpr.in_scope(eqn, _SETTLED):
+            if jaxpr.in_scope(eqn, _DISABLED):
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
@@ -158,56 +196,89 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             with _within_kernel():
                 return jaxpr.bind(eqn, _widen(args, to))
 
-        with jax.named_scope(_SETTLED):  # an autocast within an autocast has the last word, as PyTorch's
+        with jax.named_scope(_DISABLED):  # an inner autocast takes precedence, as PyTorch's
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
     return jaxpr.retrace(fn, evaluate)
 
 
 def autocast_disabled() -> AbstractContextManager[None]:
-    """A region that autocast leaves in the dtypes it was written in, as `torch.autocast(…, enabled=False)`.
+    """Disable autocast within a region, as `torch.autocast(…, enabled=False)`.
 
-    What is computed inside is, in float32 or as the code converts it itself; also to be used as a decorator.
+    Returns:
+      A context manager, also usable as a decorator. Operations inside run in the dtypes they are written in.
 
-    >>> def fn(x):
-    ...     with autocast_disabled():
-    ...         return x @ x
-    >>> autocast(fn, jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
-    'float32'
+    Example:
+      >>> def fn(x):
+      ...     with autocast_disabled():
+      ...         return x @ x
+      >>> autocast(fn, jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+      'float32'
     """
-    # Equations remember the scopes they were traced in, through jit, scan and differentiation.
-    return jax.named_scope(_SETTLED)
+    # Equations retain the scopes they were traced in, through jit, scan and differentiation.
+    return jax.named_scope(_DISABLED)
 
 
 def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a pure function of arrays as one operation, in no list, of which PyTorch has a kernel (batch_norm, gelu).
+    """Mark a pure function as one operation that PyTorch has a kernel for and lists nowhere (batch_norm, gelu).
 
-    Autocast then does what the kernel does: it computes in float32 and rounds once, to the dtype of the first argument.
+    Under autocast it is computed in float32 and rounded once, as that kernel does.
 
-    >>> def twice_cubed(x):
-    ...     return 2 * x**3
-    >>> autocast(lambda x: kernel(twice_cubed)(x @ x), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
-    'bfloat16'
+    Args:
+      fn: A pure function of arrays.
+
+    Returns:
+      The jitted function, the same one for every call with the same `fn`. Under autocast its first result has the dtype
+      of the first argument.
+
+    Example:
+      >>> def twice_cubed(x):
+      ...     return 2 * x**3
+      >>> autocast(lambda x: kernel(twice_cubed)(x @ x), jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+      'bfloat16'
     """
-    return jaxpr.named_jit(KERNEL, fn)
+    return jaxpr.jit_once(fn, _kernel)
+
+
+def _kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def autocast_kernel(*args: Any) -> Any:
+        return fn(*args)
+
+    return autocast_kernel
 
 
 def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Mark a pure function of arrays as one operation of autocast's low-precision list: it is called again, on inputs
-    in autocast's dtype, and may choose by that dtype how it computes. For functions that live as long as the process.
+    """Mark a pure function as one operation of autocast's low-precision list.
 
-    >>> product = low_precision(lambda x: x @ x if x.dtype == jnp.bfloat16 else 0 * x)
-    >>> autocast(product, jnp.bfloat16)(jnp.ones((2, 2)))[0, 0].item(), product(jnp.ones((2, 2)))[0, 0].item()
-    (2.0, 0.0)
+    Under autocast it is called again with inputs in autocast's dtype, by which it may choose how to compute.
+
+    Args:
+      fn: A pure function of arrays.
+
+    Returns:
+      The jitted function, the same one for every call with the same `fn`. Keep a reference to it while programs that
+      contain it are in use.
+
+    Example:
+      >>> product = low_precision(lambda x: x @ x if x.dtype == jnp.bfloat16 else 0 * x)
+      >>> autocast(product, jnp.bfloat16)(jnp.ones((2, 2)))[0, 0].item(), product(jnp.ones((2, 2)))[0, 0].item()
+      (2.0, 0.0)
     """
-    name = f"{_LOW_OPERATION}_{len(_LOW_OPERATIONS)}"
-    _LOW_OPERATIONS[name] = fn
-    return jaxpr.named_jit(name, fn)
+    return jaxpr.jit_once(fn, _low_precision)
+
+
+def _low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def autocast_low_operation(*args: Any) -> jax.Array:
+        return fn(*args)
+
+    autocast_low_operation.__name__ = f"{_LOW_OPERATION}_{next(_NUMBERS)}"
+    _LOW_OPERATIONS[autocast_low_operation.__name__] = fn
+    return autocast_low_operation
 
 
 class _Casts:
-    """Conversions of one body of equations. What is low-precision is widened once, however often it is used wide, so
-    that its gradients are summed before they are rounded."""
+    """The conversions within one jaxpr. A low-precision value is widened once, however many operations use it in
+    float32, so that its gradients are summed before they are rounded."""
 
     def __init__(self) -> None:
         self._widened: dict[int, tuple[Any, Any]] = {}
@@ -221,7 +292,7 @@ class _Casts:
 
 
 def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
-    operands, sizes = args[:2], args[2:]  # of the groups of a grouped product
+    operands, sizes = args[:2], args[2:]  # sizes: of the groups of a grouped product
     if not all(_is_low(x) for x in operands):
         return jaxpr.bind_as_traced(eqn, args)
     params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
@@ -243,7 +314,7 @@ _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
 
 
 def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
-    """The product in float32, of low-precision operands; differentiated as the one that is rounded."""
+    """Compute a product of low-precision operands in float32; its derivative is that of the rounded product."""
     if not all(_is_low(x) for x in args):
         return jaxpr.bind_as_traced(eqn, args)
 
@@ -262,7 +333,7 @@ def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
 
 
 def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
-    """The sum, rounded once, and the bias's gradient summed in float32, then rounded as PyTorch's kernel rounds it."""
+    """Add a bias and round once. The bias's gradient is summed in float32 and then rounded, as in PyTorch's kernel."""
     product, bias = args[1 - which], args[which]
     if not (_is_low(product) and _is_low(bias)):
         return jaxpr.bind(eqn, _widen(args, to))
@@ -280,36 +351,40 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
-    """What computes the equation where it was marked by `low_precision`; None where it was not."""
-    named = _LOW_OPERATIONS.get(eqn.params.get("name", ""))
-    return named if named and jaxpr.is_call(eqn, eqn.params["name"]) else None
+    """Return the function of an equation marked by `low_precision`; None for any other equation."""
+    name = eqn.params.get("name", "")
+    if not (isinstance(name, str) and name.startswith(_LOW_OPERATION) and jaxpr.is_call(eqn, name)):
+        return None
+    if name not in _LOW_OPERATIONS:
+        raise RuntimeError("a program contains a low_precision operation that no longer exists: keep a reference to it")
+    return _LOW_OPERATIONS[name]
 
 
 def _within_kernel() -> AbstractContextManager[None]:
-    """Conversions traced inside are those that PyTorch makes within a kernel, between memory and registers."""
+    """Mark the conversions traced inside as those within a PyTorch kernel, between memory and registers."""
     return jax.named_scope(KERNEL)
 
 
 def _widen(args: list[Any], to: _Casts) -> list[Any]:
-    """Floating `args` in the widest dtype among them."""
+    """Convert floating-point `args` to the widest dtype among them."""
     widest = _widest(args)
     return args if widest is None else [to(widest, x) if _is_float(x) else x for x in args]
 
 
 def _widest(args: list[Any]) -> Any:
-    """The widest floating dtype among those with dimensions; failing these, among the scalars; None without any."""
+    """Return the widest floating dtype of the arrays with dimensions, else of the scalars; None without any."""
     strong = [x for x in args if _is_float(x) and not getattr(x, "weak_type", isinstance(x, float))]
     deciding = [x for x in strong if np.ndim(x)] or strong
     return functools.reduce(_wider, (x.dtype for x in deciding)) if deciding else None
 
 
 def _wider(a: Any, b: Any) -> Any:
-    # Neither of bfloat16 and float16 holds the other: both fit float32.
+    # Neither bfloat16 nor float16 contains the other: float32 contains both.
     return a if a == b else np.promote_types(np.promote_types(a, np.float32), b)
 
 
 def _weaken(invar: Any, x: Any) -> Any:
-    """A float literal as a Python number, so that neither it nor what is broadcast from it widens anything."""
+    """Convert a float literal to a Python number, so that neither it nor its broadcasts widen other operands."""
     return float(x) if isinstance(invar, Literal) and _is_float(x) else x
 
 
@@ -326,7 +401,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _only_weakens(eqn: JaxprEqn) -> bool:
-    """Whether a conversion only says how wide a number is, as of `where`'s 1: it goes on not to widen anything."""
+    """Return whether a conversion only fixes a number's dtype, as of the 1 in `where`: it continues not to widen."""
     x: Any = eqn.invars[0].aval
     strips = x.weak_type and x.dtype == eqn.params["new_dtype"]
     return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not _is_float(x)))

@@ -1,8 +1,8 @@
-"""Scanned layers, compiled one by one.
+"""Unroll the scans over a model's layers.
 
-A model scans over layers that are alike, so that one of them is compiled, however deep it is. What this costs at run
-time is a copy of every value that the backward pass needs into an array of all the layers', and out of it again.
-`unroll(fn)` takes the layers out of the scan: longer to compile, faster to run, the same numbers.
+A model scans over identical layers, so that only one of them is compiled, whatever its depth. At run time this costs a
+copy of every value that the backward pass needs into an array for all layers, and out of it again. `unroll(fn)`
+takes longer to compile, runs faster and computes the same numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,22 @@ from jaxtrain.transforms.remat import BLOCK
 
 
 def unroll(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` without the scans over its marked blocks (`jaxtrain.block`); scans over anything else stay.
+    """Unroll the scans over marked blocks; other scans are left as they are.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from jaxtrain import block
-    >>> def layers(x):
-    ...     return jax.lax.scan(lambda x, _: (block(jnp.sin)(x), None), x, None, length=3)[0]
-    >>> text = str(jax.make_jaxpr(unroll(layers))(1.0))
-    >>> text.count("scan["), text.count("name=remat_block")
-    (0, 3)
+    Args:
+      fn: A function that scans over blocks marked by `jaxtrain.block`.
+
+    Returns:
+      The same function with each of these scans evaluated step by step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxtrain import block
+      >>> def layers(x):
+      ...     return jax.lax.scan(lambda x, _: (block(jnp.sin)(x), None), x, None, length=3)[0]
+      >>> text = str(jax.make_jaxpr(unroll(layers))(1.0))
+      >>> text.count("scan["), text.count("name=remat_block")
+      (0, 3)
     """
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:

@@ -238,12 +238,12 @@ BAD = {
     "import-torch good.pt --model digits-mlp --hidden 8 --out a_file": "a_file is a file",
     "export": "a run folder is required",
     "export nowhere": "nowhere holds no run",
-    "train digits-mlp --optimizer sdg": "'sdg' is not one we have",
-    "train digits-mlp --optimizer adamw(speed=3)": "adamw takes no speed",
-    "train digits-mlp --optimizer adamw(b2=print(x=1))": "'print' is not one we have",
-    "train digits-mlp --optimizer adamw(": "is no expression",
+    "train digits-mlp --optimizer sdg": "function 'sdg' is unknown",
+    "train digits-mlp --optimizer adamw(speed=3)": "adamw has no argument speed",
+    "train digits-mlp --optimizer adamw(b2=print(x=1))": "function 'print' is unknown",
+    "train digits-mlp --optimizer adamw(": "is not an expression",
     "train digits-mlp --schedule step_lr(lr=0.1)": "step_lr needs step_size",
-    "train digits-mlp --loss-scale huge": "'huge' is not one we have",
+    "train digits-mlp --loss-scale huge": "function 'huge' is unknown",
 }
 
 

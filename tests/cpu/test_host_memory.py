@@ -1,4 +1,4 @@
-"""What a process frees it keeps: a step's temporaries, block after block, touch no fresh pages."""
+"""The process retains freed memory: the temporaries of further steps touch no new pages."""
 
 import platform
 import subprocess
@@ -25,8 +25,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 3)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_a_steps_temporaries_stay_with_the_process():
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_the_process_retains_a_steps_temporaries():
     faults = {
         flag: int(subprocess.run([sys.executable, "-c", PROGRAM, flag], capture_output=True, check=True).stdout)
         for flag in ("", "keep")

@@ -1,4 +1,4 @@
-"""Products as a CPU is fast at them: the values and gradients of XLA's own, whatever the shapes."""
+"""Rewritten products have the values and gradients of XLA's own, for all shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def gradients(fn, *args):
 
 @settings(max_examples=20, deadline=None)
 @given(convolutions())
-def test_they_are_the_same_to_rounding(convolution):
+def test_rewritten_products_agree_to_rounding(convolution):
     x, kernel, options = convolution
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -103,7 +103,7 @@ def products(x, kernel, **options):
     return "conv_general_dilated" not in traced
 
 
-def test_which_are_products():
+def test_which_convolutions_become_products():
     assert products((2, 4, 4, 8), (3, 3, 8, 8))
     assert products((2, 4, 5, 8), (5, 5, 8, 8))  # positions 20, taps 25
     assert not products((2, 5, 5, 8), (3, 3, 8, 8))
@@ -135,7 +135,7 @@ def test_low_precision_products_are_rounded_as_xlas_own(dtype):
     assert np.isinf(rewritten(overflowing, overflowing.T)).all()
 
 
-def test_what_is_no_low_precision_matrix_is_left():
+def test_other_products_are_unchanged():
     for args in (
         (jnp.ones((2, 3)), jnp.ones((3, 2))),
         (jnp.ones((2, 2, 3), jnp.bfloat16), jnp.ones((2, 3, 2), jnp.bfloat16)),

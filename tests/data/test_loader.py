@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 
 import numpy as np
@@ -219,3 +220,26 @@ def test_evaluation_with_an_impossible_batch_size_is_refused() -> None:
 def test_importing_the_loader_emits_no_warning() -> None:
     program = [sys.executable, "-W", "error", "-c", "import jaxtrain.data.loader"]
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""
+
+
+def test_peeking_reads_one_batch_and_moves_nothing():
+    class Recording:
+        def __init__(self):
+            self.read = []
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            self.read.append(index)
+            return {"index": np.int32(index)}
+
+    source = Recording()
+    loader = Loader(source, batch_size=2, seed=0)
+    peeked = loader.peek()
+    time.sleep(0.2)  # a prefetch would read on
+    assert sorted(source.read) == sorted(peeked["index"].tolist())
+    assert loader.state()["next_batch"] == 0
+    first = next(loader)
+    np.testing.assert_array_equal(first["index"], peeked["index"])
+    np.testing.assert_array_equal(loader.peek()["index"], next(loader)["index"])

@@ -12,6 +12,7 @@ import pytest
 from jaxtrain.data import ByteTokenizer, pack, split_documents, split_text, text_files, token_cache, tokenized_rows
 from jaxtrain.data.token_cache import tokenized
 from jaxtrain.data.tokens import FileTokenizer
+from jaxtrain.errors import UserError
 from jaxtrain.user_cache import prune, user_cache
 
 
@@ -141,6 +142,18 @@ def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
     assert [p.suffix for p in (tmp_path / "jaxtrain" / "tokens").iterdir()] == [".tokens"]
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache("tokens") == Path.home() / ".cache" / "jaxtrain" / "tokens"
+
+
+def test_without_a_home_directory_the_tokens_are_in_memory(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("JAXTRAIN_TOKEN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert tokenized(["key"], of([1, 2]), np.uint8).tokens.tolist() == [1, 2]
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
+        user_cache("xla")
 
 
 def test_the_least_recently_used_files_are_removed(cache, monkeypatch):

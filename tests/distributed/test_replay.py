@@ -44,8 +44,8 @@ def test_a_nan_of_a_run_on_a_mesh_has_the_same_bits_again_and_is_found(tmp_path,
     capsys.readouterr()
     assert main(["replay", "run", "2"]) == 1
     out = capsys.readouterr().out
-    assert "nan in fp32, the same bits as then" in out
-    assert "finite in float64: an overflow of fp32" in out
+    assert "nan in fp32, bit-identical to the run" in out
+    assert "finite in float64: fp32 overflows" in out
     assert "jaxtrain/models/mlp.py:" in out
 
 

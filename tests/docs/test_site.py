@@ -117,21 +117,21 @@ INTERNAL = {
     "models": "CONFIG Rope read_json write_json write_tensors",
     "data": "KEYWORDS Role check_zip dates is_zip python_statements",
     "runner": (
-        "DispatchedStep Guard Interval Training build_training check_free check_settings find_nonfinite_array "
-        "loss_scale optimizer_expression read_batch read_recipe restore_params restore_state saved_steps "
-        "schedule_call training_step"
+        "DispatchedStep FetchedBatch Guard Interval SavedStep Training build_training check_free "
+        "check_settings find_nonfinite_array loss_scale optimizer_expression read_batch read_recipe "
+        "restore_params restore_state saved_steps schedule_call stored_recipe training_step"
     ),
     "observe": (
-        "ErrorAnalysis Gauges HOST MLflow NoMetricsLog Tracker WandB error_summary evaluate_examples "
-        "format_count histograms log_error_analysis log_final metrics_log read_metrics render_report "
-        "report_server track_run write_error_page"
+        "ErrorAnalysis Gauges HOST LogLine MLflow NoMetricsLog Rollback Throughput Tracker WandB "
+        "error_summary evaluate_examples format_count histograms log_error_analysis log_final metrics_log "
+        "read_metrics render_report report_server track_run write_error_page"
     ),
     "distributed": (
         "AXES DATA FSDP TENSOR bypass_compilation_cache is_first resolved sizes together ways window_sharding"
     ),
     "interop": (
-        "CheckpointMetadata LAYER Layout OPTIMIZER_CLASSES StoredTensor leaves new_metadata read_metadata unflatten "
-        "write_metadata"
+        "CheckpointMetadata LAYER Layout OPTIMIZER_CLASSES StoredTensor leaves new_metadata read_metadata "
+        "unflatten write_metadata"
     ),
 }
 

@@ -275,7 +275,7 @@ def test_a_run_whose_parts_are_not_torchs(content, said, tmp_path):
 def test_an_outline_of_other_kinds(tmp_path):
     torch.save({"model_names": 3, "param_groups": [], "group_names": [], "scheduler": None, "scaler": None, "count": 1},
                tmp_path / "a.pt")  # fmt: skip
-    refused("model_names 3 is no list", read_metadata, tmp_path / "a.pt")
+    refused("model_names must be list, got 3", read_metadata, tmp_path / "a.pt")
 
 
 # --- folders of models --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The chunked loss is the plain one, in value and gradient, and holds a fraction of its logits."""
+"""The chunked loss equals the plain one in value and gradient, and stores a fraction of its logits."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_it_is_the_plain_loss_in_float64(shape, chunk, options):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_an_unknown_label_is_nan_and_no_tokens_are_none():
+def test_an_invalid_label_gives_nan_and_no_tokens_give_no_losses():
     hidden, projection, labels = (jnp.asarray(x) for x in draw(6))
     losses = chunked_cross_entropy(hidden, projection, labels.at[4].set(VOCABULARY), chunk=4)
     assert np.isnan(losses).tolist() == [False] * 4 + [True, False]
@@ -137,11 +137,14 @@ def test_a_training_step_that_accumulates_takes_the_steps_of_the_plain_loss(rema
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [({"chunk": 0}, "chunk 0"), ({"labels": jnp.zeros((7,), int)}, r"hidden \[6, 5\] and labels \[7\]")],
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"labels": jnp.zeros((7,), int)}, r"be \[6\] for hidden \[6, 5\], got \[7\]"),
+    ],
 )
-def test_what_does_not_fit_is_refused_in_a_line(change, said):
+def test_invalid_arguments_raise_one_line(change, message):
     hidden, projection, labels = (jnp.asarray(x) for x in draw(6))
     given = {"hidden": hidden, "projection": projection, "labels": labels, **change}
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         chunked_cross_entropy(**given)

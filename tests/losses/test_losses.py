@@ -1,4 +1,4 @@
-"""Every loss is PyTorch's, in value and in gradient, at its kinks too; and what it refuses."""
+"""Every loss equals PyTorch's in value and gradient, at its kinks too; invalid arguments."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +21,7 @@ CLASSES, FEATURES = 4, 3
 
 
 def on_a_grid(rng, *shape):
-    """Small multiples of ½, of which many are equal: every kink is met."""
+    """Small multiples of ½, many of them equal, so that every kink occurs."""
     return rng.integers(-4, 5, shape) / 2
 
 
@@ -34,7 +34,7 @@ def log_probs(rng, *shape):
 
 
 def labels(rng, *shape):
-    """One in four is ignored."""
+    """Labels of which one in four is ignored."""
     return np.where(rng.random(shape) < 0.25, -100, rng.integers(CLASSES, size=shape))
 
 
@@ -216,7 +216,7 @@ def test_the_sum_over_the_weights_is_pytorchs_mean(seed, smoothing, weigh):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_what_all_logits_have_in_common_costs_no_digits(smoothing):
+def test_a_common_offset_of_the_logits_costs_no_digits(smoothing):
     rng = np.random.default_rng(0)
     logits, y = (scores(rng, 50) + 1000).astype(np.float32), rng.integers(CLASSES, size=50)
     theirs, truth = (
@@ -262,7 +262,7 @@ def test_info_nce_takes_negatives_of_no_row():
         lambda x, y: losses.cross_entropy(x, y, label_smoothing=0.1, class_weight=np.ones(CLASSES, np.float32)),
     ],
 )
-def test_an_unknown_label_makes_its_own_loss_and_gradient_nan_and_no_others(fn, label):
+def test_an_invalid_label_makes_only_its_own_loss_and_gradient_nan(fn, label):
     x = jnp.asarray(scores(np.random.default_rng(0), 3), np.float32)
     y = jnp.array([1, label, -100])
     values, pull = jax.vjp(jax.jit(lambda x: fn(x, y)), x)
@@ -274,7 +274,7 @@ def test_an_unknown_label_makes_its_own_loss_and_gradient_nan_and_no_others(fn, 
     np.testing.assert_array_equal(gradient[2], 0)
 
 
-def test_a_class_of_no_probability_costs_an_ignored_label_nothing():
+def test_a_class_of_probability_zero_does_not_affect_an_ignored_label():
     x = jnp.array([[-jnp.inf, 0.0], [0.0, 1.0]])
     gradient = jax.grad(lambda x: losses.cross_entropy(x, jnp.array([-100, 1])).sum())(x)
     assert np.isfinite(gradient).all()
@@ -305,25 +305,31 @@ def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (
             lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros((3,), int)),
-            r"float32\[2, 3\] and labels int32\[3\]",
+            r"float32\[2, 3\] must be integers \[2\], classes last, got int32\[3\]",
         ),
-        (lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2)), r"give it integer labels \[2\]"),
+        (
+            lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2)),
+            r"integers \[2\], .* got float32\[2\]",
+        ),
         (
             lambda: losses.cross_entropy(jnp.zeros((2, 3)), jnp.zeros(2, int), label_smoothing=1.5),
-            "label_smoothing 1.5",
+            r"label_smoothing must be in \[0, 1\], got 1\.5",
         ),
-        (lambda: losses.nll(jnp.zeros((2, 3)), jnp.zeros(2, int), class_weight=np.ones(2)), r"class_weight is \[2\]"),
+        (
+            lambda: losses.nll(jnp.zeros((2, 3)), jnp.zeros(2, int), class_weight=np.ones(2)),
+            r"must have shape \[3\], got \[2\]",
+        ),
         (lambda: losses.mse(jnp.zeros((2, 1)), jnp.zeros(2)), r"predictions \[2, 1\], targets \[2\]"),
-        (lambda: losses.smooth_l1(jnp.zeros(2), jnp.zeros(2), beta=-1.0), "beta -1.0"),
-        (lambda: losses.huber(jnp.zeros(2), jnp.zeros(2), delta=0.0), "delta 0.0"),
+        (lambda: losses.smooth_l1(jnp.zeros(2), jnp.zeros(2), beta=-1.0), r"beta must be at least 0, got -1\.0"),
+        (lambda: losses.huber(jnp.zeros(2), jnp.zeros(2), delta=0.0), r"delta must be positive, got 0\.0"),
         (lambda: losses.cosine_embedding(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 1))), r"targets \[2, 1\]"),
-        (lambda: losses.clip(jnp.zeros((2, 3))), r"similarities \[2, 3\]"),
+        (lambda: losses.clip(jnp.zeros((2, 3))), r"similarities must be \[N, N\], one text per image, got \[2, 3\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_line(call, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_arguments_raise_one_line(call, message):
+    with pytest.raises(UserError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""At the kinks: PyTorch's value and gradient, exactly; elsewhere to rounding; and what JAX does of its own."""
+"""PyTorch's value and gradient, exactly at the kinks and to rounding elsewhere; and JAX's own gradient."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Kink(NamedTuple):
     jaxs: Callable
     at: tuple
     jaxs_gradients: tuple
-    """JAX's own, one an input: red here means that JAX has changed its mind."""
+    """JAX's own gradients, one per input: this fails if JAX changes them."""
 
 
 def naive_cosine(a, b):
@@ -212,7 +212,7 @@ def test_elsewhere_they_agree_to_rounding(case, seed):
 
 
 @pytest.mark.parametrize("case", ["max", "min", "median of equals", "median along an axis"])
-def test_of_any_equal_values_the_same_one_is_taken(case):
+def test_among_equal_values_the_same_one_is_selected(case):
     rng = np.random.default_rng(0)
     for n in range(2, 12):
         points = [rng.integers(0, 3, n)]
@@ -222,7 +222,7 @@ def test_of_any_equal_values_the_same_one_is_taken(case):
 
 
 @pytest.mark.parametrize("case", ["abs", "clamp", "hardtanh", "leaky_relu", "max", "median", "median along an axis"])
-def test_a_nan_is_let_through(case):
+def test_nan_is_propagated(case):
     assert np.isnan(in_jax(KINKS[case].ours, ([1.0, NAN, 2.0],))[0]).any()
     assert np.isnan(in_torch(KINKS[case].theirs, ([1.0, NAN, 2.0],))[0]).any()
 

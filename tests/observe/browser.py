@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to by the WebDriver protocol (https://www.w3.org/TR/webdriver2/)."""
+"""Control a headless Chromium by the WebDriver protocol (https://www.w3.org/TR/webdriver2/)."""
 
 import json
 import shutil
@@ -26,29 +26,29 @@ class Browser:
         self._post("url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """What `return …` in it gives."""
+        """Run a script; return what it returns."""
         return self._post("execute/sync", {"script": script, "args": []})
 
     def press(self, *keys: str) -> None:
-        """Keys by their WebDriver code, to whatever has the focus."""
+        """Send keys, by their WebDriver codes, to the focused element."""
         strokes = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self._post("actions", {"actions": [{"type": "key", "id": "keys", "actions": strokes}]})
 
     def drag(self, start: tuple[int, int], end: tuple[int, int]) -> None:
-        """With the mouse, from one place in the window to another."""
+        """Drag the mouse from one point of the window to another."""
         moves = [{"type": "pointerMove", "duration": 20, "x": x, "y": y} for x, y in (start, end)]
         pressed = [moves[0], {"type": "pointerDown", "button": 0}, moves[1], {"type": "pointerUp", "button": 0}]
         self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": pressed}]})
 
     def emulate(self, name: str, **of: Any) -> None:
-        """A command of the DevTools protocol."""
+        """Send a command of the DevTools protocol."""
         self._post("goog/cdp/execute", {"cmd": name, "params": of})
 
     def screenshot(self, path: Path, width: int, *, dark: bool = False, scale: float = 1) -> None:
-        """Of the whole page, as wide as asked."""
+        """Take a screenshot of the whole page at a given width."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.emulate("Emulation.setEmulatedMedia", features=scheme)
-        for height in (800, None):  # its height is known once it has its width
+        for height in (800, None):  # the height depends on the width
             height = height or self.run("return document.documentElement.scrollHeight")
             metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
             self.emulate("Emulation.setDeviceMetricsOverride", **metrics)
@@ -58,7 +58,7 @@ class Browser:
         path.write_bytes(base64.b64decode(self._get("screenshot")))
 
     def complaints(self) -> list[str]:
-        """What the console was told since it was last asked."""
+        """Return the console messages since the previous call."""
         return [entry["message"] for entry in self._post("se/log", {"type": "browser"})]
 
     def _get(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Runs that were never trained: what their folders hold, and a page has to tell."""
+"""Write the folders of runs that were never trained."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIG = {
 
 
 def line(step: int) -> dict:
-    """One that trains well, but for a skip at step 20."""
+    """A line of a run that skips the update of step 20."""
     skipped = int(step == 20)
     return {
         "step": step,

@@ -1,4 +1,4 @@
-"""The points of a chart, thinned, are those of the run."""
+"""The thinned points of a chart are points of the run."""
 
 import math
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
     assert [column[-1] for column in run["clock"]] == [40, 0.8, 320.0]
 
 
-def test_a_metric_that_no_chart_knows_has_one_of_its_own_and_groups_share_that_of_their_rates(tmp_path):
+def test_an_unknown_metric_has_its_own_chart_and_groups_share_one_of_learning_rates(tmp_path):
     record = with_numbers(read_record(write_run(tmp_path / "run")), {"perplexity": 2.0, "lr/body": 0.1, "lr/head": 0.2})
     found = {chart.title: [curve.metric for curve in chart.curves] for chart in charts([record])}
     assert found["perplexity"] == ["perplexity"]
@@ -77,7 +77,7 @@ def test_a_metric_that_no_chart_knows_has_one_of_its_own_and_groups_share_that_o
     assert sum("lr" in metrics for metrics in found.values()) == 0
 
 
-def test_of_several_runs_only_scaled_ones_have_a_scale_and_each_curve_a_chart(tmp_path):
+def test_with_several_runs_each_curve_has_a_chart_and_only_scaled_runs_a_loss_scale(tmp_path):
     scaled, plain = (read_record(write_run(tmp_path / name)) for name in ("scaled", "plain"))
     plain = with_numbers(plain, {"loss_scale": 1.0})
     page = chart_data([scaled, plain])

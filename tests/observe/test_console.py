@@ -25,7 +25,7 @@ LINE = {
 }
 
 
-def speak(console: Console) -> None:
+def print_everything(console: Console) -> None:
     console.headline("a run begins")
     console.facts({"rows": "7"})
     with console.phase("compiling"):
@@ -38,9 +38,9 @@ def speak(console: Console) -> None:
     console.summary([LINE], {"floor": 1.0}, {"run": "runs/a"})
 
 
-def spoken(terminal: bool) -> str:
+def printed(terminal: bool) -> str:
     out = io.StringIO()
-    speak(Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False)))
+    print_everything(Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False)))
     return out.getvalue()
 
 
@@ -52,14 +52,14 @@ def panel(line: dict, width: int = 100) -> str:
     return rich.export_text()
 
 
-def test_a_wish_for_colours_makes_no_terminal(monkeypatch, capsys):
+def test_forced_colors_do_not_make_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    speak(Console())
+    print_everything(Console())
     assert "\x1b[1A" not in capsys.readouterr().out  # the cursor goes up
 
 
 def test_plain_output_has_no_control_characters_and_every_number():
-    text = spoken(terminal=False)
+    text = printed(terminal=False)
     assert "\x1b" not in text
     for number in ("loss 1.500", "lr 1.0e-03", "scale 65536", "skipped 1", "12.3k tokens/s", "1.00 GiB", "left"):
         assert number in text
@@ -68,7 +68,7 @@ def test_plain_output_has_no_control_characters_and_every_number():
 
 
 def test_a_terminal_sees_the_same_numbers_live():
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", spoken(terminal=True))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(terminal=True))
     for number in (
         "loss 1.5",
         "scale 65536",
@@ -97,13 +97,13 @@ def test_a_curve_of_one_point_or_a_constant_is_drawn():
     assert curve([(0, 1.0), (5, 1.0)], {}, width=20)
 
 
-def test_a_quiet_console_says_what_is_out_of_the_ordinary_and_not_on_standard_output(capsys):
-    speak(QuietConsole())
+def test_a_quiet_console_prints_only_messages_to_standard_error(capsys):
+    print_everything(QuietConsole())
     assert capsys.readouterr() == ("", "warning: it goes on\n")
 
 
-def test_a_json_console_says_everything_as_an_object_a_line(capsys):
-    speak(JsonConsole())
+def test_a_json_console_prints_one_object_per_line(capsys):
+    print_everything(JsonConsole())
     out, err = capsys.readouterr()
     assert err == ""
     events = [json.loads(line) for line in out.splitlines()]
@@ -120,22 +120,22 @@ def test_json_has_no_nan(capsys):
     assert (event["grad_norm"], event["loss"]) == (None, None)
 
 
-def test_a_panel_tells_what_is_known_of_the_device_and_nothing_else():
+def test_a_panel_shows_device_utilization_only_if_measured():
     assert not any(word in panel(LINE) for word in ("MFU", "GPU", "waiting"))
     known = {**LINE, "mfu": 0.41, "gpu_utilisation": 0.623, "input_wait_s": 0.05}
-    for told in ("MFU 41%", "GPU 62%", "waiting for input 50%"):
-        assert told in panel(known)
+    for text in ("MFU 41%", "GPU 62%", "waiting for input 50%"):
+        assert text in panel(known)
     del known["lr"]
     assert "lr set by the optimizer" in panel({**known, "loss": float("nan"), "grad_norm": float("inf")})
 
 
 @pytest.mark.parametrize("width", [24, 40, 80, 200])
-def test_a_panel_fits_any_terminal_and_loses_nothing(width):
+def test_a_panel_fits_any_terminal_width(width):
     rows = panel({**LINE, "mfu": 0.41, "gpu_utilisation": 0.6}, width).splitlines()
     assert max(map(len, rows)) <= width
-    told = " ".join(" ".join(row.strip("│╭╮╰╯─ ") for row in rows).split())
+    text = " ".join(" ".join(row.strip("│╭╮╰╯─ ") for row in rows).split())
     for fact in ("loss 1.5", "lr 1.00e-03", "scale 65536", "skipped 1", "tokens/s 12.3k", "MFU 41%", "memory 1.00 GiB"):
-        assert fact in told
+        assert fact in text
 
 
 def test_a_sparkline_is_as_wide_as_its_values_at_most():
@@ -143,3 +143,13 @@ def test_a_sparkline_is_as_wide_as_its_values_at_most():
     assert sparkline([1.0], 8) == "▁"
     assert sparkline([2.0, 2.0], 8) == "▁▁"
     assert sparkline([float(i) for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_loop_of_ones_own_may_log_only_some_numbers(terminal):
+    out = io.StringIO()
+    console = Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False))
+    with console.progress(0, 4, "tokens") as progress:
+        for step in (1, 2):
+            progress.advance(step, {"step": step, "loss": 1.5, "mine": 7.0})
+    assert "loss 1.5" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())

@@ -1,4 +1,4 @@
-"""What is told of a device's use, where it is known; NVML stands in for itself."""
+"""Device utilization, with a stand-in for NVML."""
 
 import sys
 import time
@@ -26,19 +26,19 @@ def nvml(monkeypatch):
     fake.nvmlDeviceGetHandleByIndex = int
     fake.nvmlDeviceGetHandleByUUID = {"GPU-b": 1}.__getitem__
 
-    def utilisation(gpu):
+    def utilization(gpu):
         if fake.busy[gpu] is None:
             raise fake.NVMLError
         return types.SimpleNamespace(gpu=fake.busy[gpu])
 
-    fake.nvmlDeviceGetUtilizationRates = utilisation
+    fake.nvmlDeviceGetUtilizationRates = utilization
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gauges, "_SAMPLE_EVERY", 0.005)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
 
-def taken(gpu: GpuUtilization) -> float | None:
+def first_mean(gpu: GpuUtilization) -> float | None:
     for _ in range(200):
         if (share := gpu.mean()) is not None:
             break
@@ -58,11 +58,11 @@ def taken(gpu: GpuUtilization) -> float | None:
         ("NVIDIA GeForce GTX 9999", "bf16", None),
     ],
 )
-def test_peaks_are_the_data_sheets_and_of_no_other_device(kind, precision, peak):
+def test_peak_flops_are_those_of_the_data_sheets(kind, precision, peak):
     assert peak_flops(device(kind), precision) == peak
 
 
-def test_a_cpu_has_neither_figure_and_nothing_is_counted_for_it():
+def test_a_cpu_has_no_gauges_and_counts_no_flops():
     of = Gauges(lambda: pytest.fail("counted"), 1, "fp32")
     line = LogLine(step=1, step_time_s=0.1)
     assert of.measure(line) == line
@@ -70,23 +70,23 @@ def test_a_cpu_has_neither_figure_and_nothing_is_counted_for_it():
     of.close()
 
 
-def test_the_share_of_the_peak_is_of_all_devices(monkeypatch):
+def test_mfu_counts_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA A100-SXM4-80GB")])
     of = Gauges(lambda: 312e12, 4, "bf16")
     assert of.measure(LogLine(step=1, step_time_s=0.5)).mfu == pytest.approx(0.5)
     of.close()
 
 
-def test_the_gpus_that_the_run_may_use_are_watched(nvml, monkeypatch):
-    assert taken(GpuUtilization()) == pytest.approx(0.4)
+def test_only_visible_gpus_are_sampled(nvml, monkeypatch):
+    assert first_mean(GpuUtilization()) == pytest.approx(0.4)
     for visible, share in (("1", 0.5), ("0,1", 0.4), ("GPU-b", 0.5)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert taken(GpuUtilization()) == pytest.approx(share)
+        assert first_mean(GpuUtilization()) == pytest.approx(share)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert GpuUtilization().mean() is None
 
 
-def test_without_nvml_or_its_figure_there_is_none(nvml, monkeypatch):
+def test_without_nvml_there_is_no_gpu_utilization(nvml, monkeypatch):
     nvml.busy = [None, None]
     gpu = GpuUtilization()
     time.sleep(0.05)
@@ -105,12 +105,12 @@ def test_without_nvml_or_its_figure_there_is_none(nvml, monkeypatch):
         ({"input_wait_s": 0.001, "step_time_s": 0.1}, "its operations are too small"),
     ],
 )
-def test_a_gpu_that_stays_idle_is_told_once_with_the_likely_cause(of, cause):
+def test_an_idle_gpu_is_reported_once_with_the_likely_cause(of, cause):
     watched = Gauges(lambda: 0.0, 1, "fp32")
     idle = [0.9, 0.5, 0.5, 0.8, 0.5, 0.6, 0.5, 0.1, 0.1, 0.1]
-    said = [watched.warning(LogLine(step=i, gpu_utilization=share, **of)) for i, share in enumerate(idle)]
-    (warning,) = filter(None, said)
-    assert said.index(warning) == 6
+    warnings = [watched.warning(LogLine(step=i, gpu_utilization=share, **of)) for i, share in enumerate(idle)]
+    (warning,) = filter(None, warnings)
+    assert warnings.index(warning) == 6
     assert warning.startswith("warning: step 6: the GPU is busy 50% of the time: ")
     assert cause in warning
     watched.close()

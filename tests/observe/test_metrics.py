@@ -6,6 +6,7 @@ import resource
 import pytest
 
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.observe.log_line import LogLine, Rollback
 from jaxtrain.observe.metrics import MetricsLog, read_metrics
 
 
@@ -38,9 +39,9 @@ def test_a_line_is_there_when_write_returns_and_nan_is_null(tmp_path):
     assert [m.has_finite_eval_loss for m in read_metrics(path)] == [True, True, False, True]
 
 
-# A kill may leave any first part of the last line; only the whole of it counts, with its end or without.
+# A kill may leave any prefix of the last line; only a complete line counts.
 @pytest.mark.parametrize("cut", range(0, len(json.dumps(line(5))) + 2, 5))
-def test_half_a_line_is_dropped_wherever_it_was_cut(cut, tmp_path):
+def test_an_incomplete_line_is_ignored_wherever_it_was_cut(cut, tmp_path):
     path = tmp_path / "metrics.jsonl"
     log(tmp_path, 0, 4)
     with path.open("a") as file:
@@ -51,7 +52,7 @@ def test_half_a_line_is_dropped_wherever_it_was_cut(cut, tmp_path):
     assert scalars(tmp_path, "eval/loss") == list(range(7))
 
 
-def test_an_event_cut_short_costs_tensorboard_nothing_else(tmp_path):
+def test_an_incomplete_event_hides_no_other_event(tmp_path):
     log(tmp_path, 0, 4)
     (events,) = (tmp_path / "tensorboard").iterdir()
     events.write_bytes(events.read_bytes()[:-7])
@@ -59,21 +60,21 @@ def test_an_event_cut_short_costs_tensorboard_nothing_else(tmp_path):
     assert scalars(tmp_path, "loss") == list(range(7))
 
 
-def test_a_run_begun_again_has_its_own_lines_only(tmp_path):
+def test_a_run_that_starts_over_has_only_its_own_lines(tmp_path):
     log(tmp_path, 0, 4)
     log(tmp_path, 0, 1)
     assert [m.step for m in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
     assert scalars(tmp_path, "loss") == [0, 1]
 
 
-def test_lines_that_are_none_of_ours_are_dropped(tmp_path):
+def test_invalid_lines_are_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n[]\n5\n{}\n\xff\xfe\n{"step": "x"}\n{"step": 1}\n')
     log(tmp_path, 2, 2)
     assert [m.step for m in read_metrics(path)] == [0, 1, 2]
 
 
-def test_a_log_that_may_not_grow_fails_in_one_line_and_goes_on_when_it_may(tmp_path):
+def test_a_log_that_cannot_grow_fails_with_one_line_and_can_be_resumed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     log(tmp_path, 0, 4)
@@ -91,7 +92,35 @@ def test_a_log_that_may_not_grow_fails_in_one_line_and_goes_on_when_it_may(tmp_p
     assert [m.step for m in read_metrics(path)] == list(range(7))
 
 
-def test_a_log_that_cannot_be_opened_is_refused_in_one_line(tmp_path):
+def test_a_log_that_cannot_be_opened_is_an_error_of_one_line(tmp_path):
     (tmp_path / "tensorboard").touch()
     with pytest.raises(UserError, match=r"cannot be written \(File exists\)"):
         log(tmp_path, 0, 1)
+
+
+def test_resuming_moves_repeated_lines_aside_and_loses_none(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log(tmp_path, 0, 4)
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')
+    before = path.read_text().splitlines()
+    log(tmp_path, 3, 3)
+    log(tmp_path, 1, 1)
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    assert superseded == [*before[3:6], *before[1:4]]
+    assert path.read_text().splitlines() == before[:2]
+
+
+def test_without_a_step_to_resume_from_lines_are_appended(tmp_path):
+    log(tmp_path, 0, 4)
+    with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard") as metrics:
+        metrics.write(line(5))
+    assert [m.step for m in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))
+    assert scalars(tmp_path, "loss") == list(range(6))
+    assert not (tmp_path / "metrics.superseded.jsonl").exists()
+
+
+def test_a_line_is_the_same_object_after_a_round_trip():
+    written = {"step": 7, "loss": None, "grad_norm": 0.5, "skipped": 1, "tokens_per_s": 9.0, "lr": 0.1, "lr/0": 0.1}
+    written |= Rollback(9, 7, 4.0, 2).to_json() | {"gpu_utilisation": 0.25, "eval_loss": 1.0, "eval_f1": None, "x": 3}
+    assert list(LogLine.from_json(written).to_json().items()) == list(written.items())

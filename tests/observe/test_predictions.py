@@ -1,4 +1,4 @@
-"""Figures over predictions, against their definitions."""
+"""Statistics of predictions, compared to their definitions."""
 
 import numpy as np
 import pytest
@@ -29,13 +29,13 @@ def test_the_calibration_error_is_the_definition(pairs):
     assert error == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_model_that_is_as_right_as_it_is_sure_has_no_error():
+def test_a_calibrated_model_has_no_calibration_error():
     sure = predictions([1] * 4, [1, 1, 1, 0], [0.75] * 4)
     assert calibration(sure)[1] == 0
     assert calibration(predictions([1] * 4, [0] * 4, [1.0] * 4))[1] == 1
 
 
-def test_what_is_not_predicted_counts_nowhere():
+def test_tokens_without_weight_are_not_counted():
     of = predictions(
         [[0, 1], [1, 1]], [[0, 0], [0, 0]], [[0.5, 0.9]] * 2, loss=[[1.0, 9.0], [5.0, 7.0]], weight=[[1, 0], [0, 0]]
     )
@@ -48,7 +48,7 @@ def test_what_is_not_predicted_counts_nowhere():
     assert error == 0.5
 
 
-def test_the_worst_come_first_and_equals_in_their_order():
+def test_the_worst_examples_are_in_descending_order_of_loss():
     assert predictions([0] * 4, [0] * 4, loss=[1, 3, 3, 2]).worst(3).tolist() == [1, 2, 3]
 
 
@@ -70,5 +70,5 @@ def test_rows_of_a_confusion_matrix_are_targets():
         *(("x1", "mixed"), ("", "special tokens"), ("\ufffd", "partial characters")),
     ],
 )
-def test_tokens_are_told_apart_by_what_they_read(text, kind):
+def test_kinds_of_tokens(text, kind):
     assert [*by_kind(predictions([[0]], [[0]]), {0: text})] == [kind]

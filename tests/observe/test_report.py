@@ -1,4 +1,4 @@
-"""The page about a run says what its folder says, and fetches nothing."""
+"""The report shows what the run's folder holds, and fetches nothing."""
 
 import base64
 import io
@@ -25,19 +25,19 @@ def text_of(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", re.sub(r"<(style|script).*?</\1>", "", html, flags=re.DOTALL)))
 
 
-def test_a_page_tells_the_figures_and_what_was_changed_of_the_recipe(tmp_path):
+def test_a_page_shows_the_metrics_and_the_changed_settings(tmp_path):
     run = write_run(tmp_path / "run")
     write_result(run, step=40, references={"class entropy": 2.302}, sample=None)
     seen = text_of(render_report([read_record(run)]))
-    for told in (
+    for fact in (
         *("digits-mlp", "step 40 of 40", "best validation loss 0.07317 step 40", "validation accuracy 1 step 40"),
         *("class entropy 2.302 to be beaten", "examples per second 400 median", "training time 0:01 320 examples"),
         *("peak memory 256 MiB", "updates skipped 1 inf or NaN", "precision fp16 fp32", "jax 0.10.2", "All "),
     ):
-        assert told in seen
+        assert fact in seen
 
 
-def test_the_curves_are_in_the_page_to_the_digit_and_nothing_is_fetched(tmp_path):
+def test_the_page_holds_the_exact_curves_and_fetches_nothing(tmp_path):
     record = read_record(write_run(tmp_path / "run"))
     html = render_report([record])
     (data,) = re.findall(r'<script type="application/json" id="data"[^>]*>(.*?)</script>', html, re.DOTALL)
@@ -50,7 +50,7 @@ def test_the_curves_are_in_the_page_to_the_digit_and_nothing_is_fetched(tmp_path
     assert not re.findall(r"url\((?!#)", html)
 
 
-def test_runs_beside_each_other_show_what_differs(tmp_path):
+def test_compared_runs_show_which_settings_differ(tmp_path):
     records = [read_record(write_run(tmp_path / name, lr=lr)) for name, lr in (("a", 0.01), ("b", 0.1))]
     html = render_report(records)
     seen = text_of(html)
@@ -60,7 +60,7 @@ def test_runs_beside_each_other_show_what_differs(tmp_path):
     assert "Nothing: the runs have equal settings." in render_report([records[0], records[0]])
 
 
-def test_what_a_model_writes_is_text_and_no_markup(tmp_path):
+def test_generated_text_is_escaped(tmp_path):
     run = write_run(tmp_path / "run")
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     write_result(run, step=40, references={evil: 1.0}, sample=evil)
@@ -71,7 +71,7 @@ def test_what_a_model_writes_is_text_and_no_markup(tmp_path):
     assert "Sample" in html
 
 
-def test_the_worst_of_the_newest_evaluation_are_shown(tmp_path):
+def test_the_worst_examples_of_the_newest_evaluation_are_shown(tmp_path):
     run = write_run(tmp_path / "run")
     (run.path / "eval").mkdir()
     for step, split in ((20, "validation"), (40, "train"), (40, "validation")):
@@ -88,7 +88,7 @@ def test_the_worst_of_the_newest_evaluation_are_shown(tmp_path):
 @pytest.mark.parametrize(
     "lines", ["", '{"step": 0, "eval_loss": null}\n', '{"step": 1, "loss": null, "lr": 0.1}\n{"ste']
 )
-def test_a_run_that_has_told_little_yet_has_a_page(lines, tmp_path):
+def test_a_run_with_few_metrics_has_a_page(lines, tmp_path):
     run = write_run(tmp_path / "run")
     run.metrics.write_text(lines)
     write_report(run.report, [read_record(run)])
@@ -98,14 +98,14 @@ def test_a_run_that_has_told_little_yet_has_a_page(lines, tmp_path):
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"recipe": "digits-mlp", "settings": 3}'])
-def test_a_damaged_folder_is_refused_in_one_line(config, tmp_path):
+def test_a_damaged_folder_is_an_error_of_one_line(config, tmp_path):
     run = write_run(tmp_path / "run")
     run.config.write_text(config)
     with pytest.raises(UserError, match=r"run cannot be read \(.*\): restore it"):
         read_record(run)
 
 
-def test_the_pictures_that_an_evaluation_leaves_are_in_the_page(tmp_path):
+def test_the_images_of_an_evaluation_are_in_the_page(tmp_path):
     names, images = ["zero", "one"], np.linspace(0, 1, 2 * 3 * 3, dtype=np.float32).reshape(2, 3, 3, 1)
     task = SimpleNamespace(
         class_names=names,
@@ -126,3 +126,14 @@ def test_the_pictures_that_an_evaluation_leaves_are_in_the_page(tmp_path):
     first, _ = re.findall(r'src="data:image/png;base64,([^"]*)"', html)
     with Image.open(io.BytesIO(base64.b64decode(first))) as picture:
         np.testing.assert_array_equal(np.asarray(picture), np.round(images[1, ..., 0] * 255).astype(np.uint8))
+
+
+def test_a_folder_with_metrics_alone_has_a_page(tmp_path):
+    run = write_run(tmp_path / "mine")
+    run.config.unlink()
+    seen = text_of(render_report([read_record(run)]))
+    assert "mine · step 40" in seen
+    assert "best validation loss 0.07317 step 40" in seen
+    run.metrics.unlink()
+    with pytest.raises(UserError, match="mine holds no run: give the folder of one"):
+        read_record(run)

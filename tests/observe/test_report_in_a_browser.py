@@ -74,7 +74,7 @@ def test_a_log_axis_and_smoothing_draw_other_curves(shown):
     assert "NaN" not in "".join(shown.run(PATHS))
 
 
-def test_a_keyboard_alone_reaches_everything(shown):
+def test_everything_is_reachable_by_keyboard(shown):
     for _ in range(40):
         shown.press(TAB)
         if shown.run("return document.activeElement.classList.contains('plot')"):
@@ -92,7 +92,7 @@ def test_a_keyboard_alone_reaches_everything(shown):
     assert shown.run(reached)
 
 
-def test_dragging_enlarges_what_was_dragged_over(shown):
+def test_dragging_zooms_in(shown):
     shown.emulate("Emulation.setDeviceMetricsOverride", width=1000, height=1200, deviceScaleFactor=1, mobile=False)
     time.sleep(0.3)
     box = shown.run(
@@ -107,12 +107,12 @@ def test_dragging_enlarges_what_was_dragged_over(shown):
 
 
 @pytest.mark.parametrize("width", [320, 700, 1600])
-def test_nothing_is_wider_than_the_window(width, shown, tmp_path):
+def test_the_page_fits_the_window(width, shown, tmp_path):
     shown.screenshot(tmp_path / "page.png", width, dark=width == 700)
     assert shown.run("return document.documentElement.scrollWidth") <= width
 
 
-def test_a_live_page_follows_and_leaves_the_reader_where_he_was(window, tmp_path):
+def test_a_live_page_updates_and_keeps_the_readers_view(window, tmp_path):
     run = write_run(tmp_path / "run", steps=30)
 
     def stamp():

@@ -30,7 +30,7 @@ def read(folder) -> EventAccumulator:
     return events
 
 
-def test_the_end_of_a_run_adds_its_settings_and_its_sample_and_takes_nothing_away(tmp_path):
+def test_the_end_of_a_run_adds_settings_and_sample_and_hides_no_scalar(tmp_path):
     run = write_run(tmp_path / "run")
     write_result(run, step=40, references={}, sample="def f():\n    return 1\n")
     with MetricsLog(tmp_path / "metrics.jsonl", run.tensorboard, from_step=0) as log:
@@ -62,7 +62,7 @@ def evaluated(predictions, **task) -> ErrorAnalysis:
     return ErrorAnalysis("digits-mlp", 12, "validation", replace(digits, **task), digits.validation, {}, predictions)
 
 
-def test_what_a_model_gets_wrong_is_shown_in_words_and_as_images(tmp_path):
+def test_the_worst_examples_are_written_as_text_and_images(tmp_path):
     source = build(RECIPES["digits-mlp"]).validation
     n, target = len(source), np.array([int(source[i]["label"]) for i in range(len(source))], np.int32)
     predicted, loss = target.copy(), np.zeros(n, np.float32)
@@ -86,7 +86,7 @@ def test_what_a_model_gets_wrong_is_shown_in_words_and_as_images(tmp_path):
     assert np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).shape == (event.height, event.width, 3)
 
 
-def test_the_confusion_picture_is_darkest_where_most_went():
+def test_the_confusion_image_is_darkest_for_the_largest_shares():
     picture = confusion_picture(np.array([[90, 10, 0], [0, 0, 0], [0, 50, 50]]), ["a", "b", "c"]).astype(int)
     # The corners of the cells, where no number is written.
     left = picture.shape[1] - 3 * 28 - 6
@@ -96,7 +96,7 @@ def test_the_confusion_picture_is_darkest_where_most_went():
     assert light[0, 0] < light[2, 1] == light[2, 2] < light[0, 1] < light[0, 2] == light[1, 1] == 3 * 255
 
 
-def test_of_a_language_model_the_worst_are_texts(tmp_path):
+def test_the_worst_examples_of_a_language_model_are_texts(tmp_path):
     source = build(RECIPES["digits-mlp"]).validation
     tokens = np.tile(np.frombuffer(b"def f", np.uint8).astype(np.int32), (len(source), 1))
     ones = np.ones(tokens.shape, np.float32)
@@ -109,37 +109,69 @@ def test_of_a_language_model_the_worst_are_texts(tmp_path):
     assert "validation/confusion" not in events.Tags()["images"]
 
 
-def test_histograms_are_numpys_and_know_only_what_is_finite(tmp_path):
+def test_histograms_equal_numpys_and_count_only_finite_elements(tmp_path):
     draws = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
-    spoiled = np.concatenate([draws.ravel(), [np.inf, np.nan, -np.inf]]).astype(np.float32)
+    nonfinite = np.concatenate([draws.ravel(), [np.inf, np.nan, -np.inf]]).astype(np.float32)
     tree = {
         "w": jnp.array(draws),
-        "spoiled": jnp.array(spoiled),
+        "nonfinite": jnp.array(nonfinite),
         "flat": jnp.full((3, 2), 2.0, jnp.bfloat16),
         "none": jnp.full(2, jnp.nan),
         "count": jnp.arange(3),
     }
     found = histograms({"layer": tree})
-    assert set(found) == {"layer/w", "layer/spoiled", "layer/flat", "layer/none"}
+    assert set(found) == {"layer/w", "layer/nonfinite", "layer/flat", "layer/none"}
     counts, edges = np.histogram(draws, BINS)
     # A draw at an edge may round to either side.
     assert np.abs(found["layer/w"].counts - counts).sum() <= 2
     np.testing.assert_allclose(found["layer/w"].edges(), edges, atol=1e-6)
-    np.testing.assert_array_equal(found["layer/w"].counts, found["layer/spoiled"].counts)
-    assert float(found["layer/spoiled"].sum_squares) == pytest.approx(
+    np.testing.assert_array_equal(found["layer/w"].counts, found["layer/nonfinite"].counts)
+    assert float(found["layer/nonfinite"].sum_squares) == pytest.approx(
         float((draws.astype(np.float64) ** 2).sum()), rel=1e-5
     )
 
     with Events(tmp_path / "tb", from_step=0) as events:
         events.histograms(7, found)
     events = read(tmp_path / "tb")
-    assert set(events.Tags()["histograms"]) == {"layer/w", "layer/spoiled", "layer/flat"}
+    assert set(events.Tags()["histograms"]) == {"layer/w", "layer/nonfinite", "layer/flat"}
     (event,) = events.Histograms("layer/w")
     assert (event.step, event.histogram_value.num, sum(event.histogram_value.bucket)) == (7, 200, 200)
     assert events.Histograms("layer/flat")[0].histogram_value.max == 2.0
 
 
-def test_pytorch_is_not_imported_on_the_way(tmp_path):
+def test_pytorch_is_not_imported(tmp_path):
     written = "import sys; from pathlib import Path; from jaxtrain.observe.tensorboard import Events; "
     written += f"Events(Path({str(tmp_path / 'events')!r})); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", written], check=True)
+
+
+def test_other_threads_can_import_pytorch_meanwhile(tmp_path):
+    """Stand-ins for tensorboardX and torch: the first waits, while imported, until another thread has the second."""
+    (tmp_path / "torch.py").write_text("")
+    package = tmp_path / "tensorboardX"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import sys, threading\n"
+        "found = []\n"
+        "def load():\n"
+        "    try:\n"
+        "        import torch\n"
+        "    except ImportError as error:\n"
+        "        found.append(error)\n"
+        "thread = threading.Thread(target=load)\n"
+        "try:\n"
+        "    import torch\n"
+        "    has_torch = True\n"
+        "except ImportError:\n"
+        "    has_torch = False\n"
+        "thread.start(); thread.join()\n"
+    )
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from jaxtrain.observe.tensorboard import _import_tensorboardx\n"
+        "_import_tensorboardx()\n"
+        "import tensorboardX\n"
+        "assert (tensorboardX.has_torch, tensorboardX.found) == (False, []), tensorboardX.found\n"
+        "import torch\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, in what they write to this disk."""
+"""What Weights & Biases and MLflow write to the local disk."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the wa
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch):
+def long_timeouts(monkeypatch):
     """On a busy machine their first import takes its time."""
     monkeypatch.setattr(tracking, "_TIMEOUT", 600.0)
     monkeypatch.setattr(tracking, "_SHORT_TIMEOUT", 600.0)
@@ -41,22 +41,22 @@ def wandb_records(path) -> list:
 
 
 @pytest.mark.slow
-def test_wandb_offline_holds_the_run_without_a_key(tmp_path, monkeypatch):
+def test_wandb_offline_records_the_run_without_a_key(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    run, said = write_run(tmp_path / "run"), []
+    run, messages = write_run(tmp_path / "run"), []
     write_result(run, step=40, references={}, sample="a sample")
     for _ in range(2):  # the second time there is nothing new
-        with track_run(run, [WandB("digits")], said.append) as ended:
+        with track_run(run, [WandB("digits")], messages.append) as ended:
             ended(0)
     wandb.teardown()
     files = sorted(tmp_path.glob("run/wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert files[0].name == files[1].name
-    assert all(text.startswith("wandb: ") and text.endswith(", for wandb sync") for text in said)
+    assert all(text.startswith("wandb: ") and text.endswith(", for wandb sync") for text in messages)
     histories = []
     for file in files:
         records = wandb_records(file)
@@ -73,22 +73,22 @@ def test_wandb_offline_holds_the_run_without_a_key(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of its own database
-def test_mlflow_holds_the_run(tmp_path, monkeypatch):
+def test_mlflow_records_the_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     from mlflow import MlflowClient
 
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    run, said = write_run(tmp_path / "run"), []
+    run, messages = write_run(tmp_path / "run"), []
     write_result(run, step=40, references={}, sample="a sample")
     for status in (143, 0):
-        with track_run(run, [MLflow(uri)], said.append) as ended:
+        with track_run(run, [MLflow(uri)], messages.append) as ended:
             ended(status)
     client = MlflowClient(uri)
     (experiment,) = [e for e in client.search_experiments() if e.name == "digits-mlp"]
     (found,) = client.search_runs([experiment.experiment_id])
-    assert said == [f"mlflow: run {found.info.run_id} at {uri}"] * 2
+    assert messages == [f"mlflow: run {found.info.run_id} at {uri}"] * 2
     assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
     assert found.data.params["lr"] == "0.01"
     history = client.get_metric_history(found.info.run_id, "eval_loss")
@@ -99,11 +99,11 @@ def test_mlflow_holds_the_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of its own database
-def test_a_disk_that_refuses_is_told_once(tmp_path):
+def test_a_failing_disk_is_reported_once(tmp_path):
     pytest.importorskip("mlflow")
-    run, said = write_run(tmp_path / "run"), []
+    run, messages = write_run(tmp_path / "run"), []
     (tmp_path / "file").touch()
-    with track_run(run, [MLflow(f"sqlite:///{tmp_path}/file/mlflow.db")], said.append) as ended:
+    with track_run(run, [MLflow(f"sqlite:///{tmp_path}/file/mlflow.db")], messages.append) as ended:
         ended(0)
-    (warning,) = said
+    (warning,) = messages
     assert warning.startswith("warning: mlflow stopped tracking: ")

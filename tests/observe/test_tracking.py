@@ -1,4 +1,4 @@
-"""Trackers are told every line once, and no run feels what befalls them."""
+"""Trackers receive every line once, and their failures never affect the run."""
 
 import json
 import threading
@@ -12,10 +12,10 @@ from jaxtrain.observe.tracking import track_run
 from .runs import line, write_run
 
 
-class Told:
-    """A tracker that remembers."""
+class RecordingTracker:
+    """A tracker that records its calls."""
 
-    name = "told"
+    name = "recorder"
 
     def __init__(self, fail: str = "", error: BaseException | None = None) -> None:
         self.steps: list[int] = []
@@ -43,7 +43,7 @@ class Told:
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch):
+def poll_fast(monkeypatch):
     monkeypatch.setattr(tracking, "_POLL_EVERY", 0.01)
 
 
@@ -60,9 +60,9 @@ def until(true) -> None:
     pytest.fail("never")
 
 
-def test_lines_are_told_as_they_come_and_the_end_with_its_sample(tmp_path):
-    run, tracker, said = write_run(tmp_path / "run", steps=20), Told(), []
-    with track_run(run, [tracker], said.append) as ended:
+def test_lines_are_reported_as_written_and_the_end_with_its_sample(tmp_path):
+    run, tracker, messages = write_run(tmp_path / "run", steps=20), RecordingTracker(), []
+    with track_run(run, [tracker], messages.append) as ended:
         until(lambda: tracker.steps == [0, 10, 20])
         with run.metrics.open("a") as file:
             file.write(json.dumps(line(30))[:20])
@@ -75,15 +75,15 @@ def test_lines_are_told_as_they_come_and_the_end_with_its_sample(tmp_path):
         ended(0)
     assert tracker.steps == [0, 10, 20, 30, 40]
     assert tracker.ended == (0, "text")
-    assert said == ["told: there"]
+    assert messages == ["recorder: there"]
 
 
-def test_another_process_of_the_run_goes_on_where_the_last_one_was(tmp_path):
-    run, first, second = write_run(tmp_path / "run", steps=30), Told(), Told()
+def test_a_resumed_run_reports_only_new_lines(tmp_path):
+    run, first, second = write_run(tmp_path / "run", steps=30), RecordingTracker(), RecordingTracker()
     with track_run(run, [first], print) as ended:
         ended(143)
     assert first.ended == (143, None)
-    # Killed, it goes back to its checkpoint at 20: the lines since are written anew, the same.
+    # After a kill the run resumes from step 20 and writes the same lines again.
     kept = run.metrics.read_text().splitlines(keepends=True)[:3]
     with track_run(run, [second], print) as ended:
         partial = run.metrics.with_suffix(".partial")
@@ -94,8 +94,8 @@ def test_another_process_of_the_run_goes_on_where_the_last_one_was(tmp_path):
     assert (second.known, second.steps) == ("id-1", [40])
 
 
-def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
-    run, tracker = write_run(tmp_path / "run", steps=30), Told()
+def test_lines_after_a_rollback_are_reported_again_once(tmp_path):
+    run, tracker = write_run(tmp_path / "run", steps=30), RecordingTracker()
     with track_run(run, [tracker], print) as ended:
         until(lambda: tracker.steps == [0, 10, 20, 30])
         kept = run.metrics.read_text().splitlines(keepends=True)[:2]
@@ -105,7 +105,7 @@ def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
         append(run, {**line(11), **Rollback(31, 10, 9.0, 4).to_json()}, line(20), line(30), line(40))
         ended(0)
     assert tracker.steps == [0, 10, 20, 30, 11, 20, 30, 40]
-    again = Told()
+    again = RecordingTracker()
     with track_run(run, [again], print) as ended:
         ended(0)
     assert again.steps == []
@@ -113,35 +113,40 @@ def test_what_a_rollback_writes_anew_is_told_anew_and_once(tmp_path):
 
 @pytest.mark.parametrize("fail", ["begin", "log", "end"])
 @pytest.mark.parametrize("error", [RuntimeError("no route\nto host"), SystemExit(1), OSError(28, "No space left")])
-def test_one_that_fails_is_told_once_and_harms_neither_the_run_nor_another(fail, error, tmp_path):
-    run, tracker, other, said = write_run(tmp_path / "run", steps=20), Told(fail, error), Told(), []
+def test_a_failing_tracker_is_reported_once_and_affects_nothing_else(fail, error, tmp_path):
+    run, tracker, other, messages = (
+        write_run(tmp_path / "run", steps=20),
+        RecordingTracker(fail, error),
+        RecordingTracker(),
+        [],
+    )
     other.name = "other"
-    with track_run(run, [tracker, other], said.append) as ended:
+    with track_run(run, [tracker, other], messages.append) as ended:
         append(run, line(30), line(40))
         ended(0)
     assert other.steps == [0, 10, 20, 30, 40]
-    (warning,) = [text for text in said if text.startswith("warning")]
-    assert warning.startswith("warning: told stopped tracking: ")
+    (warning,) = [text for text in messages if text.startswith("warning")]
+    assert warning.startswith("warning: recorder stopped tracking: ")
     assert "\n" not in warning
 
 
-def test_one_that_hangs_is_not_waited_for_for_long(tmp_path, monkeypatch):
+def test_a_hanging_tracker_is_not_awaited_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_SHORT_TIMEOUT", 0.2)
-    run, tracker, said, go = write_run(tmp_path / "run"), Told(), [], threading.Event()
+    run, tracker, messages, go = write_run(tmp_path / "run"), RecordingTracker(), [], threading.Event()
     tracker.log = lambda lines: go.wait(20)
     begin = time.monotonic()
-    with pytest.raises(KeyError), track_run(run, [tracker], said.append):
+    with pytest.raises(KeyError), track_run(run, [tracker], messages.append):
         raise KeyError("what the run itself says")
     assert time.monotonic() - begin < 5
-    assert said == ["warning: told did not finish within 0 s: its copy of the run may be incomplete"]
+    assert messages == ["warning: recorder did not finish within 0 s: its copy of the run may be incomplete"]
     go.set()
     time.sleep(0.1)
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
-def test_a_run_that_never_begins_is_told_to_no_one(tmp_path):
-    run, tracker, said = write_run(tmp_path / "run"), Told("begin"), []
+def test_a_run_that_never_begins_is_not_reported(tmp_path):
+    run, tracker, messages = write_run(tmp_path / "run"), RecordingTracker("begin"), []
     run.metrics.unlink()
-    with pytest.raises(KeyError), track_run(run, [tracker], said.append):
+    with pytest.raises(KeyError), track_run(run, [tracker], messages.append):
         raise KeyError
-    assert said == []
+    assert messages == []

@@ -74,5 +74,5 @@ def test_float32_is_as_near_the_truth_as_pytorchs_and_optaxs_is_not():
     truth = torch_run(torch.float64, 1, 20, lr=1e-2, weight_decay=0.1)[0]
     theirs = rms(torch_run(torch.float32, 1, 20, lr=1e-2, weight_decay=0.1)[0], truth)
     assert rms(jax_run(lambda: adamw(1e-2, weight_decay=0.1), np.float32, 1, 20)[0], truth) <= 2 * theirs
-    # The reason this optimizer exists; when optax mends its bias correction, this goes red.
+    # The reason for this optimizer; this fails once optax fixes its bias correction.
     assert rms(jax_run(lambda: optax.adamw(1e-2, weight_decay=0.1), np.float32, 1, 20)[0], truth) > 4 * theirs

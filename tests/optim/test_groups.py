@@ -1,4 +1,4 @@
-"""Parameter groups: who updates what, what is frozen, what decays, and the rates they tell."""
+"""Parameter groups: updates, frozen parameters, weight decay and reported learning rates."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_each_group_is_updated_as_if_alone():
         moved = optax.apply_updates(moved, updates)
 
 
-def test_a_frozen_group_keeps_nothing_and_stays_under_the_step():
+def test_a_frozen_group_has_no_state_and_is_not_updated():
     tx = groups(lambda path: "body" if "blocks" in path else "head", {"body": optax.set_to_zero(), "head": adamw(0.1)})
     step = jt.train_step(loss_fn, tx)
     state = step.init(PARAMS)
@@ -52,7 +52,7 @@ def test_a_frozen_group_keeps_nothing_and_stays_under_the_step():
     np.testing.assert_allclose(metrics["lr"], 0.1)
 
 
-def test_groups_stand_with_parameters_frozen_by_the_step():
+def test_groups_work_with_parameters_frozen_by_the_step():
     tx = groups(
         lambda path: "decayed" if path.endswith("kernel") else "rest", {"decayed": adamw(0.1), "rest": sgd(0.1)}
     )
@@ -64,7 +64,7 @@ def test_groups_stand_with_parameters_frozen_by_the_step():
     assert set(used_learning_rates(state.opt_state)) == {"decayed", "rest"}
 
 
-def test_many_rates_have_no_one_rate():
+def test_several_learning_rates_are_reported_per_group():
     tx = groups(
         lambda path: path.split("/")[0], {"blocks": sgd(lambda t: 0.5 / (1.0 + t.astype(np.float32))), "norm": sgd(0.1)}
     )
@@ -78,7 +78,7 @@ def test_many_rates_have_no_one_rate():
 
 
 def test_an_unknown_group_is_named():
-    with pytest.raises(UserError, match=r"blocks/bias is in group 'bodi', .* choose from body"):
+    with pytest.raises(UserError, match=r"group 'bodi' of blocks/bias does not exist: use one of body"):
         groups(lambda path: "bodi", {"body": sgd()}).init(PARAMS)
 
 

@@ -31,7 +31,7 @@ def optimizer(lr=0.1, kind=torch.optim.SGD):
 
 
 def torch_values(o, scheduler, steps=STEPS, what="lr"):
-    """[steps]: what each update would be made with."""
+    """Return the rate of each update, [steps]."""
     values = []
     for t in range(steps):
         values.append(o.param_groups[0]["betas"][0] if what == "b1" else o.param_groups[0][what])
@@ -47,7 +47,7 @@ def values(schedule, steps=STEPS):
 
 
 def same(schedule, make, lr, floor=True, what="lr", bound=1e-12, **kwargs):
-    """Within 1e-12 relative; of the largest rate where a rate goes through zero."""
+    """Compare within 1e-12, relative to the largest rate where a rate passes through zero."""
     o = optimizer(lr)
     expected = torch_values(o, make(o), what=what, **kwargs)
     found = values(schedule, len(expected))
@@ -276,7 +276,7 @@ def test_a_plateau_without_a_value_stays():
     assert float(updates[0]) == -0.5
 
 
-def test_warmup_cosine_and_wsd_begin_at_zero_and_end_where_told():
+def test_warmup_cosine_and_wsd_start_at_zero_and_end_at_final_lr():
     for schedule in (
         schedules.warmup_cosine(1.0, 10, 100, 0.1),
         *(schedules.wsd(1.0, 10, 60, 30, 0.1, decay) for decay in ("linear", "cosine", "1-sqrt")),
@@ -304,14 +304,17 @@ def test_float32_rates_hold_for_a_million_updates():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: schedules.linear_lr(1.0, 0.0), "start_factor 0.0"),
+        (lambda: schedules.linear_lr(1.0, 0.0), r"start_factor must be in \(0, 1\], got 0\.0"),
         (lambda: schedules.cyclic_lr(0, 1, mode="square"), "mode 'square'"),
         (lambda: schedules.one_cycle_lr(1, 10, anneal_strategy="exp"), "anneal_strategy 'exp'"),
-        (lambda: schedules.one_cycle_lr(1, 10, pct_start=0.1), "end at .* change pct_start"),
+        (lambda: schedules.one_cycle_lr(1, 10, pct_start=0.1), "end at .* include one without steps: change pct_start"),
         (lambda: schedules.wsd(1, 1, 1, 1, decay="quick"), "decay 'quick'"),
-        (lambda: schedules.sequential([optax.constant_schedule(1)], [3]), "1 schedules and 1 milestones"),
-        (lambda: schedules.sequential([schedules.multiplicative_lr(1, abs)] * 2, [3]), "multiplicative_lr after"),
-        (lambda: reduce_lr_on_plateau(1, factor=1.0), "factor 1.0"),
+        (lambda: schedules.sequential([optax.constant_schedule(1)], [3]), "1 schedules need 0 milestones, got 1"),
+        (
+            lambda: schedules.sequential([schedules.multiplicative_lr(1, abs)] * 2, [3]),
+            "multiplicative_lr continues",
+        ),
+        (lambda: reduce_lr_on_plateau(1, factor=1.0), r"factor must be < 1, got 1\.0"),
         (lambda: reduce_lr_on_plateau(1, mode="low"), "mode 'low'"),
     ],
 )
@@ -368,3 +371,25 @@ def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
         np.testing.assert_allclose(float(state.params), p.item(), rtol=1e-5)
         rates.add(float(metrics["lr"]))
     assert len(rates) > 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_plateau_is_judged_by_the_windows_mean_loss(streaming):
+    # The window's summed loss grows with the weights, while its mean is constant: only the mean stops improving.
+    def loss_fn(params, batch, rng):
+        return jt.Loss((params * 0 + batch).sum(), batch.size), {}
+
+    step = jt.train_step(loss_fn, sgd(reduce_lr_on_plateau(1.0, mode="max", patience=0)), accumulate=2)
+    state = step.init(jnp.zeros(()), streaming=streaming)
+    rates = []
+    for rows in (2, 4, 8):
+        batch = np.full(rows, 3.0, np.float32)
+        if streaming:
+            state, _ = step.micro(state, batch[: rows // 2])
+            state, metrics = step.micro(state, batch[rows // 2 :])
+        else:
+            state, metrics = step(state, batch)
+        rates.append(float(metrics["lr"]))
+        best = float(optax.tree.get(state.opt_state, "best"))
+        assert best == 3.0
+    np.testing.assert_allclose(rates, [1.0, 1.0, 0.1])

@@ -1,4 +1,4 @@
-"""Where optax's own choice is not PyTorch's, and ours is: when optax changes its mind, a line here goes red."""
+"""Where optax differs from PyTorch and this package does not; a test fails if optax changes."""
 
 import functools
 
@@ -198,8 +198,8 @@ def test_schedules_are_pytorchs_where_optaxs_are_not(make, ours, naive):
     assert np.max(np.abs(naive_rates - truth)) > 0.04
 
 
-def test_a_zero_gradient_is_not_a_missing_one():
-    """PyTorch passes over a gradient of None; ours is 0, and PyTorch's own 0 does the same as ours."""
+def test_a_zero_gradient_is_not_a_missing_gradient():
+    """PyTorch skips a gradient of None; here it is 0, which has the same effect as 0 in PyTorch."""
 
     def run(gradients):
         p = torch.ones(1, requires_grad=True)

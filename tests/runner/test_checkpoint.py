@@ -1,11 +1,13 @@
-"""What was saved is what is restored, whatever befell the files and whatever devices there are."""
+"""A state is restored as it was saved, despite damaged files and on other devices."""
 
 import json
+import logging
 import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +62,7 @@ def two(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_newest_comes_back_to_the_bit_with_what_came_along(two):
+def test_the_newest_checkpoint_is_restored_to_the_bit_with_its_data(two):
     restored, data = restore(two)
     assert same(restored, state(2))
     assert not same(restored, state(1))
@@ -72,18 +74,18 @@ def test_what_is_saved_may_be_donated_at_once(tmp_path):
     def large():
         return state(3)._replace(params={"w": jnp.arange(2**22, dtype=jnp.float32)})
 
-    spoil = jax.jit(lambda x: x * 0, donate_argnums=0)
+    overwrite = jax.jit(lambda x: x * 0, donate_argnums=0)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         mine = large()
         checkpoints.save(mine, {})
-        assert not spoil(mine.params["w"]).any()
-        assert spoil(unsaved := large().params["w"]) is not None
+        assert not overwrite(mine.params["w"]).any()
+        assert overwrite(unsaved := large().params["w"]) is not None
         assert unsaved.is_deleted()
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         assert same(checkpoints.restore(large())[0], large())
 
 
-# Two of every three are of the files that hold numbers.
+# Most of these damage the numbers in a file.
 KINDS = ("flip a bit", "flip a bit", "flip a byte", "cut short", "empty", "delete", "append", "swap")
 
 
@@ -117,15 +119,15 @@ def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
     for seed in range(200):
         folder = shutil.copytree(two, tmp_path / "run")
         path = damage(folder / "checkpoints/2", random.Random(seed))
-        told: list[str] = []
-        restored, data = restore(folder, on_damaged=told.append)
-        if told:
+        messages: list[str] = []
+        restored, data = restore(folder, on_damaged=messages.append)
+        if messages:
             found += 1
             assert same(restored, state(1)), path
             assert data == {"next_batch": 1}
-            assert len(told) == 1
-            assert "step 2 is damaged" in told[0]
-            assert "\n" not in told[0]
+            assert len(messages) == 1
+            assert "step 2 is damaged" in messages[0]
+            assert "\n" not in messages[0]
             assert saved_steps(folder / "checkpoints") == [1]
             assert (folder / "checkpoints/damaged/2").is_dir()
         else:
@@ -147,7 +149,7 @@ def test_a_damaged_file_is_named(two, tmp_path, name):
         verify(folder)
 
 
-def test_who_only_reads_moves_nothing(two, tmp_path):
+def test_reading_moves_no_files(two, tmp_path):
     folder = shutil.copytree(two, tmp_path / "run")
     (folder / "checkpoints/2/run.json").write_text("{}")
     for read in (lambda: restore(folder), lambda: restore_params(folder / "checkpoints", state(0).params)):
@@ -156,27 +158,27 @@ def test_who_only_reads_moves_nothing(two, tmp_path):
     assert sorted(saved_steps(folder / "checkpoints")) == [1, 2]
 
 
-def test_where_none_is_left_it_says_where_they_are(two, tmp_path):
+def test_with_no_intact_checkpoint_the_error_names_the_damaged_ones(two, tmp_path):
     folder = shutil.copytree(two, tmp_path / "run")
     for step in (1, 2):
         (folder / f"checkpoints/{step}/manifest.json").unlink()
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError, match=r"no intact checkpoint left, see .*damaged"):
-        restore(folder, on_damaged=told.append)
-    assert [t.split(" is")[0] for t in told] == ["the checkpoint of step 2", "the checkpoint of step 1"]
+        restore(folder, on_damaged=messages.append)
+    assert [t.split(" is")[0] for t in messages] == ["the checkpoint of step 2", "the checkpoint of step 1"]
     # And again, by a restart; and a second one of the same step.
     with pytest.raises(UserError, match="no intact checkpoint left"):
-        restore(folder, on_damaged=told.append)
+        restore(folder, on_damaged=messages.append)
     save(folder, 2)
     (folder / "checkpoints/2/manifest.json").write_text("[]")
     with pytest.raises(UserError, match="no intact checkpoint left"):
-        restore(folder, on_damaged=told.append)
+        restore(folder, on_damaged=messages.append)
     assert sorted(p.name for p in (folder / "checkpoints/damaged").iterdir()) == ["1", "2", "2-1"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(two):
     zeros = {"w": jnp.zeros((8, 6)), "b": jnp.zeros(6, jnp.bfloat16)}
-    for other, told in (
+    for other, message in (
         ({"params": {"w": zeros["w"]}}, "has bfloat16[6] at params/b where this recipe's state has nothing:"),
         ({"params": {**zeros, "c": zeros["b"]}}, "has nothing at params/c where this recipe's state has bfloat16[6]:"),
         (
@@ -192,13 +194,13 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(two):
     ):
         with Checkpoints(two / "checkpoints") as checkpoints, pytest.raises(UserError) as refused:
             checkpoints.restore(state(0)._replace(**other))
-        assert told in str(refused.value)
+        assert message in str(refused.value)
         assert "\n" not in str(refused.value)
     with pytest.raises(UserError, match="has nothing at params/c"):
         restore_params(two / "checkpoints", {**zeros, "c": zeros["b"]})
 
 
-def test_what_remains_of_a_killed_save_is_no_checkpoint_and_goes(two, tmp_path):
+def test_a_killed_save_leaves_no_checkpoint_and_is_removed(two, tmp_path):
     folder = shutil.copytree(two, tmp_path / "run") / "checkpoints"
     shutil.copytree(folder / "2", folder / "3.partial")
     assert restore(tmp_path / "run")[1] == {"next_batch": 2}
@@ -219,7 +221,7 @@ LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 1
         (Retention(last=9, best=0), set(LOSSES)),
     ],
 )
-def test_what_is_kept(keep, kept, tmp_path):
+def test_retained_checkpoints(keep, kept, tmp_path):
     # In two lives: the eval_losses of the first are read again.
     for part in (list(LOSSES)[:5], list(LOSSES)[5:]):
         with Checkpoints(tmp_path / "checkpoints", keep) as checkpoints:
@@ -229,19 +231,19 @@ def test_what_is_kept(keep, kept, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"last": 0}, "keep_last must be at least 1, got 0"),
         ({"best": -1}, "keep_best must be at least 0, got -1"),
         ({"every": 0}, "keep_every must be at least 1, got 0"),
     ],
 )
-def test_keeping_nothing_is_refused(wrong, told):
-    with pytest.raises(UserError, match=told):
+def test_invalid_retention_is_an_error(wrong, message):
+    with pytest.raises(UserError, match=message):
         Retention(**wrong)
 
 
-def test_nothing_is_evicted_before_the_next_one_is_whole(tmp_path, monkeypatch):
+def test_nothing_is_evicted_before_the_next_checkpoint_is_committed(tmp_path, monkeypatch):
     save(tmp_path, 1, retention=Retention(last=1))
 
     def full(folder):
@@ -266,6 +268,7 @@ def mesh(n: int) -> jax.sharding.Mesh:
 ELSEWHERE = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.runner.test_checkpoint import mesh, restore, same, state
@@ -279,7 +282,7 @@ with Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoints:
 """
 
 
-def test_the_target_s_shardings_decide_on_any_number_of_devices(tmp_path):
+def test_checkpoints_are_restored_in_the_requested_shardings_on_any_number_of_devices(tmp_path):
     rows, columns = PartitionSpec("d"), PartitionSpec(None, "d")
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(state(5, NamedSharding(mesh(4), rows)), {})
@@ -298,7 +301,43 @@ def test_the_target_s_shardings_decide_on_any_number_of_devices(tmp_path):
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=environment)
 
 
-def test_run_json_is_json_whatever_the_loss(tmp_path):
+def test_run_json_is_valid_json_for_any_loss(tmp_path):
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(state(1), {"next_batch": 1}, float("inf"))
     assert json.loads((tmp_path / "checkpoints/1/run.json").read_text())["eval_loss"] is None
+
+
+@pytest.fixture
+def absl_records():
+    """The records that reach the handlers of the absl logger."""
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("absl")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def test_only_orbaxs_log_is_dropped_and_only_while_checkpoints_are_open(tmp_path, absl_records):
+    logger = logging.getLogger("absl")
+    assert logger.level < logging.CRITICAL
+
+    def log(pathname):
+        logger.handle(logging.LogRecord("absl", logging.ERROR, pathname, 1, "text", (), None))
+        return len(absl_records)
+
+    with Checkpoints(tmp_path / "checkpoints"):
+        assert log("/site-packages/grain/loader.py") == 1
+        assert log("/site-packages/orbax/checkpoint/save.py") == 1
+    assert log("/site-packages/orbax/checkpoint/save.py") == 2
+
+
+def test_a_hook_installed_while_checkpoints_are_open_stays(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    with Checkpoints(tmp_path / "checkpoints"):
+        error = RuntimeError("Event loop is closed")  # of the user's own program
+        sys.unraisablehook(SimpleNamespace(exc_value=error, exc_traceback=None, object=None, err_msg=None))
+        assert len(seen) == 1
+        monkeypatch.setattr(sys, "unraisablehook", print)
+    assert sys.unraisablehook is print

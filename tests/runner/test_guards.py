@@ -1,4 +1,4 @@
-"""What ends a run before it spoils what is saved: inf and NaN, leaping losses, no memory; and input that stalls."""
+"""Guards end a run before an invalid state is saved: inf and NaN, loss spikes, memory; and stalled input."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ RECIPE = dataclasses.replace(
 
 
 class Changed:
-    """A source some of whose examples are multiplied by a factor."""
+    """A source with some examples multiplied by a factor."""
 
     def __init__(self, source, factors):
         self.source, self.factors = source, factors
@@ -89,19 +89,19 @@ def finite(folder):
 @pytest.mark.parametrize(
     ("precision", "save_every", "log_every"),
     [("fp32", 5, 7), ("fp32", 12, 7), ("bf16", 5, 12)],
-    ids=["told by the next step", "by its save", "by its line"],
+    ids=["found by the next step", "by its save", "by its line"],
 )
 def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, log_every, tmp_path, monkeypatch):
     changed = plant(monkeypatch, {12: math.nan})
     recipe = dataclasses.replace(RECIPE, precision=precision, save_every=save_every, log_every=log_every, keep_last=1)
-    _, told = train(tmp_path / "run", recipe)
+    _, error = train(tmp_path / "run", recipe)
     for part in (
         "step 12: the loss is nan and its gradient has its first inf or NaN in layers/0/",
         "micro-batch 0",
         f"the checkpoint of step {12 - 1 - 11 % save_every} is valid",
         f"jaxtrain replay {tmp_path / 'run'} 12 ",
     ):
-        assert part in told
+        assert part in error
     assert saved_steps(tmp_path / "run" / "checkpoints")[-1:] == [10 if save_every == 5 else 0]
     assert finite(tmp_path / "run")
     assert max(line["step"] for line in lines(tmp_path / "run")) < 12
@@ -113,7 +113,7 @@ def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, l
     assert event is None
 
 
-def test_in_fp16_it_is_skipped_and_no_more(tmp_path, monkeypatch):
+def test_in_fp16_a_nan_only_skips_the_update(tmp_path, monkeypatch):
     plant(monkeypatch, {12: math.nan})
     recipe = dataclasses.replace(RECIPE, precision="fp16", steps=15)
     assert train(tmp_path / "run", recipe)[1] is None
@@ -121,7 +121,7 @@ def test_in_fp16_it_is_skipped_and_no_more(tmp_path, monkeypatch):
     assert finite(tmp_path / "run")
 
 
-def taken(step, loss=1.0, leaf=-1, skipped=False):
+def dispatched(step, loss=1.0, leaf=-1, skipped=False):
     scalars = {"loss": np.float32(loss), "nonfinite_leaf": np.int32(leaf), "nonfinite_micro_batch": np.int32(leaf)}
     metrics = {name: jnp.asarray(x) for name, x in {**scalars, "skipped": np.bool_(skipped)}.items()}
     return DispatchedStep(step, FetchedBatch({"x": np.zeros(1)}, step), metrics)
@@ -135,24 +135,27 @@ def guard(**settings):
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
+    ("step", "reason"),
     [
-        (taken(1, math.inf), "the loss is inf and its gradient is finite"),
-        (taken(1, 2.0, leaf=1), "the loss is 2 and its gradient has its first inf or NaN in b, micro-batch 1"),
-        (taken(1, math.nan, leaf=0), "the loss is nan and its gradient has its first inf or NaN in a, micro-batch 0"),
-        (taken(1, math.nan, leaf=0, skipped=True), None),
-        (taken(1), None),
+        (dispatched(1, math.inf), "the loss is inf and its gradient is finite"),
+        (dispatched(1, 2.0, leaf=1), "the loss is 2 and its gradient has its first inf or NaN in b, micro-batch 1"),
+        (
+            dispatched(1, math.nan, leaf=0),
+            "the loss is nan and its gradient has its first inf or NaN in a, micro-batch 0",
+        ),
+        (dispatched(1, math.nan, leaf=0, skipped=True), None),
+        (dispatched(1), None),
     ],
 )
-def test_what_is_said_of_a_step(step, said):
-    judged = guard()
-    judged.add(step)
-    if said is None:
-        judged.settle()
+def test_reason_of_an_invalid_step(step, reason):
+    checked = guard()
+    checked.add(step)
+    if reason is None:
+        checked.settle()
         return
-    with pytest.raises(RunInvalid, match=said):
-        judged.settle()
-    judged.settle()  # once
+    with pytest.raises(RunInvalid, match=reason):
+        checked.settle()
+    checked.settle()  # once
 
 
 class Pending:
@@ -165,34 +168,34 @@ class Pending:
         pytest.fail("waited for the newest step")
 
 
-def test_judging_never_waits_for_the_newest_step():
-    judged = guard()
-    judged.add(taken(1))
-    judged.add(dataclasses.replace(taken(2), metrics=dict.fromkeys(taken(2).metrics, Pending())))
+def test_checking_never_waits_for_the_newest_step():
+    checked = guard()
+    checked.add(dispatched(1))
+    checked.add(dataclasses.replace(dispatched(2), metrics=dict.fromkeys(dispatched(2).metrics, Pending())))
 
 
 @pytest.mark.parametrize("part", ["params", "opt_state", "model_state", "ema"])
-def test_a_state_that_is_not_finite_is_not_to_be_saved(part):
+def test_a_state_that_is_not_finite_is_not_saved(part):
     step = training_step(dataclasses.replace(RECIPE, schedule="constant"), lambda *_: None)
     state = step.init(PARAMS, model_state={"mean": jnp.zeros(2)})._replace(ema=PARAMS)
-    judged = guard()
-    judged.add(taken(7))
-    judged.check(state)
+    checked = guard()
+    checked.add(dispatched(7))
+    checked.check(state)
     named, at = jax.tree.flatten(getattr(state, part))
     last = max(i for i, x in enumerate(named) if x.ndim)
     named[last] = named[last].at[0].set(jnp.inf)
-    judged.add(taken(8))
+    checked.add(dispatched(8))
     with pytest.raises(RunInvalid, match=f"^{part}/.* holds inf or NaN, though loss and gradient were finite") as error:
-        judged.check(state._replace(**{part: jax.tree.unflatten(at, named)}))
+        checked.check(state._replace(**{part: jax.tree.unflatten(at, named)}))
     assert error.value.step.step == 8
 
 
-def spikes(losses, factor=3.0, judged=None):
-    judged = judged or guard(spike_factor=factor)
+def spikes(losses, factor=3.0, checked=None):
+    checked = checked or guard(spike_factor=factor)
     found = []
     for i, loss in enumerate(losses):
         try:
-            judged.add(taken(i, loss))
+            checked.add(dispatched(i, loss))
         except Spike as spike:
             found.append(spike.step.step)
     return found
@@ -207,14 +210,14 @@ def test_a_spike_is_a_loss_above_the_running_median():
     assert spikes([*calm, 100.0, 1.0], factor=None) == []
 
 
-def test_what_is_saved_of_a_guard_judges_alike():
+def test_a_restored_guard_checks_alike():
     losses = [1.0] * FEWEST
     before = guard(spike_factor=3.0)
-    assert spikes(losses, judged=before) == []
+    assert spikes(losses, checked=before) == []
     before.settle()
     after = guard(spike_factor=3.0)
     after.restore(json.loads(json.dumps(before.state())))
-    assert spikes([3.1, 1.0], judged=after) == [0]
+    assert spikes([3.1, 1.0], checked=after) == [0]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_what_is_saved_of_a_guard_judges_alike():
         *((factor, f"^spike_factor {factor}") for factor in (math.nan, math.inf)),
     ],
 )
-def test_a_factor_that_makes_no_sense(factor, error):
+def test_an_invalid_spike_factor_is_an_error(factor, error):
     with pytest.raises(UserError, match=error):
         check_settings(dataclasses.replace(RECIPES["digits-mlp"], spike_factor=factor))
 
@@ -232,18 +235,18 @@ def test_a_factor_that_makes_no_sense(factor, error):
 ROLLBACK = dataclasses.replace(RECIPE, spike_factor=30.0, on_spike="rollback", log_every=2)
 
 
-def test_a_spike_stops_the_run_where_nothing_else_is_asked(tmp_path, monkeypatch):
+def test_a_spike_stops_the_run_by_default(tmp_path, monkeypatch):
     plant(monkeypatch, {23: 3e3})
-    _, told = train(tmp_path / "run", dataclasses.replace(ROLLBACK, on_spike="stop"))
-    assert told.startswith("step 23: the loss is ")
-    assert "more than 30 times " in told
-    assert "the checkpoint of step 20 is valid" in told
+    _, error = train(tmp_path / "run", dataclasses.replace(ROLLBACK, on_spike="stop"))
+    assert error.startswith("step 23: the loss is ")
+    assert "more than 30 times " in error
+    assert "the checkpoint of step 20 is valid" in error
 
 
 def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypatch):
     plant(monkeypatch, {23: 3e3})
-    messages, told = train(tmp_path / "whole", ROLLBACK)
-    assert told is None
+    messages, error = train(tmp_path / "whole", ROLLBACK)
+    assert error is None
     assert [
         m
         for m in messages
@@ -259,7 +262,7 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     saved = json.loads((tmp_path / "whole/checkpoints/30/run.json").read_text())["data"]
     assert saved["next_batch"] == 33
 
-    # Stopped by a signal a step before the spike: that stop's checkpoint is none to go back to.
+    # Stopped by a signal one step before the spike: the run must not roll back to that stop's checkpoint.
     add, seen = interval.Interval.add, []
 
     def stopping(self, metrics):
@@ -279,22 +282,22 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     jax.tree.map(np.testing.assert_array_equal, *both)
 
 
-def test_after_so_many_rollbacks_it_stops(tmp_path, monkeypatch):
+def test_too_many_rollbacks_stop_the_run(tmp_path, monkeypatch):
     plant(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
-    messages, told = train(tmp_path / "run", ROLLBACK)
+    messages, error = train(tmp_path / "run", ROLLBACK)
     back = [m for m in messages if "rolled back to step 20" in m]
     assert len(back) == MOST_ROLLBACKS
     assert [m.split("skipping ")[1] for m in back] == ["1 batches", "2 batches", "3 batches"]
-    assert told.startswith("step 21: the loss is ")
+    assert error.startswith("step 21: the loss is ")
     _, _, event = read_batch(tmp_path / "run" / "replay", 21)
     assert event.batches_skipped == MOST_ROLLBACKS
 
 
 class Slow:
-    """A loader whose second batch comes when it is let go."""
+    """A loader whose second batch arrives when it is released."""
 
     def __init__(self):
-        self.let_go, self.n = threading.Event(), 0
+        self.release, self.n = threading.Event(), 0
 
     def state(self):
         return {"next_batch": self.n}
@@ -302,35 +305,35 @@ class Slow:
     def __next__(self):
         self.n += 1
         if self.n == 2:
-            assert self.let_go.wait(60)
+            assert self.release.wait(60)
         return {}
 
 
-def test_a_batch_that_does_not_come_is_told_of_once_and_waited_for():
-    loader, told = Slow(), []
+def test_a_stalled_batch_is_reported_once_and_awaited():
+    loader, error = Slow(), []
 
     def say(text):
-        told.append(text)
-        # Time for a second word to be said, were there one.
-        threading.Timer(0.2, loader.let_go.set).start()
+        error.append(text)
+        # Leaves time for a second message, which would be wrong.
+        threading.Timer(0.2, loader.release.set).start()
 
     with Batches(loader, "texts/", 0.05, say) as batches:
         next(batches)
         assert next(batches).wait_s >= 0.2
         assert next(batches).wait_s < 0.05
-    assert len(told) == 1
-    assert "batch 1 of texts/ has not arrived for 0.05 s: still waiting" in told[0]
+    assert len(error) == 1
+    assert "batch 1 of texts/ has not arrived for 0.05 s: still waiting" in error[0]
 
 
-def test_nothing_is_said_without_a_limit():
-    loader, told, alive = Slow(), [], threading.active_count()
-    threading.Timer(0.1, loader.let_go.set).start()
-    with Batches(loader, "texts/", 0, told.append) as batches:
+def test_without_a_limit_a_stall_is_not_reported():
+    loader, error, alive = Slow(), [], threading.active_count()
+    threading.Timer(0.1, loader.release.set).start()
+    with Batches(loader, "texts/", 0, error.append) as batches:
         next(batches)
         begin = time.perf_counter()
         wait_s = next(batches).wait_s
         assert wait_s <= time.perf_counter() - begin
-    assert told == []
+    assert error == []
     assert threading.active_count() <= alive + 1
     with pytest.raises(UserError, match=r"stall_seconds must be at least 0, got -1"):
         check_settings(dataclasses.replace(RECIPES["digits-mlp"], stall_seconds=-1.0))
@@ -351,7 +354,7 @@ def test_waits_are_logged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("of", ["device", "host"])
-def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_path, monkeypatch):
+def test_running_out_of_memory_in_training_suggests_a_command(of, tmp_path, monkeypatch):
     add, seen = interval.Interval.add, []
 
     def allocating(self, metrics):
@@ -362,18 +365,18 @@ def test_memory_that_runs_out_in_training_is_told_with_a_line_to_paste(of, tmp_p
 
     monkeypatch.setattr(interval.Interval, "add", allocating)
     run = tmp_path / "run"
-    _, told = train(run)
-    assert told.startswith("out of memory (")
-    assert "llocat" in told
-    assert f"try jaxtrain train digits-mlp --from {run}/config.json --out {run}-smaller --accumulate 2; " in told
-    assert told.endswith(f"; {command('plan', 'digits-mlp', RECIPE)} shows what fits")
-    assert "\n" not in told
+    _, error = train(run)
+    assert error.startswith("out of memory (")
+    assert "llocat" in error
+    assert f"try jaxtrain train digits-mlp --from {run}/config.json --out {run}-smaller --accumulate 2; " in error
+    assert error.endswith(f"; {command('plan', 'digits-mlp', RECIPE)} shows what fits")
+    assert "\n" not in error
     monkeypatch.setattr(interval.Interval, "add", add)
     assert sorted(saved_steps(run / "checkpoints")) == [0, 5]
     assert train(run, resume=True)[1] is None
 
 
-def test_what_takes_less_memory():
+def test_flags_for_less_memory():
     def flags(batch_size, accumulate, remat="none"):
         return flags_for_less_memory(
             dataclasses.replace(RECIPE, batch_size=batch_size, accumulate=accumulate, remat=remat)
@@ -385,8 +388,8 @@ def test_what_takes_less_memory():
     assert flags(8, 8, remat="full") is None
 
 
-def test_memory_that_runs_out_before_anything_is_written(tmp_path, monkeypatch):
+def test_running_out_of_memory_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_first_evaluation", lambda *_: jnp.zeros(2**48).block_until_ready())
-    _, told = train(tmp_path / "run")
-    assert f"nothing was written; try the same with --accumulate 2; {command('plan', 'digits-mlp', RECIPE)} " in told
+    _, error = train(tmp_path / "run")
+    assert f"nothing was written; try the same with --accumulate 2; {command('plan', 'digits-mlp', RECIPE)} " in error
     assert not (tmp_path / "run").exists()

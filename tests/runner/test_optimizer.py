@@ -1,4 +1,4 @@
-"""The recipes' optimizer."""
+"""The optimizer, schedule and loss scale of a recipe."""
 
 import dataclasses
 
@@ -62,7 +62,7 @@ def test_schedules_by_name(name, first, peak, last):
     assert plateau == {"wsd": 71, "constant": 91}.get(name, 1)
 
 
-def test_an_optimizer_by_name_takes_what_it_knows_of_the_other_settings():
+def test_an_optimizer_by_name_takes_its_arguments_from_the_other_settings():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], optimizer="sgd(momentum=0.9)", schedule="constant", lr=0.5)
     assert str(optimizer_expression(recipe)) == (
         "sgd(learning_rate=wsd(lr=0.5, warmup_steps=20, stable_steps=580, decay_steps=0, final_lr=0.5), "
@@ -73,20 +73,20 @@ def test_an_optimizer_by_name_takes_what_it_knows_of_the_other_settings():
     assert optimizer_expression(own).arguments["b2"] == 0.7
 
 
-def test_a_loss_scale_is_read_like_an_optimizer():
+def test_a_loss_scale_is_parsed_like_an_optimizer():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], loss_scale="dynamic_loss_scale(init_scale=8.0)")
     assert float(loss_scale(recipe).init(None).scale) == 8
     assert loss_scale(RECIPES["gpt-stdlib"]) is None
 
 
-def test_the_rates_of_groups_are_logged_each():
+def test_learning_rates_of_groups_are_logged():
     groups = "{'a': sgd(learning_rate=0.5), 'b': sgd(learning_rate=0.25)}"
     tx = optimizer(dataclasses.replace(RECIPES["gpt-stdlib"], optimizer=groups))
     state = TrainState(*[None] * 9)._replace(opt_state=tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
     assert interval._learning_rates(state.opt_state) == (0.5, {"0": 0.5, "1": 0.25})
 
 
-def test_what_a_checkpoint_lets_decay_decays():
+def test_mask_none_decays_every_parameter():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], warmup_steps=0, optimizer="adamw(weight_decay=0.5, mask=None)")
     params = {"fc": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
     tx = optimizer(recipe)

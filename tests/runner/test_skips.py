@@ -1,4 +1,4 @@
-"""A run whose fp16 gradients overflow: warned of, and ended."""
+"""A run whose fp16 gradients overflow is warned of and fails."""
 
 import dataclasses
 import json
@@ -15,10 +15,10 @@ from jaxtrain.runner.guards import Guard
 from tests.runner.recording import train
 
 # After one update at this rate nothing is finite any more.
-RUINED = dataclasses.replace(
+OVERFLOWING = dataclasses.replace(
     RECIPES["digits-mlp"], hidden=8, batch_size=8, precision="fp16", lr=1e9, warmup_steps=0, log_every=4, max_skips=13
 )
-RUIN_AT = 1 + RUINED.max_skips
+FAILS_AT = 1 + OVERFLOWING.max_skips
 
 
 def saved_steps(folder):
@@ -26,15 +26,15 @@ def saved_steps(folder):
 
 
 @pytest.fixture(scope="module")
-def ruined(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ruined") / "run"
-    return folder, *train(folder, RUINED)
+def overflowing(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("overflowing") / "run"
+    return folder, *train(folder, OVERFLOWING)
 
 
-def test_a_run_that_only_skips_is_ended_in_one_line(ruined):
-    _, _, told = ruined
-    step = int(told.split(":")[0].removeprefix("step "))
-    assert step in (RUIN_AT, RUIN_AT + 1)
+def test_a_run_that_only_skips_fails_with_one_line(overflowing):
+    _, _, error = overflowing
+    step = int(error.split(":")[0].removeprefix("step "))
+    assert step in (FAILS_AT, FAILS_AT + 1)
     scale = 65536 * 0.5 ** (step - 1)
     for part in (
         "13 updates in a row were skipped",
@@ -44,19 +44,19 @@ def test_a_run_that_only_skips_is_ended_in_one_line(ruined):
         "lower --lr",
         "bf16",
     ):
-        assert part in told
-    assert "\n" not in told
+        assert part in error
+    assert "\n" not in error
 
 
-def test_what_it_was_is_saved_and_logged(ruined):
-    folder, _, told = ruined
+def test_the_last_state_is_saved_and_logged(overflowing):
+    folder, _, error = overflowing
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert f"step {last['step']}:" in told
+    assert f"step {last['step']}:" in error
     assert saved_steps(folder)[-1] == last["step"]
 
 
-def test_a_low_scale_is_warned_of_once(ruined):
-    warnings = [m for m in ruined[1] if "warning" in m]
+def test_a_low_loss_scale_is_warned_of_once(overflowing):
+    warnings = [m for m in overflowing[1] if "warning" in m]
     # Of steps 5 to 8 the first ran at 4096; of 9 to 12 the first at 256.
     assert len(warnings) == 1
     assert "step 12: the loss scale stayed at 512 or below" in warnings[0]
@@ -64,24 +64,24 @@ def test_a_low_scale_is_warned_of_once(ruined):
         assert part in warnings[0]
 
 
-def test_a_resumed_run_counts_on_from_its_checkpoint(ruined, tmp_path):
-    folder = shutil.copytree(ruined[0], tmp_path / "run")
+def test_a_resumed_run_continues_to_count_skips(overflowing, tmp_path):
+    folder = shutil.copytree(overflowing[0], tmp_path / "run")
     step = saved_steps(folder)[-1]
-    _, told = train(folder, dataclasses.replace(RUINED, max_skips=step + 3), resume=True)
-    assert f"{step + 3} updates in a row" in told
+    _, error = train(folder, dataclasses.replace(OVERFLOWING, max_skips=step + 3), resume=True)
+    assert f"{step + 3} updates in a row" in error
     assert saved_steps(folder)[-1] in (step + 4, step + 5)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_sound_run_hears_nothing(precision, tmp_path):
-    recipe = dataclasses.replace(RUINED, lr=1e-3, precision=precision, steps=6, max_skips=3)
-    messages, told = train(tmp_path / "run", recipe)
-    assert told is None
+def test_a_healthy_run_has_no_warnings(precision, tmp_path):
+    recipe = dataclasses.replace(OVERFLOWING, lr=1e-3, precision=precision, steps=6, max_skips=3)
+    messages, error = train(tmp_path / "run", recipe)
+    assert error is None
     assert not [m for m in messages if "warning" in m]
 
 
 def guard(max_skips, skips=0):
-    found = Guard(dataclasses.replace(RUINED, max_skips=max_skips), {"a": jnp.ones(1)})
+    found = Guard(dataclasses.replace(OVERFLOWING, max_skips=max_skips), {"a": jnp.ones(1)})
     found.restore(None, skips=skips)
     return found
 
@@ -134,4 +134,4 @@ def test_counting_never_waits_for_the_newest_step():
 @pytest.mark.parametrize("max_skips", [0, -1])
 def test_max_skips_is_one_or_more(max_skips):
     with pytest.raises(UserError, match=f"max_skips must be at least 1, got {max_skips}"):
-        preflight.check_settings(dataclasses.replace(RUINED, max_skips=max_skips))
+        preflight.check_settings(dataclasses.replace(OVERFLOWING, max_skips=max_skips))

@@ -1,4 +1,4 @@
-"""What the system refuses ends a run in one line, and leaves what was saved: in processes of their own, for real."""
+"""Refusals of the operating system end a run with one line and leave checkpoints intact, in real processes."""
 
 import os
 import re
@@ -60,8 +60,8 @@ def lives(tmp_path_factory) -> Zygote:
         yield started
 
 
-def told(text: str) -> str:
-    """The one line of an error."""
+def error_line(text: str) -> str:
+    """Return the one line of an error."""
     assert "Traceback" not in text, text
     assert "Error:" not in text, text
     (line,) = [line for line in text.splitlines() if line.startswith("jaxtrain:")]
@@ -82,23 +82,24 @@ def test_a_save_that_fails_in_the_background_ends_the_run_in_one_line(lives):
     # The limit may meet the save of step 4 still on its way.
     last = whole_steps(lives.folder / "limited")[-1]
     assert last in (2, 4)
-    assert f"step {last + 2} could not be saved in limited (File too large): the checkpoint of step {last}" in told(
-        text
+    assert (
+        f"step {last + 2} could not be saved in limited (File too large): the checkpoint of step {last}"
+        in error_line(text)
     )
-    # With room again, a restart goes on.
+    # Without the limit, the run resumes.
     status, text = lives.run(command)
     assert status == 0
     assert f"at step {last}" in text
     assert [line["step"] for line in untimed(lives.folder / "limited")] == list(range(10))
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(lives):
+def test_a_full_disk_ends_the_run_in_one_line_and_it_can_be_resumed(lives):
     if (lives.folder / "refused").exists():
         pytest.skip("no file system may be mounted here")
     command = f"{TRAIN} --steps 40 --save-every 2 --resume auto"
     status, text = lives.run(f"{command} --out small/run --keep-last 100")
     assert status == 1
-    assert "could not be saved in small/run (No space left on device): the checkpoint of step" in told(text)
+    assert "could not be saved in small/run (No space left on device): the checkpoint of step" in error_line(text)
     run = Path(f"/proc/{lives.pid}/root{lives.folder}/small/run")
     saved = whole_steps(run)
     assert saved == list(range(0, saved[-1] + 1, 2))
@@ -112,7 +113,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(lives):
     assert untimed(run) == untimed(lives.folder / "large")
 
 
-def test_a_folder_that_may_not_be_written_is_one_line_and_exit_2(lives):
+def test_a_read_only_folder_is_one_line_and_exit_2(lives):
     run = lives.folder / "read-only"
     assert lives.run(f"{TRAIN} --steps 4 --out read-only")[0] == 0
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
@@ -122,10 +123,10 @@ def test_a_folder_that_may_not_be_written_is_one_line_and_exit_2(lives):
     for command in ("--resume --steps 8", "--resume auto --steps 8"):
         status, text = lives.run(f"{TRAIN} {command} --out read-only", NO_PRIVILEGE)
         assert status == 2
-        assert "read-only cannot be written (Permission denied): choose another --out" in told(text)
+        assert "read-only cannot be written (Permission denied): choose another --out" in error_line(text)
     status, text = lives.run(f"{TRAIN} --out read-only/inside", NO_PRIVILEGE)
     assert status == 2
-    assert "read-only cannot be written" in told(text)
+    assert "read-only cannot be written" in error_line(text)
     for path in folders:
         path.chmod(0o755)
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
@@ -140,10 +141,10 @@ def test_two_processes_never_share_a_run(lives, monkeypatch, capsys):
         for other in (command, command.replace("--resume auto", "--resume")):
             assert main(other.split()) == 2
             refused = f"shared is in use by pid {one.pid} on {os.uname().nodename}: wait for it"
-            assert refused in told(capsys.readouterr().err)
+            assert refused in error_line(capsys.readouterr().err)
     one.send(signal.SIGKILL)
     assert one.wait() == -signal.SIGKILL
-    # The kernel let go of the lock.
+    # The kernel has released the lock.
     life = lives.start(command)
     life.until(lambda: re.search(r"resuming shared at step \d+\n(.*\n)*step \d+/", life.text) is not None)
     life.send(signal.SIGTERM)
@@ -153,7 +154,7 @@ def test_two_processes_never_share_a_run(lives, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_step_at_hand(lives, number):
+def test_a_signal_saves_the_current_step(lives, number):
     name = f"stopped-{number}"
     life = lives.start(f"{TRAIN} --steps 100000 --save-every 100000 --out {name}")
     life.until(lambda: "step 7/" in life.text)

@@ -1,4 +1,4 @@
-"""Killed at any moment, started again, and in the end the run that nobody killed."""
+"""A run killed at random moments and restarted ends like one that was never killed."""
 
 import json
 import os
@@ -31,7 +31,7 @@ LONG = 1.6
 @pytest.mark.parametrize(
     "kills", [12, pytest.param(int(os.environ.get("JAXTRAIN_KILLS", 200)), marks=pytest.mark.slow)]
 )
-def test_a_run_killed_at_random_ends_as_the_one_that_was_not(kills, tmp_path):
+def test_a_run_killed_at_random_ends_like_an_undisturbed_one(kills, tmp_path):
     rng = random.Random(kills)
     command = f"{COMMAND} --steps {20 + 2 * kills}"
     with zygote(tmp_path) as lives:

@@ -1,4 +1,4 @@
-"""The laws of the accumulation window: k weighted micro-batches are the one big batch."""
+"""The accumulation window: k weighted micro-batches equal the one big batch."""
 
 import functools
 
@@ -53,7 +53,7 @@ def test_a_weighted_window_is_the_one_big_batch(k, mask):
 
 
 @pytest.mark.parametrize("masked", [range(4), range(4, 8), range(8, 12), range(8), range(ROWS)])
-def test_micro_batches_of_weight_zero_count_for_nothing(masked):
+def test_micro_batches_of_weight_zero_have_no_effect(masked):
     mask = np.ones(ROWS)
     mask[list(masked)] = 0
     check_window(3, mask)
@@ -118,9 +118,9 @@ def test_a_non_finite_micro_batch_shows_in_its_window_and_leaves_nothing_in_the_
 
 
 def test_multisteps_is_poisoned():
-    """Why no window is left open: `optax.MultiSteps` clears by multiplication, and 0 · inf is NaN for ever.
+    """Why every window has new sums: `optax.MultiSteps` resets by multiplication, and 0 · inf is NaN.
 
-    Red once optax mends it: then `accumulate` may keep one window for the whole run.
+    It fails once optax fixes that: then `accumulate` may use one window for the whole run.
     """
     optimizer = optax.MultiSteps(optax.sgd(1.0), 2)
     trace = []
@@ -165,7 +165,7 @@ def drawing_step(k):
 
 
 def draws(ks, seed=0):
-    """What each of 12 micro-batches draws, in windows of `ks`."""
+    """Return the draw of each of 12 micro-batches, in windows of `ks`."""
     state = drawing_step(ks[0]).init(jnp.ones(()), model_state=jnp.zeros(12, np.uint32), seed=seed)
     for k in ks:
         state, _ = drawing_step(k)(state, np.ones(k, np.float32))

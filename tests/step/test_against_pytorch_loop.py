@@ -1,4 +1,4 @@
-"""Our step beside the loop it replaces, through random histories: every update, both are in the same state.
+"""The step and the PyTorch loop it replaces are in the same state after every update of random histories.
 
 The loop is the one a PyTorch user writes: `GradScaler`, `backward` per micro-batch, `unscale_`, `clip_grad_norm_`,
 `step`, `update`. In float64, so that rounding is 1e-16 and a wrong meaning has nowhere to hide. JAXTRAIN_SEQUENCES sets
@@ -32,7 +32,7 @@ POISONS = {None: None, "y=inf": ("y", np.inf), "y=nan": ("y", np.nan), "x=inf": 
 
 
 class Micro(NamedTuple):
-    """A micro-batch of two rows: which of ROWS, the rows' weights, and the bad value planted in the second, if any."""
+    """A micro-batch of two rows: indices into ROWS, the rows' weights, and the bad value in the second row, if any."""
 
     rows: int
     weights: tuple[float, float]
@@ -74,7 +74,7 @@ def loss_fn(params, batch, rng):
 
 
 class TorchLoop:
-    """The plain loop."""
+    """The PyTorch loop."""
 
     def __init__(self, optimizer, clip_norm, init_scale, interval):
         self.params = {name: torch.tensor(p, requires_grad=True) for name, p in INIT.items()}
@@ -94,7 +94,7 @@ class TorchLoop:
         self.applied += 1
 
     def update(self, micro_batches):
-        """One window; its gradient norm, before clipping."""
+        """Train on one window; return its gradient norm before clipping."""
         weight = sum(sum(m.weights) for m in micro_batches) or 1.0
         for m in micro_batches:
             batch = {name: torch.from_numpy(value) for name, value in m.batch().items()}
@@ -110,7 +110,7 @@ class TorchLoop:
         return norm
 
     def numbers(self):
-        """Parameters and moments, each a vector."""
+        """Return parameters and moments, each as a vector."""
         params = [p.detach() for p in self.params.values()]
         kept = [self.optimizer.state[p] for p in self.params.values()]
         moments = [
@@ -133,7 +133,7 @@ def our_numbers(state):
 
 @functools.cache
 def compiled(optimizer, clip_norm, interval):
-    """micro and flush under a schedule of k that is an argument, so that all of them are compiled as one."""
+    """micro and flush with k as an argument of the schedule, so that all schedules share one program."""
 
     def step(lengths):
         return our_step(optimizer, clip_norm, interval, lambda applied: lengths[applied])
@@ -146,7 +146,7 @@ def compiled(optimizer, clip_norm, interval):
 
 @functools.cache
 def initial(optimizer, streaming):
-    """A fresh state: the same for every interval and bound."""
+    """Return a new state, the same for every interval and bound."""
     return jax.device_get(our_step(optimizer, None, 2, 1).init(INIT, streaming=streaming))
 
 
@@ -157,7 +157,7 @@ def start(optimizer, init_scale, streaming):
 
 
 def check_update(state, metrics, loop, window):
-    """The loop's update by the same window, and both in the same state after it."""
+    """Train the loop on the same window, and compare the states after it."""
     used, before = loop.scaler.get_scale(), loop.applied
     norm = loop.update(window)
     clean = loop.applied > before

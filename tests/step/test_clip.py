@@ -1,4 +1,4 @@
-"""The law of clipping: `torch.nn.utils.clip_grad_norm_`, over the whole tree."""
+"""Clipping equals `torch.nn.utils.clip_grad_norm_` over the whole tree."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The moving average of the parameters is `torch.optim.swa_utils.AveragedModel`'s."""
+"""The moving average of the parameters equals `torch.optim.swa_utils.AveragedModel`."""
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +71,12 @@ def test_it_is_evaluated_in_the_parameters_place_and_leaves_the_training_alone()
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
-def test_what_is_no_decay_is_the_users_error(decay):
+def test_an_ema_outside_its_range_is_a_user_error(decay):
     with pytest.raises(jt.UserError, match="ema"):
         jt.train_step(loss_fn, optax.sgd(0.1), ema=decay)
 
 
-def test_leaves_that_are_no_floats_are_taken_over():
+def test_leaves_that_are_not_floating_point_are_copied():
     from jaxtrain.step.ema import update_ema
 
     average = update_ema({"n": jnp.array(1)}, {"n": jnp.array(5)}, 0.9, is_first=False)

@@ -1,4 +1,4 @@
-"""The laws of loss scaling: those of `torch.amp.GradScaler`, bit for bit."""
+"""Loss scaling equals `torch.amp.GradScaler` bit for bit."""
 
 import functools
 import re
@@ -296,7 +296,7 @@ def test_a_scaler_is_a_link_of_an_optax_chain():
 
 
 class TorchScaler:
-    """A real GradScaler, and a parameter whose gradient is 1, or inf."""
+    """Create a GradScaler, and a parameter whose gradient is 1 or inf."""
 
     def __init__(self, **settings):
         self.scaler = torch.amp.GradScaler("cpu", **settings)
@@ -355,7 +355,7 @@ def test_what_a_static_scale_saves_is_static_in_pytorch_and_here():
 
 
 SAVED = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 0}
-SENSELESS = {
+INVALID = {
     "growth_factor must be finite and > 1, got 1.0": lambda: dynamic_loss_scale(growth_factor=1.0),
     "growth_factor must be finite and > 1, got inf": lambda: dynamic_loss_scale(growth_factor=np.inf),
     "growth_factor must be finite and > 1, got nan": lambda: dynamic_loss_scale(growth_factor=np.nan),
@@ -389,10 +389,10 @@ SENSELESS = {
 }
 
 
-@pytest.mark.parametrize("told", SENSELESS)
-def test_a_senseless_value_is_one_line_that_names_it_and_the_remedy(told):
-    with pytest.raises(jt.UserError, match=re.escape(told)) as error:
-        SENSELESS[told]()
+@pytest.mark.parametrize("message", INVALID)
+def test_an_invalid_value_raises_one_line_with_the_value_and_the_remedy(message):
+    with pytest.raises(jt.UserError, match=re.escape(message)) as error:
+        INVALID[message]()
     assert ": " in str(error.value)
     assert "\n" not in str(error.value)
 

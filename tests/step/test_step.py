@@ -1,4 +1,4 @@
-"""The laws of the training step: the optimizer it wraps, PyTorch's loop, skips, the state, the metrics."""
+"""The training step: optimizers, PyTorch's loop, skipped updates, the state, the metrics, errors."""
 
 import copy
 import functools
@@ -622,7 +622,7 @@ def fine(params, batch, rng):
         ({"clip_norm": float("nan")}, r"clip_norm must be positive, got nan: "),
     ],
 )
-def test_a_setting_that_means_nothing_is_the_users_error_with_its_value(arguments, message):
+def test_an_invalid_setting_is_a_user_error_with_its_value(arguments, message):
     with pytest.raises(jt.UserError, match=message):
         jt.train_step(fine, optax.sgd(0.1), **arguments)
 
@@ -667,7 +667,7 @@ def test_a_loss_fn_that_forgets_its_model_state_is_the_users_error():
         step(step.init(jnp.ones(4), model_state=jnp.zeros(2)), BATCH32)
 
 
-def test_a_metric_that_is_no_scalar_is_the_users_error():
+def test_a_metric_that_is_not_a_scalar_is_a_user_error():
     step = jt.train_step(lambda params, batch, rng: (fine(params, batch, rng)[0], {"out": batch["x"]}), optax.sgd(0.1))
     with pytest.raises(jt.UserError, match="out"):
         step(step.init(jnp.ones(4)), BATCH32)
@@ -680,3 +680,121 @@ def test_a_metric_under_a_name_of_the_steps_own_is_the_users_error(name):
     )
     with pytest.raises(jt.UserError, match=name):
         step(step.init(jnp.ones(4)), BATCH32)
+
+
+BATCH_X = {"x": BATCH32["x"]}
+
+
+@functools.cache
+def fine_step(k=1):
+    return jt.train_step(fine, optax.sgd(0.1), accumulate=k)
+
+
+@pytest.mark.parametrize("call", ["__call__", "micro"])
+def test_a_state_of_another_type_is_refused_with_the_call_that_creates_one(call):
+    with pytest.raises(jt.UserError, match=r"^state must be a jaxtrain.TrainState, got dict: use step.init\(params\)"):
+        getattr(fine_step(), call)({"params": jnp.ones(4)}, BATCH_X)
+
+
+def test_evaluation_of_a_state_of_another_type_is_refused():
+    with pytest.raises(jt.UserError, match=r"state must be a jaxtrain\.TrainState, got dict"):
+        jt.eval_step(fine)({"params": jnp.ones(4)}, BATCH_X)
+
+
+def test_a_torch_optimizer_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(jt.UserError, match=r"^optimizer must be an optax.GradientTransformation, got SGD: .*interop"):
+        jt.train_step(fine, optimizer)
+
+
+def test_an_optimizer_that_was_not_called_is_refused():
+    with pytest.raises(jt.UserError, match=r"got function: call it, as in adamw\(1e-3\)"):
+        jt.train_step(fine, optax.adamw)
+
+
+def test_a_donated_state_used_again_is_refused():
+    old = fine_step().init(jnp.ones(4))
+    fine_step()(old, BATCH_X)
+    with pytest.raises(jt.UserError, match="the state was donated to an earlier call"):
+        fine_step()(old, BATCH_X)
+
+
+def test_torch_tensors_in_the_batch_are_refused():
+    with pytest.raises(jt.UserError, match=r"^the batch must hold NumPy or JAX arrays, got a torch.Tensor at x: "):
+        fine_step()(fine_step().init(jnp.ones(4)), {"x": torch.ones(12, 4)})
+
+
+def test_a_scalar_in_an_accumulated_batch_is_refused_by_its_name():
+    step = jt.train_step(fine, optax.sgd(0.1), accumulate=2)
+    with pytest.raises(jt.UserError, match=r"^scale is a scalar, which cannot be split into 2 micro-batches"):
+        step(step.init(jnp.ones(4)), {**BATCH_X, "scale": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("params", "frozen", "message"),
+    [
+        ({"w": np.ones(4)}, lambda path: path == "v", "^frozen matches no parameter: the paths are w"),
+        ({"w": np.ones(4)}, lambda path: True, "^no parameter is trained, frozen matches all of them"),
+        ({"w": np.ones(4, np.int32)}, None, "^no parameter is trained, params hold no floating-point array"),
+        ({"w": np.ones(4), "scale": 0}, None, "^parameter scale is the Python int 0, which has no gradient: use 0.0"),
+    ],
+)
+def test_parameters_that_would_silently_not_be_trained_are_refused(params, frozen, message):
+    step = jt.train_step(fine, optax.sgd(0.1), **({} if frozen is None else {"frozen": frozen}))
+    for init in (step.init, step.shapes):
+        with pytest.raises(jt.UserError, match=message):
+            init(params)
+
+
+def test_a_python_float_parameter_is_trained():
+    def loss_fn(params, batch, rng):
+        return jt.Loss((batch["x"] * params["scale"]).sum(), 1), {}
+
+    step = jt.train_step(loss_fn, optax.sgd(1.0))
+    state, _ = step(step.init({"scale": 0.0}), {"x": np.ones(3, np.float32)})
+    assert float(state.params["scale"]) == -3.0
+
+
+# --- Loss.of.
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
+def test_loss_of_sums_the_unmasked_losses_and_counts_them(dtype):
+    losses = jnp.array([[1.0, 2.0, np.inf], [3.0, np.nan, 4.0]])
+    mask = np.isfinite(losses).astype(dtype)
+    loss, gradient = jax.value_and_grad(lambda losses: jt.Loss.of(losses, mask).total)(losses)
+    assert (float(loss), float(jt.Loss.of(losses, mask).weight)) == (10.0, 4.0)
+    np.testing.assert_array_equal(gradient, mask.astype(np.float32))
+    assert jt.Loss.of(losses[:, :2]).weight == 4
+
+
+def test_loss_of_low_precision_losses_is_summed_in_float32():
+    loss = jt.Loss.of(jnp.ones(1000, jnp.bfloat16), np.ones(1000, bool))
+    assert (loss.total.dtype, float(loss.total), float(loss.weight)) == (np.float32, 1000.0, 1000.0)
+
+
+def test_loss_of_trains_as_total_and_weight_do():
+    def of(params, batch, rng):
+        return jt.Loss.of((batch["x"] @ params) ** 2), {}
+
+    def summed(params, batch, rng):
+        losses = (batch["x"] @ params) ** 2
+        return jt.Loss(losses.sum(), losses.size), {}
+
+    states = []
+    for loss_fn in (of, summed):
+        step = jt.train_step(loss_fn, optax.sgd(0.1), accumulate=2)
+        states.append(step(step.init(jnp.ones(4)), BATCH_X)[0])
+    assert_same_bits(states[0].params, states[1].params)
+
+
+@pytest.mark.parametrize(
+    ("losses", "mask", "message"),
+    [
+        (jnp.float32(1), None, "takes losses per example or per token, got a scalar"),
+        (jnp.ones((2, 3)), jnp.ones(2), r"mask must have the shape of losses \[2, 3\], got \[2\]"),
+    ],
+)
+def test_loss_of_a_mean_or_of_another_mask_is_refused(losses, mask, message):
+    with pytest.raises(jt.UserError, match=message):
+        jt.Loss.of(losses, mask)

@@ -1,4 +1,4 @@
-"""Micro-batch by micro-batch: the same windows as whole, short ones applied, schedules of their length."""
+"""Streaming: windows equal whole windows, short windows are applied, lengths follow schedules."""
 
 import functools
 
@@ -128,7 +128,7 @@ def test_flushing_an_empty_window_changes_nothing():
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_run_saved_inside_a_window_goes_on_to_the_same_bits():
+def test_a_run_saved_inside_a_window_continues_to_the_same_bits():
     uninterrupted = start(step(), True)
     for micro_batch in pieces(batch(1, 2 * K)):
         uninterrupted, _ = step().micro(uninterrupted, micro_batch)
@@ -195,7 +195,7 @@ def test_the_optimizers_state_is_not_copied_per_micro_batch():
     assert compiled.memory_analysis().temp_size_in_bytes <= 3.5 * bytes_of_params
 
 
-def test_misuse_is_one_line():
+def test_misuse_raises_one_line():
     with pytest.raises(jt.UserError, match="streaming=True"):
         step().micro(start(step(), False), pieces(batch(0))[0])
     with pytest.raises(jt.UserError, match="streaming=True"):

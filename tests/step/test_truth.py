@@ -1,4 +1,4 @@
-"""What the metrics say of an update is what it really was; and a second compilation is not silent."""
+"""The metrics of an update are exact, and recompilation is reported."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_the_metrics_name_the_micro_batch_and_the_leaf_that_was_first(bad, value
     assert bool(metrics["skipped"]) == bool(bad)
     if bad:
         assert jt.leaf_name(state.params, first[1]) == LEAVES[first[1]]
-    # Streamed, the window says the same.
+    # Streamed, the window reports the same.
     state = STEP.init(PARAMS, streaming=True)
     for i in range(K):
         state, metrics = STEP.micro(state, {"factors": factors[i]})
@@ -67,22 +67,29 @@ def test_lr_and_counts_are_those_of_this_update():
     good = np.ones((K * ROWS, 3), np.float32)
     bad = np.full_like(good, np.inf)
     state = STEP.init(PARAMS)
-    told = []
+    reported = []
     for factors in (good, bad, good, bad, bad, good):
         before = jax.tree.map(np.array, state.params)
         state, metrics = STEP(state, {"factors": factors})
-        told.append([float(metrics["lr"]), int(metrics["applied"]), int(metrics["attempted"])])
+        reported.append([float(metrics["lr"]), int(metrics["applied"]), int(metrics["attempted"])])
         # Adam's first steps are its learning rate, whatever the gradient; decay takes a hundredth of it.
-        moved = float(np.abs(before["a"] - np.asarray(state.params["a"])).max())
-        assert (moved == 0) == bool(metrics["skipped"])
-        if moved:
-            assert moved == pytest.approx(told[-1][0] * (1 + 0.01 * float(before["a"][0])), rel=1e-3)
+        change = float(np.abs(before["a"] - np.asarray(state.params["a"])).max())
+        assert (change == 0) == bool(metrics["skipped"])
+        if change:
+            assert change == pytest.approx(reported[-1][0] * (1 + 0.01 * float(before["a"][0])), rel=1e-3)
     rates = [rate(n) for n in (0, 1, 1, 2, 2, 2)]
-    assert [lr for lr, _, _ in told] == pytest.approx(rates, rel=1e-6)
-    assert [(applied, attempted) for _, applied, attempted in told] == [(1, 1), (1, 2), (2, 3), (2, 4), (2, 5), (3, 6)]
+    assert [lr for lr, _, _ in reported] == pytest.approx(rates, rel=1e-6)
+    assert [(applied, attempted) for _, applied, attempted in reported] == [
+        (1, 1),
+        (1, 2),
+        (2, 3),
+        (2, 4),
+        (2, 5),
+        (3, 6),
+    ]
 
 
-def test_the_rate_of_injected_hyperparameters_is_told_and_of_no_other_optimizer():
+def test_lr_is_reported_for_injected_hyperparameters_and_not_for_other_optax_optimizers():
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10))
     batch = {"factors": np.ones((2, 3), np.float32)}
     step = jt.train_step(loss_fn, injected)
@@ -94,7 +101,7 @@ def test_the_rate_of_injected_hyperparameters_is_told_and_of_no_other_optimizer(
     assert "lr" not in metrics
 
 
-# --- A budget of compilations.
+# --- The limit on recompilation.
 
 
 def factors(rows, dtype=np.float32):
@@ -112,7 +119,7 @@ def test_a_second_shape_is_an_error_that_names_the_argument():
     assert int(metrics["applied"]) == 3
 
 
-def test_a_budget_is_for_so_many():
+def test_allow_recompile_counts_the_kinds_of_arguments():
     step = jt.train_step(loss_fn, optax.sgd(0.1), allow_recompile=2)
     state = step.init(PARAMS)
     for rows in (4, 3, 4, 2, 3):
@@ -121,7 +128,7 @@ def test_a_budget_is_for_so_many():
         step(state, factors(1))
 
 
-def test_what_comes_and_goes_is_named_too():
+def test_an_argument_that_is_added_or_removed_is_named():
     step = jt.train_step(loss_fn, optax.sgd(0.1), allow_recompile=0)
     state, _ = step(step.init(PARAMS), factors(2) | {"extra": np.ones(2, np.float32)})
     with pytest.raises(jt.UserError, match="batch/extra is absent, was float32"):

@@ -1,4 +1,4 @@
-"""PyTorch's operations under `torch.autocast`, beside ours under `autocast`: the dtype each returns.
+"""The dtype that each operation returns under `autocast` and under `torch.autocast`.
 
 The CUDA lists are asked without a GPU: fake tensors dispatch as CUDA's do, and compute nothing.
 """
@@ -174,7 +174,7 @@ def convolve(x):
 
 @contextmanager
 def torch_autocast(device, dtype):
-    """`torch.autocast`, which turns itself off for CUDA where there is none."""
+    """Enter `torch.autocast`, which disables itself for CUDA on machines without it."""
     enabled, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, dtype)

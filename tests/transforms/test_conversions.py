@@ -1,4 +1,4 @@
-"""What autocast adds to a program: no more conversions than PyTorch's adds to the same model, products all low."""
+"""Autocast adds no more conversions than PyTorch's to the same model, and all products are low-precision."""
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ MODELS = {"gpt2": (jax_gpt2, torch_gpt2), "resnet": (jax_resnet, torch_resnet)}
 
 
 class Conversions(TorchDispatchMode):
-    """Counts conversions between floating dtypes of anything larger than a number."""
+    """Count conversions between floating-point dtypes of arrays larger than a scalar."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ def in_pytorch(model, *, backward):
 
 
 def in_jax(traced):
-    """Conversions as often as they run, without those whose result nothing uses."""
+    """Count conversions as often as they run, without those whose result is unused."""
     total = 0
     for eqn, times in running(live(traced.jaxpr)):
         within_kernel = jaxpr.in_scope(eqn, KERNEL)  # as those that PyTorch's kernels make, which it does not show

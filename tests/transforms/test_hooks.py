@@ -1,4 +1,4 @@
-"""Gradient hooks, beside `torch.Tensor.register_hook` in a loop with GradScaler, accumulation and clipping."""
+"""Gradient hooks compared with `torch.Tensor.register_hook` in a loop with GradScaler, accumulation and clipping."""
 
 import jax
 import jax.numpy as jnp
@@ -109,10 +109,10 @@ def test_a_hook_at_an_activation_by_hand():
     np.testing.assert_allclose(second, jnp.sin(jnp.arange(3.0)), rtol=1e-6)
 
 
-def test_a_hook_for_nothing_is_refused():
+def test_a_hook_that_matches_nothing_is_refused():
     step = jt.train_step(loss_fn, optax.sgd(0.1), hooks={"third/w": lambda g: g})
     params = {"first": {"w": np.float32(W1)}, "second": {"w": np.float32(W2)}}
     batch = jax.tree.map(np.float32, BATCH)
-    said = "hook 'third/w' names no parameter and no checkpoint_name: there are first/w, hidden, second/w"
-    with pytest.raises(jt.UserError, match=said):
+    message = "hook 'third/w' matches no parameter and no checkpoint_name: use one of first/w, hidden, second/w"
+    with pytest.raises(jt.UserError, match=message):
         step(step.init(params), batch)

@@ -1,6 +1,8 @@
-"""The laws of autocast and of the rewriter beneath it: which dtype, through which control flow, with what gradient."""
+"""Autocast and the jaxpr rewriter under it: dtypes, control flow and gradients."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,9 @@ from jax import lax
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
-from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms import jaxpr, precision
 from jaxtrain.transforms.precision import POLICIES, autocast, kernel, policy
-from jaxtrain.transforms.remat import remat as rematerialise
+from jaxtrain.transforms.remat import remat as rematerialize
 from tests.models.programs import equations
 
 F32 = jnp.ones((4, 4))
@@ -27,13 +29,13 @@ def convolve(x, kernel):
 
 
 def dtypes_of(traced, name):
-    """The dtypes of operands and results of every equation of that primitive, however deep."""
+    """Return the dtypes of operands and results of every equation of a primitive, at any depth."""
     found = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == name]
     return [{v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)} for eqn in found]
 
 
 def operands_of(traced, name):
-    """The dtypes of the operands alone."""
+    """Return the dtypes of the operands only."""
     found = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == name]
     return [{v.aval.dtype.name for v in eqn.invars} for eqn in found]
 
@@ -180,7 +182,7 @@ def scaled(factor, x, y, n):
 @scaled.defjvp
 def scaled_jvp(factor, primals, tangents):
     x, y, n = primals
-    # A rule of its own: the gradient by x is thrice what it should be.
+    # A custom rule: the gradient of x is three times the true one.
     return scaled(factor, x, y, n), 3 * factor * tangents[0] + tangents[1] * n.astype(y.dtype)
 
 
@@ -332,7 +334,7 @@ def test_custom_rules_survive():
     assert_same_bits(gradient, jnp.full_like(X, -1.0))
 
 
-def test_the_users_own_checkpoints_and_their_policies_stay():
+def test_the_users_checkpoints_and_their_policies_are_preserved():
     policy = jax.checkpoint_policies.dots_saveable
     checkpointed = jax.checkpoint(lambda x: jnp.sin(x @ W), policy=policy, prevent_cse=False)
     cast = autocast(lambda x: lax.scan(lambda c, _: (checkpointed(c), None), x, None, length=3)[0], jnp.bfloat16)
@@ -425,7 +427,7 @@ NO_BIAS = {
 
 
 @pytest.mark.parametrize("formula", NO_BIAS)
-def test_what_is_added_otherwise_widens(formula):
+def test_other_additions_widen(formula):
     out = jax.eval_shape(autocast(NO_BIAS[formula], jnp.bfloat16), jnp.ones((5, 4)), jnp.ones((4, 8)), jnp.ones(8))
     assert out.dtype == np.float32
 
@@ -448,11 +450,11 @@ def test_a_region_may_opt_out():
     products = dtypes_of(jax.make_jaxpr(jax.grad(lambda x: autocast(head, jnp.bfloat16)(x).sum()))(X), "dot_general")
     assert products == [{"float32"}] * len(products)
     # Through every later rewriting too.
-    cast = rematerialise(autocast(lambda x: jt.block(head)(x).sum(), "float16"), "full")
+    cast = rematerialize(autocast(lambda x: jt.block(head)(x).sum(), "float16"), "full")
     assert dtypes_of(jax.make_jaxpr(jax.grad(cast))(X), "dot_general")[0] == {"float32"}
 
 
-def test_an_autocast_within_an_autocast_has_the_last_word():
+def test_an_inner_autocast_takes_precedence():
     inner = autocast(lambda x: x @ W, "float16")
     outs = jax.eval_shape(autocast(lambda x: (inner(x), x @ W), jnp.bfloat16), X)
     assert [out.dtype.name for out in outs] == ["float16", "bfloat16"]
@@ -474,7 +476,7 @@ def test_autocast_takes_keywords():
     assert_same_bits(cast(X, w=W, scale=2.0), autocast(lambda x: 2.0 * (x @ W), jnp.bfloat16)(X))
 
 
-def test_shardings_asked_for_within_stay():
+def test_shardings_requested_inside_are_preserved():
     rows = jax.NamedSharding(MESH, ROWS)
     spread = jax.jit(lambda x: x @ W, out_shardings=rows)
     out = jax.jit(autocast(spread, jnp.bfloat16))(jnp.concatenate([X, X]))
@@ -517,7 +519,7 @@ def gpt2():
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_matrix_product_of_gpt2_and_its_gradient_is_low(dtype, remat):
     loss, params = gpt2()
-    cast = rematerialise(autocast(loss, dtype), remat)
+    cast = rematerialize(autocast(loss, dtype), remat)
     traced = jax.make_jaxpr(jax.value_and_grad(cast))(params, TOKENS, jax.random.key(0))
     products = operands_of(traced, "dot_general")
     # A block has six and the head one; each has two in its gradient; full remat repeats all of a block's but the
@@ -576,7 +578,7 @@ def test_only_fp16_scales_its_loss():
     ("name", "expected"),
     [("fp32", {"HIGHEST"}), ("fp64", {"HIGHEST"}), ("tf32", {"HIGH"}), ("bf16", {"DEFAULT"})],
 )
-def test_a_policy_says_what_a_float32_product_is(name, expected):
+def test_a_policy_sets_the_precision_of_float32_products(name, expected):
     with jax.enable_x64(name == "fp64"):
         traced = jax.make_jaxpr(policy(name).apply(lambda x, w: x @ w))(X, W)
     (eqn,) = (e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general")
@@ -623,3 +625,54 @@ def test_under_x64_a_python_number_is_an_exponent_like_any_other():
     with jax.enable_x64(True):
         out = autocast(lambda x, n: (x @ x) ** n, jnp.bfloat16)(F32, 2.5)
         assert out.dtype == np.float32
+
+
+def test_a_kernel_is_compiled_once_for_eager_calls():
+    traces = []
+
+    def traced(x, scale=1.0):
+        traces.append(1)
+        return scale * x
+
+    x = jnp.ones(3)
+    for _ in range(3):
+        jt.kernel(traced)(x)
+    assert len(traces) == 1
+    for scale in (2.0, 2.0, 3.0):
+        assert float(jt.kernel(functools.partial(traced, scale=scale))(x)[0]) == scale
+    assert len(traces) == 3
+
+
+def test_a_kernel_of_a_wrapper_is_not_that_of_the_function_it_wraps():
+    def single(x):
+        return x
+
+    assert float(jt.kernel(single)(1.0)) == 1
+
+    @functools.wraps(single)  # copies the attributes of `single`
+    def double(x):
+        return 2 * single(x)
+
+    assert float(jt.kernel(double)(1.0)) == 2
+
+
+def test_marked_functions_are_freed():
+    def marked(mark):
+        def fn(x):
+            return x + 1
+
+        mark(fn)(jnp.ones(3))
+        return weakref.ref(fn)
+
+    known = len(precision._LOW_OPERATIONS)
+    references = [marked(jt.kernel), marked(precision.low_precision)]
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert len(precision._LOW_OPERATIONS) == known
+
+
+def test_a_low_precision_operation_is_registered_once():
+    def product(x):
+        return x @ x
+
+    assert precision.low_precision(product) is precision.low_precision(product)

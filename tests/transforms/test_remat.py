@@ -1,4 +1,4 @@
-"""The laws of rematerialisation: it changes memory and time, never numbers."""
+"""Rematerialization changes memory and time, never numbers."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ BY_NAME = [*ALL, "names:hidden"]
 
 
 def count(fn, *args, of):
-    """How many such equations the jaxpr of `fn` holds, however deep."""
+    """Count equations of the given primitives in the jaxpr of `fn`, at any depth."""
     return sum(eqn.primitive.name in of for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
@@ -33,7 +33,7 @@ def checkpoints(fn, *args):
 
 
 def name_products(fn):
-    """`fn` with every matrix product named "hidden"."""
+    """Name every matrix product of `fn` "hidden"."""
 
     def rule(eqn, args, run):
         if eqn.primitive.name != "dot_general":
@@ -91,7 +91,7 @@ def test_a_training_step_comes_to_the_same_under_every_policy(precision):
         np.testing.assert_array_equal(state.params, states[0][0].params)
 
 
-def test_a_name_is_kept_through_autocast_accumulation_and_scan():
+def test_a_named_value_is_saved_through_autocast_accumulation_and_scan():
     def products(policy):
         step = jt.train_step(dropping, optax.sgd(0.5), precision="bf16", accumulate=2, remat=policy)
         return count(step.pure, step.init(PARAMS), BATCH, of=("dot_general",))
@@ -113,7 +113,7 @@ def compiled(policy, mark=block, depth=16):
     return fn.lower(jnp.ones((256, 8)), jnp.ones((depth, 8, 64))).compile()
 
 
-def test_memory_falls_with_what_is_kept():
+def test_memory_decreases_with_the_values_saved():
     temporaries = {policy: compiled(policy).memory_analysis().temp_size_in_bytes for policy in BY_NAME}
     carries = 16 * 256 * 8 * 4
     # Without remat a block keeps its hidden layer too, eight times its input and more than once.
@@ -160,7 +160,7 @@ def test_marked_blocks_alone_are_checkpointed_or_else_the_whole(policy):
 
 
 def kept(fn, policy, *args):
-    """The shapes `fn` keeps for its backward pass."""
+    """Return the shapes that `fn` saves for its backward pass."""
     _, pullback = jax.vjp(remat(fn, policy), *args)
     return sorted(x.shape for x in jax.tree.leaves(pullback) if np.ndim(x))
 
@@ -172,7 +172,7 @@ def attending(w, x):
     return jnp.sin(jnp.einsum("bij,bkj->bik", y, y)).sum()
 
 
-def test_a_policy_keeps_what_its_name_says():
+def test_a_policy_saves_what_its_name_says():
     def saved(policy):
         return kept(attending, policy, *arguments)
 
@@ -196,7 +196,7 @@ def ragged(x, w):
     ("fn", "x", "w", "product"),
     [(convolution, (1, 2, 6), (4, 2, 3), (1, 4, 6)), (ragged, (5, 3), (2, 3, 4), (5, 4))],
 )
-def test_dots_keeps_convolutions_and_ragged_products_too(fn, x, w, product):
+def test_dots_saves_convolutions_and_ragged_products_too(fn, x, w, product):
     arguments = jnp.ones(x), jnp.ones(w)
     full = kept(fn, "full", *arguments)
     assert kept(fn, "dots", *arguments) == sorted([*full, product])
@@ -214,7 +214,7 @@ def test_an_unknown_policy_is_the_users_error_that_lists_the_known():
 
 @pytest.mark.parametrize("policy", ["names:", "names:a,,b", "offload: "])
 def test_a_list_with_an_empty_name_is_refused(policy):
-    with pytest.raises(jt.UserError, match=rf"remat '{policy}' has an empty name: list what checkpoint_name gave, as"):
+    with pytest.raises(jt.UserError, match=rf"remat '{policy}' has an empty name: list the names of"):
         remat(deep, policy)
 
 
@@ -282,7 +282,7 @@ opaque.defvjp(lambda x: (jnp.sin(x), (x, checkpoint_name(x @ x, "a"))), lambda s
 
 
 @pytest.mark.parametrize("policy", ["names:a", "dots", "dots_no_batch"])
-def test_what_a_forward_rule_holds_is_not_denied(policy):
+def test_values_inside_a_custom_forward_rule_are_not_reported_as_missing(policy):
     assert len(kept(opaque, policy, X)) == len(kept(opaque, "full", X)) + 1
 
 
@@ -294,9 +294,9 @@ def device(platform, default, *others):
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        (device("cpu", "device", "pinned_host"), "moves nothing: the memory of .* is the host's already"),
-        (device("other", "pinned_host"), "moves nothing: the memory of .* is the host's already"),
-        (device("other", "device", "unpinned_host"), "has nowhere to move to: .* has no pinned_host memory"),
+        (device("cpu", "device", "pinned_host"), "has no effect: the memory of .* is host memory already"),
+        (device("other", "pinned_host"), "has no effect: the memory of .* is host memory already"),
+        (device("other", "device", "unpinned_host"), "is not supported: .* has no pinned_host memory"),
     ],
 )
 def test_offload_is_refused_where_nothing_would_move(where, reason, monkeypatch):
@@ -310,7 +310,9 @@ def pretend_to_be_a_gpu(monkeypatch):
 
 
 def test_the_cpu_which_offloads_nothing_is_refused(monkeypatch):
-    with pytest.raises(jt.UserError, match=r"remat 'offload:hidden' moves nothing: the memory of .* is the host's"):
+    with pytest.raises(
+        jt.UserError, match=r"remat 'offload:hidden' has no effect: the memory of .* is host memory already"
+    ):
         compiled("offload:hidden")
     pretend_to_be_a_gpu(monkeypatch)
     offloaded, kept = (compiled(policy).memory_analysis() for policy in ("offload:hidden", "names:hidden"))

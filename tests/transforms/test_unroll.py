@@ -1,4 +1,4 @@
-"""Layers taken out of their scan: the same numbers, whatever the precision, dropout and rematerialisation."""
+"""Unrolled layers give the same numbers for every precision, dropout and rematerialization."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def names(traced):
         *(pytest.param(*row, marks=pytest.mark.slow) for row in [("bf16", 2, "full"), ("fp16", 1, "names:hidden")]),
     ],
 )
-def test_a_step_of_unrolled_layers_is_that_of_scanned_ones(precision, accumulate, remat):
+def test_a_step_with_unrolled_layers_equals_the_step_with_scanned_ones(precision, accumulate, remat):
     loss_fn, params = loss_and_params()
     results = []
     for unrolled in (False, True):
@@ -96,7 +96,7 @@ def test_a_reversed_scan_and_its_outputs_come_in_order():
 
 
 @pytest.mark.slow
-def test_generation_with_a_cache_is_no_scan_of_its_own():
+def test_generation_with_a_cache_adds_no_scan():
     apply, params = functional(GPT2(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0)))
     plain, other = apply(params, TOKENS), unroll(apply)(params, TOKENS)
     np.testing.assert_allclose(plain, other, rtol=1e-5, atol=1e-6)
