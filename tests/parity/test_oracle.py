@@ -163,7 +163,7 @@ def test_integers_booleans_and_indices_are_untouched() -> None:
     ("program", "expected"),
     [
         (lambda x, low: low.add_(x), r"aten.add_.Tensor writes to a float32 tensor \[4\]"),
-        (lambda x, low: x.float().view(torch.int32), r"aten.view.dtype to torch.int32 reads a number's bits"),
+        (lambda x, low: x.float().view(torch.int32), r"aten.view.dtype to torch.int32 reads the bits of a number"),
         (lambda x, low: x * low.requires_grad_(), r"a float32 tensor \[4\] is trained"),
     ],
 )

@@ -169,7 +169,7 @@ def test_extra_or_missing_masks_raise(given: int, drops: int) -> None:
 
 
 def test_a_mask_of_another_shape_raises() -> None:
-    expected = r"mask is \[2, 3\], the PyTorch model's \[3, 2\]: make both"
+    expected = r"mask is \[2, 3\], the PyTorch model's \[3, 2\]: apply dropout to the same"
     with pytest.raises(UserError, match=expected), GivenMasks(masks((2, 3))):
         F.dropout(torch.ones(3, 2))
 
