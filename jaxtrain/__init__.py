@@ -25,7 +25,7 @@ The map of the package. Each line may import only from the lines above it (`test
     export                  ONNX, StableHLO, Hugging Face, PyTorch
     cli                     the commands
 
-Public names are imported on first use, so that a command answers at once.
+Public names are imported on first use, so that the commands start quickly.
 """
 
 import importlib
@@ -82,7 +82,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module of this package (PEP 562)."""
+    """Import a public name, or a module of this package (PEP 562)."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"jaxtrain.{module}"), name)
@@ -91,4 +91,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"jaxtrain.{name}":
             raise
-        raise AttributeError(f"jaxtrain has no {name!r}") from None
+        raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}") from None

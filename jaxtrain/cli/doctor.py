@@ -22,17 +22,17 @@ class Doctor:
 def main(args: list[str]) -> int:
     """Run the checks and print each finding as it arrives."""
     options = parse(Doctor(), args, "jaxtrain doctor")
-    from jaxtrain.debug import examine
+    from jaxtrain.debug import run_checks
 
     console = Console(highlight=False, quiet=options.json)
     findings = []
     with console.status("checking"):
-        for finding in examine():
+        for finding in run_checks():
             findings.append(finding)
             console.print(f"{MARKS[finding.status]} [bold]{finding.name}[/]", end="  ")
-            console.print(finding.said, markup=False, soft_wrap=True)
-            if finding.mend:
-                console.print(f"    fix: {finding.mend}", markup=False, soft_wrap=True)
+            console.print(finding.message, markup=False, soft_wrap=True)
+            if finding.fix:
+                console.print(f"    fix: {finding.fix}", markup=False, soft_wrap=True)
     problems = sum(finding.status == "problem" for finding in findings)
     if options.json:
         sys.stdout.write(json.dumps({"findings": [asdict(f) for f in findings], "problems": problems}, indent=2) + "\n")

@@ -13,7 +13,7 @@ from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
 from jaxtrain.export.inference import Inference, Input, inference
-from jaxtrain.export.verify import Verified, trials, verified
+from jaxtrain.export.verify import Verification, make_trials, verify
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
@@ -86,15 +86,15 @@ def _onnx(path: Path, restored: Restored) -> str:
     found = restored.inference()
     symbolic = dict(zip(found.inputs, found.symbolic(), strict=True))
     onnx.write_onnx(path, onnx.to_onnx(found, found.weights, symbolic, "logits"))
-    run, inputs = onnx.runs(path), trials(found)
-    return _summary(found, verified(inputs, (run(*trial.inputs) for trial in inputs), "the ONNX file"))
+    run, inputs = onnx.runs(path), make_trials(found)
+    return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the ONNX file"))
 
 
 def _stablehlo(folder: Path, restored: Restored) -> str:
     found = restored.inference()
     stablehlo.write_stablehlo(folder, found, found.weights, found.symbolic())
-    inputs = trials(found)
-    return _summary(found, verified(inputs, stablehlo.runs(folder, [x.inputs for x in inputs]), "the program"))
+    inputs = make_trials(found)
+    return _summary(found, verify(inputs, stablehlo.runs(folder, [x.inputs for x in inputs]), "the program"))
 
 
 def _huggingface(folder: Path, restored: Restored) -> str:
@@ -102,8 +102,8 @@ def _huggingface(folder: Path, restored: Restored) -> str:
     huggingface.write_huggingface(
         folder, found.model, state.params, state.model_state, class_names=task.class_names, texts=task.texts
     )
-    run, inputs = huggingface.runs(folder, found), trials(found)
-    return _summary(found, verified(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
+    run, inputs = huggingface.runs(folder, found), make_trials(found)
+    return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
 
 
 _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
@@ -115,7 +115,7 @@ _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
 """The function that writes each format, and the ending of its default name."""
 
 
-def _summary(found: Inference, result: Verified) -> str:
+def _summary(found: Inference, result: Verification) -> str:
     """Return the exported function's signature and its difference from the run's outputs."""
     signature = ", ".join(
         f"{name} {x.dtype.__name__}[{', '.join(['batch', *_sizes(x)])}]" for name, x in found.inputs.items()

@@ -19,7 +19,7 @@ from typing import IO, Annotated
 import tyro
 
 from jaxtrain.cli.flags import parse
-from jaxtrain.debug import PLUGINS, installed
+from jaxtrain.debug import PLUGINS, installed_versions
 from jaxtrain.errors import UserError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -207,7 +207,7 @@ def _settings(launch: Launch, environment: Mapping[str, str], gpus: int) -> list
 
 def _gpus(environment: Mapping[str, str]) -> int:
     """Return the number of GPUs JAX would find, without initializing JAX, which would allocate their memory."""
-    if not installed(PLUGINS) or environment.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
+    if not installed_versions(PLUGINS) or environment.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
         return 0
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name not in ("", "-1")])

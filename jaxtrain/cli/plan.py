@@ -20,23 +20,23 @@ from rich.text import Text
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse_with_recipe, recipe_name
 from jaxtrain.cli.scaling_tables import ScalingTables, columns
-from jaxtrain.cost import ceilings, device_memory, named, parsed_bandwidth, parsed_bytes, shown_bytes
-from jaxtrain.distributed import sizes
+from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
+from jaxtrain.distributed import parse_mesh
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning import (
-    MOST,
+    MAX_DEVICES,
     Candidate,
+    DeviceShare,
     Plan,
     Scaling,
-    Share,
-    check_size,
-    grown,
-    in_words,
-    notes,
+    candidate_rows,
+    check_mesh_size,
+    choice_notes,
+    doubled_meshes,
+    format_mesh,
+    format_settings,
     plan,
-    table,
     virtual_devices,
-    written,
 )
 from jaxtrain.recipes import RECIPES, Recipe, command
 from jaxtrain.runner import check_settings
@@ -66,16 +66,20 @@ def main(args: list[str]) -> int:
     for flag in ("bandwidth", "device"):
         if getattr(options, flag) is not None:
             raise UserError(f"--{flag} requires --mesh: add one, such as --mesh data=8")
-    memory = device_memory() if options.memory is None else parsed_bytes(options.memory)
+    memory = device_memory() if options.memory is None else parse_bytes(options.memory)
     enable_compilation_cache()
     console = Console(highlight=False, quiet=options.json)
     device = jax.local_devices()[0]
-    console.print(f"{name} · {device.device_kind} · {shown_bytes(memory)}", markup=False)
+    console.print(f"{name} · {device.device_kind} · {format_bytes(memory)}", markup=False)
     with console.status("reading the data") as status:
-        found = plan(recipe, memory, lambda candidate: _report(console, status, f"compiling {in_words(candidate)}"))
+        found = plan(
+            recipe, memory, lambda candidate: _report(console, status, f"compiling {format_settings(candidate)}")
+        )
     context = {"recipe": name, "device": device.device_kind, "memory_bytes": memory}
     if options.json:
-        _write_json({**context, "rows": list(table(found)), "command": command("train", name, found.chosen.recipe)})
+        _write_json(
+            {**context, "rows": list(candidate_rows(found)), "command": command("train", name, found.chosen.recipe)}
+        )
     _show_plan(console, name, found)
     return 0
 
@@ -93,7 +97,7 @@ def _write_json(values: dict[str, Any]) -> None:
 
 def _show_plan(console: Console, name: str, found: Plan) -> None:
     console.print(_table(found))
-    for note in notes(found):
+    for note in choice_notes(found):
         console.print(note, markup=False, soft_wrap=True)
     console.print(command("train", name, found.chosen.recipe), markup=False, soft_wrap=True)
 
@@ -101,7 +105,7 @@ def _show_plan(console: Console, name: str, found: Plan) -> None:
 def _table(found: Plan) -> Table:
     headings = ("micro-batch", "k", "remat", "precision", "peak memory", "GFLOP/step", "time")
     rendered = columns(headings, left=("remat", "precision"))
-    for candidate, row in zip(found.candidates, table(found), strict=True):
+    for candidate, row in zip(found.candidates, candidate_rows(found), strict=True):
         style = "bold green" if row["chosen"] else "" if row["fits"] else "dim"
         mark = "→" if row["chosen"] else " " if row["fits"] else "✗"
         rendered.add_row(*map(Text, (mark, *_cells(candidate, row))), style=style)
@@ -114,7 +118,7 @@ def _cells(candidate: Candidate, row: dict[str, Any]) -> tuple[str, ...]:
         str(row["accumulate"]),
         row["remat"],
         row["precision"],
-        shown_bytes(candidate.peak_bytes),
+        format_bytes(candidate.peak_bytes),
         f"{candidate.flops / 1e9:.3g}",
         f"{row['relative_time']:.2f}×",
     )
@@ -123,16 +127,16 @@ def _cells(candidate: Candidate, row: dict[str, Any]) -> tuple[str, ...]:
 def _plan_mesh(name: str, recipe: Recipe, options: PlanOptions) -> int:
     """Plan a recipe with a mesh. Raises `RunFailed`, after printing the tables, if nothing fits on it."""
     spec = str(recipe.mesh)
-    check_size(spec)
-    memory = None if options.memory is None else parsed_bytes(options.memory)
-    bandwidth = None if options.bandwidth is None else parsed_bandwidth(options.bandwidth)
-    known = None if options.device is None else named(options.device)
+    check_mesh_size(spec)
+    memory = None if options.memory is None else parse_bytes(options.memory)
+    bandwidth = None if options.bandwidth is None else parse_bandwidth(options.bandwidth)
+    known = None if options.device is None else find_gpu(options.device)
     console = Console(highlight=False, quiet=options.json)
-    console.print(f"{name} · {spec}{f' · {shown_bytes(memory)} per device' if memory else ''}", markup=False)
+    console.print(f"{name} · {spec}{f' · {format_bytes(memory)} per device' if memory else ''}", markup=False)
     found = failed = None
     with console.status("creating virtual devices") as status:
         report = partial(_report, console, status)
-        devices = virtual_devices(MOST)
+        devices = virtual_devices(MAX_DEVICES)
         check_settings(recipe)  # only now: it may initialize the devices
         if memory is not None:
             try:
@@ -156,22 +160,25 @@ def _plan_mesh(name: str, recipe: Recipe, options: PlanOptions) -> int:
 
 def _fitting(recipe: Recipe, memory: int, devices: Sequence[Any], report: Callable[[str], None]) -> Plan:
     """Return the plan for the mesh, compiled for the machine's own devices if their number matches."""
-    own = jax.device_count() == math.prod(sizes(str(recipe.mesh)).values())
+    own = jax.device_count() == math.prod(parse_mesh(str(recipe.mesh)).values())
     return plan(
-        recipe, memory, lambda candidate: report(f"compiling {in_words(candidate)}"), devices=None if own else devices
+        recipe,
+        memory,
+        lambda candidate: report(f"compiling {format_settings(candidate)}"),
+        devices=None if own else devices,
     )
 
 
 def _scaling_tables(scaling: Scaling, spec: str, report: Callable[[str], None]) -> ScalingTables:
     """Compute the tables for the mesh and for its doublings, up to the first one that is not possible."""
     report(f"compiling for {spec}")
-    own = scaling.share(sizes(spec))
-    shares: list[Share] = []
-    meshes = grown(spec, MOST)
+    own = scaling.share(parse_mesh(spec))
+    shares: list[DeviceShare] = []
+    meshes = doubled_meshes(spec, MAX_DEVICES)
     for i, shape in enumerate(meshes):
-        report(f"compiling for {written(shape)}, {i + 1} of {len(meshes)}")
+        report(f"compiling for {format_mesh(shape)}, {i + 1} of {len(meshes)}")
         try:
             shares.append(scaling.share(shape))
         except UserError as error:
-            return ScalingTables(spec, own, shares, f"{written(shape)} and larger: {error}")
+            return ScalingTables(spec, own, shares, f"{format_mesh(shape)} and larger: {error}")
     return ScalingTables(spec, own, shares, None)

@@ -15,7 +15,7 @@ from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.cost import ceilings
 from jaxtrain.errors import UserError
-from jaxtrain.profile import INPUT, Row, StepTrace, estimated_table, lines_of_now, newest_trace, time_table
+from jaxtrain.profile import INPUT, Row, StepTrace, current_source_lines, estimate_table, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import Checkpoints, build_training, read_recipe, saved_steps
 
@@ -48,7 +48,7 @@ def main(args: list[str]) -> int:
             state, saved = checkpoints.restore(state)
         training.loader.restore(saved)
     batch = next(training.loader)
-    with lines_of_now():
+    with current_source_lines():
         hlo = training.step.compile(state, batch).as_text()
         for _ in range(_WARM_UP_STEPS):
             state, metrics = training.step(state, batch)
@@ -72,7 +72,7 @@ def main(args: list[str]) -> int:
         console.print(NO_OPERATIONS)
         console.print(f"{1e3 * elapsed / options.steps:.2f} ms per step, wall-clock time")
         title = f"estimated by the roofline of {device.device_kind}, not measured"
-        print_table(console, estimated_table(jaxpr, ceilings(device), options.steps), options.steps, title)
+        print_table(console, estimate_table(jaxpr, ceilings(device), options.steps), options.steps, title)
     console.print(f"trace: {trace}", markup=False, soft_wrap=True)
     console.print(f"view it with: xprof --logdir {out}", markup=False, soft_wrap=True)
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.cli.flags import parse
 from jaxtrain.data.loader import Batch
 from jaxtrain.debug import NonfiniteTracer, NonfiniteValue, TracedValue
-from jaxtrain.distributed import bypass_compilation_cache, run_mesh, sizes, ways
+from jaxtrain.distributed import bypass_compilation_cache, data_parallel_size, parse_mesh, run_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
@@ -107,11 +107,11 @@ def _with_available_mesh(recipe: Recipe, available: int) -> Recipe:
     """
     if recipe.mesh is None:
         return recipe
-    shape = sizes(recipe.mesh)
+    shape = parse_mesh(recipe.mesh)
     needed = math.prod(shape.values())
     if needed == available:
         return recipe
-    if getattr(recipe, "batch_norm", "sync") == "device" and ways(shape) > 1:
+    if getattr(recipe, "batch_norm", "sync") == "device" and data_parallel_size(shape) > 1:
         raise UserError(
             f"batch_norm 'device' needs the {needed} devices of mesh {recipe.mesh!r}, found {available}: use {needed} "
             f"devices, on CPUs with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"

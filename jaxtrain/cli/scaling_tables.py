@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.cost import shown_bytes
+from jaxtrain.cost import format_bytes
 from jaxtrain.observe import format_count
-from jaxtrain.planning import Share, first_axis
+from jaxtrain.planning import DeviceShare, first_axis
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class ScalingTables:
     """
 
     spec: str
-    own: Share
-    shares: Sequence[Share]
+    own: DeviceShare
+    shares: Sequence[DeviceShare]
     why: str | None
     device: str = ""
     memory: int | None = None
     bandwidth: float | None = None
 
-    def fits(self, share: Share) -> bool:
+    def fits(self, share: DeviceShare) -> bool:
         """Return whether the share fits in a device's memory."""
         return self.memory is None or share.memory.peak <= self.memory
 
@@ -45,7 +45,7 @@ class ScalingTables:
         """Return the time in seconds to send this many bytes; None without a bandwidth."""
         return None if self.bandwidth is None else sent / self.bandwidth
 
-    def communication_share(self, share: Share) -> float | None:
+    def communication_share(self, share: DeviceShare) -> float | None:
         """Return communication's share of the step time if it does not overlap with compute."""
         seconds = self.communication_s(share.communication.sent)
         return None if seconds is None else seconds / (seconds + share.seconds)
@@ -63,7 +63,7 @@ class ScalingTables:
             "ends": self.why,
         }
 
-    def _row(self, share: Share) -> dict[str, Any]:
+    def _row(self, share: DeviceShare) -> dict[str, Any]:
         return {
             "devices": share.devices,
             "mesh": share.recipe.mesh,
@@ -103,7 +103,9 @@ class ScalingTables:
 
         def add(kind: str, over: str, times: int, sent: float) -> None:
             seconds = self.communication_s(sent)
-            table.add_row("", kind, over, str(times), shown_bytes(sent), *([] if seconds is None else [_time(seconds)]))
+            table.add_row(
+                "", kind, over, str(times), format_bytes(sent), *([] if seconds is None else [_time(seconds)])
+            )
 
         communication = self.own.communication
         for part in communication.traffic:
@@ -126,8 +128,8 @@ class ScalingTables:
                 str(share.devices),
                 str(share.recipe.mesh),
                 str(share.rows),
-                shown_bytes(share.memory.peak),
-                shown_bytes(share.communication.sent),
+                format_bytes(share.memory.peak),
+                format_bytes(share.communication.sent),
                 *([] if seconds is None else [_time(seconds), f"{part:.0%}"]),
             )
             mark = "✗" if not fits else "→" if own else " "
@@ -157,7 +159,7 @@ def columns(headings: Sequence[str], left: Sequence[str]) -> Table:
     return table
 
 
-def _memory_table(own: Share) -> Table:
+def _memory_table(own: DeviceShare) -> Table:
     memory = own.memory
     table = columns(("memory", "bytes"), left=("memory",))
     parts = {
@@ -169,7 +171,7 @@ def _memory_table(own: Share) -> Table:
         "peak": memory.peak,
     }
     for name, size in parts.items():
-        table.add_row("", name, shown_bytes(size))
+        table.add_row("", name, format_bytes(size))
     return table
 
 

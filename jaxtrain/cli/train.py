@@ -18,7 +18,7 @@ from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.eval import evaluate_run
 from jaxtrain.cli.flags import optional_value, parse_known, parse_with_recipe, recipe_name
 from jaxtrain.cli.profile import print_time_table
-from jaxtrain.cost import device_memory, shown_bytes
+from jaxtrain.cost import device_memory, format_bytes
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import (
@@ -36,7 +36,7 @@ from jaxtrain.observe import (
     write_report,
     write_result,
 )
-from jaxtrain.planning import in_words, notes, plan
+from jaxtrain.planning import choice_notes, format_settings, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
 from jaxtrain.run_folder import RunFolder, environment, read_config
@@ -84,7 +84,7 @@ class Train:
 
 def main(args: list[str]) -> int:
     """Train, in step with the run's other processes if there are any."""
-    with processes.together():
+    with processes.process_group():
         return _train(args)
 
 
@@ -216,11 +216,11 @@ def _planned_recipe(recipe: Recipe, run: RunFolder, console: Console) -> Recipe:
     """Return `recipe` with the fastest micro-batch size and rematerialization that fit the device's memory."""
     processes.once(lambda: check_free(run))
     memory = device_memory()
-    report: Callable[[Recipe], None] = lambda candidate: console.message(f"compiling {in_words(candidate)}")  # noqa: E731
+    report: Callable[[Recipe], None] = lambda candidate: console.message(f"compiling {format_settings(candidate)}")  # noqa: E731
     found = plan(recipe, memory, report, precisions=[recipe.precision])
-    share = f"{shown_bytes(found.chosen.peak_bytes)} of {shown_bytes(memory)}"
-    console.message(f"chosen: {in_words(found.chosen.recipe)}: {share}")
-    for note in notes(found):
+    share = f"{format_bytes(found.chosen.peak_bytes)} of {format_bytes(memory)}"
+    console.message(f"chosen: {format_settings(found.chosen.recipe)}: {share}")
+    for note in choice_notes(found):
         console.message(note)
     return found.chosen.recipe
 

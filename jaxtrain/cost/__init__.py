@@ -1,26 +1,27 @@
 """FLOPs, memory, communication and roofline estimates of a compiled program."""
 
+from jaxtrain.cost.byte_amounts import format_bytes, parse_bandwidth, parse_bytes
 from jaxtrain.cost.communication import Communication, communication
 from jaxtrain.cost.flops import equation_flops, flops
-from jaxtrain.cost.memory import device_memory, parsed_bandwidth, parsed_bytes, peak_memory_bytes, shown_bytes
-from jaxtrain.cost.program_memory import Memory, memory_per_device
-from jaxtrain.cost.roofline import NVIDIA, Ceilings, ceilings, named, seconds
+from jaxtrain.cost.memory import device_memory, peak_memory_bytes
+from jaxtrain.cost.program_memory import StepMemory, memory_per_device
+from jaxtrain.cost.roofline import NVIDIA, Ceilings, ceilings, estimate_seconds, find_gpu
 
 __all__ = [
     "NVIDIA",
     "Ceilings",
     "Communication",
-    "Memory",
+    "StepMemory",
     "ceilings",
     "communication",
     "device_memory",
     "equation_flops",
+    "estimate_seconds",
+    "find_gpu",
     "flops",
+    "format_bytes",
     "memory_per_device",
-    "named",
-    "parsed_bandwidth",
-    "parsed_bytes",
+    "parse_bandwidth",
+    "parse_bytes",
     "peak_memory_bytes",
-    "seconds",
-    "shown_bytes",
 ]

@@ -1,7 +1,7 @@
-"""Floating-point operations of a function, counted over its jaxpr.
+"""Count the floating-point operations of a function over its jaxpr.
 
-XLA's `cost_analysis` counts a loop's body once, whatever its trip count; here a scan counts as often as it runs.
-Matrix products and convolutions are counted, as is usual for model FLOPs: a multiplication and an addition each.
+XLA's `cost_analysis` counts the body of a loop once; here a scan counts `length` times. Matrix products and
+convolutions are counted, as is usual for model FLOPs, with two operations per multiply-add.
 """
 
 import math
@@ -15,16 +15,26 @@ from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 
 def flops(fn: Callable[..., Any], *args: Any) -> int:
-    """The FLOPs of the matrix products and convolutions in `fn(*args)`. `args` may be abstract.
+    """Count the FLOPs of the matrix products and convolutions in `fn(*args)`.
 
-    Of a `cond` the dearest branch counts. Raises `ValueError` for products in a `while` loop, whose trip count no one
-    knows.
+    A `cond` counts its most expensive branch.
 
-    >>> import jax.numpy as jnp
-    >>> flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 5))) == 2 * 2 * 3 * 5
-    True
-    >>> flops(lambda a: jax.lax.scan(lambda c, _: (c @ a, None), a, None, length=7), jnp.ones((2, 2))) == 7 * 16
-    True
+    Args:
+      fn: A function of arrays.
+      *args: Its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The number of floating-point operations.
+
+    Raises:
+      ValueError: A `while` loop, whose trip count is unknown, contains products.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> flops(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 5))) == 2 * 2 * 3 * 5
+      True
+      >>> flops(lambda a: jax.lax.scan(lambda c, _: (c @ a, None), a, None, length=7), jnp.ones((2, 2))) == 7 * 16
+      True
     """
     return _flops(jax.make_jaxpr(fn)(*args).jaxpr)
 
@@ -34,7 +44,7 @@ def _flops(jaxpr: Jaxpr) -> int:
 
 
 def equation_flops(eqn: JaxprEqn) -> int:
-    """The FLOPs of the matrix products and convolutions that one equation is or holds."""
+    """Count the FLOPs of the matrix products and convolutions of one equation and of the jaxprs in its parameters."""
     name, inner = eqn.primitive.name, [_flops(j) for j in inner_jaxprs(eqn)]
     shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
     out_size = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
@@ -51,5 +61,5 @@ def equation_flops(eqn: JaxprEqn) -> int:
         raise ValueError("a while loop with matrix products has no FLOP count: use scan")
     if name == "cond":
         return max(inner)
-    # A custom derivative's rule is not run beside the function itself.
+    # The rule of a custom derivative does not run in addition to the function.
     return sum(inner)

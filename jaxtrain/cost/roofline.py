@@ -1,7 +1,7 @@
-"""How long a function would take on a device, estimated from its jaxpr: the roofline (Williams et al. 2009).
+"""Estimate the run time of a function on a device from its jaxpr, by the roofline model (Williams et al. 2009).
 
-A product takes as long as its arithmetic or as its traffic, whichever is longer; of all else the traffic counts, of
-what is not fused into what reads it. Good for comparing variants of one function, not for a clock.
+A product takes the longer of its arithmetic and its memory traffic. Other operations count by the bytes they write, of
+which most are fused away. The estimate compares variants of one function; it does not predict wall-clock time.
 """
 
 import math
@@ -19,20 +19,27 @@ from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device does at most: FLOP/s of dense products with float32 operands in full precision, in tf32 and of
-    16-bit operands; bytes/s of its memory; seconds that starting one product takes."""
+    """Peak rates of a device.
+
+    Attributes:
+      fp32: FLOP/s of dense products of float32 operands in full precision.
+      tf32: FLOP/s of dense products of float32 operands in tf32.
+      half: FLOP/s of dense products of 16-bit operands.
+      bandwidth: Bytes/s of its memory.
+      launch_overhead_s: Seconds to start one product.
+    """
 
     fp32: float
     tf32: float
     half: float
     bandwidth: float
-    start: float
+    launch_overhead_s: float
 
 
 FUSED = 8
-"""Of so many results that are not of products, the compiler writes one: those of a chain are one loop's."""
+"""Elementwise results fused into one kernel, which writes one of them to memory."""
 
-# Beginnings of `device_kind`; from NVIDIA's data sheets, without sparsity.
+# By the beginning of `device_kind`; from NVIDIA's data sheets, without sparsity.
 NVIDIA = {
     "NVIDIA H200": Ceilings(67e12, 494e12, 989e12, 4.8e12, 3e-6),
     "NVIDIA H100": Ceilings(67e12, 494e12, 989e12, 3.35e12, 3e-6),
@@ -42,22 +49,26 @@ NVIDIA = {
     "Tesla T4": Ceilings(8.1e12, 8.1e12, 65e12, 0.32e12, 3e-6),
 }
 CPU = Ceilings(4e11, 4e11, 4e11, 5e10, 2e-5)
-"""Of two cores (benchmarks/results/cpu-2-cores.json); 16-bit products are computed in float32 there."""
+"""Two cores (benchmarks/results/cpu-2-cores.json); 16-bit products are computed in float32."""
 
 
 def ceilings(device: Any) -> Ceilings:
-    """Those of a `jax.Device`; of one that is not known, those of the GPU that most are like."""
+    """Return the peak rates of a `jax.Device`; those of an A100 for an unknown GPU."""
     if device.platform == "cpu":
         return CPU
     known = [NVIDIA[name] for name in NVIDIA if device.device_kind.startswith(name)]
     return known[0] if known else NVIDIA["NVIDIA A100"]
 
 
-def named(device: str) -> tuple[str, Ceilings]:
-    """The name in full and the ceilings of a GPU. Raises `UserError` for one that is not known.
+def find_gpu(device: str) -> tuple[str, Ceilings]:
+    """Return the full name and the peak rates of a GPU given by a short name.
 
-    >>> named("h100")[0]
-    'NVIDIA H100'
+    Raises:
+      UserError: The GPU is not in `NVIDIA`.
+
+    Example:
+      >>> find_gpu("h100")[0]
+      'NVIDIA H100'
     """
     known = [name for name in NVIDIA if device.casefold() in (name.casefold(), name.split()[-1].casefold())]
     if not known:
@@ -67,34 +78,37 @@ def named(device: str) -> tuple[str, Ceilings]:
     return known[0], NVIDIA[known[0]]
 
 
-def seconds(jaxpr: Jaxpr, device: Ceilings) -> float:
-    """The estimate for one evaluation. A `while` counts as if it ran once, of a `cond` the dearest branch.
+def estimate_seconds(jaxpr: Jaxpr, device: Ceilings) -> float:
+    """Estimate the seconds of one evaluation of a jaxpr on a device.
 
-    >>> import jax, jax.numpy as jnp
-    >>> x = jnp.ones((512, 512))
-    >>> def powers(n):
-    ...     return jax.make_jaxpr(lambda a: lax.scan(lambda c, _: (c @ a, None), a, None, length=n)[0])(x).jaxpr
-    >>> round(seconds(powers(6), CPU) / seconds(powers(2), CPU), 6)
-    3.0
+    A `while` loop counts one iteration, a `cond` its most expensive branch.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.ones((512, 512))
+      >>> def powers(n):
+      ...     return jax.make_jaxpr(lambda a: lax.scan(lambda c, _: (c @ a, None), a, None, length=n)[0])(x).jaxpr
+      >>> round(estimate_seconds(powers(6), CPU) / estimate_seconds(powers(2), CPU), 6)
+      3.0
     """
     return sum(_equation_seconds(eqn, device) for eqn in jaxpr.eqns)
 
 
 def _equation_seconds(eqn: JaxprEqn, device: Ceilings) -> float:
-    inner = [seconds(jaxpr, device) for jaxpr in inner_jaxprs(eqn)]
+    inner = [estimate_seconds(jaxpr, device) for jaxpr in inner_jaxprs(eqn)]
     if eqn.primitive.name == "scan":
         return int(eqn.params["length"]) * sum(inner)
     if eqn.primitive.name == "cond":
         return max(inner)
     written = sum(map(_bytes, eqn.outvars))
     if any(inner):
-        # Reductions and sorts carry a jaxpr too, of two scalars: what is written counts, not what that does.
+        # Reductions and sorts have a jaxpr of two scalars: for them the bytes written count instead.
         return max(sum(inner), written / FUSED / device.bandwidth)
     flops = equation_flops(eqn)
     if not flops:
         return written / FUSED / device.bandwidth
     moved = written + sum(map(_bytes, eqn.invars))
-    return device.start + max(flops / _peak(eqn, device), moved / device.bandwidth)
+    return device.launch_overhead_s + max(flops / _peak(eqn, device), moved / device.bandwidth)
 
 
 def _bytes(var: Any) -> int:

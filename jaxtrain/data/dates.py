@@ -60,10 +60,11 @@ class Dates:
 
 
 def dates(validation_fraction: float = 0.1) -> tuple[Dates, Dates]:
-    """The days from 1969 to 2068 as (train, validation): a day held out is so in whatever way it is written.
+    """Return the days from 1969 to 2068 as (train, validation); a day is held out in all formats.
 
-    >>> [len(part) for part in dates()]
-    [328730, 36520]
+    Example:
+      >>> [len(part) for part in dates()]
+      [328730, 36520]
     """
     days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
     train, validation = random_split(len(days), validation_fraction)

@@ -1,4 +1,10 @@
-"""Rows of fixed length from texts of any length: padded, one text per row, or packed, several per row."""
+"""Rows of fixed length from texts of any length: padded, one text per row, or packed, several per row.
+
+grain's `FirstFitPackIterDataset` (0.2) was tried and not adopted. It refuses a text longer than a row, which `pack`
+divides; it packs within a window of open rows, so that 300 texts of 2 to 59 tokens took 182 rows of 64 tokens with 8
+open rows and 167 with 64, where `pack` takes 158; and it has no length and no random access, so that rows can be
+neither shuffled nor counted, and a position is not a row number.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

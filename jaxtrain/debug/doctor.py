@@ -1,7 +1,4 @@
-"""What is installed, which devices answer, what is wrong, and the command that mends it.
-
-A check looks at one thing and says what it found. Nothing is changed.
-"""
+"""Check the installation and the devices, and name the command that fixes each problem. Nothing is changed."""
 
 import importlib.metadata
 import os
@@ -20,27 +17,34 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cud
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 OPEN_FILES = 4096
-"""Data loaders, checkpoints and logs hold some hundreds of files; a shell's default may be 256."""
+"""Data loaders, checkpoints and logs open some hundreds of files; the default of a shell may be 256."""
 ROOM = 64 * 2**20
-"""Bytes of shared memory, what a container has by default: NCCL and data loaders of several processes want more."""
+"""Default bytes of shared memory of a container; NCCL and multi-process data loaders need more."""
 SIDE = 256
-"""Of the square matrices that a device multiplies."""
+"""Rows and columns of the matrices that each device multiplies."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check `said`: "fine", "note" for what is as it may be, or "problem", with its `mend`."""
+    """The result of a check.
+
+    Attributes:
+      name: What was checked.
+      status: "fine", "note" for information, or "problem".
+      message: What was found.
+      fix: The command or action that fixes a problem.
+    """
 
     name: str
     status: Literal["fine", "note", "problem"]
-    said: str
-    mend: str = ""
+    message: str
+    fix: str = ""
 
 
-def examine() -> Iterator[Finding]:
-    """The findings, one by one, the quick ones first.
+def run_checks() -> Iterator[Finding]:
+    """Yield the findings as they arrive, fast checks first.
 
-    >>> next(examine()).name
+    >>> next(run_checks()).name
     'python'
     """
     for check in CHECKS:
@@ -48,36 +52,36 @@ def examine() -> Iterator[Finding]:
 
 
 def python() -> Iterator[Finding]:
-    """Its version and the machine's."""
-    said = f"{platform.python_version()} at {sys.executable}, {platform.platform()}, {os.cpu_count()} cores"
-    yield Finding("python", "fine", said)
+    """Report the versions of Python and of the operating system."""
+    message = f"{platform.python_version()} at {sys.executable}, {platform.platform()}, {os.cpu_count()} cores"
+    yield Finding("python", "fine", message)
 
 
 def packages() -> Iterator[Finding]:
-    """jax, jaxlib and the plugin of the accelerator, which must be of one version."""
-    found = installed(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", *PLUGINS))
-    said = ", ".join(f"{name} {version}" for name, version in found.items())
+    """Check that jax, jaxlib and the plugin of the accelerator have the same version."""
+    found = installed_versions(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", *PLUGINS))
+    message = ", ".join(f"{name} {version}" for name, version in found.items())
     jax = found.get("jax", "")
-    # Versions that differ in their last number are made to work together.
+    # Versions that differ only in the patch number are compatible.
     unlike = [n for n in ("jaxlib", *PLUGINS) if n in found and found[n].split(".")[:2] != jax.split(".")[:2]]
     families = {name[4:10] for name in PLUGINS if name in found}
     if "jaxlib" not in found or not jax:
-        yield Finding("packages", "problem", said, "pip install --force-reinstall jax jaxlib")
+        yield Finding("packages", "problem", message, "pip install --force-reinstall jax jaxlib")
     elif len(families) > 1:
         remove = " ".join(name for name in PLUGINS if "cuda12" in name and name in found)
-        yield Finding("packages", "problem", f"{said}: plugins for two CUDAs", f"pip uninstall {remove}")
+        yield Finding("packages", "problem", f"{message}: plugins for two CUDAs", f"pip uninstall {remove}")
     elif unlike:
         wanted = " ".join(f"{name}=={jax}" for name in unlike)
         yield Finding(
-            "packages", "problem", f"{said}: {', '.join(unlike)} not of jax's version", f"pip install {wanted}"
+            "packages", "problem", f"{message}: {', '.join(unlike)} differ from jax's version", f"pip install {wanted}"
         )
     else:
-        yield Finding("packages", "fine", said)
+        yield Finding("packages", "fine", message)
 
 
 def torch() -> Iterator[Finding]:
-    """Optional: for parity, benchmarks and PyTorch's checkpoints."""
-    found = installed(("torch", "transformers", "safetensors"))
+    """Report PyTorch, which is optional: for parity, benchmarks and PyTorch checkpoints."""
+    found = installed_versions(("torch", "transformers", "safetensors"))
     if "torch" in found:
         yield Finding("torch", "fine", ", ".join(f"{name} {version}" for name, version in found.items()))
     else:
@@ -85,7 +89,7 @@ def torch() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Of open files, shared memory and disk."""
+    """Check the limits of open files, shared memory and disk space."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < OPEN_FILES and files != resource.RLIM_INFINITY:
         yield Finding("open files", "problem", f"{files} at most", f"ulimit -n {min(OPEN_FILES, most)}")
@@ -93,31 +97,31 @@ def limits() -> Iterator[Finding]:
         yield Finding("open files", "fine", f"{files} at most")
     if SHARED_MEMORY.is_dir():
         total = shutil.disk_usage(SHARED_MEMORY).total
-        said = f"{total / 2**20:,.0f} MiB in {SHARED_MEMORY}"
+        message = f"{total / 2**20:,.0f} MiB in {SHARED_MEMORY}"
         if total <= ROOM:
-            yield Finding("shared memory", "problem", said, "start the container with --shm-size=8g or --ipc=host")
+            yield Finding("shared memory", "problem", message, "start the container with --shm-size=8g or --ipc=host")
         else:
-            yield Finding("shared memory", "fine", said)
+            yield Finding("shared memory", "fine", message)
     free = shutil.disk_usage(Path.cwd()).free
     yield Finding("disk", "fine" if free > 2**30 else "problem", f"{free / 2**30:,.1f} GiB free in {Path.cwd()}",
-                  "" if free > 2**30 else "make room: a checkpoint that does not fit is lost")  # fmt: skip
+                  "" if free > 2**30 else "free disk space: a checkpoint that does not fit is lost")  # fmt: skip
 
 
 def settings() -> Iterator[Finding]:
-    """What the environment tells JAX, some of which changes numbers."""
+    """Report environment variables that configure JAX; some of them change numbers."""
     given = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_", "NCCL_", "CUDA_"))}
-    said = ", ".join(f"{name}={value}" for name, value in sorted(given.items()))
-    yield Finding("environment", "note" if given else "fine", said or "nothing set for JAX, XLA, NCCL or CUDA")
+    message = ", ".join(f"{name}={value}" for name, value in sorted(given.items()))
+    yield Finding("environment", "note" if given else "fine", message or "nothing set for JAX, XLA, NCCL or CUDA")
 
 
 def devices() -> Iterator[Finding]:
-    """Whether JAX finds the accelerator that the driver sees, and whether each device multiplies rightly."""
+    """Check that JAX finds the accelerator of the driver, and that each device computes correct products."""
     import jax
 
     found = jax.local_devices()
     kinds = ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in found)
     if DRIVER.exists() and found[0].platform == "cpu":
-        yield Finding("devices", "problem", f"{kinds}, though {_driver()}", _gpu_mend(os.environ))
+        yield Finding("devices", "problem", f"{kinds}, although {_driver()}", _gpu_fix(os.environ))
     else:
         yield Finding("devices", "fine", kinds + (f"; {_driver()}" if DRIVER.exists() else ""))
     for device in found:
@@ -125,7 +129,7 @@ def devices() -> Iterator[Finding]:
 
 
 def products(device: object) -> Iterator[Finding]:
-    """A product in each dtype on `device`, beside NumPy's in float64."""
+    """Compare a matrix product in each dtype on `device` with NumPy's in float64."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -138,25 +142,27 @@ def products(device: object) -> Iterator[Finding]:
         truth = low[0].astype(np.float64) @ low[1].astype(np.float64)
         given = [jax.device_put(x, device) for x in low]
         product = np.asarray(jnp.matmul(*given, precision="highest"), np.float64)
-        # In units of the dtype's rounding: a right product is within a few.
+        # In units of the dtype's epsilon: a correct product is within a few.
         error = float(np.sqrt(np.mean((product - truth) ** 2) / np.mean(truth**2)))
         apart[np.dtype(dtype).name] = error / float(jnp.finfo(dtype).eps)
-    said = ", ".join(f"{name} {error:.2f}" for name, error in apart.items())
+    message = ", ".join(f"{name} {error:.2f}" for name, error in apart.items())
     name = f"{device}"
     if all(error < 4 for error in apart.values()):
-        yield Finding(name, "fine", f"multiplies rightly: errors in roundings {said}")
+        yield Finding(name, "fine", f"correct products: errors in units of epsilon {message}")
     else:
-        yield Finding(name, "problem", f"multiplies wrongly: errors in roundings {said}",
-                      "update the driver and jax; if it stays, replace the device")  # fmt: skip
+        yield Finding(name, "problem", f"wrong products: errors in units of epsilon {message}",
+                      "update the driver and jax; if it persists, replace the device")  # fmt: skip
 
 
 def cache() -> Iterator[Finding]:
-    """Whether a program that was compiled once is found again."""
+    """Check that the persistent compilation cache is configured and writable."""
     import jax
 
     path = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if path is None:
-        yield Finding("compilation cache", "note", "off: JAX_COMPILATION_CACHE_DIR=~/.cache/jax keeps what is compiled")
+        yield Finding(
+            "compilation cache", "note", "off: set JAX_COMPILATION_CACHE_DIR=~/.cache/jax to store compiled programs"
+        )
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -171,7 +177,7 @@ def cache() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """How long a small program takes to compile and run."""
+    """Measure the time to compile and run a small program."""
     import jax
     import jax.numpy as jnp
 
@@ -181,16 +187,16 @@ def compiler() -> Iterator[Finding]:
 
 
 def collectives() -> Iterator[Finding]:
-    """What several processes would talk through."""
+    """Check the communication library between processes."""
     import jax
 
-    nccl = installed(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
+    nccl = installed_versions(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
     if jax.default_backend() == "gpu" and not nccl:
         yield Finding("collectives", "problem", "NCCL is not installed", "pip install 'jaxtrain[cuda13]'")
     else:
         over_cpu = jax.config.jax_cpu_collectives_implementation  # type: ignore[attr-defined]
-        said = [*(f"{name} {version}" for name, version in nccl.items()), f"{over_cpu} between CPUs"]
-        yield Finding("collectives", "fine", ", ".join(said))
+        message = [*(f"{name} {version}" for name, version in nccl.items()), f"{over_cpu} between CPUs"]
+        yield Finding("collectives", "fine", ", ".join(message))
 
 
 def internals() -> Iterator[Finding]:
@@ -222,10 +228,10 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def installed(names: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those that are.
+def installed_versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of the installed packages among `names`.
 
-    >>> [*installed(("jax", "no-such-package"))]
+    >>> [*installed_versions(("jax", "no-such-package"))]
     ['jax']
     """
     found = {}
@@ -239,10 +245,10 @@ def installed(names: tuple[str, ...]) -> dict[str, str]:
 
 def _driver() -> str:
     first = DRIVER.read_text().splitlines()[0]
-    return f"an NVIDIA driver is there ({' '.join(first.split()[-12:-6]) or first})"
+    return f"an NVIDIA driver is installed ({' '.join(first.split()[-12:-6]) or first})"
 
 
-def _gpu_mend(environment: Mapping[str, str]) -> str:
+def _gpu_fix(environment: Mapping[str, str]) -> str:
     if "cpu" in environment.get("JAX_PLATFORMS", ""):
         return "unset JAX_PLATFORMS"
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

@@ -1,11 +1,21 @@
-"""Training over many devices: a mesh, what it divides, and a training step on it."""
+"""Training on several devices: meshes, shardings, processes, and a training step on a mesh."""
 
-from jaxtrain.cost import Memory, memory_per_device
+from jaxtrain.cost import StepMemory, memory_per_device
 from jaxtrain.distributed.compilation import bypass_compilation_cache
-from jaxtrain.distributed.mesh import AXES, DATA, FSDP, TENSOR, make_mesh, resolved, run_mesh, sizes, ways
-from jaxtrain.distributed.processes import is_first, together
-from jaxtrain.distributed.program import constrained
-from jaxtrain.distributed.rows import local_rows, placed, placed_whole, window_sharding
+from jaxtrain.distributed.mesh import (
+    AXES,
+    DATA,
+    FSDP,
+    TENSOR,
+    data_parallel_size,
+    make_mesh,
+    parse_mesh,
+    run_mesh,
+    run_mesh_sizes,
+)
+from jaxtrain.distributed.processes import is_first, process_group
+from jaxtrain.distributed.program import constrain_shardings
+from jaxtrain.distributed.rows import local_rows, place_batch, place_whole_batch, window_sharding
 from jaxtrain.distributed.sharding import Rules, param_shardings, state_shardings
 from jaxtrain.distributed.step import shard
 
@@ -14,24 +24,24 @@ __all__ = [
     "DATA",
     "FSDP",
     "TENSOR",
-    "Memory",
     "Rules",
+    "StepMemory",
     "bypass_compilation_cache",
-    "constrained",
+    "constrain_shardings",
+    "data_parallel_size",
     "is_first",
     "local_rows",
     "make_mesh",
     "memory_per_device",
     "param_shardings",
-    "placed",
-    "placed_whole",
+    "parse_mesh",
+    "place_batch",
+    "place_whole_batch",
+    "process_group",
     "processes",
-    "resolved",
     "run_mesh",
+    "run_mesh_sizes",
     "shard",
-    "sizes",
     "state_shardings",
-    "together",
-    "ways",
     "window_sharding",
 ]

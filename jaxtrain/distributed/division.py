@@ -1,4 +1,4 @@
-"""How the arrays of a program are divided over a mesh: which of their axes are rows, and which tokens."""
+"""Sharding constraints on the arrays of a program: which of their axes are rows, and which are tokens."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,54 +9,59 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, sequence_ways, ways
+from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.rows import window_sharding
-from jaxtrain.distributed.sharding import fitted
+from jaxtrain.distributed.sharding import fit_spec
 from jaxtrain.errors import UserError
 
 
-class Division:
-    """How the arrays of a program are divided over `mesh`: those of `count` rows, and of sequences of these `lengths`.
+class ShardingConstraints:
+    """Sharding constraints for the arrays of a program on a mesh.
 
-    A `count` of None, or one that does not divide, leaves all of them as they are. Raises `UserError` for a length that
-    does not divide.
+    Args:
+      mesh: The mesh.
+      count: Number of rows of the batch; None, or a number that is not divisible, disables the constraints.
+      lengths: Lengths of the sequences whose tokens are sharded.
+
+    Raises:
+      UserError: A length is not divisible by the devices of the sequence axis.
     """
 
     def __init__(self, mesh: Mesh, count: int | None, lengths: Collection[int] = ()) -> None:
         self.lengths = lengths
         self._mesh = mesh
-        self._count = count if count is not None and count % ways(mesh.shape) == 0 else None
+        self._count = count if count is not None and count % data_parallel_size(mesh.shape) == 0 else None
         (self._rows,) = window_sharding(mesh, 1).spec
-        n = sequence_ways(mesh.shape)
+        n = sequence_parallel_size(mesh.shape)
         for length in sorted(lengths):
             if length % n:
                 raise UserError(
                     f"a sequence of {length} tokens is not divisible by the {n} devices of {SEQUENCE}: "
-                    f"make it a multiple of {n}, or the mesh another"
+                    f"use a multiple of {n}, or another mesh"
                 )
 
     def __call__(self, x: Any) -> Any:
-        """`x` [B, …], with its rows divided, its tokens where it has them, and nothing else."""
+        """Shard the rows of `x` [B, …], and its tokens if it has any; replicate its other axes."""
         if not self._has_rows(x):
             return x
         return self._constrained(x, {0: self._rows, **self._tokens(x)}, None)
 
     def of_batch(self, x: Any) -> Any:
-        """An array of a batch, [B, …] or [B, T, …]."""
+        """Shard an array of a batch, [B, …] or [B, T, …]."""
         if not self._has_rows(x):
             return x
-        n = sequence_ways(self._mesh.shape)
+        n = sequence_parallel_size(self._mesh.shape)
         divides = n > 1 and x.ndim > 1 and x.shape[1] % n == 0
         return self._constrained(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
 
     def of_tokens(self, x: Any) -> Any:
-        """What was looked up for tokens, [B, T, …]."""
+        """Shard the embeddings of tokens, [B, T, …]."""
         return self(x) if self.lengths and self._has_rows(x) else x
 
     def of_scores(self, x: Any, over: tuple[int, ...]) -> Any:
-        """Attention's scores [B, …, T, S], of which a softmax is taken over the keys: divided by queries.
+        """Shard attention scores [B, …, T, S] by queries, so that keys and values are gathered.
 
-        So it is keys and values that are gathered.
+        `over` are the axes of the softmax, the keys.
         """
         queries = [i for i in range(1, x.ndim) if x.shape[i] in self.lengths and i not in over]
         if x.ndim < 4 or not queries or {x.shape[i] for i in over} - {*self.lengths}:
@@ -64,18 +69,17 @@ class Division:
         return self._placed(x, {queries[-1]: SEQUENCE, **dict.fromkeys(over)})
 
     def of_fused(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
-        """What `run`, a fused kernel that takes sequences whole, makes of queries, keys and values [B, T, N, H].
+        """Apply `run`, a fused kernel for whole sequences, to queries, keys and values [B, T, N, H] sharded by heads.
 
-        It is divided by heads, as in DeepSpeed-Ulysses (Jacobs et al. 2023); where these do not divide, every device
-        computes them all.
+        As in DeepSpeed-Ulysses (Jacobs et al. 2023). If the heads are not divisible, every device computes all of them.
         """
         heads = math.gcd(*(x.shape[2] for x in args))
-        of_heads = fitted(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
+        of_heads = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
         by_heads = [self._placed(self._placed(x, {1: SEQUENCE}), {1: None, 2: of_heads, 3: None}) for x in args]
         return [self._placed(self._placed(y, {1: None, 2: of_heads, 3: None}), {1: SEQUENCE}) for y in run(*by_heads)]
 
     def _placed(self, x: Any, places: Mapping[int, Any]) -> Any:
-        """`x` with its rows divided, and those axes; of the others nothing is said."""
+        """Shard the rows of `x` and the given axes; leave its other axes unconstrained."""
         if not self._has_rows(x):
             return x
         return self._constrained(x, {0: self._rows, **places}, P.UNCONSTRAINED)
@@ -84,7 +88,7 @@ class Division:
         return bool(jax.numpy.ndim(x)) and x.shape[0] == self._count
 
     def _tokens(self, x: Any) -> dict[int, str]:
-        # Last but for the features, or the keys of a mask: [B, T, C], [B, T, 1, H], [B, 1, T, S].
+        # The last axis before the features, or before the keys of a mask: [B, T, C], [B, T, 1, H], [B, 1, T, S].
         places = [i for i in range(1, x.ndim - 1) if x.shape[i] in self.lengths]
         return {places[-1]: SEQUENCE} if places else {}
 

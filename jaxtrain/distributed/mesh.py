@@ -1,8 +1,8 @@
-"""The mesh: devices in a grid whose axes say what is divided over them.
+"""The mesh: a grid of devices with the axes data, fsdp, sequence and tensor.
 
-Over `data` the rows of a batch are divided; over `fsdp` rows too, and with them parameters, gradients and optimizer
-state (ZeRO stage 3, Rajbhandari et al. 2020); over `sequence` the tokens of a row, as in context parallelism (Llama 3,
-Grattafiori et al. 2024, section 3.3.2); over `tensor` the matrices of a layer (Shoeybi et al. 2019).
+`data` shards the rows of a batch. `fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3,
+Rajbhandari et al. 2020). `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al.
+2024, section 3.3.2). `tensor` shards the matrices of a layer (Shoeybi et al. 2019).
 """
 
 import math
@@ -19,75 +19,85 @@ from jaxtrain.fields import brief
 
 AXES = DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
 ROWS = (DATA, FSDP)
-"""The axes over which rows are divided."""
+"""The axes that shard the rows of a batch."""
 
 
-def sizes(spec: str) -> dict[str, int]:
-    """The size of every axis, those left out being 1.
+def parse_mesh(spec: str) -> dict[str, int]:
+    """Return the size of every axis of a mesh given as "data=2,fsdp=4"; omitted axes have size 1.
 
-    >>> sizes("data=2,fsdp=4")
-    {'data': 2, 'fsdp': 4, 'sequence': 1, 'tensor': 1}
+    Raises:
+      UserError: An axis is unknown, given twice or without a positive size.
 
-    Raises `UserError` for an axis that is unknown, said twice or of no size.
+    Example:
+      >>> parse_mesh("data=2,fsdp=4")
+      {'data': 2, 'fsdp': 4, 'sequence': 1, 'tensor': 1}
     """
-    said: dict[str, int] = {}
+    given: dict[str, int] = {}
     for part in spec.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES:
-            raise UserError(
-                f"mesh {brief(spec)} has an axis {brief(axis)}: choose of {', '.join(AXES)}, as in data=2,fsdp=4"
-            )
-        if axis in said:
-            raise UserError(f"mesh {brief(spec)} says {axis} twice: say it once")
+            raise UserError(f"mesh {brief(spec)} has an axis {brief(axis)}: use {', '.join(AXES)}, as in data=2,fsdp=4")
+        if axis in given:
+            raise UserError(f"mesh {brief(spec)} gives {axis} twice: give it once")
         if not re.fullmatch("[1-9][0-9]{0,8}", size):
             raise UserError(
-                f"mesh {brief(spec)} gives {axis} the size {brief(size)}: make it a number of devices, 1 or more"
+                f"mesh {brief(spec)} gives {axis} the size {brief(size)}: it must be a number of devices, 1 or more"
             )
-        said[axis] = int(size)
-    return {axis: said.get(axis, 1) for axis in AXES}
+        given[axis] = int(size)
+    return {axis: given.get(axis, 1) for axis in AXES}
 
 
 def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh that `spec` says, as "data=2,fsdp=4", of `devices`, all there are by default; without, all on `data`.
+    """Create a mesh of devices with the axes data, fsdp, sequence and tensor.
 
-    Neighbours on the last axes are neighbours in hardware: what they say to each other is the most. Raises `UserError`
-    where the sizes do not multiply to the number of devices.
+    Neighbors along the last axes, which communicate most, are neighbors in hardware.
 
-    >>> dict(make_mesh("data=1", jax.devices()[:1]).shape)
-    {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
+    Args:
+      spec: Sizes of the axes, as "data=2,fsdp=4"; by default all devices are on `data`.
+      devices: The devices, by default `jax.devices()`.
+
+    Returns:
+      The mesh, with axes of type `AxisType.Auto`.
+
+    Raises:
+      UserError: The sizes do not multiply to the number of devices.
+
+    Example:
+      >>> dict(make_mesh("data=1", jax.devices()[:1]).shape)
+      {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else devices
-    shape = sizes(f"{DATA}={len(devices)}" if spec is None else spec)
+    shape = parse_mesh(f"{DATA}={len(devices)}" if spec is None else spec)
     product = math.prod(shape.values())
     if product != len(devices):
         raise UserError(
-            f"mesh {brief(spec)} is of {product} devices and there are {len(devices)}: make its sizes multiply to that"
+            f"mesh {brief(spec)} has {product} devices, got {len(devices)}: make its sizes multiply to {len(devices)}"
         )
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())
 
 
-def resolved(spec: str | None) -> dict[str, int]:
-    """The sizes of the mesh that a run is on: without a `spec` one device, or in several processes all, on `data`."""
+def run_mesh_sizes(spec: str | None) -> dict[str, int]:
+    """Return the sizes of the mesh of a run: by default one device, or all devices on `data` with several processes."""
     if spec is not None:
-        return sizes(spec)
-    return sizes(f"{DATA}={1 if jax.process_count() == 1 else jax.device_count()}")
+        return parse_mesh(spec)
+    return parse_mesh(f"{DATA}={1 if jax.process_count() == 1 else jax.device_count()}")
 
 
 def run_mesh(spec: str | None) -> Mesh | None:
-    """The mesh that a run is on; None where that is one device, and nobody has said so."""
+    """Return the mesh of a run; None for one device without an explicit `spec`."""
     return None if spec is None and jax.process_count() == 1 else make_mesh(spec)
 
 
-def ways(shape: Mapping[str, int]) -> int:
-    """Over how many devices the rows of a batch are divided.
+def data_parallel_size(shape: Mapping[str, int]) -> int:
+    """Return the number of devices that the rows of a batch are sharded over.
 
-    >>> ways(sizes("data=2,fsdp=4,sequence=2,tensor=3"))
+    >>> data_parallel_size(parse_mesh("data=2,fsdp=4,sequence=2,tensor=3"))
     8
     """
     return math.prod(shape.get(axis, 1) for axis in ROWS)
 
 
-def sequence_ways(shape: Mapping[str, int]) -> int:
-    """Over how many devices the tokens of a row are divided."""
+def sequence_parallel_size(shape: Mapping[str, int]) -> int:
+    """Return the number of devices that the tokens of a row are sharded over."""
     return shape.get(SEQUENCE, 1)

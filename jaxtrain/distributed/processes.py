@@ -1,7 +1,7 @@
-"""The processes of one run: how they find each other, what one does for all, and how they end together.
+"""The processes of a run: how they connect, run code in the first process only, and exit together.
 
-Each runs the same program on its own devices, and a computation over all devices is one that all of them call. The
-first one speaks and writes; what only it may do, `once` lets it do for all.
+Every process runs the same program on its own devices, and all of them call each computation over all devices. The
+first process prints and writes files; `once` runs a function in it and returns the result in all of them.
 """
 
 import atexit
@@ -24,32 +24,33 @@ from jaxtrain.transforms import jax_internals
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 20
-"""A process that gives no sign of life for so long is dead: the runtime then ends the others."""
-_SHUTDOWN_SECONDS = 3600  # that the others wait at the end for the first one, which has things left to write
-_WORD_SECONDS = 5  # that a process which fails waits for what the others have to say
-_ALWAYS = 2**31 - 1  # milliseconds: if the other dies before, so do we
-# What XLA's collectives raise when the other end of a connection is gone.
+"""A process without a heartbeat for this long is dead, and the runtime ends the others."""
+_SHUTDOWN_SECONDS = 3600  # how long the others wait at the end for the first process, which may still write files
+_MESSAGE_SECONDS = 5  # how long a failing process waits for messages of the others
+_FOREVER_MS = 2**31 - 1  # milliseconds; if the other process dies, the runtime ends this one
+# Errors of XLA's collectives when the other end of a connection is gone.
 _BROKEN = re.compile("Gloo|NCCL")
 _turns = itertools.count()
 _runtime: Any = getattr(jax_internals.distributed, "global_state", None)
 
 
 def count() -> int:
-    """How many processes the run has."""
+    """Return the number of processes of the run."""
     return _runtime.num_processes if jax.distributed.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this is the one that speaks and writes."""
+    """Return whether this is the first process, which prints and writes files."""
     return not jax.distributed.is_initialized() or _runtime.process_id == 0
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Joins the other processes, where there are any; an error that all of them raise, the first alone then raises.
+def process_group() -> Iterator[None]:
+    """Connect to the other processes, if there are any, and exit together with them.
 
-    The others exit, with its status. Where a process fails alone, the others end with a `RunFailed` that names it: at
-    once where it could say that it fails, else when the runtime misses its heartbeat.
+    An error that all processes raise is raised by the first one; the others exit with its status. If a single process
+    fails, the others raise a `RunFailed` that names it: at once if it could report its failure, otherwise when its
+    heartbeat is missing.
     """
     start()
     try:
@@ -63,16 +64,19 @@ def together() -> Iterator[None]:
 
 
 def start() -> None:
-    """Join the other processes, where `arguments` finds any: before that no device may be asked for.
+    """Connect to the other processes that `initialize_arguments` finds; call it before the first use of a device.
 
-    Where another program has called `jax.distributed.initialize` before, that holds. Only the first one keeps its
-    standard output. Raises `UserError` where they do not find each other.
+    An earlier call of `jax.distributed.initialize` is respected. Standard output of all processes but the first is
+    discarded.
+
+    Raises:
+      UserError: The processes could not connect.
     """
-    if not jax.distributed.is_initialized() and (found := arguments(os.environ)) is not None:
+    if not jax.distributed.is_initialized() and (found := initialize_arguments(os.environ)) is not None:
         _initialize(found)
     if not is_first():
         sys.stdout.flush()
-        # Not Python's alone: the collectives report their connections there too.
+        # The file descriptor and not only Python's: the collectives print their connections to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -84,20 +88,27 @@ def _initialize(found: dict[str, Any]) -> None:
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise UserError(
-            f"the processes did not find each other ({why}): mend their launcher's settings, or set "
+            f"the processes could not connect ({why}): fix the settings of their launcher, or set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each"
         ) from error
 
 
-def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Of `jax.distributed.initialize`, for this process; None for one that is alone, which needs none.
+def initialize_arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the arguments of `jax.distributed.initialize` for this process, from its environment variables.
 
-    `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` and `JAX_COORDINATOR_ADDRESS` come before what Open MPI, Slurm and Kubernetes
-    set. Raises `UserError` for settings that name no process.
+    `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` and `JAX_COORDINATOR_ADDRESS` take precedence over the variables of Open MPI,
+    Slurm and Kubernetes.
 
-    >>> arguments({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "…"})
-    {'cluster_detection_method': 'ompi'}
-    >>> arguments({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # in a job, but not started by srun
+    Returns:
+      The keyword arguments; None for a run of one process.
+
+    Raises:
+      UserError: The variables do not identify a process.
+
+    Example:
+      >>> initialize_arguments({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "…"})
+      {'cluster_detection_method': 'ompi'}
+      >>> initialize_arguments({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # in a job, but not started by srun
     """
     if _number(environment, "JAX_NUM_PROCESSES") > 1:
         return _numbered(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -106,16 +117,16 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         if "OMPI_MCA_orte_hnp_uri" in environment:
             return {"cluster_detection_method": "ompi"}
         return _open_mpi_5(environment)
-    # Of the step, which a shell in an allocation is not, whatever SLURM_NTASKS says.
+    # The size of a job step: a shell in an allocation is not one, even if SLURM_NTASKS is set.
     if _number(environment, "SLURM_STEP_NUM_TASKS") > 1:
         return {"cluster_detection_method": "slurm"}
     indexed = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
-    # JAX asks the cluster's API how many there are, by this package.
+    # JAX uses this package to query the number of processes from the cluster's API.
     return {} if indexed and find_spec("kubernetes") else None
 
 
 def _open_mpi_5(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Of Open MPI from 5.0 on, which does not say where its launcher is."""
+    """Return the arguments under Open MPI 5.0 or later, which does not give the address of its launcher."""
     found = _numbered(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if found["coordinator_address"] is None:
         if environment["OMPI_COMM_WORLD_SIZE"] != environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
@@ -123,7 +134,7 @@ def _open_mpi_5(environment: Mapping[str, str]) -> dict[str, Any]:
                 "Open MPI 5 does not say where its first process is: "
                 "mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT, with the first host's name and a free port"
             )
-        # All on one machine: a port that is the job's own, in the range that JAX takes it from under Open MPI 4.
+        # All on one machine: a port derived from the job, in the range that JAX uses under Open MPI 4.
         port = 2**16 - 2**12 + zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode()) % 2**12
         found["coordinator_address"] = f"127.0.0.1:{port}"
     return {**found, "local_device_ids": [_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")]}
@@ -132,10 +143,10 @@ def _open_mpi_5(environment: Mapping[str, str]) -> dict[str, Any]:
 def _numbered(environment: Mapping[str, str], size: str, rank: str) -> dict[str, Any]:
     n, i = _number(environment, size), _number(environment, rank, missing=-1)
     if not 0 <= i < n:
-        raise UserError(f"{rank} is {environment.get(rank, 'not set')}, of {n} processes: make it 0 to {n - 1}")
+        raise UserError(f"{rank} must be in 0 to {n - 1} for {n} processes, got {environment.get(rank, 'nothing')}")
     address = environment.get("JAX_COORDINATOR_ADDRESS")
     if size.startswith("JAX") and not address:
-        raise UserError(f"JAX_COORDINATOR_ADDRESS is not set, of {n} processes: make it HOST:PORT of the first one")
+        raise UserError(f"JAX_COORDINATOR_ADDRESS is not set for {n} processes: set it to HOST:PORT of the first one")
     return {
         "coordinator_address": address,
         "num_processes": n,
@@ -149,14 +160,21 @@ def _number(environment: Mapping[str, str], name: str, missing: int = 0) -> int:
     try:
         return int(value)
     except ValueError:
-        raise UserError(f"{name} is {value!r}, which is no number: mend it") from None
+        raise UserError(f"{name} must be a number, got {value!r}") from None
 
 
 def once(do: Callable[[], T]) -> T:
-    """`do()`, by the first process alone: what it returned, as JSON, or the `UserError` it raised, in all of them.
+    """Run `do()` in the first process only; return its result, or raise its `UserError`, in all processes.
 
-    >>> once(lambda: 1 + 1)
-    2
+    The result travels as JSON through the key-value store of JAX's runtime, and not by
+    `multihost_utils.broadcast_one_to_all`: that is a program over all devices, which waits for the steps dispatched
+    before it, takes arrays of a shape that every process knows (a result or an error message has none), and blocks
+    within the collective if the first process dies. The store needs no device, and fails when a process is dead. The
+    store is in use anyway: `process_group` reads from it which process has failed.
+
+    Example:
+      >>> once(lambda: 1 + 1)
+      2
     """
     if count() == 1:
         return do()
@@ -169,42 +187,42 @@ def once(do: Callable[[], T]) -> T:
             raise
         _runtime.client.key_value_set(key, json.dumps({"done": done}))
         return done
-    told = json.loads(_runtime.client.blocking_key_value_get(key, _ALWAYS))
-    if "error" in told:
-        raise (RunFailed if told["status"] == RunFailed.exit_status else UserError)(told["error"])
-    return told["done"]
+    received = json.loads(_runtime.client.blocking_key_value_get(key, _FOREVER_MS))
+    if "error" in received:
+        raise (RunFailed if received["status"] == RunFailed.exit_status else UserError)(received["error"])
+    return received["done"]
 
 
 def _leave(error: BaseException) -> None:
-    """Return where `error` is to be raised by this process, raise what is to be raised instead.
+    """Report `error` to the other processes; return if this process is to raise it, else exit or raise another error.
 
-    What it says is told to the others. Nothing that waits for another process is done after that.
+    Nothing after this call waits for another process.
     """
-    said = error
+    raised = error
     if not _BROKEN.search(str(error)):
-        _tell("failed", error)
-    elif (gone := _gone()) == "interrupted":
-        said = KeyboardInterrupt()
+        _publish("failed", error)
+    elif (gone := _describe_missing()) == "interrupted":
+        raised = KeyboardInterrupt()
     else:
-        said = RunFailed(f"{gone}: what is saved is whole: --resume auto")
-    _tell("said", said)
+        raised = RunFailed(f"{gone}: checkpoints are intact: continue with --resume auto")
+    _publish("raised", raised)
     first, place = is_first(), f"process {_runtime.process_id} of {count()}"
-    of_first = _said(said) if first else _said_by_first()
-    # Where one is gone, the first only waits for the others to read.
-    if of_first is not None and _all_meet(_WORD_SECONDS if said is error else 1):
+    first_error = _format_error(raised) if first else _error_of_first()
+    # If a process is gone, the first one waits only for the others to read its message.
+    if first_error is not None and _all_arrive(_MESSAGE_SECONDS if raised is error else 1):
         jax.distributed.shutdown()  # or the runtime would abort those that the first one leaves behind
-    if not first and of_first == _said(said):
-        _exit(_exit_status(said))
-    if not first and isinstance(said, UserError):
-        said = type(said)(f"{place}: {said}")
-    # At the interpreter's end JAX would wait for processes that do not end; this comes before.
-    atexit.register(_exit, _exit_status(said))
-    if said is not error:
-        raise said from error
+    if not first and first_error == _format_error(raised):
+        _exit(_exit_status(raised))
+    if not first and isinstance(raised, UserError):
+        raised = type(raised)(f"{place}: {raised}")
+    # At exit JAX would wait for processes that do not end; this handler runs before.
+    atexit.register(_exit, _exit_status(raised))
+    if raised is not error:
+        raise raised from error
 
 
 def _exit_status(error: BaseException) -> int:
-    """As the command line has it."""
+    """Return the exit status of the command line for an error."""
     return getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -214,42 +232,42 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-def _said(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _tell(what: str, error: BaseException) -> None:
-    """For the others to read, under `what`."""
+def _publish(what: str, error: BaseException) -> None:
+    """Publish an error to the other processes under `what`."""
     with contextlib.suppress(RuntimeError, ValueError):  # the first one may be gone, and the store with it
-        _runtime.client.key_value_set(f"jaxtrain/{what}/{_runtime.process_id}", _said(error))
+        _runtime.client.key_value_set(f"jaxtrain/{what}/{_runtime.process_id}", _format_error(error))
 
 
-def _said_by_first() -> str | None:
-    """What the first process says, if it ends too."""
+def _error_of_first() -> str | None:
+    """Return the error that the first process published, if it ends too."""
     with contextlib.suppress(RuntimeError, ValueError):
-        return str(_runtime.client.blocking_key_value_get("jaxtrain/said/0", 1000 * _WORD_SECONDS))
+        return str(_runtime.client.blocking_key_value_get("jaxtrain/raised/0", 1000 * _MESSAGE_SECONDS))
     return None
 
 
-def _all_meet(seconds: int) -> bool:
-    """Whether all processes come to their end now."""
+def _all_arrive(seconds: int) -> bool:
+    """Return whether all processes reach their end within `seconds`."""
     with contextlib.suppress(RuntimeError, ValueError):
-        _runtime.client.wait_at_barrier("jaxtrain/said", 1000 * seconds)
+        _runtime.client.wait_at_barrier("jaxtrain/raised", 1000 * seconds)
         return True
     return False
 
 
-def _gone() -> str:
-    """Which process is gone, in words: what it told before; else those that do not come where the others meet."""
+def _describe_missing() -> str:
+    """Describe the process that is gone: by its published error, else by its absence from a barrier."""
     n = count()
     with contextlib.suppress(RuntimeError, ValueError):
         for key, text in _runtime.client.key_value_dir_get("jaxtrain/failed/"):
             interrupted = text.startswith(KeyboardInterrupt.__name__)
             return "interrupted" if interrupted else f"process {key.rpartition('/')[2]} of {n} has failed ({text})"
     try:
-        _runtime.client.wait_at_barrier("jaxtrain/still-here", 1000 * 2 * _WORD_SECONDS)
+        _runtime.client.wait_at_barrier("jaxtrain/still-here", 1000 * 2 * _MESSAGE_SECONDS)
     except (RuntimeError, ValueError) as error:
         if missed := re.search(r"timed out task names:\s+((?:\d+\s+)+)", str(error)):
             silent = ", ".join(missed[1].split())
-            return f"process {silent} of {n} does not answer any more"
+            return f"process {silent} of {n} no longer responds"
     return f"the connection to another of {n} processes is broken"

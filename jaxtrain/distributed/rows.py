@@ -1,7 +1,7 @@
-"""A batch on a mesh: its rows divided over the devices, micro-batch by micro-batch.
+"""Place batches on a mesh, with the rows of every micro-batch sharded over the devices.
 
-Micro-batches are what they are on one device, so that a window is [k, B/k, …] on the mesh, its second axis divided:
-every device has its share of every micro-batch, and none moves a row to another.
+Micro-batches contain the same rows as on one device: a window is [k, B/k, …] with its second axis sharded. So every
+device has its share of every micro-batch and no row moves between devices.
 """
 
 from typing import Any
@@ -12,22 +12,31 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxtrain.distributed.mesh import ROWS, ways
+from jaxtrain.distributed.mesh import ROWS, data_parallel_size
 from jaxtrain.errors import UserError
 from jaxtrain.step import split_batch
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
-    """Of a window [k, B/k, …]; where k is 1 of a batch [B, …]."""
+    """Return the sharding of a window [k, B/k, …]; for `accumulate` 1, of a batch [B, …]."""
     rows = tuple(axis for axis in ROWS if axis in mesh.shape)
     return NamedSharding(mesh, P(rows) if accumulate == 1 else P(None, rows))
 
 
-def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
-    """A batch [B, …] as the window of its micro-batches, on the mesh.
+def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
+    """Place a batch [B, …] on the mesh as a window of micro-batches [k, B/k, …].
 
-    Of NumPy arrays every process gives the rows that are its own (`local_rows`), which are all where there is one
-    process; JAX's arrays are global. A scalar is whole on every device. Raises `UserError` for rows that do not divide.
+    Args:
+      batch: Pytree of arrays. NumPy arrays contain the rows of this process (`local_rows`), JAX arrays all rows. A
+        scalar is replicated on every device.
+      mesh: The mesh.
+      accumulate: The number k of micro-batches; for 1 the result is a batch [B, …].
+
+    Returns:
+      The batch as global arrays.
+
+    Raises:
+      UserError: The rows of a micro-batch are not divisible by the devices of data and fsdp.
     """
     sharding = window_sharding(mesh, accumulate)
 
@@ -39,30 +48,42 @@ def placed(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
         if isinstance(x, jax.Array):
             _check(rows, mesh)
             return jax.device_put(window, sharding)
-        _check(rows * ways(mesh.shape) // local_ways(mesh), mesh)
+        _check(rows * data_parallel_size(mesh.shape) // local_data_parallel_size(mesh), mesh)
         return jax.make_array_from_process_local_data(sharding, window)
 
     return jax.tree.map(leaf, batch)
 
 
-def placed_whole(batch: Any, mesh: Mesh) -> Any:
-    """A batch [B, …], whole in every process, on the mesh; its rows are divided over it where they can be."""
+def place_whole_batch(batch: Any, mesh: Mesh) -> Any:
+    """Place a batch [B, …] that every process has whole on the mesh; shard its rows if they are divisible."""
     rows, whole = window_sharding(mesh, 1), NamedSharding(mesh, P())
 
     def leaf(x: Any) -> jax.Array:
         x = np.asarray(x)
-        sharding = rows if x.ndim and x.shape[0] % ways(mesh.shape) == 0 else whole
+        sharding = rows if x.ndim and x.shape[0] % data_parallel_size(mesh.shape) == 0 else whole
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(leaf, batch)
 
 
 def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.int64]:
-    """The rows of a batch [B, …] that this process has to give, in the order in which `placed` takes them.
+    """Return the rows of a batch [B, …] that this process supplies, in the order that `place_batch` expects.
 
-    >>> from jaxtrain.distributed.mesh import make_mesh
-    >>> local_rows(make_mesh("data=1", jax.devices()[:1]), batch_size=8, accumulate=2).tolist()
-    [0, 1, 2, 3, 4, 5, 6, 7]
+    Args:
+      mesh: The mesh.
+      batch_size: The number B of rows of the global batch.
+      accumulate: The number of micro-batches.
+
+    Returns:
+      Row indices, int64[B/p] for p processes with different rows.
+
+    Raises:
+      UserError: The rows of a micro-batch are not divisible by the devices of data and fsdp.
+
+    Example:
+      >>> from jaxtrain.distributed.mesh import make_mesh
+      >>> local_rows(make_mesh("data=1", jax.devices()[:1]), batch_size=8, accumulate=2).tolist()
+      [0, 1, 2, 3, 4, 5, 6, 7]
     """
     _check(batch_size // accumulate, mesh)
     window = split_batch(np.arange(batch_size), accumulate)
@@ -71,12 +92,11 @@ def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.i
     return np.concatenate([columns[place] for place in sorted(columns, key=lambda p: p[0] or 0)], axis=-1).reshape(-1)
 
 
-def local_ways(mesh: Mesh) -> int:
-    """Of the devices that rows are divided over, how many this process has: one along `data` and `fsdp`, whatever it
-    has along the other axes, where its devices or other processes' have the same rows.
+def local_data_parallel_size(mesh: Mesh) -> int:
+    """Return how many shards of rows this process has; devices along the other axes have the same rows.
 
     >>> from jaxtrain.distributed.mesh import make_mesh
-    >>> local_ways(make_mesh("tensor=1", jax.devices()[:1]))
+    >>> local_data_parallel_size(make_mesh("tensor=1", jax.devices()[:1]))
     1
     """
     own = np.vectorize(lambda device: device.process_index == jax.process_index())(mesh.devices)
@@ -85,9 +105,9 @@ def local_ways(mesh: Mesh) -> int:
 
 
 def _check(rows: int, mesh: Mesh) -> None:
-    n = ways(mesh.shape)
+    n = data_parallel_size(mesh.shape)
     if rows % n:
         raise UserError(
             f"a micro-batch of {rows} rows is not divisible by the {n} devices of {' × '.join(ROWS)}: "
-            f"make it a multiple of {n}, or the mesh another"
+            f"use a multiple of {n}, or another mesh"
         )

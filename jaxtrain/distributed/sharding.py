@@ -1,4 +1,4 @@
-"""Which axes of a mesh divide which axes of a parameter, and with it all that is kept of it."""
+"""Shardings of parameters, and of the optimizer state, gradient sums and averages that follow them."""
 
 import re
 from collections.abc import Mapping
@@ -14,33 +14,43 @@ from jaxtrain.paths import path_name
 from jaxtrain.step import TrainState
 
 Rules = Mapping[str, P]
-"""From a regular expression, of a parameter's whole path ("blocks/fc/kernel"), to the mesh axes of each of its axes.
+"""Map from a regular expression for the full path of a parameter ("blocks/fc/kernel") to its `PartitionSpec`.
 
-The first that matches holds. The rules of a model stand in its file.
+The first match applies. The rules of a model are in its file.
 """
 
 
 def param_shardings(params: Any, mesh: Mesh, rules: Rules | None) -> Any:
-    """A `NamedSharding` for every leaf of `params`; without rules by `automatic`.
+    """Return a `NamedSharding` for every leaf of `params`.
 
-    Raises `UserError` for a parameter that no rule matches, or that has fewer axes than its rule.
+    Args:
+      params: Pytree of arrays or shapes.
+      mesh: The mesh.
+      rules: `PartitionSpec`s by path; None shards the longest axis of each parameter over fsdp.
 
-    >>> from jaxtrain.distributed.mesh import make_mesh
-    >>> params = {"fc": {"kernel": jax.ShapeDtypeStruct((6, 8), "float32")}}
-    >>> mesh = make_mesh("fsdp=1", jax.devices()[:1])
-    >>> param_shardings(params, mesh, {".*/kernel": P("fsdp", "tensor")})["fc"]["kernel"].spec
-    P('fsdp', 'tensor')
+    Returns:
+      A pytree like `params`. Mesh axes that do not divide an axis of a parameter are left out.
+
+    Raises:
+      UserError: No rule matches a parameter, or its rule has more axes than the parameter.
+
+    Example:
+      >>> from jaxtrain.distributed.mesh import make_mesh
+      >>> params = {"fc": {"kernel": jax.ShapeDtypeStruct((6, 8), "float32")}}
+      >>> mesh = make_mesh("fsdp=1", jax.devices()[:1])
+      >>> param_shardings(params, mesh, {".*/kernel": P("fsdp", "tensor")})["fc"]["kernel"].spec
+      P('fsdp', 'tensor')
     """
 
     def sharding(path: Any, x: Any) -> NamedSharding:
-        spec = automatic(x.shape, mesh) if rules is None else _matched(path_name(path), x.shape, rules)
-        return NamedSharding(mesh, fitted(spec, x.shape, mesh))
+        spec = automatic_spec(x.shape, mesh) if rules is None else _matched(path_name(path), x.shape, rules)
+        return NamedSharding(mesh, fit_spec(spec, x.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
 
 
-def automatic(shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The longest axis that `fsdp` divides, the last of equals, is divided by it."""
+def automatic_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Shard the longest axis that is divisible by fsdp; of equal ones the last."""
     n = mesh.shape.get(FSDP, 1)
     divisible = [i for i, size in enumerate(shape) if size and size % n == 0]
     if not divisible:
@@ -49,8 +59,8 @@ def automatic(shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*[FSDP if i == longest else None for i in range(longest + 1)])
 
 
-def fitted(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """`spec` without the axes that the mesh does not have, and those that do not divide what they are to."""
+def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Remove from `spec` the axes that the mesh lacks or that do not divide the array's axis."""
 
     def fits(size: int, axes: Any) -> Any:
         kept: list[str] = []
@@ -64,8 +74,8 @@ def fitted(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*map(fits, shape, spec))
 
 
-def without(sharding: NamedSharding, axis: str) -> NamedSharding:
-    """`sharding`, but whole along that axis of the mesh."""
+def replicate_over(sharding: NamedSharding, axis: str) -> NamedSharding:
+    """Return `sharding` replicated over one axis of the mesh."""
 
     def rest(axes: Any) -> Any:
         return tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a != axis) or None
@@ -74,10 +84,10 @@ def without(sharding: NamedSharding, axis: str) -> NamedSharding:
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> TrainState:
-    """A `NamedSharding` for every leaf of a state, or of its shapes.
+    """Return a `NamedSharding` for every leaf of a state, or of its shapes.
 
-    What is kept of a parameter (gradient sums, moments, average) is divided as it is: an array of its shape, at a path
-    that ends in the parameter's. Everything else is whole on every device.
+    Gradient sums, moments and averages of a parameter, recognized by its shape and by a path that ends in the
+    parameter's path, are sharded like the parameter. Everything else is replicated.
     """
     shardings = param_shardings(state.params, mesh, rules)
     of_params = {
@@ -106,9 +116,10 @@ def _matched(path: str, shape: tuple[int, ...], rules: Rules) -> P:
         if re.fullmatch(pattern, path):
             if len(spec) > len(shape):
                 raise UserError(
-                    f"the sharding rule {pattern!r} has {len(spec)} axes and {path} only {len(shape)}: mend the rule"
+                    f"the sharding rule {pattern!r} has {len(spec)} axes and {path} only {len(shape)}: fix the rule"
                 )
             return spec
     raise UserError(
-        f"no sharding rule matches the parameter {path} {list(shape)}: add one, or leave all out for the automatic one"
+        f"no sharding rule matches the parameter {path} {list(shape)}: "
+        "add one, or omit all rules to shard automatically"
     )

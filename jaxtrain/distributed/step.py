@@ -1,8 +1,7 @@
-"""A training step on a mesh: the functions of `jaxtrain.step`, their loss constrained, jitted with shardings.
+"""A training step on a mesh: the functions of `jaxtrain.step` with a constrained loss, jitted with shardings.
 
-The program is that of one device and the compiler divides it. So the loss scale, whether an update overflows, the
-norm that gradients are clipped by, the weights of a window and the masks of dropout are those of the whole batch by
-construction, and nothing here says a word about them.
+The program is the one for a single device, and the compiler partitions it. Loss scale, overflow checks, gradient norm,
+weights of a window and dropout masks are therefore those of the whole batch by construction.
 """
 
 from collections.abc import Callable
@@ -14,38 +13,49 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
-from jaxtrain.distributed.program import constrained
-from jaxtrain.distributed.rows import placed
+from jaxtrain.distributed.program import constrain_shardings
+from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
 from jaxtrain.step import Step, TrainState, TrainStep, init_state, is_factory, limit_recompilation, window_step
 
 
 def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
-    """`step` on `mesh`, with parameters divided by `rules`: the same interface, and up to rounding the same numbers.
+    """Run a training step on a mesh, with the same interface and, up to rounding, the same numbers.
 
-    `init` makes the state on the devices that are to hold it, from host arrays or from functions that make them, whole
-    on none. Calls take batches [k·B, …] as `jaxtrain.distributed.placed` does.
+    `init` creates the state directly on its devices, from host arrays or from functions that create them; no device
+    ever has all of it. Calls take batches [k·B, …] as `jaxtrain.distributed.place_batch` does.
 
-    >>> import jax.numpy as jnp, optax
-    >>> from jaxtrain import Loss, train_step
-    >>> from jaxtrain.distributed import make_mesh
-    >>> def loss_fn(params, batch, rng):
-    ...     return Loss(((batch["x"] @ params - 1) ** 2).sum(), weight=len(batch["x"])), {}
-    >>> step = shard(train_step(loss_fn, optax.sgd(0.1), accumulate=2), make_mesh("fsdp=1", jax.devices()[:1]))
-    >>> state = step.init(jnp.zeros(4))
-    >>> state, metrics = step(state, {"x": jnp.ones((4, 4))})
-    >>> state.params.sharding.spec, float(metrics["loss"])
-    (P('fsdp',), 1.0)
+    Args:
+      step: The step for one device.
+      mesh: The mesh.
+      rules: `PartitionSpec`s of the parameters by path; None shards the longest axis of each over fsdp.
+
+    Returns:
+      A step whose states and batches are sharded over the mesh.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxtrain import Loss, train_step
+      >>> from jaxtrain.distributed import make_mesh
+      >>> def loss_fn(params, batch, rng):
+      ...     return Loss(((batch["x"] @ params - 1) ** 2).sum(), weight=len(batch["x"])), {}
+      >>> step = shard(train_step(loss_fn, optax.sgd(0.1), accumulate=2), make_mesh("fsdp=1", jax.devices()[:1]))
+      >>> state = step.init(jnp.zeros(4))
+      >>> state, metrics = step(state, {"x": jnp.ones((4, 4))})
+      >>> state.params.sharding.spec, float(metrics["loss"])
+      (P('fsdp',), 1.0)
     """
     return ShardedStep(step, mesh, rules)
 
 
 class ShardedStep(TrainStep):
-    """A `TrainStep` whose states and batches are divided over a mesh. `jitted` takes windows that `place` has made."""
+    """A `TrainStep` with states and batches sharded over a mesh. `jitted` takes windows returned by `place`."""
 
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
-        super().__init__(step.parts.constrained(partial(constrained, mesh=mesh, rules=rules)), step.allow_recompile)
+        super().__init__(
+            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules)), step.allow_recompile
+        )
         self.jitted = self._jit(partial(window_step, self.parts), "state", "batch")
 
     def _jit(self, step: Step, *names: str) -> Any:
@@ -54,7 +64,7 @@ class ShardedStep(TrainStep):
         return _Jitted(limited, shardings, self._mesh)
 
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
-        """As `TrainStep.init`; what it is given and what it makes is divided from the first."""
+        """As `TrainStep.init`, with parameters and state sharded from the start."""
         shapes = self.shapes(params, model_state=model_state, seed=seed, streaming=streaming)
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         init = partial(init_state, self.parts, seed=seed, streaming=streaming)
@@ -74,8 +84,8 @@ class ShardedStep(TrainStep):
         return with_sharding
 
     def place(self, batch: Any) -> Any:
-        """A batch [k·B, …] as the window that `jitted` takes."""
-        return placed(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
+        """Place a batch [k·B, …] on the mesh as the window that `jitted` takes."""
+        return place_batch(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
 
     def compile(self, state: TrainState, batch: Any) -> Any:
         """As `TrainStep.compile`."""
@@ -83,16 +93,16 @@ class ShardedStep(TrainStep):
             return self.jitted.lower(state, self.place(batch)).compile()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """As `TrainStep.__call__`; the metrics are whole on every device."""
+        """As `TrainStep.__call__`; the metrics are replicated."""
         return self._call(lambda state, batch: self.jitted(state, self.place(batch)), state, batch)
 
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.micro`."""
-        return self._call(lambda state, batch: self._micro(state, placed(batch, self._mesh)), state, micro_batch)
+        return self._call(lambda state, batch: self._micro(state, place_batch(batch, self._mesh)), state, micro_batch)
 
 
 class _Jitted:
-    """`jax.jit` of a function of a state and a batch, for states of any structure: their shardings follow from it."""
+    """`jax.jit` of a function of a state and a batch, with shardings derived from the structure of the state."""
 
     def __init__(self, function: Callable[..., Any], shardings: Callable[[Any], Any], mesh: Mesh) -> None:
         self._function, self._shardings, self._mesh = function, shardings, mesh
@@ -119,7 +129,7 @@ class _Jitted:
             shardings = self._shardings(state)
             self._by_kind[kind] = jax.jit(
                 self._function,
-                # A batch is where `placed` has put it.
+                # A batch is where `place_batch` has put it.
                 in_shardings=(shardings, *[None] * len(batch)),
                 out_shardings=(shardings, NamedSharding(self._mesh, P())),
                 donate_argnums=0,
@@ -128,11 +138,11 @@ class _Jitted:
 
 
 def _kind(arguments: Any) -> Any:
-    """A key that differs wherever `jax.jit` compiles another program."""
+    """Return a key that differs whenever `jax.jit` compiles another program."""
     leaves, structure = jax.tree.flatten(arguments)
     return (structure, *((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves))
 
 
 def _on_devices(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays, or what makes one, divided so."""
+    """Place a tree of arrays, or the result of a function that creates one, with these shardings."""
     return jax.jit(tree, out_shardings=shardings)() if is_factory(tree) else jax.device_put(tree, shardings)

@@ -13,8 +13,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxtrain.errors import UserError
-from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, element_type, known
-from jaxtrain.export.onnx_operators import OPERATORS, refused
+from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, constant, element_type
+from jaxtrain.export.onnx_operators import OPERATORS, unsupported
 from jaxtrain.transforms.jaxpr import bind, scan_sizes
 
 MOST_BYTES = 2**31 - 1
@@ -116,13 +116,13 @@ def _imported(name: str) -> Any:
 
 
 def _evaluated(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
-    env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(known, consts), strict=True))
+    env: dict[Any, Value] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variable: Any) -> Value:
         if isinstance(variable, Literal):
             aval: Any = variable.aval
-            return known(np.asarray(variable.val, aval.dtype), loose=True)
+            return constant(np.asarray(variable.val, aval.dtype), loose=True)
         return env[variable]
 
     for eqn in jaxpr.eqns:
@@ -149,9 +149,9 @@ def _outputs(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return _unrolled(graph, eqn, inputs)
     if _is_known(eqn, inputs):
         arrays = [graph.whole(x, v.aval.shape).array for x, v in zip(inputs, eqn.invars, strict=True)]  # type: ignore[attr-defined]
-        return [known(np.asarray(out)) for out in bind(eqn, arrays)]
+        return [constant(np.asarray(out)) for out in bind(eqn, arrays)]
     if name not in OPERATORS:
-        raise refused(graph, eqn, "is an operation")
+        raise unsupported(graph, eqn, "is an operation")
     return OPERATORS[name](graph, eqn, inputs)
 
 
@@ -181,11 +181,11 @@ def _unrolled(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
 
 
 def _stacked(graph: Graph, rows: Sequence[Value], shape: Any) -> Value:
-    axis = known(np.zeros(1, np.int64))
+    axis = constant(np.zeros(1, np.int64))
     return graph.node("Concat", *(graph.node("Unsqueeze", graph.whole(x, shape), axis) for x in rows), axis=0)
 
 
 def _row(graph: Graph, stack: Value, i: int) -> Value:
     if stack.array is not None:
         return Value(f"{stack.name}/{i}" if stack.name else "", stack.array[i])
-    return graph.node("Gather", stack, known(np.int64(i)), axis=0)
+    return graph.node("Gather", stack, constant(np.int64(i)), axis=0)

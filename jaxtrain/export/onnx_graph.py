@@ -75,13 +75,13 @@ class Graph:
         if not value.loose:
             return value
         if value.array is not None and all(isinstance(size, int) for size in shape):
-            return known(np.broadcast_to(value.array, shape))
+            return constant(np.broadcast_to(value.array, shape))
         return self.node("Expand", value, self.shape(shape))
 
     def shape(self, shape: Shape) -> Value:
         """int64 [rank]: a shape as operators take it."""
         if all(isinstance(size, int) for size in shape):
-            return known(np.array(shape, np.int64))
+            return constant(np.array(shape, np.int64))
         return self.node("Concat", *map(self.size, shape), axis=0)
 
     def size(self, size: Any) -> Value:
@@ -98,7 +98,7 @@ class Graph:
     def _computed(self, part: ast.expr) -> Value:
         match part:
             case ast.Constant(value=int(number)):
-                return known(np.array([number], np.int64))
+                return constant(np.array([number], np.int64))
             case ast.Name(id=name):
                 return self._of_input(name)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -118,14 +118,14 @@ class Graph:
 _ARITHMETIC: dict[type[ast.operator], str] = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Pow: "Pow"}
 
 
-def known(array: Any, *, loose: bool = False) -> Value:
+def constant(array: Any, *, loose: bool = False) -> Value:
     """An array that the graph holds."""
     return Value("", np.asarray(array), loose)
 
 
 def integers(*numbers: int) -> Value:
     """int64 [N], as operators take axes and bounds."""
-    return known(np.array(numbers, np.int64))
+    return constant(np.array(numbers, np.int64))
 
 
 def element_type(dtype: Any) -> int:

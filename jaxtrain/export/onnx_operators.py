@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxtrain.errors import UserError
-from jaxtrain.export.onnx_graph import Graph, Value, element_type, integers, known
+from jaxtrain.export.onnx_graph import Graph, Value, constant, element_type, integers
 
 Operator = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
@@ -41,12 +41,12 @@ def _square(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]
 
 
 def _integer_pow(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    exponent = known(np.array(eqn.params["y"], _aval(eqn.invars[0]).dtype), loose=True)
+    exponent = constant(np.array(eqn.params["y"], _aval(eqn.invars[0]).dtype), loose=True)
     return _elementwise("Pow", graph, eqn, [*inputs, exponent])
 
 
 def _erfc(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    one = known(np.ones([], _aval(eqn.invars[0]).dtype), loose=True)
+    one = constant(np.ones([], _aval(eqn.invars[0]).dtype), loose=True)
     return _elementwise("Sub", graph, eqn, [one, *_elementwise("Erf", graph, eqn, inputs)])
 
 
@@ -55,7 +55,7 @@ def _select(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]
     if which.array is not None and which.array.size == 1:
         return [cases[int(which.array.item())]]
     if len(cases) != 2 or _aval(eqn.invars[0]).dtype != np.bool_:
-        raise refused(graph, eqn, "chooses between more than two")
+        raise unsupported(graph, eqn, "chooses between more than two")
     return _elementwise("Where", graph, eqn, [which, cases[1], cases[0]])
 
 
@@ -100,9 +100,9 @@ def _broadcast(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Val
 def _iota(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     shape, axis = eqn.params["shape"], eqn.params["dimension"]
     if inputs or not isinstance(shape[axis], int):
-        raise refused(graph, eqn, "counts along an axis of unknown size")
+        raise unsupported(graph, eqn, "counts along an axis of unknown size")
     count = np.arange(shape[axis], dtype=eqn.params["dtype"])
-    return [known(count.reshape([-1 if i == axis else 1 for i in range(len(shape))]), loose=True)]
+    return [constant(count.reshape([-1 if i == axis else 1 for i in range(len(shape))]), loose=True)]
 
 
 def _transpose(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -125,7 +125,7 @@ def _stack(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 def _unstack(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     (x,), axis = _whole(graph, eqn, inputs), eqn.params["axis"]
-    return [graph.node("Gather", x, known(np.int64(i)), axis=axis) for i in range(len(eqn.outvars))]
+    return [graph.node("Gather", x, constant(np.int64(i)), axis=axis) for i in range(len(eqn.outvars))]
 
 
 def _split(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -154,7 +154,7 @@ def _pad(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     x, fill = _whole(graph, eqn, inputs)
     low, high, between = zip(*eqn.params["padding_config"], strict=True)
     if any(between):
-        raise refused(graph, eqn, "pads between elements")
+        raise unsupported(graph, eqn, "pads between elements")
     return [graph.node("Pad", x, graph.shape([*low, *high]), fill)]
 
 
@@ -187,7 +187,7 @@ def _dot_general(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[V
     """Transposed to [batch…, free, contracted] and [batch…, contracted, free], multiplied, reshaped."""
     (contracted, batches), out = eqn.params["dimension_numbers"], _aval(eqn.outvars[0])
     if len({out.dtype, *(_aval(v).dtype for v in eqn.invars)}) > 1:
-        raise refused(graph, eqn, "has a result wider than its operands")
+        raise unsupported(graph, eqn, "has a result wider than its operands")
     sides = []
     for i, x in enumerate(_whole(graph, eqn, inputs)):
         shape = _aval(eqn.invars[i]).shape
@@ -207,7 +207,7 @@ def _dot_general(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[V
 def _conv(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     if any(by != 1 for by in params["lhs_dilation"]) or params["batch_group_count"] != 1:
-        raise refused(graph, eqn, "is a transposed one, or the gradient of one")
+        raise unsupported(graph, eqn, "is a transposed one, or the gradient of one")
     x, kernel = _whole(graph, eqn, inputs)
     taps = _aval(eqn.invars[1]).shape
     low, high = zip(*params["padding"], strict=True)
@@ -233,15 +233,15 @@ def _gather(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]
     dims, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
     # Of these JAX gives the last or no row, ONNX none, and says so.
     if eqn.params["mode"] not in (lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.CLIP):
-        raise refused(graph, eqn, "fills in for indices out of bounds")
+        raise unsupported(graph, eqn, "fills in for indices out of bounds")
     taken, batched = dims.start_index_map, dims.operand_batching_dims
     rest = [axis for axis in range(len(shape)) if axis not in taken]
     if batched or any(sizes[axis] != shape[axis] for axis in rest):
-        raise refused(graph, eqn, "takes parts of rows")
+        raise unsupported(graph, eqn, "takes parts of rows")
     if indices.array is not None and indices.array.ndim == 1:
         return [_window(graph, eqn, x, indices.array.tolist())]
     if any(sizes[axis] != 1 for axis in taken):
-        raise refused(graph, eqn, "takes several rows from each place")
+        raise unsupported(graph, eqn, "takes several rows from each place")
     rank = len(_aval(eqn.invars[1]).shape) - 1
     kept = [axis for axis in range(len(shape)) if axis not in dims.collapsed_slice_dims]
     place = dict(zip(kept, dims.offset_dims, strict=True))
@@ -262,7 +262,7 @@ def _gather(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]
 
 def _column(graph: Graph, indices: Value, axis: int) -> Value:
     if indices.array is not None:
-        return known(indices.array.squeeze(axis))
+        return constant(indices.array.squeeze(axis))
     return graph.node("Squeeze", indices, integers(axis))
 
 
@@ -271,7 +271,7 @@ def _dynamic_slice(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list
     sizes, shape = eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
     begin = [int(at.array) for at in start if at.array is not None]
     if len(begin) < len(start):
-        raise refused(graph, eqn, "begins where it is told as it runs")
+        raise unsupported(graph, eqn, "begins where it is told as it runs")
     return [_sliced(graph, x, shape, begin, [at + n for at, n in zip(begin, sizes, strict=True)], [1] * len(shape))]
 
 
@@ -301,7 +301,7 @@ def _aval(variable: Any) -> Any:
     return variable.aval
 
 
-def refused(graph: Graph, eqn: JaxprEqn, why: str) -> UserError:
+def unsupported(graph: Graph, eqn: JaxprEqn, why: str) -> UserError:
     """The error that says which operation of the model has no counterpart here, and where it stands."""
     return UserError(f"{eqn.primitive.name}{graph.line} {why}, which goes into no ONNX here: export it as stablehlo")
 

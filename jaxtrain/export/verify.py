@@ -32,7 +32,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """Distances from float64, relative, root mean square: of the export, and of JAX's float32."""
 
     batches: Sequence[int]
@@ -45,7 +45,7 @@ class Verified:
         return f"in batches of {sizes} {self.theirs:.1e} from float64, JAX's float32 {self.ours:.1e}"
 
 
-def trials(inference: Inference) -> list[Trial]:
+def make_trials(inference: Inference) -> list[Trial]:
     """Batches of one, some and all of the rows; every other is of rows cut to half their length.
 
     What is to come back is taken from the whole rows, all of them at once: a row must not depend on those beside it,
@@ -57,7 +57,7 @@ def trials(inference: Inference) -> list[Trial]:
     return [_first(whole if i % 2 == 0 else half, size) for i, size in enumerate(sizes)]
 
 
-def verified(asked: Sequence[Trial], answers: Iterator[Any], what: str) -> Verified:
+def verify(asked: Sequence[Trial], answers: Iterator[Any], what: str) -> Verification:
     """How far the `answers` are from the truth. Raises `RunFailed` where that is too far."""
     theirs, ours = [], []
     for trial, answer in zip(asked, answers, strict=True):
@@ -72,7 +72,7 @@ def verified(asked: Sequence[Trial], answers: Iterator[Any], what: str) -> Verif
                 f"{what} is {theirs[-1]:.1e} from the logits in float64, in a batch of {len(got)}, and may be "
                 f"{bound:.1e} (JAX's float32 is {ours[-1]:.1e}): not written"
             )
-    return Verified([len(trial.truth) for trial in asked], max(theirs), max(ours))
+    return Verification([len(trial.truth) for trial in asked], max(theirs), max(ours))
 
 
 def _answers(inference: Inference, share: int) -> Trial:

@@ -1,7 +1,7 @@
-"""What an optimizer has done, between `torch.optim.Optimizer.state_dict()` and the state of ours: moments and counts.
+"""Conversion of optimizer states, moments and counts, from and to `torch.optim.Optimizer.state_dict()`.
 
-PyTorch numbers parameters by their place in `param_groups`; the names come from the groups, where the optimizer was
-made of `named_parameters()`, or from the order and the shapes of the model's parameters.
+PyTorch numbers parameters by their order in `param_groups`. Names come from the groups, if the optimizer was created
+from `named_parameters()`, or from the order and the shapes of the model's parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,52 +31,56 @@ MOMENTS: dict[str, dict[str, str]] = {
     "rprop": {"prev": "prev", "step_size": "step_size"},
     "sgd": {"momentum_buffer": "momentum_buffer"},
 }
-"""For each of our optimizers: the fields of its state that are like the parameters, and PyTorch's names for them."""
+"""PyTorch's names of the state fields that have the shapes of the parameters, by optimizer."""
 
 SCALARS: dict[str, tuple[str, ...]] = {"asgd": ("eta", "mu"), "nadam": ("mu_product",)}
-"""Those that are one number of all parameters; PyTorch keeps a copy with each."""
+"""State fields that are one number for all parameters; PyTorch stores a copy with each parameter."""
 
 UNCOUNTED = ("muon", "sgd")
-"""Those of which PyTorch does not count the updates."""
+"""Optimizers whose updates PyTorch does not count."""
 
-_WAYS = 10_000
-"""How many ways to match parameters are followed at once, before they count as ambiguous."""
+_MAX_MATCHES = 10_000
+"""Number of partial assignments of parameters to groups above which they count as ambiguous."""
 
 Entries = Mapping[str, Mapping[str, Any]]
-"""What PyTorch keeps of each parameter, by the parameter's name."""
+"""PyTorch's state of every parameter, by name."""
 
 
-def names_of_groups(
+def group_parameter_names(
     optimizer: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rename: Callable[[str], str]
 ) -> list[list[str]]:
-    """The names of each group's parameters. `shapes`: of the model's parameters, in their order.
+    """Return the names of the parameters of every group.
 
-    `rename`: from a name as the groups have it to that of the model. Without names, all parameters of the model are
-    those of the one group; or those that, in the model's order, have the shapes of the groups' moments. Raises
-    `UserError` where that leaves a choice.
+    Without names in the groups, parameters are assigned in the order of the model by the shapes of their moments.
+    Raises `UserError` if that is ambiguous.
+
+    Args:
+      optimizer: `state_dict()` of the optimizer.
+      shapes: Shapes of the model's parameters, in order.
+      rename: Function from a name in the groups to the name in the model.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     if all("param_names" in group for group in groups):
         found = [[rename(name) for name in group["param_names"]] for group in groups]
         strange = [name for group in found for name in group if name not in shapes]
         if strange:
-            raise UserError(f"the optimizer has {', '.join(strange)}, which the model has not: save both of one run")
+            raise UserError(f"the optimizer has {', '.join(strange)}, which the model lacks: save both from one run")
         return found
     wanted = [[_shape(state.get(number)) for number in group["params"]] for group in groups]
     left = len(shapes) - sum(map(len, wanted))
     if left < 0:
         raise UserError(
-            f"the optimizer has {len(shapes) - left} parameters and the model {len(shapes)}: save both of one run"
+            f"the optimizer has {len(shapes) - left} parameters and the model {len(shapes)}: save both from one run"
         )
-    # Those left over are in none of the groups, like a group of any shapes whose names are not wanted.
-    return _matched(shapes, [*wanted, [None] * left])[:-1]
+    # Parameters in no group form one more group of any shapes, whose names are discarded.
+    return _match_parameters(shapes, [*wanted, [None] * left])[:-1]
 
 
-def _matched(
+def _match_parameters(
     shapes: Mapping[str, tuple[int, ...]], wanted: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> list[list[str]]:
-    """The parameters dealt to the groups in their order, each where the next shape wanted is its own, or None."""
-    # Where each group has got to → in how many ways, and one of them: the groups dealt to, last first.
+    """Assign parameters in order to groups whose next shape is equal or unknown (None)."""
+    # Position in every group → number of assignments, and one of them as a linked list, last first.
     ways: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(wanted): (1, None)}
     for name, shape in shapes.items():
         following: dict[tuple[int, ...], tuple[int, Any]] = {}
@@ -88,29 +92,29 @@ def _matched(
                     following[there] = (before + count, (i, path))
         if not following:
             raise UserError(f"no order of the optimizer's parameters has {name} {shape} where it must be: {_REMEDY}")
-        if len(following) > _WAYS:
+        if len(following) > _MAX_MATCHES:
             raise UserError(f"the optimizer's parameters could be the model's in many ways: {_REMEDY}")
         ways = following
     (count, path), *_ = ways.values()
     if count > 1:
         raise UserError(f"the optimizer's parameters could be the model's in {count} ways: {_REMEDY}")
-    dealt = []
+    assigned = []
     while path is not None:
         i, path = path
-        dealt.append(i)
+        assigned.append(i)
     groups: list[list[str]] = [[] for _ in wanted]
-    for name, i in zip(shapes, reversed(dealt), strict=True):
+    for name, i in zip(shapes, reversed(assigned), strict=True):
         groups[i].append(name)
     return groups
 
 
 _REMEDY = (
-    "make the optimizer of model.named_parameters(), which keeps their names, or of one group in the model's order"
+    "create the optimizer from model.named_parameters(), which stores names, or with one group in the model's order"
 )
 
 
 def _shape(entries: Mapping[str, Any] | None) -> tuple[int, ...] | None:
-    """The shape of a parameter, from its moments; None where it has none."""
+    """Return the shape of a parameter from its moments, None without any."""
     for key, value in (entries or {}).items():
         if key not in ("step", "eta", "mu", "mu_product", "row_var", "col_var") and hasattr(value, "shape"):
             return tuple(value.shape)
@@ -119,28 +123,28 @@ def _shape(entries: Mapping[str, Any] | None) -> tuple[int, ...] | None:
     return None
 
 
-def by_name(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Mapping[str, Any]]:
-    """The "state" of a `state_dict()` by the parameters' names; without those that have none."""
+def state_by_name(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Mapping[str, Any]]:
+    """Return the "state" of a `state_dict()` by parameter name, without empty entries."""
     numbers = (number for group in optimizer["param_groups"] for number in group["params"])
     flat = (name for group in names for name in group)
     pairs = ((name, optimizer["state"].get(number)) for name, number in zip(flat, numbers, strict=True))
     return {name: {k: v for k, v in entries.items() if v is not None} for name, entries in pairs if entries}
 
 
-def updates_made(entries: Entries) -> int | None:
-    """How many updates the optimizer has made, as PyTorch counts them; None where it does not."""
+def update_count(entries: Entries) -> int | None:
+    """Return the number of updates that PyTorch counted, None if it does not count them."""
     steps = {name: _number(of["step"]) for name, of in entries.items() if "step" in of}
     if not steps:
         return None
     if len(set(steps.values())) > 1:
         first, other = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise UserError(
-            f"{first} was updated {steps[first]:g} times and {other} {steps[other]:g} times, where here all are "
-            "together: start the optimizer anew, from the weights alone"
+            f"{first} was updated {steps[first]:g} times and {other} {steps[other]:g} times, but counts must be equal: "
+            "import the weights only"
         )
     count = next(iter(steps.values()))
     if count != int(count) or not 0 <= count < 2**31:
-        raise UserError(f"the optimizer counts {count} updates, which is no count: save it anew")
+        raise UserError(f"the number of updates must be a count, got {count}: save the optimizer again")
     return int(count)
 
 
@@ -150,13 +154,23 @@ def to_jax(
     count: int,
     entries: Entries,
     names: NameTable,
+    *,
     put: Callable[[np.ndarray, Any], Any],
     plateaus: Sequence[PlateauState] = (),
 ) -> Any:
-    """The optimizer's state after `count` updates, shaped as `like` is, of what PyTorch keeps.
+    """Convert PyTorch's state of every parameter to the state of an optimizer.
 
-    `put(array, leaf of like)` takes each array away before the next is read. `plateaus`: the state of a
-    `ReduceLROnPlateau` in each group. Raises `UserError` that lists what is missing, mis-shaped or not known.
+    Args:
+      like: State with the structure and shapes of the result.
+      expression: Optimizer.
+      count: Number of updates.
+      entries: PyTorch's state of every parameter, by name.
+      names: Name table of the parameters.
+      put: Function of (array, leaf of `like`) that stores each array before the next is read.
+      plateaus: State of the `ReduceLROnPlateau` of every group.
+
+    Raises:
+      UserError: Entries are missing, mis-shaped or unknown.
     """
 
     def filled(state: Any, call: Call, group: int) -> Any:
@@ -170,24 +184,24 @@ def to_jax(
             elif field == "learning_rate":
                 new[field] = put(np.asarray(rate(call, max(count - 1, 0))), leaf)
             elif field in scalars:
-                new[field] = put(_shared(entries, field), leaf)
+                new[field] = put(_shared_scalar(entries, field), leaf)
             elif field in moments and leaf is not None:
                 new[field] = _moment(call, moments[field], leaf, entries, names, put)
         return state._replace(**new) if new else state
 
     for call in [expression] if isinstance(expression, Call) else expression.values():
         _check_known(call, entries)
-    return mapped(like, expression, filled)
+    return map_states(like, expression, filled)
 
 
 def to_torch(
     state: Any, expression: Expression, count: int, names: NameTable, scalar_dtype: Any = np.float32
 ) -> dict[str, dict[str, np.ndarray]]:
-    """What PyTorch keeps of each parameter after `count` updates, by the parameter's name; nothing before the first.
+    """Return PyTorch's state of every parameter after `count` updates, by name; empty before the first update.
 
-    `scalar_dtype`: that of "step" and of the other numbers, PyTorch's default dtype.
+    `scalar_dtype` is the dtype of "step" and of the other numbers.
     """
-    kept: dict[str, dict[str, np.ndarray]] = {}
+    entries: dict[str, dict[str, np.ndarray]] = {}
 
     def collect(state: Any, call: Call, group: int) -> Any:
         del group
@@ -203,16 +217,16 @@ def to_torch(
             for path, leaf in present.items():
                 key = _key(call, moments[field], names, path)
                 for name, tensor in names.only([path]).to_torch({path: leaf}).items():
-                    kept.setdefault(name, {k: v.copy() for k, v in numbers.items()})[key] = tensor
+                    entries.setdefault(name, {k: v.copy() for k, v in numbers.items()})[key] = tensor
         return state
 
     if count:
-        mapped(state, expression, collect)
-    return kept
+        map_states(state, expression, collect)
+    return entries
 
 
 def rate(call: Call, count: int) -> jax.Array:
-    """float[]: the learning rate of the update numbered `count`; of a plateau, the first."""
+    """Return the learning rate of update `count`, float []; for a plateau, the initial one."""
     schedule = call.arguments["learning_rate"]
     if isinstance(schedule, Call) and schedule.function == "reduce_lr_on_plateau":
         schedule = schedule.arguments["learning_rate"]
@@ -220,18 +234,18 @@ def rate(call: Call, count: int) -> jax.Array:
     return rate_at(made, jnp.array(count, np.int32))
 
 
-def mapped(state: Any, expression: Expression, fn: Callable[[Any, Call, int], Any], group: int = 0) -> Any:
-    """The state with `fn(part, its group's call, the group's number)` for every transformation's own part."""
+def map_states(state: Any, expression: Expression, fn: Callable[[Any, Call, int], Any], group: int = 0) -> Any:
+    """Apply `fn(part, call, group number)` to the state of every transformation."""
     if hasattr(state, "inner_states"):
         inner = {
-            name: mapped(part, expression, fn, int(name)) if name.isdigit() else part
+            name: map_states(part, expression, fn, int(name)) if name.isdigit() else part
             for name, part in state.inner_states.items()
         }
         return state._replace(inner_states=inner)
     if hasattr(state, "inner_state"):
-        return state._replace(inner_state=mapped(state.inner_state, expression, fn, group))
+        return state._replace(inner_state=map_states(state.inner_state, expression, fn, group))
     if type(state) is tuple:
-        return tuple(mapped(part, expression, fn, group) for part in state)
+        return tuple(map_states(part, expression, fn, group) for part in state)
     call = expression if isinstance(expression, Call) else list(expression.values())[group]
     return fn(state, call, group)
 
@@ -239,7 +253,7 @@ def mapped(state: Any, expression: Expression, fn: Callable[[Any, Call, int], An
 def _moment(
     call: Call, key: str, like: Any, entries: Entries, names: NameTable, put: Callable[[np.ndarray, Any], Any]
 ) -> Any:
-    """A tree of moments; a leaf of no elements, as Adafactor has where it does not factor, stays as it is."""
+    """Convert a tree of moments; empty leaves, as those of Adafactor without factoring, stay empty."""
     present = {path: leaf for path, leaf in leaves(like) if leaf.shape != (0,)}
     tensors = {}
     for path, leaf in present.items():
@@ -256,17 +270,17 @@ def _moment(
 
 
 def _key(call: Call, key: str, names: NameTable, path: str) -> str:
-    """PyTorch's name of a moment: what is a row of its matrix is a column of ours, where that is transposed."""
+    """Return PyTorch's name of a moment; rows and columns are exchanged for transposed matrices."""
     swapped = {"row_var": "col_var", "col_var": "row_var"}
     return swapped.get(key, key) if call.function == "adafactor" and names.params[path].layout is LINEAR else key
 
 
-def _shared(entries: Entries, key: str) -> np.ndarray:
-    """The one value that all parameters have a copy of."""
+def _shared_scalar(entries: Entries, key: str) -> np.ndarray:
+    """Return the value that all parameters share."""
     values = {name: _number(of[key]) for name, of in entries.items() if key in of}
     if len(set(values.values())) != 1:
         raise UserError(
-            f"{key} is {sorted(set(values.values()))} in the optimizer, where all parameters are to share it"
+            f"{key} is {sorted(set(values.values()))} in the optimizer, but must be equal for all parameters"
         )
     return np.asarray(next(iter(values.values())))
 
@@ -275,13 +289,13 @@ def _check_known(call: Call, entries: Entries) -> None:
     known = {*MOMENTS[call.function].values(), *SCALARS.get(call.function, ()), "step"}
     for name, of in entries.items():
         for key in of.keys() - known:
-            raise UserError(f"{key} of {name} is nothing {call.function} keeps: say --optimizer, or save it anew")
+            raise UserError(f"{key} of {name} is not a state of {call.function}: set --optimizer, or save it again")
 
 
 def _number(value: Any) -> float:
-    """A number out of its array of one element. Raises `UserError` for anything else."""
+    """Return a number, or the element of a scalar array. Raises `UserError` for anything else."""
     if isinstance(value, int | float):
         return float(value)
     if getattr(value, "shape", None) != ():
-        raise UserError(f"the optimizer holds {value!r} where a number is to be: save it anew")
+        raise UserError(f"the optimizer contains {value!r} where a number must be: save it again")
     return float(np.asarray(value))

@@ -1,8 +1,7 @@
-"""Our optimizer from one of PyTorch's, its schedulers and parameter groups included: live, or as `state_dict`s keep it.
+"""Conversion of PyTorch's optimizers with their schedulers and parameter groups, live or from `state_dict()`s.
 
-It is the recipe that is carried over, not what the optimizer has done: its moments start at zero, and schedules at the
-scheduler's beginning, wherever it stands (`jaxtrain.interop` carries the rest). Neither is torch imported: its objects
-are only read.
+Only settings are converted: moments start at zero and schedules at the beginning of the scheduler, whatever its
+position; `jaxtrain.interop.torch_run` converts the state. torch is not imported, its objects are only read.
 """
 
 import inspect
@@ -19,7 +18,7 @@ from jaxtrain.interop.names import AS_IS, LAYER, LINEAR, NameTable
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, build_expression
 
 Names = NameTable | Mapping[str, str] | Callable[[str], str | None]
-"""From a PyTorch parameter's name to the path of the JAX leaf it is, or is stacked in."""
+"""Mapping from a PyTorch parameter's name to the path of its JAX leaf."""
 
 Groups = Sequence[Mapping[str, Any]]
 """PyTorch's `param_groups`."""
@@ -39,12 +38,12 @@ OPTIMIZER_CLASSES = (
     "Rprop",
     "SGD",
 )
-"""`torch.optim`'s; our function is the same in small letters."""
+"""Supported classes of `torch.optim`; our functions have their names in lower case."""
 
 _MEANINGLESS = {"foreach", "fused", "capturable", "differentiable", "params", "param_names", "name"}
 _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 
-# What only the groups of that optimizer hold; RAdam and Adamax hold less than Adam, and are told apart last.
+# Keys that only the groups of one optimizer have; RAdam and Adamax have fewer than Adam and are recognized last.
 _MARKS = {
     "rho": "Adadelta",
     "beta2_decay": "Adafactor",
@@ -56,7 +55,7 @@ _MARKS = {
     "etas": "Rprop",
     "dampening": "SGD",
 }
-# What the state of that scheduler holds, the first that fits.
+# Keys of the states of schedulers; the first match counts.
 _SCHEDULER_MARKS = {
     "_milestones": "SequentialLR",
     "_schedulers": "ChainedScheduler",
@@ -76,85 +75,98 @@ _SCHEDULER_MARKS = {
 
 
 class Scheduler(NamedTuple):
-    """A scheduler of PyTorch's: its class, and its attributes or its `state_dict()`, which are the same."""
+    """A scheduler of PyTorch: its class, and its attributes or its `state_dict()`, which are equal."""
 
     kind: str
     values: Mapping[str, Any]
 
     @property
     def parts(self) -> "list[Scheduler]":
-        """Those that a `SequentialLR` or a `ChainedScheduler` is made of."""
-        return [saved_scheduler(s) if isinstance(s, Mapping) else _live(s) for s in self.values.get("_schedulers", [])]
+        """Schedulers of a `SequentialLR` or a `ChainedScheduler`."""
+        return [
+            scheduler_from_state(s) if isinstance(s, Mapping) else _live(s) for s in self.values.get("_schedulers", [])
+        ]
 
     @property
     def position(self) -> int:
-        """How often it was stepped."""
+        """Number of its steps."""
         own = self.values.get("last_epoch")
         return max(part.position for part in self.parts) if own is None else int(own)
 
 
-def saved_scheduler(state: Mapping[str, Any]) -> Scheduler:
-    """The scheduler of a `state_dict()`, its class recognised by what it holds."""
+def scheduler_from_state(state: Mapping[str, Any]) -> Scheduler:
+    """Return the scheduler of a `state_dict()`, its class recognized by its keys."""
     kind = next((kind for mark, kind in _SCHEDULER_MARKS.items() if mark in state), None)
     if kind is None:
-        raise UserError(f"a scheduler's state of {', '.join(state)} is none we know: say --schedule")
+        raise UserError(f"a scheduler with the state {', '.join(state)} is not supported: set --schedule")
     if state.get("_scale_fn_custom") is not None:
-        raise UserError("the state of a CyclicLR does not hold its scale_fn: say --schedule")
+        raise UserError("the state of a CyclicLR does not contain its scale_fn: set --schedule")
     return Scheduler(kind, state)
 
 
-def saved_kind(groups: Groups, entries: set[str]) -> str:
-    """The class of the optimizer whose `state_dict()` has these groups; `entries`: the names in its state."""
+def optimizer_class_of_state(groups: Groups, entries: set[str]) -> str:
+    """Return the class of an optimizer from the groups and the names in the state of its `state_dict()`."""
     group = groups[0]
     found = next((kind for mark, kind in _MARKS.items() if mark in group), None)
     if found is not None:
         return found
     if "amsgrad" in group:
         if "decoupled_weight_decay" not in group:
-            raise UserError("a state of Adam or of AdamW, which older versions of PyTorch wrote alike: say --optimizer")
+            raise UserError("older versions of PyTorch write equal states for Adam and AdamW: set --optimizer")
         return "AdamW" if group["decoupled_weight_decay"] else "Adam"
     if "betas" in group:
         return "Adamax" if "exp_inf" in entries or "decoupled_weight_decay" not in group else "RAdam"
-    raise UserError(f"an optimizer whose groups hold {', '.join(group)} is none we have: say --optimizer")
+    raise UserError(f"an optimizer with the settings {', '.join(group)} is not supported: set --optimizer")
 
 
 def from_torch(
     optimizer: Any, scheduler: Any = None, *, model: Any = None, names: Names | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that updates as `optimizer` does, under `scheduler`.
+    """Convert a PyTorch optimizer and its scheduler to a gradient transformation with the same updates.
 
-    Parameter groups need `names`, from PyTorch's names to JAX's paths, and, unless the optimizer was made of
-    `named_parameters()`, the `model`. With `names` a parameter the optimizer was not given is left as it is. Raises
-    `UserError`, naming it, for whatever cannot be honoured.
+    Args:
+      optimizer: Optimizer of `torch.optim`.
+      scheduler: Its scheduler, of `torch.optim.lr_scheduler`, or None.
+      model: Module of the parameters; needed for parameter groups, unless the optimizer was created from
+        `named_parameters()`.
+      names: Mapping from PyTorch's names to JAX paths; needed for parameter groups. With it, parameters that the
+        optimizer does not have are not updated.
 
-    >>> import importlib.util
-    >>> if importlib.util.find_spec("torch"):
-    ...     import torch
-    ...     theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5, maximize=True)
-    ...     tx = from_torch(theirs, torch.optim.lr_scheduler.ExponentialLR(theirs, 0.1))
-    ...     updates, state = tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
-    ...     assert float(updates[0]) == 0.5
+    Returns:
+      An optax transformation.
+
+    Raises:
+      UserError: A setting is not supported; it is named.
+
+    Example:
+      >>> import importlib.util
+      >>> if importlib.util.find_spec("torch"):
+      ...     import torch
+      ...     theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5, maximize=True)
+      ...     tx = from_torch(theirs, torch.optim.lr_scheduler.ExponentialLR(theirs, 0.1))
+      ...     updates, state = tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
+      ...     assert float(updates[0]) == 0.5
     """
     kind, param_groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in OPTIMIZER_CLASSES or not type(optimizer).__module__.startswith("torch.optim"):
-        raise UserError(f"{kind} is not an optimizer we have: choose from {', '.join(OPTIMIZER_CLASSES)}")
+        raise UserError(f"{kind} is not supported: use one of {', '.join(OPTIMIZER_CLASSES)}")
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
-        raise UserError(f"{kind} has step hooks, which are not honoured: remove them")
+        raise UserError(f"{kind} has step hooks, which are not supported: remove them")
     if scheduler is not None and scheduler.optimizer is not optimizer:
-        raise UserError(f"{type(scheduler).__name__} schedules another optimizer: give it with its own")
-    # PyTorch fills the sums of Adagrad when the optimizer is made, from its argument and not the group's.
+        raise UserError(f"{type(scheduler).__name__} schedules another optimizer: pass its own")
+    # PyTorch initializes the sums of Adagrad from the argument of the optimizer, not of the group.
     filled = {k: _number(v) for k, v in optimizer.defaults.items() if k == "initial_accumulator_value"}
     param_groups = [{**group, **filled} for group in param_groups]
     live = None if scheduler is None else _live(scheduler)
     if names is None:
         if len(param_groups) > 1:
-            raise UserError(f"{kind} has {len(param_groups)} parameter groups: give names")
-        return build_expression(described(kind, param_groups, live), OPTIMIZERS, {})
+            raise UserError(f"{kind} has {len(param_groups)} parameter groups: pass names")
+        return build_expression(optimizer_expression(kind, param_groups, live), OPTIMIZERS, {})
     group_names = _names_of_groups(optimizer.param_groups, model)
-    return build_expression(described(kind, param_groups, live, names, group_names), OPTIMIZERS, {})
+    return build_expression(optimizer_expression(kind, param_groups, live, names, group_names), OPTIMIZERS, {})
 
 
-def described(
+def optimizer_expression(
     kind: str,
     param_groups: Groups,
     scheduler: Scheduler | None,
@@ -163,19 +175,28 @@ def described(
     *,
     shift: int = 0,
 ) -> Expression:
-    """The optimizer of that class, with those groups, as an expression of our functions.
+    """Convert an optimizer to an expression of our functions.
 
-    `group_names`: the parameters of each group; without `names` there is one group, of all. `shift`: how much more
-    often the scheduler was stepped than the optimizer. Raises `UserError`, naming it, for what cannot be honoured.
+    Args:
+      kind: Class of the optimizer.
+      param_groups: Its groups.
+      scheduler: Its scheduler, or None.
+      names: Mapping from PyTorch's names to JAX paths; None for one group of all parameters.
+      group_names: Names of the parameters of every group, with `names`.
+      shift: Number of steps of the scheduler minus the number of updates.
+
+    Raises:
+      UserError: A setting is not supported; it is named.
     """
     if scheduler is None and any("initial_lr" in group for group in param_groups):
-        raise UserError(f"{kind} has a scheduler: give it too, for the learning rate now is not the first")
+        raise UserError(f"{kind} has a scheduler: pass it too, for the initial learning rate")
     if names is None:
-        return _call(kind, param_groups, scheduler, 0, [], None, shift)
+        return _call(kind, param_groups, scheduler, 0, paths=[], names=None, shift=shift)
     group_of = _group_of_path(names, group_names)
     members = [[path for path, group in group_of.items() if group == i] for i in range(len(param_groups))]
     return {
-        " ".join(paths): _call(kind, param_groups, scheduler, i, paths, names, shift) for i, paths in enumerate(members)
+        " ".join(paths): _call(kind, param_groups, scheduler, i, paths=paths, names=names, shift=shift)
+        for i, paths in enumerate(members)
     }
 
 
@@ -184,6 +205,7 @@ def _call(
     param_groups: Groups,
     scheduler: Scheduler | None,
     i: int,
+    *,
     paths: list[str],
     names: Names | None,
     shift: int,
@@ -197,24 +219,24 @@ def _call(
         options["b1"], options["b2"] = map(_number, options.pop("betas"))
     for option in options:
         if option not in inspect.signature(OPTIMIZERS[function]).parameters:
-            raise UserError(f"{kind}'s {option}={options[option]!r} in group {i} is not honoured: leave it out")
+            raise UserError(f"{kind}'s {option}={options[option]!r} in group {i} is not supported: leave it out")
     if "mask" in inspect.signature(OPTIMIZERS[function]).parameters:
-        options["mask"] = None  # all that is in the group decays
+        options["mask"] = None  # every parameter of the group decays
     if kind in ("Muon", "Adafactor") and isinstance(names, NameTable):
         options |= _layout(kind, paths, names)
     if scheduler is not None and scheduler.values.get("cycle_momentum"):
-        options["b1" if "b1" in options else "momentum"] = _shifted(_momentum(scheduler, group, i), shift)
-    rate = _number(group["lr"]) if scheduler is None else _shifted(_rate(scheduler, group, i), shift)
+        options["b1" if "b1" in options else "momentum"] = _shift(_momentum(scheduler, group, i), shift)
+    rate = _number(group["lr"]) if scheduler is None else _shift(_rate(scheduler, group, i), shift)
     return Call(function, {"learning_rate": rate, **options})
 
 
-def _shifted(schedule: Call, by: int) -> Call:
-    # A plateau counts no updates.
+def _shift(schedule: Call, by: int) -> Call:
+    # Plateaus do not count updates.
     return Call("shifted", {"schedule": schedule, "by": by}) if by and "plateau" not in schedule.function else schedule
 
 
 def _rate(scheduler: Scheduler, group: Mapping[str, Any], i: int) -> Call:
-    """The learning rate of `group`, the one numbered `i`."""
+    """Return the schedule of the learning rate of group `i`."""
     kind, s = scheduler
     if kind == "ReduceLROnPlateau":
         own = {k: s[k] for k in ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "eps")}
@@ -222,7 +244,7 @@ def _rate(scheduler: Scheduler, group: Mapping[str, Any], i: int) -> Call:
     if kind in ("SequentialLR", "ChainedScheduler"):
         for part in scheduler.parts:
             if part.values.get("cycle_momentum"):
-                raise UserError(f"cycle_momentum of a {part.kind} in a {kind} is not honoured: make it False")
+                raise UserError(f"cycle_momentum of a {part.kind} in a {kind} is not supported: set it to False")
         parts = [_rate(part, group, i) for part in scheduler.parts]
         if kind == "SequentialLR":
             return Call("sequential", {"schedules": parts, "milestones": list(s["_milestones"])})
@@ -232,7 +254,7 @@ def _rate(scheduler: Scheduler, group: Mapping[str, Any], i: int) -> Call:
     lr = _number(s["base_lrs"][i]) if "base_lrs" in s else None
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "StepLR": lambda: {"step_size": s["step_size"], "gamma": s["gamma"]},
-        "MultiStepLR": lambda: {"milestones": sorted(_repeated(s["milestones"])), "gamma": s["gamma"]},
+        "MultiStepLR": lambda: {"milestones": sorted(_expand_counts(s["milestones"])), "gamma": s["gamma"]},
         "ConstantLR": lambda: {"factor": s["factor"], "total_iters": s["total_iters"]},
         "LinearLR": lambda: {k: s[k] for k in ("start_factor", "end_factor", "total_iters")},
         "ExponentialLR": lambda: {"gamma": s["gamma"]},
@@ -244,7 +266,7 @@ def _rate(scheduler: Scheduler, group: Mapping[str, Any], i: int) -> Call:
         "CyclicLR": lambda: {"max_lr": _number(s["max_lrs"][i]), **_cycle(s)},
     }
     if kind not in makers:
-        raise UserError(f"{kind} is not a scheduler we have: choose from those of torch.optim.lr_scheduler")
+        raise UserError(f"{kind} is not supported: use a scheduler of torch.optim.lr_scheduler")
     return Call(_FUNCTIONS[kind], {"base_lr" if kind == "CyclicLR" else "lr": lr, **makers[kind]()})
 
 
@@ -287,17 +309,17 @@ def _cycle(s: Mapping[str, Any]) -> dict[str, Any]:
     return {"step_size_up": up, "step_size_down": round(s["total_size"]) - up, **own, **scale}
 
 
-def _repeated(counts: Mapping[int, int]) -> list[int]:
+def _expand_counts(counts: Mapping[int, int]) -> list[int]:
     return [milestone for milestone, n in counts.items() for _ in range(n)]
 
 
 def _traceable(fn: Any, what: str) -> Callable[[Any], Any]:
     if not callable(fn):
-        raise UserError(f"the state of a scheduler does not hold its {what}: say --schedule")
+        raise UserError(f"the state of a scheduler does not contain its {what}: set --schedule")
     try:
         jax.eval_shape(lambda t: jnp.asarray(fn(t)), jax.ShapeDtypeStruct((), jnp.result_type(float)))
     except Exception as error:
-        raise UserError(f"{what} is no JAX function of an array: write it with jax.numpy, jnp.where for if") from error
+        raise UserError(f"{what} must be a JAX function of an array: use jax.numpy, and jnp.where for if") from error
     return fn
 
 
@@ -311,7 +333,7 @@ def _names_of_groups(param_groups: Groups, model: Any) -> list[list[str]]:
 
 def _own_name(group: Mapping[str, Any], i: int, j: int) -> str:
     if "param_names" not in group:
-        raise UserError(f"parameter {j} of group {i} has no name: give model, the module it belongs to")
+        raise UserError(f"parameter {j} of group {i} has no name: pass model, its module")
     return str(group["param_names"][j])
 
 
@@ -323,7 +345,7 @@ def _group_of_path(names: Names, group_names: Sequence[Sequence[str]]) -> dict[s
             if path is None:
                 raise UserError(f"{name} of group {i} is not in names: add it")
             if found.setdefault(path, i) != i:
-                raise UserError(f"{path} stacks parameters of groups {found[path]} and {i}: give each leaf one group")
+                raise UserError(f"{path} stacks parameters of groups {found[path]} and {i}: use one group per leaf")
     return found
 
 
@@ -343,29 +365,29 @@ def _path_of(names: Names) -> Callable[[str], str | None]:
 
 
 def _layout(kind: str, paths: list[str], names: NameTable) -> dict[str, Any]:
-    """Muon and Adafactor see a parameter as a whole: it must be PyTorch's, transposed at most."""
+    """Validate that parameters have PyTorch's layout, transposed at most, as Muon and Adafactor need it."""
     axes = set()
     for path in paths:
         param = names.params[path]
         if LAYER in param.name or (param.layout is not AS_IS and param.layout is not LINEAR):
             raise UserError(
-                f"{path} is not laid out as {param.name}, which {kind} must see whole: give it another group"
+                f"{path} does not have the layout of {param.name}, which {kind} needs: use another group for it"
             )
         axes.add(-1 if param.layout is LINEAR else 0)
     if kind == "Adafactor":
         return {}
     if len(axes) > 1:
-        raise UserError(f"{', '.join(paths)}: Muon finds only some of them transposed: give these another group")
+        raise UserError(f"{', '.join(paths)}: Muon cannot have transposed and other parameters in one group: divide it")
     return {"out_axis": axes.pop()} if axes else {}
 
 
 def _live(scheduler: Any) -> Scheduler:
     kind = type(scheduler).__name__
     if not type(scheduler).__module__.startswith("torch.optim"):
-        raise UserError(f"{kind} is not a scheduler we have: choose from those of torch.optim.lr_scheduler")
+        raise UserError(f"{kind} is not supported: use a scheduler of torch.optim.lr_scheduler")
     return Scheduler(kind, vars(scheduler))
 
 
 def _number(value: Any) -> Any:
-    """`value`, out of its tensor if it is in one."""
+    """Return a number, or the element of a tensor."""
     return value.item() if hasattr(value, "item") else value

@@ -1,13 +1,13 @@
-"""A run of PyTorch's, taken over in the middle, and given back: weights, moments, counts, schedules, loss scale.
+"""Import of a PyTorch run with its weights, moments, counts, schedules and loss scale, and export back.
 
     checkpoint = read_torch("checkpoint.pt")
     run = torch_run(checkpoint, names, params_like)
     step = jaxtrain.train_step(loss_fn, run.optimizer(), precision="fp16", loss_scale=run.loss_scale())
-    state = run.state(step)                               # goes on where PyTorch stopped
+    state = run.state(step)                               # continues where PyTorch stopped
     write_torch("onward.pt", to_torch(state, run.metadata, run.expression, names))
 
-Schedules count applied updates: a PyTorch loop is continued as it would have gone on if it steps its scheduler after
-every update that GradScaler did not skip. Data order and random numbers are each framework's own.
+Schedules count applied updates, as a PyTorch loop that steps its scheduler after every update that the GradScaler did
+not skip. Data order and random numbers are not converted.
 """
 
 import contextlib
@@ -25,15 +25,25 @@ from jaxtrain.interop import optimizer_state
 from jaxtrain.interop.metadata import CheckpointMetadata
 from jaxtrain.interop.names import NameTable
 from jaxtrain.interop.torch_file import TorchCheckpoint, strip_prefixes
-from jaxtrain.interop.torch_optimizer import described, saved_kind, saved_scheduler
-from jaxtrain.interop.torch_schedule import advanced
+from jaxtrain.interop.torch_optimizer import optimizer_class_of_state, optimizer_expression, scheduler_from_state
+from jaxtrain.interop.torch_schedule import advance_schedule
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, PlateauState, build_expression
 from jaxtrain.step import LossScaleState, TrainState, TrainStep, applied_updates, load_state_dict
 
 
 @dataclass(frozen=True)
 class TorchRun:
-    """A checkpoint understood: `expression`, the optimizer that goes on, None where it has none; its `metadata`."""
+    """A PyTorch run, read from a checkpoint.
+
+    Attributes:
+      checkpoint: The checkpoint.
+      names: Name table of the parameters.
+      params_like: Parameters, of which only shapes and dtypes are used.
+      expression: Optimizer, or None.
+      metadata: Contents of the checkpoint besides tensors.
+      buffers: Name table of the running statistics.
+      state_like: Running statistics, of which only shapes and dtypes are used, or None.
+    """
 
     checkpoint: TorchCheckpoint
     names: NameTable
@@ -44,24 +54,31 @@ class TorchRun:
     state_like: Any = None
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """The gradient transformation. Raises `UserError` for a checkpoint of weights alone."""
+        """Return the gradient transformation. Raises `UserError` for a checkpoint without an optimizer."""
         if self.expression is None:
-            raise UserError("the checkpoint has no optimizer: choose one, its weights start a new run")
-        with _as_torch_writes_it():
+            raise UserError("the checkpoint has no optimizer: choose one to start a new run from its weights")
+        with _state_dict_errors():
             return build_expression(self.expression, OPTIMIZERS, {})
 
     def loss_scale(self) -> optax.GradientTransformation | None:
-        """The loss scale of the GradScaler; None without one, or where it was disabled."""
-        with _as_torch_writes_it():
+        """Return the loss scale of the GradScaler; None without one or if it was disabled."""
+        with _state_dict_errors():
             return load_state_dict(self.checkpoint.scaler) if self.checkpoint.scaler else None
 
     def state(self, step: TrainStep, *, accumulate: int = 1, seed: int = 0) -> TrainState:
-        """The state of `step` from which the run goes on.
+        """Return the training state from which the run continues.
 
-        Every leaf is read, made an array of JAX's and forgotten before the next is. Raises `UserError` where
-        something does not fit, and where a number would be rounded.
+        Leaves are read and converted one by one.
+
+        Args:
+          step: Training step.
+          accumulate: Number of micro-batches of a window.
+          seed: Seed of the random numbers to come.
+
+        Raises:
+          UserError: Something does not fit, or a number would be rounded.
         """
-        with _as_torch_writes_it():
+        with _state_dict_errors():
             return self._state(step, accumulate, seed)
 
     def _state(self, step: TrainStep, accumulate: int, seed: int) -> TrainState:
@@ -76,11 +93,11 @@ class TorchRun:
         params_like, state_like = jax.eval_shape(zeros)
         like = jax.eval_shape(lambda p, s: step.init(p, model_state=s, seed=seed), params_like, state_like)
         if like.ema is not None:
-            raise UserError("the step keeps an average of the parameters, which no checkpoint has: take ema=None")
+            raise UserError("the step has an EMA, which checkpoints do not contain: use ema=None")
         params, model_state = self._tensors(like)
         count = self.metadata.count
         if self.expression is None or not count:
-            # Donated, so that what init copies is not there twice.
+            # Donated, so that parameters that init copies do not exist twice.
             init = jax.jit(lambda p, s: step.init(p, model_state=s, seed=seed), donate_argnums=(0, 1))
             state: TrainState = init(params, model_state)
         else:
@@ -92,16 +109,22 @@ class TorchRun:
         )
 
     def _tensors(self, like: TrainState) -> tuple[Any, Any]:
-        params, buffers = _parted(self.checkpoint.model, self.buffers, self.state_like)
+        params, buffers = _split_buffers(self.checkpoint.model, self.buffers, self.state_like)
         model_state = None if self.state_like is None else self.buffers.to_jax(buffers, like.model_state, _put)
         return self.names.to_jax(params, like.params, _put), model_state
 
     def _opt_state(self, like: TrainState) -> Any:
         assert self.expression is not None
         assert self.checkpoint.optimizer is not None
-        entries = optimizer_state.by_name(self.checkpoint.optimizer, self.metadata.group_names)
+        entries = optimizer_state.state_by_name(self.checkpoint.optimizer, self.metadata.group_names)
         return optimizer_state.to_jax(
-            like.opt_state, self.expression, self.metadata.count, entries, self.names, _put, self._plateaus()
+            like.opt_state,
+            self.expression,
+            self.metadata.count,
+            entries,
+            self.names,
+            put=_put,
+            plateaus=self._plateaus(),
         )
 
     def _plateaus(self) -> list[PlateauState]:
@@ -119,7 +142,7 @@ class TorchRun:
         if scaler is None:
             return fresh
         if not isinstance(fresh, LossScaleState):
-            raise UserError("the checkpoint has a GradScaler's state and the step no loss scale: give it loss_scale=")
+            raise UserError("the checkpoint has a GradScaler state but the step no loss scale: pass loss_scale=")
         return scaler.init(None)
 
 
@@ -134,37 +157,46 @@ def torch_run(
     schedule: Call | None = None,
     updates: int | None = None,
 ) -> TorchRun:
-    """The run that `checkpoint` is of, with the parameters `params_like` (shapes) under `names`.
+    """Read a PyTorch run from a checkpoint.
 
-    `buffers` and `state_like`: of a model with state. What the file does not say can be given: `kind`, the class of
-    the optimizer; `schedule`, of the learning rate; `updates`, how many were made. Raises `UserError`, naming it, for
-    what is missing, does not fit or cannot be honoured.
+    Args:
+      checkpoint: Checkpoint.
+      names: Name table of the parameters.
+      params_like: Parameters, of which only shapes and dtypes are used.
+      buffers: Name table of the running statistics, of a model with BatchNorm.
+      state_like: Running statistics, of which only shapes and dtypes are used.
+      kind: Class of the optimizer, if the checkpoint does not determine it.
+      schedule: Schedule of the learning rate, if the checkpoint does not determine it.
+      updates: Number of updates, if the checkpoint does not determine it.
+
+    Raises:
+      UserError: Something is missing, does not fit or is not supported; it is named.
     """
     buffers = buffers or NameTable({})
-    params, state = _parted(checkpoint.model, buffers, state_like)
+    params, state = _split_buffers(checkpoint.model, buffers, state_like)
     names.check(params, params_like)
     if state_like is not None:
         buffers.check(state, state_like)
-    with _as_torch_writes_it():
-        understood = _Understood(checkpoint, names, params_like, kind, schedule, updates)
-        expression, metadata = understood.expression(), understood.metadata()
+    with _state_dict_errors():
+        reader = _CheckpointReader(checkpoint, names, params_like, kind, schedule, updates)
+        expression, metadata = reader.expression(), reader.metadata()
     return TorchRun(checkpoint, names, params_like, expression, metadata, buffers, state_like)
 
 
 @contextlib.contextmanager
-def _as_torch_writes_it() -> Iterator[None]:
-    """Raises `UserError` where an entry of a `state_dict()`, in use, is missing or of another kind than PyTorch's."""
+def _state_dict_errors() -> Iterator[None]:
+    """Raise errors that invalid entries of a `state_dict()` cause in the body of the `with` as `UserError`."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UserError(
-            f"the optimizer, scheduler or scaler of the checkpoint is not as torch writes it ({why}): save it anew"
+            f"the optimizer, scheduler or scaler of the checkpoint is not as torch writes it ({why}): save it again"
         ) from error
 
 
-class _Understood:
-    """What a checkpoint says, put together."""
+class _CheckpointReader:
+    """Reader of the optimizer and the metadata of a checkpoint."""
 
     def __init__(
         self,
@@ -186,28 +218,28 @@ class _Understood:
         _check_groups(self.groups)
         self.trained = set(names.torch_order(params_like))
         shapes = self._shapes()
-        self.group_names = optimizer_state.names_of_groups(checkpoint.optimizer, shapes, self._own_name)
-        self.entries = optimizer_state.by_name(checkpoint.optimizer, self.group_names)
-        self.kind = kind or saved_kind(self.groups, {key for of in self.entries.values() for key in of})
+        self.group_names = optimizer_state.group_parameter_names(checkpoint.optimizer, shapes, self._own_name)
+        self.entries = optimizer_state.state_by_name(checkpoint.optimizer, self.group_names)
+        self.kind = kind or optimizer_class_of_state(self.groups, {key for of in self.entries.values() for key in of})
         self.count = self._count(updates)
 
     def expression(self) -> Expression | None:
-        """The optimizer; None without one."""
+        """Return the optimizer, None without one."""
         if self.checkpoint.optimizer is None:
             return None
-        saved = None if self.checkpoint.scheduler is None else saved_scheduler(self.checkpoint.scheduler)
+        saved = None if self.checkpoint.scheduler is None else scheduler_from_state(self.checkpoint.scheduler)
         if self.schedule is not None:
             return self._with_schedule(self.schedule)
-        behind = 0 if saved is None or saved.kind == "ReduceLROnPlateau" else saved.position - self.count
-        if behind < 0:
+        shift = 0 if saved is None or saved.kind == "ReduceLROnPlateau" else saved.position - self.count
+        if shift < 0:
             raise UserError(
-                f"the scheduler was stepped {self.count + behind} times in {self.count} updates, as by epochs; "
-                "schedules here count updates: say --schedule, in updates"
+                f"the scheduler was stepped {self.count + shift} times in {self.count} updates, probably per epoch, "
+                "but schedules count updates: set --schedule in updates"
             )
-        return described(self.kind, self.groups, saved, *self._named(), shift=behind)
+        return optimizer_expression(self.kind, self.groups, saved, *self._named(), shift=shift)
 
     def metadata(self) -> CheckpointMetadata:
-        """The rest."""
+        """Return the metadata."""
         steps = [of["step"] for of in self.entries.values() if hasattr(of.get("step"), "dtype")]
         return CheckpointMetadata(
             list(self.checkpoint.model),
@@ -223,11 +255,9 @@ class _Understood:
     def _with_schedule(self, schedule: Call) -> Expression:
         momenta = self.checkpoint.scheduler is not None and self.checkpoint.scheduler.get("cycle_momentum")
         if momenta:
-            raise UserError(
-                "the scheduler cycles the momentum, which --schedule does not say: leave it to the checkpoint"
-            )
+            raise UserError("the scheduler cycles the momentum, which --schedule cannot express: leave it out")
         bare = [{k: v for k, v in group.items() if k != "initial_lr"} for group in self.groups]
-        found = described(self.kind, bare, None, *self._named())
+        found = optimizer_expression(self.kind, bare, None, *self._named())
 
         def scheduled(call: Call) -> Call:
             return replace(call, arguments={**call.arguments, "learning_rate": schedule})
@@ -237,13 +267,13 @@ class _Understood:
         return {paths: scheduled(call) for paths, call in found.items()}
 
     def _named(self) -> tuple[Any, Any]:
-        """The table and the groups' names, where there is more than all parameters in one group."""
+        """Return the table and the names of the groups, or nothing for one group of all parameters."""
         whole = len(self.groups) == 1 and set(self.group_names[0]) == self.trained
-        # These see a parameter as a whole: how it is laid out is in the table.
+        # Muon and Adafactor need the layouts in the table.
         return (None, ()) if whole and self.kind not in ("Muon", "Adafactor") else (self.names, self.group_names)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, in PyTorch's order: where a tied one comes first, there it is."""
+        """Return shapes in PyTorch's order; a tied parameter is where its first name is."""
         model, shapes = self.checkpoint.model, dict[str, tuple[int, ...]]()
         for name in model:
             own = self.names.tied.get(name, name)
@@ -258,17 +288,17 @@ class _Understood:
     def _count(self, updates: int | None) -> int:
         if updates is not None:
             return updates
-        counted = optimizer_state.updates_made(self.entries)
+        counted = optimizer_state.update_count(self.entries)
         if counted is not None:
             return counted
         scheduler = self.checkpoint.scheduler
         if self.kind.lower() not in optimizer_state.UNCOUNTED:
-            return 0  # its state is empty before the first update
+            return 0  # the state is empty before the first update
         if scheduler is not None and "num_bad_epochs" not in scheduler:
-            return saved_scheduler(scheduler).position
+            return scheduler_from_state(scheduler).position
         if self.checkpoint.step is not None:
             return self.checkpoint.step
-        raise UserError(f"nothing in the checkpoint says how many updates {self.kind} has made: say --updates")
+        raise UserError(f"the checkpoint does not contain the number of updates of {self.kind}: set --updates")
 
 
 def to_torch(
@@ -278,37 +308,52 @@ def to_torch(
     names: NameTable,
     buffers: NameTable | None = None,
 ) -> TorchCheckpoint:
-    """What PyTorch's `load_state_dict`s take: the run of `metadata` as it stands in `state`.
+    """Convert a training state to a checkpoint that PyTorch's `load_state_dict` reads.
 
-    Without an update since, it is what was read. After some, PyTorch's scheduler itself is stepped as often, so that
+    Without new updates it is equal to the one that was read. After updates PyTorch's scheduler is stepped, for which
     torch must be installed.
+
+    Args:
+      state: Training state.
+      metadata: Metadata of the run, from its checkpoint or `new_metadata`.
+      expression: Optimizer.
+      names: Name table of the parameters.
+      buffers: Name table of the running statistics.
+
+    Raises:
+      UserError: The metadata is of another model.
     """
     count = int(applied_updates(state))
     tensors = names.to_torch(state.params)
     tensors |= {alias: tensors[name] for alias, name in names.tied.items() if name in tensors}
     if buffers is not None and state.model_state is not None:
         held = buffers.to_torch(state.model_state)
-        # PyTorch's integers have 64 bits.
+        # PyTorch's counts are int64.
         tensors |= {name: x.astype(np.int64) if x.dtype == np.int32 else x for name, x in held.items()}
     if set(tensors) - set(names.tied) != set(metadata.model_names) - set(names.tied):
-        raise UserError("the metadata is of another model: take that of this run")
-    kept = optimizer_state.to_torch(state.opt_state, expression, count, names, np.dtype(metadata.scalar_dtype))
-    groups, scheduler = advanced(metadata, expression, state.opt_state, count)
+        raise UserError("the metadata is of another model: use that of this run")
+    entries = optimizer_state.to_torch(state.opt_state, expression, count, names, np.dtype(metadata.scalar_dtype))
+    groups, scheduler = advance_schedule(metadata, expression, state.opt_state, count)
     pairs = zip(groups, metadata.group_names, strict=True)
     by_number = {
-        n: kept[name] for group, own in pairs for n, name in zip(group["params"], own, strict=True) if name in kept
+        n: entries[name]
+        for group, own in pairs
+        for n, name in zip(group["params"], own, strict=True)
+        if name in entries
     }
     scaler = metadata.scaler
     if isinstance(state.loss_scale, LossScaleState) and scaler:
-        moved = {"scale": float(state.loss_scale.scale), "_growth_tracker": int(state.loss_scale.growth_tracker)}
-        scaler = {**scaler, **moved}
+        updated = {"scale": float(state.loss_scale.scale), "_growth_tracker": int(state.loss_scale.growth_tracker)}
+        scaler = {**scaler, **updated}
     optimizer = {"state": by_number, "param_groups": groups} if groups else None
     model = {name: tensors[name] for name in metadata.model_names}
     return TorchCheckpoint(model, optimizer, scheduler, scaler, count, metadata.epoch)
 
 
-def _parted(model: Mapping[str, Any], buffers: NameTable, state_like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's (parameters, buffers)."""
+def _split_buffers(
+    model: Mapping[str, Any], buffers: NameTable, state_like: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (parameters, buffers) of a model."""
     own = set() if state_like is None else set(buffers.torch_order(state_like))
     return {k: v for k, v in model.items() if k not in own}, {k: v for k, v in model.items() if k in own}
 
@@ -324,11 +369,11 @@ def _check_groups(groups: Any) -> None:
 
 
 def _put(array: np.ndarray, like: Any) -> jax.Array:
-    """An array of JAX's, of the dtype of `like`. Raises `UserError` where that would round."""
+    """Return a JAX array with the dtype of `like`. Raises `UserError` if that would round."""
     cast = array.astype(like.dtype)
     if array.dtype != cast.dtype and not np.array_equal(cast.astype(array.dtype), array):
         raise UserError(
-            f"{array.dtype} values would be rounded to {cast.dtype}: convert the checkpoint first, or take the run in "
-            f"{array.dtype}"
+            f"{array.dtype} values would be rounded to {cast.dtype}: convert the checkpoint first, or use "
+            f"{array.dtype} for the run"
         )
     return jnp.array(cast)

@@ -1,4 +1,4 @@
-"""Where PyTorch's scheduler and groups stand after more updates: PyTorch's own scheduler is stepped to find out."""
+"""State of PyTorch's scheduler and parameter groups after more updates, by stepping PyTorch's own scheduler."""
 
 import copy
 import warnings
@@ -11,14 +11,14 @@ import jax
 from jaxtrain.interop import optimizer_state
 from jaxtrain.interop.metadata import CheckpointMetadata
 from jaxtrain.interop.torch_file import installed_torch
-from jaxtrain.interop.torch_optimizer import saved_scheduler
+from jaxtrain.interop.torch_optimizer import scheduler_from_state
 from jaxtrain.optim import Call, Expression, PlateauState
 
 
-def advanced(
+def advance_schedule(
     metadata: CheckpointMetadata, expression: Expression, opt_state: Any, count: int
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """(param_groups, scheduler's state) when `count` updates are made; as they were if none was since."""
+    """Return (param_groups, state of the scheduler) after `count` updates; unchanged without new updates."""
     more, saved = count - metadata.count, metadata.scheduler
     groups = copy.deepcopy(metadata.param_groups)
     if not more:
@@ -28,19 +28,19 @@ def advanced(
             if isinstance(_call(expression, i).arguments["learning_rate"], Call):
                 group["lr"] = rate_of_group(expression, i, count)
         return groups, None
-    if saved_scheduler(saved).kind == "ReduceLROnPlateau":
+    if scheduler_from_state(saved).kind == "ReduceLROnPlateau":
         return _plateaus(groups, saved, expression, opt_state, more)
     torch = installed_torch("steps the scheduler")
-    # All that a scheduler asks of an optimizer.
+    # The only attributes of an optimizer that a scheduler uses.
     optimizer = SimpleNamespace(param_groups=groups, step=None)
 
-    def revived(state: Mapping[str, Any]) -> Any:
-        """The live scheduler of a state; where it has functions, they are our rates."""
-        kind = getattr(torch.optim.lr_scheduler, saved_scheduler(state).kind)
+    def create_scheduler(state: Mapping[str, Any]) -> Any:
+        """Create the scheduler of a state; its functions are replaced by our rates."""
+        kind = getattr(torch.optim.lr_scheduler, scheduler_from_state(state).kind)
         scheduler = kind.__new__(kind)
         scheduler.optimizer = optimizer
         if "_schedulers" in state:
-            scheduler._schedulers = [revived(part) for part in state["_schedulers"]]
+            scheduler._schedulers = [create_scheduler(part) for part in state["_schedulers"]]
         if "lr_lambdas" in state:
             scheduler.lr_lambdas = [_Factor(expression, i, state, metadata.count) for i in range(len(groups))]
         if "_scale_fn_custom" in state:
@@ -48,33 +48,33 @@ def advanced(
         scheduler.load_state_dict(copy.deepcopy(dict(state)))
         return scheduler
 
-    scheduler = revived(saved)
+    scheduler = create_scheduler(saved)
     if "lr_lambdas" in saved:
-        # Its rates are no recursion: only the last step needs to be taken.
+        # Its rates are not recursive, so that the last step is enough.
         scheduler.last_epoch, scheduler._step_count = (saved[k] + more - 1 for k in ("last_epoch", "_step_count"))
         more = 1
     with warnings.catch_warnings():
-        # It has not seen the optimizer's steps.
+        # The optimizer was not stepped.
         warnings.simplefilter("ignore")
         for _ in range(more):
             scheduler.step()
-    moved = scheduler.state_dict()
-    return groups, {**moved, **({"lr_lambdas": saved["lr_lambdas"]} if "lr_lambdas" in saved else {})}
+    state = scheduler.state_dict()
+    return groups, {**state, **({"lr_lambdas": saved["lr_lambdas"]} if "lr_lambdas" in saved else {})}
 
 
 class _Factor:
-    """A `lr_lambda` of PyTorch's: our rate over the first one."""
+    """An `lr_lambda` of PyTorch: our learning rate divided by the base one."""
 
     def __init__(self, expression: Expression, group: int, state: Mapping[str, Any], count: int) -> None:
         self.expression, self.group, self.base = expression, group, float(state["base_lrs"][group])
-        self.behind = state["last_epoch"] - count
+        self.offset = state["last_epoch"] - count
 
     def __call__(self, position: int) -> float:
-        return rate_of_group(self.expression, self.group, position - self.behind) / self.base if self.base else 0.0
+        return rate_of_group(self.expression, self.group, position - self.offset) / self.base if self.base else 0.0
 
 
 def rate_of_group(expression: Expression, group: int, count: int) -> float:
-    """The learning rate of the update numbered `count`, in double."""
+    """Return the learning rate of update `count`, in float64."""
     with jax.enable_x64(True):
         return float(optimizer_state.rate(_call(expression, group), count))
 
@@ -94,7 +94,7 @@ def _plateaus(
             found[group] = state
         return state
 
-    optimizer_state.mapped(opt_state, expression, collect)
+    optimizer_state.map_states(opt_state, expression, collect)
     for i, group in enumerate(groups):
         group["lr"] = float(found[i].next_rate)
     own = {

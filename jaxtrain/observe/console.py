@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.cost import shown_bytes
+from jaxtrain.cost import format_bytes
 from jaxtrain.observe.curve import curve
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.live import LivePanel
@@ -167,6 +167,6 @@ def _numbers(line: LogLine) -> list[str]:
         f"skipped {line.skipped}" if line.skipped else None,
         f"{format_count(line.throughput.per_s)} {line.throughput.unit}/s" if line.throughput else None,
         *(f"{name} {value:.0%}" for name, value in shares.items() if value is not None),
-        None if line.peak_memory_bytes is None else shown_bytes(int(line.peak_memory_bytes)),
+        None if line.peak_memory_bytes is None else format_bytes(int(line.peak_memory_bytes)),
     ]
     return [part for part in parts if part]

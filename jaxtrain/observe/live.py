@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.cost import shown_bytes
+from jaxtrain.cost import format_bytes
 from jaxtrain.observe.curve import sparkline
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.log_line import LogLine
@@ -89,7 +89,7 @@ class LivePanel:
         shares = {"MFU": line.mfu, "GPU": line.gpu_utilization}
         facts |= {name: f"{share:.0%}" for name, share in shares.items() if share is not None}
         if line.peak_memory_bytes is not None:
-            facts["memory"] = shown_bytes(int(line.peak_memory_bytes))
+            facts["memory"] = format_bytes(int(line.peak_memory_bytes))
         waiting = (line.input_wait_s or 0.0) / line.step_time_s if line.step_time_s else 0.0
         if waiting > _WAITING:
             facts["waiting for input"] = f"{waiting:.0%}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from jaxtrain.cost import shown_bytes
+from jaxtrain.cost import format_bytes
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.record import Record
@@ -68,7 +68,7 @@ def render_report(records: Sequence[Record], *, live: bool = False) -> str:
         script=_PACKAGE.joinpath("report.js").read_text(),
         style=_PACKAGE.joinpath("report.css").read_text(),
         format_count=format_count,
-        memory=shown_bytes,
+        memory=format_bytes,
         format_duration=format_duration,
     )
 

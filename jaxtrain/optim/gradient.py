@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 Mask = Any | Callable[[Any], Any] | None
-"""What decays: a pytree of booleans, or a function from the parameters to one, as in `optax.add_decayed_weights`."""
+"""Selects the parameters that decay, as in `optax.add_decayed_weights`: a pytree of booleans, or a function to one."""
 
 
 def gradient_preprocessing(

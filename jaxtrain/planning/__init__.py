@@ -1,21 +1,30 @@
 """What fits in memory, and how a run scales over devices."""
 
-from jaxtrain.planning.plan import Candidate, Plan, in_words, notes, plan, table
-from jaxtrain.planning.scaling import MOST, Scaling, Share, check_size, first_axis, grown, virtual_devices, written
+from jaxtrain.planning.plan import Candidate, Plan, candidate_rows, choice_notes, format_settings, plan
+from jaxtrain.planning.scaling import (
+    MAX_DEVICES,
+    DeviceShare,
+    Scaling,
+    check_mesh_size,
+    doubled_meshes,
+    first_axis,
+    format_mesh,
+    virtual_devices,
+)
 
 __all__ = [
-    "MOST",
+    "MAX_DEVICES",
     "Candidate",
+    "DeviceShare",
     "Plan",
     "Scaling",
-    "Share",
-    "check_size",
+    "candidate_rows",
+    "check_mesh_size",
+    "choice_notes",
+    "doubled_meshes",
     "first_axis",
-    "grown",
-    "in_words",
-    "notes",
+    "format_mesh",
+    "format_settings",
     "plan",
-    "table",
     "virtual_devices",
-    "written",
 ]

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.cost import Ceilings, ceilings, equation_flops, seconds, shown_bytes
+from jaxtrain.cost import Ceilings, ceilings, equation_flops, estimate_seconds, format_bytes
 from jaxtrain.cpu.workspace import cpu_workspace
-from jaxtrain.distributed import make_mesh, run_mesh, shard, sizes, window_sharding
+from jaxtrain.distributed import make_mesh, parse_mesh, run_mesh, shard, window_sharding
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import check_settings, training_step
@@ -83,11 +83,11 @@ def plan(
     task = build(recipe)
     if (state := _least_bytes(recipe, task, devices)) > memory:
         raise RunFailed(
-            f"nothing fits {shown_bytes(memory)}: parameters and optimizer state alone take {shown_bytes(state)}: "
+            f"nothing fits {format_bytes(memory)}: parameters and optimizer state alone take {format_bytes(state)}: "
             "make the model smaller, or give it more memory"
         )
     search = _Search(recipe, task, memory, say, devices)
-    own = search.compiled(recipe)
+    own = search.compile(recipe)
     for precision in precisions or (recipe.precision, *_others(recipe)):
         if precision != recipe.precision and precisions is None and search.fitting() and not _faster(precision):
             continue
@@ -96,9 +96,9 @@ def plan(
     if not fitting:
         least = min(search.done.values(), key=lambda c: c.peak_bytes)
         raise RunFailed(
-            f"nothing fits {shown_bytes(memory)}: the least found is {shown_bytes(least.peak_bytes)}, "
-            f"{shown_bytes(least.state_bytes)} of it the state, with {in_words(least.recipe)}: make the model smaller, "
-            "or give it more memory"
+            f"nothing fits {format_bytes(memory)}: the least found is {format_bytes(least.peak_bytes)}, "
+            f"{format_bytes(least.state_bytes)} of it the state, with {format_settings(least.recipe)}: "
+            "make the model smaller, or give it more memory"
         )
     same_numbers = [c for c in fitting if c.recipe.precision == own.recipe.precision]
     chosen = min(same_numbers or fitting, key=lambda c: c.seconds)
@@ -115,7 +115,7 @@ class Traced(NamedTuple):
     lowered: Any
 
 
-def traced(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
+def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
     """The step of `recipe`, on `mesh`. Raises `UserError` for settings that make none."""
     check_settings(recipe)
     step, window = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
@@ -125,10 +125,10 @@ def traced(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
     return Traced(step, state, window, step.jitted.lower(state, window))
 
 
-def compiled(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:
+def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:
     """The candidate that `recipe` is. Raises `UserError` for settings that make no step."""
     begin = time.perf_counter()
-    step, state, _, lowered = traced(recipe, task, _mesh(recipe, devices))
+    step, state, _, lowered = trace_step(recipe, task, _mesh(recipe, devices))
     program = lowered.compile()
     elapsed = time.perf_counter() - begin
     jaxpr = jax.make_jaxpr(step.pure)(state, abstract_batch(recipe, task)).jaxpr
@@ -138,7 +138,7 @@ def compiled(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any
         # Donated, it is all that comes out where it went in.
         state_bytes=int(program.memory_analysis().alias_size_in_bytes),
         flops=sum(map(equation_flops, jaxpr.eqns)),
-        seconds=seconds(jaxpr, device),
+        seconds=estimate_seconds(jaxpr, device),
         compile_s=elapsed,
     )
 
@@ -146,7 +146,7 @@ def compiled(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any
 def _mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
     if devices is None or recipe.mesh is None:
         return run_mesh(recipe.mesh)
-    return make_mesh(recipe.mesh, devices[: math.prod(sizes(recipe.mesh).values())])
+    return make_mesh(recipe.mesh, devices[: math.prod(parse_mesh(recipe.mesh).values())])
 
 
 def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> int:
@@ -168,7 +168,7 @@ def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct
 
 
 def _window(batch: Any, mesh: Mesh, accumulate: int) -> Any:
-    """The batch as `jaxtrain.distributed.placed` would place it."""
+    """The batch as `jaxtrain.distributed.place_batch` would place it."""
     sharding, shapes = window_sharding(mesh, accumulate), jax.eval_shape(lambda x: split_batch(x, accumulate), batch)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
@@ -185,7 +185,7 @@ def peak_bytes(program: Any) -> int:
     return int(planned) + cpu_workspace(program.as_text())
 
 
-def table(found: Plan) -> Iterator[dict[str, Any]]:
+def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
     """A row a candidate; `relative_time` is 1 for the recipe's own."""
     own = found.candidates[0]
     for candidate in found.candidates:
@@ -204,7 +204,7 @@ def table(found: Plan) -> Iterator[dict[str, Any]]:
         }
 
 
-def notes(found: Plan) -> list[str]:
+def choice_notes(found: Plan) -> list[str]:
     """What the table does not say of the choice."""
     own, chosen = found.candidates[0], found.chosen
     said = []
@@ -219,17 +219,17 @@ def notes(found: Plan) -> list[str]:
     if faster:
         best = min(faster, key=lambda c: c.seconds)
         said.append(
-            f"{in_words(best.recipe)} fits too and takes {best.seconds / chosen.seconds:.2f} times as long; "
+            f"{format_settings(best.recipe)} fits too and takes {best.seconds / chosen.seconds:.2f} times as long; "
             "it rounds otherwise"
         )
     return said
 
 
-def in_words(recipe: Recipe) -> str:
+def format_settings(recipe: Recipe) -> str:
     """What a plan chooses of a recipe.
 
     >>> from jaxtrain.recipes import RECIPES
-    >>> in_words(RECIPES["gpt-stdlib"])
+    >>> format_settings(RECIPES["gpt-stdlib"])
     'micro-batch 16 × 1, remat none, fp32'
     """
     micro_batch, k = recipe.batch_size // recipe.accumulate, recipe.accumulate
@@ -251,10 +251,10 @@ class _Search:
         self._recipe, self._task, self._memory, self._say, self._devices = recipe, task, memory, say, devices
         self._ceilings = ceilings(jax.local_devices()[0])
 
-    def compiled(self, recipe: Recipe) -> Candidate:
+    def compile(self, recipe: Recipe) -> Candidate:
         if recipe not in self.done:
             self._say(recipe)
-            self.done[recipe] = compiled(recipe, self._task, self._ceilings, self._devices)
+            self.done[recipe] = compile_candidate(recipe, self._task, self._ceilings, self._devices)
         return self.done[recipe]
 
     def fitting(self) -> list[Candidate]:
@@ -277,7 +277,7 @@ class _Search:
         """The fewest micro-batches to a window with which `recipe` fits; None if there is no such number."""
 
         def fits(k: int) -> bool:
-            return self.compiled(dataclasses.replace(recipe, accumulate=k)).peak_bytes <= self._memory
+            return self.compile(dataclasses.replace(recipe, accumulate=k)).peak_bytes <= self._memory
 
         try:
             if fits(windows[0]):
@@ -297,7 +297,7 @@ class _Search:
         """Without those that make micro-batches too small for the mesh or the model: BatchNorm wants two values."""
         while len(windows) > 1:
             try:
-                self.compiled(dataclasses.replace(recipe, accumulate=windows[-1]))
+                self.compile(dataclasses.replace(recipe, accumulate=windows[-1]))
             except UserError:
                 windows = windows[:-1]
             else:

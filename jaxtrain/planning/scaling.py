@@ -16,22 +16,22 @@ from typing import Any
 
 import jax
 
-from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, seconds
-from jaxtrain.distributed import AXES, make_mesh, resolved, sizes, ways
+from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
+from jaxtrain.distributed import AXES, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
-from jaxtrain.planning.plan import abstract_batch, abstract_state, peak_bytes, traced
+from jaxtrain.planning.plan import abstract_batch, abstract_state, peak_bytes, trace_step
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner import training_step
 from jaxtrain.tasks import build
 
-MOST = 1024
+MAX_DEVICES = 1024
 """Devices of the largest mesh."""
 # Memory and collectives are settled before LLVM is asked for code, which nobody will run.
 _WITHOUT_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Bytes of one device: of `parameters` (and running statistics), optimizer state (and counters), batch; of
     `temporaries`, `gradients` among them; and the most held at once."""
 
@@ -44,12 +44,12 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A recipe on a mesh, as one device has it. `seconds` of arithmetic, by the roofline of a device."""
+class DeviceShare:
+    """A recipe on a mesh, as one device has it. `estimate_seconds` of arithmetic, by the roofline of a device."""
 
     recipe: Recipe
     mesh: Mapping[str, int]
-    memory: Memory
+    memory: DeviceMemory
     communication: Communication
     flops: float
     seconds: float
@@ -63,7 +63,7 @@ class Share:
     @property
     def rows(self) -> int:
         """Of a micro-batch, those of one device."""
-        return self.recipe.batch_size // self.recipe.accumulate // ways(self.mesh)
+        return self.recipe.batch_size // self.recipe.accumulate // data_parallel_size(self.mesh)
 
 
 def virtual_devices(count: int) -> Sequence[Any]:
@@ -80,21 +80,21 @@ def virtual_devices(count: int) -> Sequence[Any]:
     return devices[:count]
 
 
-def check_size(spec: str) -> None:
-    """Raises `UserError` for a mesh that is none, or larger than `MOST`."""
-    if (product := math.prod(sizes(spec).values())) > MOST:
-        raise UserError(f"mesh {spec!r} is of {product:,} devices: plan knows up to {MOST:,}")
+def check_mesh_size(spec: str) -> None:
+    """Raises `UserError` for a mesh that is none, or larger than `MAX_DEVICES`."""
+    if (product := math.prod(parse_mesh(spec).values())) > MAX_DEVICES:
+        raise UserError(f"mesh {spec!r} is of {product:,} devices: plan knows up to {MAX_DEVICES:,}")
 
 
-def grown(spec: str, most: int = MOST) -> list[dict[str, int]]:
+def doubled_meshes(spec: str, most: int = MAX_DEVICES) -> list[dict[str, int]]:
     """The meshes of 1, 2, 4 … `most` devices on the way through `spec`, whose first axis grows.
 
     The others have their sizes, in meshes too small for them as much of it as there is, from the last on.
 
-    >>> [",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) for shape in grown("data=2,fsdp=4", 16)]
+    >>> [",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) for shape in doubled_meshes("data=2,fsdp=4", 16)]
     ['', 'fsdp=2', 'fsdp=4', 'data=2,fsdp=4', 'data=4,fsdp=4']
     """
-    asked = sizes(spec)
+    asked = parse_mesh(spec)
     first = first_axis(spec)
     others = {axis: n for axis, n in asked.items() if axis != first}
     kept, powers = math.prod(others.values()), [2**i for i in range(most.bit_length())]
@@ -123,21 +123,21 @@ def first_axis(spec: str) -> str:
     return spec.partition("=")[0].strip()
 
 
-def on(recipe: Recipe, shape: Mapping[str, int]) -> Recipe:
+def recipe_on_mesh(recipe: Recipe, shape: Mapping[str, int]) -> Recipe:
     """`recipe` on another mesh than its own, with as many rows for every device as on its own.
 
     >>> from jaxtrain.recipes import RECIPES
     >>> small = dataclasses.replace(RECIPES["gpt-stdlib"], mesh="data=2,fsdp=4")  # of 16 rows
-    >>> large = on(small, sizes("data=64,fsdp=4"))
+    >>> large = recipe_on_mesh(small, parse_mesh("data=64,fsdp=4"))
     >>> large.mesh, large.batch_size
     ('data=64,fsdp=4', 512)
     """
-    rows = recipe.batch_size // ways(resolved(recipe.mesh))
-    return dataclasses.replace(recipe, mesh=written(shape), batch_size=rows * ways(shape))
+    rows = recipe.batch_size // data_parallel_size(run_mesh_sizes(recipe.mesh))
+    return dataclasses.replace(recipe, mesh=format_mesh(shape), batch_size=rows * data_parallel_size(shape))
 
 
-def written(shape: Mapping[str, int]) -> str:
-    """A mesh as `sizes` reads it; its axes of size 1 are left out."""
+def format_mesh(shape: Mapping[str, int]) -> str:
+    """A mesh as `parse_mesh` reads it; its axes of size 1 are left out."""
     return ",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or f"{AXES[0]}=1"
 
 
@@ -146,23 +146,23 @@ class Scaling:
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any], device: Ceilings) -> None:
         self._recipe, self._devices, self._device = recipe, devices, device
-        self._done: dict[str, Share] = {}
+        self._done: dict[str, DeviceShare] = {}
 
-    def share(self, shape: Mapping[str, int]) -> Share:
+    def share(self, shape: Mapping[str, int]) -> DeviceShare:
         """Of one device on a mesh. Raises `UserError` for settings that make no step there."""
-        recipe = on(self._recipe, shape)
+        recipe = recipe_on_mesh(self._recipe, shape)
         if recipe.mesh not in self._done:
             self._done[str(recipe.mesh)] = self._compiled(recipe, shape)
         return self._done[str(recipe.mesh)]
 
-    def _compiled(self, recipe: Recipe, shape: Mapping[str, int]) -> Share:
+    def _compiled(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
         task, mesh = build(recipe), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
-        _, state, window, lowered = traced(recipe, task, mesh)
+        _, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
         # What divides no rows divides their arithmetic.
-        flops, roofline = (x / (mesh.size // ways(shape)) for x in self._of_rows)
-        return Share(
+        flops, roofline = (x / (mesh.size // data_parallel_size(shape)) for x in self._of_rows)
+        return DeviceShare(
             recipe,
             shape,
             _memory(state, window, program),
@@ -175,17 +175,17 @@ class Scaling:
     @cached_property
     def _of_rows(self) -> tuple[int, float]:
         """FLOPs, and seconds, of one device that does all arithmetic of its rows."""
-        alone = dataclasses.replace(on(self._recipe, sizes("data=1")), mesh=None)
+        alone = dataclasses.replace(recipe_on_mesh(self._recipe, parse_mesh("data=1")), mesh=None)
         task = build(alone)
         step = training_step(alone, task.loss_fn)
         jaxpr = jax.make_jaxpr(step.pure)(abstract_state(step, task), abstract_batch(alone, task)).jaxpr
-        return sum(map(equation_flops, jaxpr.eqns)), seconds(jaxpr, self._device)
+        return sum(map(equation_flops, jaxpr.eqns)), estimate_seconds(jaxpr, self._device)
 
 
-def _memory(state: Any, window: Any, program: Any) -> Memory:
+def _memory(state: Any, window: Any, program: Any) -> DeviceMemory:
     whole, peak = _bytes(state), peak_bytes(program)
     parameters, batch = _bytes((state.params, state.model_state)), _bytes(window)
-    return Memory(
+    return DeviceMemory(
         parameters=parameters,
         optimizer=whole - parameters,
         batch=batch,

@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.cost import Ceilings, seconds
+from jaxtrain.cost import Ceilings, estimate_seconds
 from jaxtrain.profile.kinds import kind_of_opcodes
-from jaxtrain.profile.program import ATTENTION, LIBRARIES, short
-from jaxtrain.profile.trace import Row, Span, rows
+from jaxtrain.profile.program import ATTENTION, LIBRARIES, short_path
+from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 # XLA's opcodes of the primitives that are called otherwise and are not elementwise.
@@ -33,13 +33,15 @@ _OPCODES = {
 }
 
 
-def estimated_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> list[Row]:
-    """What so many steps should take, the most first; the rows add up to `jaxtrain.cost.seconds`, by the steps.
+def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> list[Row]:
+    """Estimate the time of `steps` training steps by kind of operation, longest first.
+
+    The rows add up to `steps` times `jaxtrain.cost.estimate_seconds`.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxtrain.cost.roofline import CPU
     >>> step = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).T)(jnp.ones((512, 512))).jaxpr
-    >>> [(row.kind, row.count, row.top[0].name) for row in estimated_table(step, CPU, steps=10)]
+    >>> [(row.kind, row.count, row.top[0].name) for row in estimate_table(step, CPU, steps=10)]
     [('matmul', 10, 'dot_general'), ('elementwise', 10, 'tanh'), ('copy', 10, 'transpose')]
     """
     went: dict[Span, float] = defaultdict(float)
@@ -47,19 +49,19 @@ def estimated_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> 
     for operation, once, times in _operations(step, device, steps):
         went[operation] += 1e9 * once * times
         counts[operation] += times
-    return rows(went, counts, top)
+    return table_rows(went, counts, top)
 
 
 def _operations(jaxpr: Jaxpr, device: Ceilings, times: int) -> Iterator[tuple[Span, float, int]]:
     """(what it is, the seconds of one, how often it runs) of all that hold no others which cost more."""
     for eqn in jaxpr.eqns:
-        inner, often, once = inner_jaxprs(eqn), times, seconds(jaxpr.replace(eqns=[eqn]), device)
+        inner, often, once = inner_jaxprs(eqn), times, estimate_seconds(jaxpr.replace(eqns=[eqn]), device)
         if eqn.primitive.name == "scan":
             often = times * int(eqn.params["length"])
         elif eqn.primitive.name == "cond":
-            inner = [max(inner, key=lambda branch: seconds(branch, device))]
+            inner = [max(inner, key=lambda branch: estimate_seconds(branch, device))]
         # Reductions and sorts hold a jaxpr too, of two scalars.
-        if inner and once * times <= sum(seconds(body, device) for body in inner) * often:
+        if inner and once * times <= sum(estimate_seconds(body, device) for body in inner) * often:
             for body in inner:
                 yield from _operations(body, device, often)
         else:
@@ -75,5 +77,5 @@ def _told(eqn: JaxprEqn) -> Span:
     if kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions):
         kind = "attention"
     written = (frame for frame in frames if not LIBRARIES.search(frame.file_name))
-    line = next((f"{short(frame.file_name)}:{frame.line_num}" for frame in written), "")
+    line = next((f"{short_path(frame.file_name)}:{frame.line_num}" for frame in written), "")
     return Span(0, 0, name, kind, line)

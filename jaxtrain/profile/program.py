@@ -93,7 +93,7 @@ class _Frames:
             location = self._entry("FileLocations", entry["file_location_id"])
             functions.append(self._tables["FunctionNames"][location["function_name_id"]])
             file = self._tables["FileNames"][location["file_name_id"]]
-            place = f"{short(file)}:{location['line']}"
+            place = f"{short_path(file)}:{location['line']}"
             innermost = innermost or place
             line = line or ("" if LIBRARIES.search(file) else place)
             number = entry["parent_frame_id"] - 1
@@ -103,6 +103,6 @@ class _Frames:
         return {name: int(value) for name, value in _NUMBER.findall(self._tables[table][number])}
 
 
-def short(path: str) -> str:
+def short_path(path: str) -> str:
     """The file and the folder it is in."""
     return "/".join(Path(path).parts[-2:])

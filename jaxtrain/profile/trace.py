@@ -75,7 +75,7 @@ class StepTrace:
 
 
 @contextmanager
-def lines_of_now() -> Iterator[None]:
+def current_source_lines() -> Iterator[None]:
     """Within, a program that was kept is used again only where its lines are those of the source as it is."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
@@ -138,7 +138,7 @@ def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
     waits = [span for span in annotations if span.name == INPUT]
     ran = Counter(span.name for span in spans)
     went = _divided(spans, waits, window[0].begin, window[0].end)
-    return rows(went, {span: ran[span.name] for span in went}, top)
+    return table_rows(went, {span: ran[span.name] for span in went}, top)
 
 
 def _events(data: Any) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
@@ -215,7 +215,7 @@ def _divided(spans: Sequence[Span], waits: Sequence[Span], begin: float, end: fl
     return dict(went)
 
 
-def rows(went: Mapping[Span, float], counts: Mapping[Span, int], top: int) -> list[Row]:
+def table_rows(went: Mapping[Span, float], counts: Mapping[Span, int], top: int) -> list[Row]:
     """The rows of a table, the most first: of operations, each with its nanoseconds and how often it ran."""
     whole = sum(went.values())
     found = []

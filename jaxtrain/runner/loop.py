@@ -10,7 +10,7 @@ import jax
 from jaxtrain.distributed import bypass_compilation_cache, processes, run_mesh
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import Console, LogLine, MetricsLog, NoMetricsLog, histograms, metrics_log
-from jaxtrain.profile import LoopTrace, lines_of_now
+from jaxtrain.profile import LoopTrace, current_source_lines
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import preflight
@@ -145,7 +145,10 @@ def _restore(session: Session, like: TrainState) -> TrainState:
 
 def _compile(session: Session, state: TrainState, batch: Any) -> None:
     """Compile the step before the clock of the first interval starts."""
-    with session.console.phase("compiling the training step"), lines_of_now() if session.trace else nullcontext():
+    with (
+        session.console.phase("compiling the training step"),
+        current_source_lines() if session.trace else nullcontext(),
+    ):
         program = session.training.step.compile(state, batch)
     if session.trace:
         session.trace.hlo = program.as_text()

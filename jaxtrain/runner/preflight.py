@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxtrain.distributed import resolved, sizes, ways
+from jaxtrain.distributed import data_parallel_size, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
@@ -91,7 +91,9 @@ def check_settings(recipe: Recipe) -> None:
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate}: "
             f"use a multiple of {recipe.accumulate}"
         )
-    if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (n := ways(sizes(recipe.mesh))):
+    if recipe.mesh is not None and (recipe.batch_size // recipe.accumulate) % (
+        n := data_parallel_size(parse_mesh(recipe.mesh))
+    ):
         raise UserError(
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate} × the {n} devices of "
             f"mesh {recipe.mesh!r} that rows are sharded over: use a multiple of {n * recipe.accumulate}"
@@ -194,8 +196,10 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
     # With several processes this one has some of the rows.
     shapes = {name: [recipe.batch_size, *x.shape[1:]] for name, x in batch.items()}
     arrays = {name: f"{x.dtype} {shapes[name]}, {x.min():g} to {x.max():g}" for name, x in batch.items()}
-    mesh = resolved(recipe.mesh)
-    effective = EffectiveBatch(recipe.batch_size // recipe.accumulate // ways(mesh), recipe.accumulate, ways(mesh))
+    mesh = run_mesh_sizes(recipe.mesh)
+    effective = EffectiveBatch(
+        recipe.batch_size // recipe.accumulate // data_parallel_size(mesh), recipe.accumulate, data_parallel_size(mesh)
+    )
     sharding = {}
     if math.prod(mesh.values()) > 1:
         local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
 from jaxtrain.data.loader import Loader
-from jaxtrain.distributed import constrained, local_rows, placed_whole, run_mesh, shard
+from jaxtrain.distributed import constrain_shardings, local_rows, place_whole_batch, run_mesh, shard
 from jaxtrain.observe import Gauges
 from jaxtrain.recipes import Recipe
 from jaxtrain.runner.optimizer import training_step
@@ -72,13 +72,13 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 
 
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
-    loss_fn = task.loss_fn if mesh is None else constrained(task.loss_fn, mesh, task.sharding)
+    loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     step = eval_step(loss_fn, precision=recipe.precision)
 
     def evaluate(state: TrainState) -> dict[str, float]:
         batches: Any = evaluation_batches(task.validation, task, recipe)
         if mesh is not None:
-            batches = (placed_whole(batch, mesh) for batch in batches)
+            batches = (place_whole_batch(batch, mesh) for batch in batches)
         return means([jax.device_get(step(state, batch)) for batch in batches])
 
     return evaluate

@@ -1,6 +1,6 @@
 """The training step: scale, differentiate, accumulate, unscale, check, clip, update, rescale.
 
-`step.py` is the algorithm, `build.py` makes `train_step` of it, `loss_program.py` lists the transforms of the loss.
+`step.py` is the algorithm, `build.py` defines `train_step`, `loss_program.py` lists the transforms of the loss.
 """
 
 from jaxtrain.step.accumulate import split_batch

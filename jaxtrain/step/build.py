@@ -25,7 +25,7 @@ class TrainStep:
     """A jitted training step, built by `train_step`: one window per call, or one micro-batch.
 
     Attributes:
-      parts: What the step is made of.
+      parts: The parts of the step.
       pure: The step as a plain function (state, batch) → (state, metrics), to be composed or jitted otherwise.
       jitted: `pure` under `jax.jit`, its state donated.
     """
@@ -47,7 +47,7 @@ class TrainStep:
           params: Pytree of arrays, or a function that creates it.
           model_state: Pytree of model state, or a function that creates it; None for a model without any.
           seed: Seed of the key that every micro-batch's key is derived from.
-          streaming: Whether the state holds a window, for `micro`.
+          streaming: Whether to add a window to the state, for `micro`.
 
         Returns:
           A `TrainState`, its parameters in the policy's param dtype.
@@ -217,7 +217,7 @@ def _check_optimizer(optimizer: Any) -> None:
     kind = type(optimizer)
     remedy = "use one of jaxtrain.optim or optax, such as jaxtrain.optim.adamw(1e-3)"
     if kind.__module__.partition(".")[0] == "torch":
-        remedy = "convert it with jaxtrain.interop, or " + remedy
+        remedy = "convert it with jaxtrain.interop.from_torch, or " + remedy
     elif callable(optimizer):
         remedy = f"call it, as in {getattr(optimizer, '__name__', 'optimizer')}(1e-3)"
     raise UserError(f"optimizer must be an optax.GradientTransformation, got {kind.__name__}: {remedy}")

@@ -1,4 +1,4 @@
-"""Where a window's gradient first stopped being finite: in which micro-batch, and there in which parameter.
+"""Location of the first inf or NaN of a window's gradient: its micro-batch and its parameter.
 
 The check sums squares, because the gradient norm needs the same sums and the compiler computes them once. A sum of
 finite squares may overflow, so the elements are inspected if a sum is not finite. `norm_of` is the tree whose norm is

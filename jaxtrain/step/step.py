@@ -1,8 +1,8 @@
 """The training step: scale, differentiate, accumulate, unscale, check, clip, update, rescale.
 
 Pure functions of a state and a batch. They know nothing of models, files, hosts or logging: whatever a run must
-remember is in `TrainState`. `train_step` (build.py) makes a jitted step of them, `streaming.py` takes the micro-batches
-of a window one by one.
+remember is in `TrainState`. `train_step` (build.py) jits them, `streaming.py` processes the micro-batches of
+a window one by one.
 """
 
 from collections.abc import Callable
@@ -196,7 +196,7 @@ def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tra
 
 
 def empty_window(parts: StepParts, params: Any) -> Window:
-    """Return a window that holds no micro-batch yet."""
+    """Return a window without micro-batches."""
     trained, _ = partition(params, parts.frozen)
     return open_window(trained)
 

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import Arrays, ImageFolder, check_labels, digits, image_folder, npz
-from jaxtrain.distributed import resolved, ways
+from jaxtrain.distributed import data_parallel_size, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.models import CNN, MLP, cnn, functional, functional_with_state, mlp, resnet, set_batch_norm_groups
@@ -82,7 +82,7 @@ def resnet_model(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNet:
 
 def _groups(recipe: ResNetRecipe) -> int:
     """Return the number of BatchNorm groups: one per data-parallel device if each computes its own statistics."""
-    return ways(resolved(recipe.mesh)) if recipe.batch_norm == "device" else 1
+    return data_parallel_size(run_mesh_sizes(recipe.mesh)) if recipe.batch_norm == "device" else 1
 
 
 def _resnet_config(recipe: ResNetRecipe, shape: tuple[int, ...]) -> ResNetConfig:

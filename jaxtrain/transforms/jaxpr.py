@@ -5,13 +5,14 @@ returns None, a higher-order equation (jit, scan, while, cond, checkpoint, custo
 function that created it, with its body rewritten in turn, and any other equation is bound unchanged. The result is an
 ordinary JAX function, which can be differentiated, vmapped and jitted.
 
-This is the one module that leans on the layout of JAX's equations (parameter names of higher-order primitives,
-`Primitive.get_bind_params`) and on a private name: JAX has no public rewriter, and no public way to say that an
-equation stands where another stood (`source_info_util`, as `jax.core.eval_jaxpr` uses it), without which errors,
-profiles and scopes would name this file. Everything else here builds on this one.
+Only this module depends on the layout of JAX's equations (parameter names of higher-order primitives,
+`Primitive.get_bind_params`) and on a private name: JAX has no public rewriter, and no public way to give an equation
+the source line of another (`source_info_util`, as in `jax.core.eval_jaxpr`), without which errors, profiles and scopes
+would name this file.
 """
 
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -143,7 +144,7 @@ def jit_once(fn: Callable[..., Any], mark: Callable[..., Any]) -> Callable[..., 
     owner, options = fn, ()
     if isinstance(fn, functools.partial):
         owner, options = fn.func, (*fn.args, *sorted(fn.keywords.items()))
-    if not hasattr(owner, "__dict__") or not all(map(_is_plain, options)):
+    if not _is_function(owner) or not all(map(_is_plain, options)):
         return jax.jit(mark(fn))
     programs = owner.__dict__.setdefault("_jaxtrain_programs", {})
     # By id too: functools.wraps copies the dict of one function to another.
@@ -151,6 +152,11 @@ def jit_once(fn: Callable[..., Any], mark: Callable[..., Any]) -> Callable[..., 
     if key not in programs:
         programs[key] = owner, jax.jit(mark(fn))
     return programs[key][1]
+
+
+def _is_function(fn: Callable[..., Any]) -> bool:
+    """Return whether `fn` is a function, plain or wrapped by JAX: a callable module has attributes of its own."""
+    return isinstance(fn, types.FunctionType) or type(fn).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _is_plain(option: Any) -> bool:

@@ -37,7 +37,7 @@ KERNEL = "autocast_kernel"
 class Policy:
     """The dtypes of a computation, and the precision of float32 matrix products on hardware with cheaper ones.
 
-    Policies compose: a function with a policy of its own keeps it inside a computation under another.
+    Policies compose: a function under one policy keeps it inside a computation under another.
     `dataclasses.replace` creates variants.
 
     Attributes:
@@ -166,8 +166,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         biased = list(biased_products(closed.jaxpr))
-        biases = {found.total: found.bias for found in biased}
-        unrounded = {found.product for found in biased}
+        biases = {match.total: match.bias for match in biased}
+        unrounded = {match.product for match in biased}
         casts: WeakKeyDictionary[jaxpr.Run, _Casts] = WeakKeyDictionary()
 
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain
-from jaxtrain.distributed import bypass_compilation_cache, is_first, local_rows, make_mesh, shard, together
+from jaxtrain.distributed import bypass_compilation_cache, is_first, local_rows, make_mesh, process_group, shard
 from jaxtrain.step import current_scale
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
@@ -53,7 +53,7 @@ def run_in_processes(trainings: Sequence[Training], processes: int, devices_per_
 
 
 def _process(trainings: Sequence[Training]) -> list[Record] | None:
-    with together():
+    with process_group():
         records = [run(training) for training in trainings]
         return records if is_first() else None
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Module, ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
-from jaxtrain.distributed import DATA, FSDP, sizes, ways
+from jaxtrain.distributed import DATA, FSDP, data_parallel_size, parse_mesh
 from parity.case import Batch
 from parity.distributed.processes import free_port, in_processes
 from parity.distributed.training import Scaling, Training
@@ -31,7 +31,7 @@ def run(trainings: Sequence[Training]) -> list[Record]:
     All meshes must have the same number of devices. `losses` and `grad_norms` are of the whole batch, buffers the
     rank's.
     """
-    (ranks,) = {ways(sizes(training.mesh)) for training in trainings}
+    (ranks,) = {data_parallel_size(parse_mesh(training.mesh)) for training in trainings}
     # As `torchrun` sets them.
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     environments = [{**common, "RANK": str(rank)} for rank in range(ranks)]
@@ -100,7 +100,7 @@ def _scaler(scaling: Scaling | None, precision: str) -> torch.amp.GradScaler:
 
 def _distributed(model: Module, mesh: str) -> tuple[Module, Callable[[bool], AbstractContextManager[None]]]:
     """The wrapped model, and the context of a micro-batch that is not the last of its window."""
-    shape = sizes(mesh)
+    shape = parse_mesh(mesh)
     if shape[FSDP] == 1:
         ddp = DistributedDataParallel(model)
         return ddp, lambda more: ddp.no_sync() if more else nullcontext()

@@ -43,8 +43,8 @@ class Training:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        from jaxtrain.distributed import TENSOR, sizes
+        from jaxtrain.distributed import TENSOR, parse_mesh
         from jaxtrain.errors import UserError
 
-        if sizes(self.mesh)[TENSOR] > 1:
+        if parse_mesh(self.mesh)[TENSOR] > 1:
             raise UserError(f"mesh {self.mesh!r} shards layers, for which PyTorch has no wrapper: leave tensor out")

@@ -115,7 +115,7 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
 
     def die(self, line, step=6, write=loop.MetricsLog.write):
         write(self, line)
-        if line["step"] == step:
+        if line.step == step:
             raise Killed
 
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""The texts that every machine has: dates as they are written, and statements of Python's standard library."""
+"""Built-in texts: written dates, and statements of Python's standard library."""
 
 import argparse
 import ast
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import IndexedSource, MappedSource, subsample
-from jaxtrain.data.dates import FIRST, LAST, WRITTEN, Dates, dates
+from jaxtrain.data.dates import FIRST, FORMATS, LAST, Dates, dates
 from jaxtrain.data.python_statements import KEYWORDS, python_statements, statements
 
 PROGRAM = '''class A(Base, metaclass=Meta):
@@ -42,7 +42,7 @@ def test_a_date_is_written_so_that_it_can_be_read() -> None:
     every = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1))
     for index in range(0, len(every), 997):
         for way, reader in readers.items():
-            pair = every[index - index % len(WRITTEN) + way]
+            pair = every[index - index % len(FORMATS) + way]
             assert datetime.strptime(pair["source"], reader).date().isoformat() == pair["target"]
 
 
@@ -50,7 +50,7 @@ def test_a_date_is_written_so_that_it_can_be_read() -> None:
     ("day", "ordinal"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (11, "11th"), (22, "22nd"), (30, "30th")]
 )
 def test_the_ways_no_directive_reads(day: int, ordinal: str) -> None:
-    written = [way(date(2026, 11, day)) for way in WRITTEN]
+    written = [way(date(2026, 11, day)) for way in FORMATS]
     assert written[3:6] == [f"the {ordinal} of November 2026", f"NOVEMBER 2026, {ordinal}", f"{day}. XI. 2026"]
 
 

@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says what mends it, and finds nothing wrong where nothing is."""
+"""The doctor finds problems, names their fixes, and reports none on a healthy machine."""
 
 import importlib.metadata
 import json
@@ -15,16 +15,16 @@ from jaxtrain.debug import doctor
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Versions by name, of a machine made up."""
-    made_up = {"jax": "0.10.2", "jaxlib": "0.10.2"}
+    """Fake package versions by name."""
+    fake = {"jax": "0.10.2", "jaxlib": "0.10.2"}
 
     def version(name):
-        if name not in made_up:
+        if name not in fake:
             raise importlib.metadata.PackageNotFoundError(name)
-        return made_up[name]
+        return fake[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    return made_up
+    return fake
 
 
 def only(findings):
@@ -32,28 +32,28 @@ def only(findings):
     return finding
 
 
-def test_this_machine_is_looked_at_whole(capsys):
+def test_every_check_runs_on_this_machine(capsys):
     status = main(["--json"])
-    said = json.loads(capsys.readouterr().out)
-    names = [finding["name"] for finding in said["findings"]]
+    report = json.loads(capsys.readouterr().out)
+    names = [finding["name"] for finding in report["findings"]]
     assert names[:3] == ["python", "packages", "torch"]
     assert {"devices", "compiler", "compilation cache", "collectives", "open files", "disk"} <= {*names}
-    assert status == (1 if said["problems"] else 0)
-    by_name = {finding["name"]: finding for finding in said["findings"]}
+    assert status == (1 if report["problems"] else 0)
+    by_name = {finding["name"]: finding for finding in report["findings"]}
     assert by_name["packages"]["status"] == by_name["devices"]["status"] == "fine"
     for device in jax.local_devices():
         assert by_name[str(device)]["status"] == "fine"
 
 
-def test_the_text_says_the_same(capsys):
+def test_the_text_reports_the_same(capsys):
     main([])
-    said = capsys.readouterr().out
-    assert "python" in said
-    assert "multiplies rightly" in said
+    text = capsys.readouterr().out
+    assert "python" in text
+    assert "correct products" in text
 
 
 @pytest.mark.parametrize(
-    ("installed", "mend"),
+    ("installed", "fix"),
     [
         ({}, ""),
         ({"jaxlib": "0.9.0"}, "pip install jaxlib==0.10.2"),
@@ -62,17 +62,17 @@ def test_the_text_says_the_same(capsys):
         ({"jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.10.2"}, "pip uninstall jax-cuda12-plugin"),
     ],
 )
-def test_versions_that_do_not_fit_are_named(versions, installed, mend):
+def test_incompatible_versions_are_reported(versions, installed, fix):
     versions |= installed
     finding = only(doctor.packages())
-    assert finding.status == ("problem" if mend else "fine")
-    assert finding.mend == mend
+    assert finding.status == ("problem" if fix else "fine")
+    assert finding.fix == fix
 
 
-def test_no_torch_is_no_problem(versions):
+def test_a_missing_torch_is_a_note(versions):
     assert only(doctor.torch()).status == "note"
     versions["torch"] = "2.11"
-    assert only(doctor.torch()).said == "torch 2.11"
+    assert only(doctor.torch()).message == "torch 2.11"
 
 
 def test_small_limits_are_problems(monkeypatch):
@@ -80,18 +80,18 @@ def test_small_limits_are_problems(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20, free=2**20))
     found = {finding.name: finding for finding in doctor.limits()}
     assert {name for name, finding in found.items() if finding.status == "problem"} == {*found}
-    assert found["open files"].mend == "ulimit -n 1024"
+    assert found["open files"].fix == "ulimit -n 1024"
 
 
 @pytest.mark.parametrize(
-    ("environment", "mend"),
+    ("environment", "fix"),
     [
         ({"JAX_PLATFORMS": "cpu"}, "unset JAX_PLATFORMS"),
         ({"CUDA_VISIBLE_DEVICES": ""}, "unset CUDA_VISIBLE_DEVICES"),
         ({"JAX_PLATFORMS": ""}, "pip install 'jaxtrain[cuda13]', or [cuda12] for a driver before 580"),
     ],
 )
-def test_a_gpu_that_jax_does_not_see_is_a_problem(monkeypatch, tmp_path, environment, mend):
+def test_a_gpu_that_jax_does_not_see_is_a_problem(monkeypatch, tmp_path, environment, fix):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86  Wed Jan 1 00:00:00 UTC 2025\n")
     monkeypatch.setattr(doctor, "DRIVER", driver)
@@ -99,15 +99,15 @@ def test_a_gpu_that_jax_does_not_see_is_a_problem(monkeypatch, tmp_path, environ
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     finding = next(doctor.devices())
-    assert (finding.status, finding.mend) == ("problem", mend)
+    assert (finding.status, finding.fix) == ("problem", fix)
 
 
-def test_a_device_that_multiplies_wrongly_is_found(monkeypatch):
+def test_a_device_with_wrong_products_is_found(monkeypatch):
     right = jnp.matmul
     monkeypatch.setattr(jnp, "matmul", lambda *args, **kwargs: right(*args, **kwargs).at[3, 3].add(1))
     finding = only(doctor.products(jax.local_devices()[0]))
     assert finding.status == "problem"
-    assert finding.said.startswith("multiplies wrongly: errors in roundings float32 ")
+    assert finding.message.startswith("wrong products: errors in units of epsilon float32 ")
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
-from jaxtrain.distributed.mesh import sizes
+from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.models import functional, gpt2
 
 LAYERS, POSITIONS, ROWS, WIDTH = 3, 12, 8, 64
@@ -27,5 +27,5 @@ def deep(spec, positions=POSITIONS, **options):
         return jt.Loss((jax.nn.logsumexp(logits, -1) - logits[..., 0]).sum(), logits.size), {}
 
     step = jt.train_step(loss_fn, optax.adam(1e-2), accumulate=2, **options)
-    devices = jax.devices()[: math.prod(sizes(spec).values())]
+    devices = jax.devices()[: math.prod(parse_mesh(spec).values())]
     return shard(step, make_mesh(spec, devices), gpt2.SHARDING), lambda: functional(model())[1]

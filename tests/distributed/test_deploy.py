@@ -14,7 +14,7 @@ import yaml
 
 from jaxtrain.cli.flags import parse_known, recipe_name
 from jaxtrain.cli.train import Train, parse_recipe
-from jaxtrain.distributed.processes import arguments
+from jaxtrain.distributed.processes import initialize_arguments
 from jaxtrain.recipes import RECIPES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -38,7 +38,7 @@ def test_the_pods_of_the_job_set_find_each_other() -> None:
         place["valueFrom"]["fieldRef"]["fieldPath"]
         == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     )
-    assert arguments({**environment, "JAX_PROCESS_ID": "1"}) == {
+    assert initialize_arguments({**environment, "JAX_PROCESS_ID": "1"}) == {
         "coordinator_address": environment["JAX_COORDINATOR_ADDRESS"],
         "num_processes": 2,
         "process_id": 1,

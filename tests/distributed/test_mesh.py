@@ -8,25 +8,25 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.distributed import local_rows, make_mesh, placed, placed_whole
-from jaxtrain.distributed.mesh import sizes, ways
-from jaxtrain.distributed.rows import local_ways
+from jaxtrain.distributed import local_rows, make_mesh, place_batch, place_whole_batch
+from jaxtrain.distributed.mesh import data_parallel_size, parse_mesh
+from jaxtrain.distributed.rows import local_data_parallel_size
 from jaxtrain.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("data=2,tensor=3", "mesh 'data=2,tensor=3' is of 6 devices and there are 4: make its sizes multiply to that"),
-        ("dta=4", "mesh 'dta=4' has an axis 'dta': choose of data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
-        ("data=2,data=2", "mesh 'data=2,data=2' says data twice: say it once"),
-        ("data=0", "mesh 'data=0' gives data the size '0': make it a number of devices, 1 or more"),
+        ("data=2,tensor=3", "mesh 'data=2,tensor=3' has 6 devices, got 4: make its sizes multiply to 4"),
+        ("dta=4", "mesh 'dta=4' has an axis 'dta': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("data=2,data=2", "mesh 'data=2,data=2' gives data twice: give it once"),
+        ("data=0", "mesh 'data=0' gives data the size '0': it must be a number of devices, 1 or more"),
         (
             "data=" + "9" * 5000,
-            f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: make it a number of devices, 1 or more",
+            f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: it must be a number of devices, 1 or more",
         ),
-        ("data", "mesh 'data' gives data the size '': make it a number of devices, 1 or more"),
-        ("", "mesh '' has an axis '': choose of data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("data", "mesh 'data' gives data the size '': it must be a number of devices, 1 or more"),
+        ("", "mesh '' has an axis '': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
     ],
 )
 def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
@@ -35,7 +35,7 @@ def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
     assert str(error.value) == said
 
 
-def test_the_order_of_axes_is_the_same_however_they_are_said():
+def test_the_order_of_axes_does_not_depend_on_the_spec():
     assert dict(make_mesh("tensor=2,data=2").shape) == {"data": 2, "fsdp": 1, "sequence": 1, "tensor": 2}
     assert dict(make_mesh().shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
 
@@ -43,7 +43,7 @@ def test_the_order_of_axes_is_the_same_however_they_are_said():
 @pytest.mark.parametrize("as_array", [np.asarray, jax.numpy.asarray])
 def test_every_device_has_its_share_of_every_micro_batch_in_order(as_array):
     rows = np.arange(24, dtype=np.int32)
-    window = placed({"x": as_array(rows)}, make_mesh("data=2,fsdp=2"), accumulate=3)["x"]
+    window = place_batch({"x": as_array(rows)}, make_mesh("data=2,fsdp=2"), accumulate=3)["x"]
     assert window.shape == (3, 8)
     for shard in window.addressable_shards:
         d = shard.device.id
@@ -52,19 +52,19 @@ def test_every_device_has_its_share_of_every_micro_batch_in_order(as_array):
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence"])
 def test_rows_are_alike_on_the_devices_of_the_other_axes(axis):
-    batch = placed({"x": np.arange(8, dtype=np.int32)}, make_mesh(f"fsdp=2,{axis}=2"))["x"]
+    batch = place_batch({"x": np.arange(8, dtype=np.int32)}, make_mesh(f"fsdp=2,{axis}=2"))["x"]
     assert [s.data.tolist() for s in batch.addressable_shards] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
 
 def test_only_rows_make_a_batch_larger():
-    assert ways(sizes("data=2,fsdp=2,sequence=4,tensor=2")) == 4
+    assert data_parallel_size(parse_mesh("data=2,fsdp=2,sequence=4,tensor=2")) == 4
 
 
 def test_rows_that_do_not_divide_are_refused_by_name():
-    said = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: make it a multiple of 4"
+    said = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: use a multiple of 4"
     for batch in (np.ones((12, 2), np.float32), jax.numpy.ones((12, 2))):
         with pytest.raises(UserError, match=said):
-            placed({"x": batch}, make_mesh(), accumulate=2)
+            place_batch({"x": batch}, make_mesh(), accumulate=2)
     with pytest.raises(UserError, match=said):
         local_rows(make_mesh(), batch_size=12, accumulate=2)
 
@@ -93,12 +93,13 @@ def test_a_process_gives_the_rows_of_its_own_coordinates(monkeypatch, shape, dev
         devices[i] = Elsewhere(i // devices_each)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert (
-        local_ways(SimpleNamespace(devices=devices.reshape(*shape.values()), axis_names=tuple(shape))) == of_process_1
+        local_data_parallel_size(SimpleNamespace(devices=devices.reshape(*shape.values()), axis_names=tuple(shape)))
+        == of_process_1
     )
 
 
 def test_rows_of_an_evaluation_need_not_divide():
     batch = {"x": np.arange(6, dtype=np.int32), "y": np.arange(8, dtype=np.int32), "z": np.int32(3)}
-    on_mesh = placed_whole(batch, make_mesh())
+    on_mesh = place_whole_batch(batch, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, on_mesh, batch)
     assert [x.is_fully_replicated for x in (on_mesh["x"], on_mesh["y"], on_mesh["z"])] == [True, False, True]

@@ -19,7 +19,7 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.distributed import processes
-from jaxtrain.distributed.processes import arguments
+from jaxtrain.distributed.processes import initialize_arguments
 from jaxtrain.errors import UserError
 from jaxtrain.runner.checkpoint import saved_steps
 from tests.soak.test_kills import assert_same_run, state, untimed
@@ -146,7 +146,7 @@ def test_sequences_divided_over_two_processes_are_those_divided_in_one(
     assert lines == others
 
 
-def test_what_the_environment_says_of_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_gives_the_arguments_of_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3", "JAX_COORDINATOR_ADDRESS": "h:1"}
     given = {
         "coordinator_address": "h:1",
@@ -158,55 +158,65 @@ def test_what_the_environment_says_of_the_other_processes(monkeypatch: pytest.Mo
     slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}
     kubernetes = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
-    assert arguments({}) is None
-    assert arguments({**ours, "JAX_NUM_PROCESSES": "1"}) is None
-    assert arguments(ours) == given
-    assert arguments({**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"}) is None
-    assert arguments({**open_mpi, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://…"}) == {"cluster_detection_method": "ompi"}
+    assert initialize_arguments({}) is None
+    assert initialize_arguments({**ours, "JAX_NUM_PROCESSES": "1"}) is None
+    assert initialize_arguments(ours) == given
+    assert initialize_arguments({**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert initialize_arguments({**open_mpi, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://…"}) == {
+        "cluster_detection_method": "ompi"
+    }
     # mpirun starts its daemons by srun, and our own variables come before both.
     step = {**slurm, "SLURM_STEP_NUM_TASKS": "4"}
-    assert arguments({**step, **open_mpi, "OMPI_MCA_orte_hnp_uri": "…"}) == {"cluster_detection_method": "ompi"}
-    assert arguments({**step, **open_mpi, **ours}) == given
-    assert arguments(step) == {"cluster_detection_method": "slurm"}
+    assert initialize_arguments({**step, **open_mpi, "OMPI_MCA_orte_hnp_uri": "…"}) == {
+        "cluster_detection_method": "ompi"
+    }
+    assert initialize_arguments({**step, **open_mpi, **ours}) == given
+    assert initialize_arguments(step) == {"cluster_detection_method": "slurm"}
     # A job of four tasks, in a shell of its own or in its script, outside srun.
-    assert arguments({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert arguments(slurm) is None
+    assert initialize_arguments({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert initialize_arguments(slurm) is None
 
     for installed in (object(), None):
         monkeypatch.setattr(processes, "find_spec", lambda name, installed=installed: installed)
-        assert arguments(kubernetes) == ({} if installed else None)
-        assert arguments({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
+        assert initialize_arguments(kubernetes) == ({} if installed else None)
+        assert initialize_arguments({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
 
 
 def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
     here = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     on_one = {**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-h-1@1"}
-    found = arguments(on_one)
+    found = initialize_arguments(on_one)
     assert found
     address = found.pop("coordinator_address")
     assert found == {
         "num_processes": 2, "process_id": 1, "cluster_detection_method": "deactivate", "local_device_ids": [1]
     }  # fmt: skip
     assert re.fullmatch(r"127\.0\.0\.1:6\d{4}", address)
-    assert arguments({**on_one, "PMIX_NAMESPACE": "prterun-h-2@1"}) != {**found, "coordinator_address": address}
+    assert initialize_arguments({**on_one, "PMIX_NAMESPACE": "prterun-h-2@1"}) != {
+        **found,
+        "coordinator_address": address,
+    }
     on_two = {**here, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(UserError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT"):
-        arguments(on_two)
-    assert arguments({**on_two, "JAX_COORDINATOR_ADDRESS": "h:1"}) == {**found, "coordinator_address": "h:1"}
+        initialize_arguments(on_two)
+    assert initialize_arguments({**on_two, "JAX_COORDINATOR_ADDRESS": "h:1"}) == {**found, "coordinator_address": "h:1"}
 
 
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two', which is no number"),
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID is not set, of 2 processes: make it 0 to 1"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID is 2, of 2 processes: make it 0 to 1"),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS is not set"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES must be a number, got 'two'"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID must be in 0 to 1 for 2 processes, got nothing"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID must be in 0 to 1 for 2 processes, got 2"),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+            "JAX_COORDINATOR_ADDRESS is not set for 2 processes: set it to HOST:PORT of the first one",
+        ),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(extra: dict[str, str], says: str) -> None:
+def test_settings_that_identify_no_process_are_refused(extra: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        arguments(extra)
+        initialize_arguments(extra)
 
 
 # A run as short as it can be, of what all processes of a run do.
@@ -219,7 +229,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 def train(args):
-    with processes.together():
+    with processes.process_group():
         me = jax.process_index()
         print("stdout of", me)
         assert processes.once(lambda: {"done by": [me]}) == {"done by": [0]}
@@ -265,21 +275,22 @@ def test_what_the_first_does_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "statuses", "first", "second"),
     [
-        ("raise UserError('mend it')", [2, 2], "jaxtrain: mend it", ""),
+        ("raise UserError('fix it')", [2, 2], "jaxtrain: fix it", ""),
         ("raise KeyboardInterrupt", [130, 130], "jaxtrain: interrupted", ""),
         ("raise KeyError('a bug')", [1, 1], "KeyError: 'a bug'", ""),
         ("raise UserError(f'no file on {me}')", [2, 2], "jaxtrain: no file on 0",
              "jaxtrain: process 1 of 2: no file on 1"),
         ("if me: raise UserError('no disk')", [1, 2],
-         "jaxtrain: process 1 of 2 has failed (UserError: no disk): what is saved is whole: --resume auto",
+         "jaxtrain: process 1 of 2 has failed (UserError: no disk): checkpoints are intact: "
+         "continue with --resume auto",
          "jaxtrain: process 1 of 2: no disk"),
         ("if me: os.kill(os.getpid(), 9)", [1, -9],
-         "jaxtrain: process 1 of 2 does not answer any more: what is saved is whole: --resume auto", ""),
+         "jaxtrain: process 1 of 2 no longer responds: checkpoints are intact: continue with --resume auto", ""),
         # The coordinator is gone, and with it what the others could ask: the runtime ends them.
         ("if not me: os.kill(os.getpid(), 9)", [-9, -6], "", "leader"),
     ],
 )  # fmt: skip
-def test_what_ends_all_is_said_once_and_by_whom_it_is(
+def test_an_error_ends_all_processes_and_is_reported_once(
     part: str, statuses: list[int], first: str, second: str, tmp_path: Path
 ) -> None:
     with foreign(program(part), tmp_path) as both:

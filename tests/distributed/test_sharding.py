@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, param_shardings, state_shardings
-from jaxtrain.distributed.sharding import automatic, fitted
+from jaxtrain.distributed.sharding import automatic_spec, fit_spec
 from jaxtrain.errors import UserError
 from jaxtrain.models import bert, cnn, gpt2, llama, lora, mixtral, mlp, resnet, t5, vit
 from jaxtrain.optim import adafactor, adamw
@@ -61,7 +61,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name():
     params = {"fc": {"kernel": jax.ShapeDtypeStruct((4, 6), np.float32)}}
     with pytest.raises(UserError, match=r"no sharding rule matches the parameter fc/kernel \[4, 6\]: add one"):
         param_shardings(params, make_mesh(), {"kernel": P("fsdp")})
-    with pytest.raises(UserError, match="the sharding rule 'fc/kernel' has 3 axes and fc/kernel only 2: mend the rule"):
+    with pytest.raises(UserError, match="the sharding rule 'fc/kernel' has 3 axes and fc/kernel only 2: fix the rule"):
         param_shardings(params, make_mesh(), {"fc/kernel": P(None, None, "fsdp")})
 
 
@@ -70,7 +70,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name():
     [((6, 8), P(None, "fsdp")), ((8, 8), P(None, "fsdp")), ((16, 6), P("fsdp")), ((3, 5), P()), ((), P()), ((0,), P())],
 )
 def test_without_rules_the_longest_axis_that_divides_is_divided(shape, spec):
-    assert automatic(shape, make_mesh("fsdp=4")) == spec
+    assert automatic_spec(shape, make_mesh("fsdp=4")) == spec
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_without_rules_the_longest_axis_that_divides_is_divided(shape, spec):
     ],
 )
 def test_what_does_not_divide_stays_whole(spec, shape, kept):
-    assert fitted(spec, shape, make_mesh("fsdp=2,tensor=2")) == kept
+    assert fit_spec(spec, shape, make_mesh("fsdp=2,tensor=2")) == kept
 
 
 @pytest.mark.parametrize(("optimizer", "moments"), [(adamw(1e-3), 2), (adafactor(1e-3), 0)])

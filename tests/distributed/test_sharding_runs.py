@@ -63,7 +63,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_goes_on_on_another(tmp_path):
     told = trained(meshed, mesh="fsdp=4", steps=4)
     assert told["effective batch"] == "16 = 2 × 2 micro-batches × 4 devices"
     assert re.fullmatch(
-        r"data 1 × fsdp 4 × sequence 1 × tensor 1; of parameters and .* state 0\.0 MiB a device", told["mesh"]
+        r"data 1 × fsdp 4 × sequence 1 × tensor 1; 0\.0 MiB of parameters and .* state per device", told["mesh"]
     )
     assert saved_steps(meshed / "checkpoints") == [0, 4]
     trained(meshed, resume=True, mesh="data=2,tensor=2")

@@ -139,7 +139,7 @@ def test_products_apart_are_the_same_products():
 @pytest.mark.parametrize("name", some("mlp", "cnn", "resnet", soon={"mlp"}))
 def test_models_without_sequences_are_refused(name):
     said = (
-        "the mesh axis sequence divides tokens, and no marked block of this model makes any, [rows, tokens, width]: "
+        "the mesh axis sequence shards tokens, and no marked block of this model returns any, [rows, tokens, width]: "
         "put its devices on data or fsdp"
     )
     with pytest.raises(UserError, match=re.escape(said)):
@@ -147,13 +147,15 @@ def test_models_without_sequences_are_refused(name):
 
 
 def test_experts_whose_tokens_are_from_all_rows_are_refused():
-    with pytest.raises(UserError, match="the mesh axis sequence divides tokens, and experts take theirs from all rows"):
+    with pytest.raises(
+        UserError, match="the mesh axis sequence shards tokens, and experts select theirs from all rows"
+    ):
         traced("mixtral", "sequence=4")
 
 
 @pytest.mark.parametrize(("name", "spec", "tokens", "n"), [("gpt2", "sequence=3", 8, 3), ("vit", "sequence=4", 5, 4)])
 def test_lengths_that_do_not_divide_are_refused(name, spec, tokens, n):
-    said = f"a sequence of {tokens} tokens is not divisible by the {n} devices of sequence: make it a multiple of {n}"
+    said = f"a sequence of {tokens} tokens is not divisible by the {n} devices of sequence: use a multiple of {n}"
     with pytest.raises(UserError, match=said):
         traced(name, spec)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jaxtrain.errors import UserError
-from jaxtrain.export.verify import Trial, verified
+from jaxtrain.export.verify import Trial, verify
 from jaxtrain.interop.names import leaves, unflatten
 from jaxtrain.models import functional
 from jaxtrain.models.vit import ViT, ViTConfig
@@ -133,7 +133,7 @@ def trial(fn, w, x):
 
 def check(fn, w, x, path, spec):
     write_onnx(path, to_onnx(fn, w, {"x": spec}, "y"))
-    verified([trial(fn, w, x)], [runs(path)(x)], "the graph")
+    verify([trial(fn, w, x)], [runs(path)(x)], "the graph")
 
 
 @pytest.mark.parametrize("name", CASES)

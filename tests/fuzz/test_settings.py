@@ -226,7 +226,7 @@ def test_valid_settings_are_accepted(data):
 
 
 HUGE = {
-    "digits-mlp --hidden 1048577": "hidden 1048577 is too large",
+    "digits-mlp --hidden 1048577": "hidden must be at most 1,048,576, got 1048577",
     "digits-resnet --width 1048576": "the parameters take 303,104.3 GiB",
     "gpt-stdlib --n-embd 16384 --n-layer 1000 --n-head 1": "the parameters take 12,000.8 GiB",
     "t5-dates --d-model 1048576": "the parameters take 229,377.1 GiB",

@@ -1,4 +1,4 @@
-"""PyTorch's files: what is understood, and what is refused, by name and in one line."""
+"""PyTorch's files: what is read, and the one-line message of what is refused."""
 
 import pickle
 import sys
@@ -104,7 +104,7 @@ REFUSED = {
     "a number": (3, "contains a int: save a dictionary"),
     "nothing": ({}, "contains nothing, but no model"),
     "no model": ({"weights": {"w": torch.ones(1)}}, "contains weights, but no model"),
-    "two models": ({"model": model(), "state_dict": model()}, "has model and state_dict, of which one"),
+    "two models": ({"model": model(), "state_dict": model()}, "has both model and state_dict: keep one"),
     "a list of optimizers": ({"model": model(), "optimizer": [{}]}, "optimizer in .* is a list"),
     "an optimizer that is none": ({"model": model(), "optimizer": {"lr": 1}}, "no state and param_groups"),
     "a step that is none": ({"model": model(), "step": -1}, "step in .* must be a count of at least 0, got -1"),

@@ -1,4 +1,4 @@
-"""A live PyTorch optimizer, its scheduler and groups, and ours made from them, side by side."""
+"""Optimizers converted from live PyTorch optimizers, schedulers and groups make the same updates."""
 
 import functools
 import math
@@ -212,8 +212,8 @@ def whole(kind, table):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: from_torch(torch.optim.LBFGS([torch_params(2)])), "LBFGS is not an optimizer we have"),
-        (lambda: from_torch(Mine([torch_params(2)])), "Mine is not an optimizer we have"),
+        (lambda: from_torch(torch.optim.LBFGS([torch_params(2)])), "LBFGS is not supported: use one of"),
+        (lambda: from_torch(Mine([torch_params(2)])), "Mine is not supported: use one of"),
         (
             lambda: from_torch(torch.optim.SGD([{"params": [torch_params(2)], "lr_scale": 2}])),
             "SGD's lr_scale=2 in group 0",
@@ -221,17 +221,23 @@ def whole(kind, table):
         (lambda: from_torch(hooked()), "SGD has step hooks"),
         (lambda: from_torch(scheduled(lambda o: theirs.StepLR(o, 2))[0]), "SGD has a scheduler"),
         (lambda: from_torch(sgd_of(), scheduled(lambda o: theirs.StepLR(o, 2))[1]), "StepLR schedules another"),
-        (lambda: from_torch(sgd_of(torch_params(1), torch_params(1))), "SGD has 2 parameter groups: give names"),
+        (lambda: from_torch(sgd_of(torch_params(1), torch_params(1))), "SGD has 2 parameter groups: pass names"),
         (lambda: from_torch(sgd_of(), names={}), "parameter 0 of group 0 has no name"),
         (lambda: from_torch(torch.optim.SGD([("w", torch_params(1))]), names={}), "w of group 0 is not in names"),
         (stacked_apart, "bias stacks parameters|kernel stacks parameters"),
-        (lambda: from_torch(*scheduled(lambda o: theirs.LambdaLR(o, lambda t: min(1, t)))), "lr_lambda is no JAX"),
+        (
+            lambda: from_torch(*scheduled(lambda o: theirs.LambdaLR(o, lambda t: min(1, t)))),
+            "lr_lambda must be a JAX function",
+        ),
         (
             lambda: from_torch(*scheduled(lambda o: theirs.SequentialLR(o, [theirs.OneCycleLR(o, 0.1, 9)], []))),
             "cycle_momentum of a OneCycleLR in a SequentialLR",
         ),
-        (lambda: whole(torch.optim.Muon, STACKED), "kernel is not laid out as {layer}.weight"),
-        (lambda: whole(torch.optim.Adafactor, NameTable({"k": TorchParam("0.weight", CONV)})), "k is not laid out"),
+        (lambda: whole(torch.optim.Muon, STACKED), "kernel does not have the layout of {layer}.weight"),
+        (
+            lambda: whole(torch.optim.Adafactor, NameTable({"k": TorchParam("0.weight", CONV)})),
+            "k does not have the layout of 0.weight",
+        ),
         (
             lambda: from_torch(*scheduled(theirs.ReduceLROnPlateau, torch.optim.ASGD([torch_params(2)]))).init(
                 jnp.ones(2)
@@ -264,5 +270,5 @@ def test_muon_finds_the_output_axis_in_the_table():
     table = NameTable({"kernel": TorchParam("weight", LINEAR), "embedding": TorchParam("table")})
     assert layout("Muon", ["kernel"], table) == {"out_axis": -1}
     assert layout("Muon", ["embedding"], table) == {"out_axis": 0}
-    with pytest.raises(UserError, match="kernel, embedding: Muon finds only some"):
+    with pytest.raises(UserError, match="kernel, embedding: Muon cannot have transposed and other parameters"):
         layout("Muon", ["kernel", "embedding"], table)

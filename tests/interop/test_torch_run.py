@@ -1,4 +1,4 @@
-"""Runs of PyTorch's taken over in the middle and given back: bit for bit, and after more updates as PyTorch's own."""
+"""Runs imported from PyTorch and exported: bit for bit, and after more updates as PyTorch's own."""
 
 import copy
 import functools
@@ -355,41 +355,44 @@ DAMAGED = {
     "another step": (changed("step", torch.tensor(7.0)), "was updated 2 times and a.weight 7 times"),
     "half a step": (
         lambda saved: [of.update(step=torch.tensor(1.5)) for of in saved["optimizer"]["state"].values()],
-        "counts 1.5 updates",
+        "number of updates must be a count, got 1.5",
     ),
-    "a text for a step": (changed("step", "two"), "'two' where a number is to be"),
+    "a text for a step": (changed("step", "two"), "'two' where a number must be"),
     "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 contains inf or NaN"),
     "too large a moment": (changed("exp_avg_sq", torch.zeros(1).expand(10**15)), "exp_avg_sq of the optimizer: .*mis-"),
     "a moment gone": (
         lambda saved: saved["optimizer"]["state"][3].pop("exp_avg"),
         "exp_avg of the .* missing norm.bias",
     ),
-    "a moment unknown": (changed("trust", torch.ones(1)), "trust of a.weight is nothing adamw keeps"),
+    "a moment unknown": (changed("trust", torch.ones(1)), "trust of a.weight is not a state of adamw"),
     "a parameter more": (
         lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(6),
         "7 parameters and the",
     ),
     "a number twice": (lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(0), "is in two groups"),
     "no lr": (without("lr"), "has no params and lr"),
-    "an option of nobody's": (grouped("lr_scale", 2.0), "AdamW's lr_scale=2.0 in group 0 is not honoured"),
-    "a scheduler not saved": (grouped("initial_lr", 0.1), "AdamW has a scheduler: give it too"),
-    "an older AdamW": (without("decoupled_weight_decay"), "wrote alike: say --optimizer"),
+    "an option of nobody's": (grouped("lr_scale", 2.0), "AdamW's lr_scale=2.0 in group 0 is not supported"),
+    "a scheduler not saved": (grouped("initial_lr", 0.1), "AdamW has a scheduler: pass it too"),
+    "an older AdamW": (without("decoupled_weight_decay"), "equal states for Adam and AdamW: set --optimizer"),
     "an optimizer of nobody's": (
         lambda saved: saved["optimizer"].update(param_groups=[{"lr": 1.0, "params": [*range(6)], "speed": 3}]),
-        "groups hold lr, params, speed is none we have",
+        "with the settings lr, params, speed is not supported",
     ),
     "a scheduler by epochs": (
         lambda saved: saved.update(scheduler=S.StepLR(torch.optim.SGD(Net().parameters()), 3).state_dict()),
-        "stepped 0 times in 2 updates, as by epochs",
+        "stepped 0 times in 2 updates, probably per epoch",
     ),
     "a lambda": (
         lambda saved: saved.update(
             scheduler={**S.LambdaLR(torch.optim.SGD(Net().parameters()), lambda t: 1.0).state_dict(), "last_epoch": 2}
         ),
-        "does not hold its lr_lambda: say --schedule",
+        "does not contain its lr_lambda: set --schedule",
     ),
-    "a scheduler of nobody's": (lambda saved: saved.update(scheduler={"tempo": 3}), "state of tempo is none we know"),
-    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale has no growth_factor"),
+    "a scheduler of nobody's": (
+        lambda saved: saved.update(scheduler={"tempo": 3}),
+        "a scheduler with the state tempo is not supported",
+    ),
+    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
 }
 
 
@@ -411,7 +414,7 @@ def test_what_cannot_be_honoured_is_named_in_one_line(what, tmp_path):
 
 def test_groups_that_could_be_dealt_in_two_ways_are_refused(tmp_path):
     saved_net(tmp_path / "in.pt", lambda net: [{"params": group} for group in biases_apart(net)])
-    with pytest.raises(jt.UserError, match="the model's in 3 ways: make the optimizer of model"):
+    with pytest.raises(jt.UserError, match="the model's in 3 ways: create the optimizer from model"):
         torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
 
 

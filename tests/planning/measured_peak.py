@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.memory import reset_peak, status_kib
 from jaxtrain.cost.roofline import CPU
 from jaxtrain.data.loader import Loader
-from jaxtrain.planning.plan import compiled
+from jaxtrain.planning.plan import compile_candidate
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.tasks import build
@@ -28,7 +28,7 @@ from jaxtrain.tasks import build
 def main(name: str, settings: dict) -> None:
     recipe = dataclasses.replace(RECIPES[name], **settings)
     task = build(recipe)
-    candidate = compiled(recipe, task, CPU)
+    candidate = compile_candidate(recipe, task, CPU)
     batch = next(Loader(task.train, recipe.batch_size, recipe.seed))
     step = training_step(recipe, task.loss_fn)
     state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)

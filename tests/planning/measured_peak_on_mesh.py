@@ -11,7 +11,7 @@ import jax
 from jaxtrain.cost.roofline import CPU
 from jaxtrain.data.loader import Loader
 from jaxtrain.distributed import shard
-from jaxtrain.distributed.mesh import make_mesh, sizes
+from jaxtrain.distributed.mesh import make_mesh, parse_mesh
 from jaxtrain.planning.scaling import Scaling
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner.optimizer import training_step
@@ -21,7 +21,7 @@ from tests.planning.measured_peak import above_rest
 
 def main(name: str, settings: dict) -> None:
     recipe = dataclasses.replace(RECIPES[name], **settings)
-    task, shape = build(recipe), sizes(recipe.mesh)
+    task, shape = build(recipe), parse_mesh(recipe.mesh)
     share = Scaling(recipe, jax.devices(), CPU).share(shape)
     devices = jax.devices()[: share.devices]
     step = shard(training_step(recipe, task.loss_fn), make_mesh(recipe.mesh, devices), task.sharding)

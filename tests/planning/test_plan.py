@@ -16,12 +16,13 @@ import pytest
 from jax import lax
 
 from jaxtrain.cli import train
+from jaxtrain.cost.byte_amounts import format_bytes, parse_bytes
 from jaxtrain.cost.flops import flops
-from jaxtrain.cost.memory import host_memory, parsed_bytes, shown_bytes
-from jaxtrain.cost.roofline import CPU, ceilings, seconds
+from jaxtrain.cost.memory import host_memory
+from jaxtrain.cost.roofline import CPU, ceilings, estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.planning.plan import Candidate, notes, plan
+from jaxtrain.planning.plan import Candidate, choice_notes, plan
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
 from jaxtrain.runner.optimizer import training_step
@@ -45,7 +46,7 @@ def pretended(monkeypatch, peak, *, invalid=lambda recipe: False):
         faster = 1 if recipe.precision == "fp32" else 1 / device.half * device.tf32
         return Candidate(recipe, peak(recipe), 10, 1, (again + 0.01 * recipe.accumulate) * faster, 0.0)
 
-    monkeypatch.setattr(planning, "compiled", compiled)
+    monkeypatch.setattr(planning, "compile_candidate", compiled)
     monkeypatch.setattr(
         planning, "build", lambda recipe: SimpleNamespace(init=lambda: (np.zeros(1), None), loss_fn=None)
     )
@@ -104,14 +105,14 @@ def test_numbers_are_kept_where_anything_fits_in_them(monkeypatch):
     monkeypatch.setattr(planning, "ceilings", lambda device: dataclasses.replace(CPU, half=4e12))
     found, _ = ran(RECIPE, 740)
     assert found.chosen.recipe.precision == "fp32"
-    assert [note for note in notes(found) if "bf16 fits too and takes 0.10 times as long" in note]
+    assert [note for note in choice_notes(found) if "bf16 fits too and takes 0.10 times as long" in note]
     found, _ = ran(RECIPE, 740, precisions=["fp32"])
     assert {c.recipe.precision for c in found.candidates} == {"fp32"}
     monkeypatch.setattr(planning, "ceilings", lambda device: CPU)
     pretended(monkeypatch, lambda recipe: grows(recipe) + 100 * (recipe.precision == "fp32"))
     found, _ = ran(RECIPE, 150)
     assert found.chosen.recipe.precision == "bf16"
-    assert notes(found) == ["nothing fits in fp32: bf16 rounds otherwise"]
+    assert choice_notes(found) == ["nothing fits in fp32: bf16 rounds otherwise"]
 
 
 def test_nothing_that_fits_is_told_with_the_least_found(monkeypatch):
@@ -143,8 +144,8 @@ def test_batch_norm_is_told_of():
     own = Candidate(RECIPE, 10, 5, 1, 1.0, 0.0)
     finer = dataclasses.replace(own, recipe=dataclasses.replace(RECIPE, accumulate=4))
     found = planning.Plan(10, [own, finer], finer, batch_norm=True)
-    assert notes(found) == ["BatchNorm's statistics are of a micro-batch: of 16 examples now, of 64 before"]
-    assert notes(dataclasses.replace(found, chosen=own)) == []
+    assert choice_notes(found) == ["BatchNorm's statistics are of a micro-batch: of 16 examples now, of 64 before"]
+    assert choice_notes(dataclasses.replace(found, chosen=own)) == []
 
 
 def test_planning_allocates_nothing_and_counts_every_micro_batch():
@@ -175,9 +176,11 @@ def test_a_mesh_is_planned_for_the_memory_of_one_device():
 
 def test_the_estimate_is_a_roofline():
     def of(fn, *shapes, device=CPU):
-        return seconds(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)).jaxpr, device)
+        return estimate_seconds(
+            jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)).jaxpr, device
+        )
 
-    free = dataclasses.replace(CPU, start=0.0)
+    free = dataclasses.replace(CPU, launch_overhead_s=0.0)
     n = 4096
     exact = "highest"
     large = of(lambda a, b: jnp.matmul(a, b, precision=exact), (n, n), (n, n), device=free)
@@ -216,8 +219,8 @@ def test_workspaces_of_the_cpu_library():
 
 
 def test_amounts_of_memory():
-    assert parsed_bytes("16GiB") == 16 * 2**30
-    assert parsed_bytes("0.5 KB") == 500
+    assert parse_bytes("16GiB") == 16 * 2**30
+    assert parse_bytes("0.5 KB") == 500
     for wrong in (
         "16",
         "",
@@ -231,9 +234,9 @@ def test_amounts_of_memory():
         "1" * 400 + "GiB",
         "16GiB\n2",
     ):
-        with pytest.raises(UserError, match="is no amount of memory: write it with its unit, as in 16GiB or 40GB"):
-            parsed_bytes(wrong)
-    assert [shown_bytes(n) for n in (5, 2048, 12 * MIB, 1536 * MIB)] == ["5 B", "2.00 KiB", "12.0 MiB", "1.50 GiB"]
+        with pytest.raises(UserError, match="is not an amount of memory: write it with its unit, as in 16GiB or 40GB"):
+            parse_bytes(wrong)
+    assert [format_bytes(n) for n in (5, 2048, 12 * MIB, 1536 * MIB)] == ["5 B", "2.00 KiB", "12.0 MiB", "1.50 GiB"]
 
 
 def test_the_memory_of_a_container_is_its_limit(tmp_path):

@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.cli import main
 from jaxtrain.cli import plan as plan_command
+from jaxtrain.cost.byte_amounts import parse_bandwidth
 from jaxtrain.cost.communication import _group, communication
-from jaxtrain.cost.memory import parsed_bandwidth
-from jaxtrain.cost.roofline import CPU, named
+from jaxtrain.cost.roofline import CPU, find_gpu
 from jaxtrain.distributed import make_mesh
-from jaxtrain.distributed.mesh import sizes
+from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
-from jaxtrain.planning.scaling import MOST, Scaling, grown, on, virtual_devices
+from jaxtrain.planning.scaling import MAX_DEVICES, Scaling, doubled_meshes, recipe_on_mesh, virtual_devices
 from jaxtrain.recipes import RECIPES
 from jaxtrain.tasks import build
 
@@ -186,7 +186,7 @@ def test_gpt2_sends_what_the_closed_form_says(mesh):
     k, n = 2, 4
     sizes_of_model = {"n_layer": 3, "n_embd": 16, "n_head": 2, "seq_len": 8}
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes_of_model, batch_size=8 * k, accumulate=k, mesh=mesh)
-    share = Scaling(recipe, jax.devices(), CPU).share(sizes(mesh))
+    share = Scaling(recipe, jax.devices(), CPU).share(parse_mesh(mesh))
     params = jax.eval_shape(build(recipe).init)[0]
     blocks, wte, wpe, ends = (floats(params[part]) for part in ("blocks", "wte", "wpe", "ln_f"))
     kernels = floats([params["blocks"][layer]["kernel"] for layer in ("qkv", "attn_proj", "fc", "mlp_proj")])
@@ -213,17 +213,17 @@ def test_gpt2_sends_what_the_closed_form_says(mesh):
 
 def test_a_mesh_grows_by_its_first_axis():
     places = [(1, 1), (3, 1), (3, 2), (3, 3), (3, 4), (3, 8), (3, 16), (3, 32)]
-    assert grown("fsdp=3,data=3", 100) == [sizes(f"data={data},fsdp={fsdp}") for data, fsdp in places]
-    assert [math.prod(shape.values()) for shape in grown("data=8")] == [2**i for i in range(11)]
-    assert [math.prod(shape.values()) for shape in grown("tensor=2,data=4")] == [2**i for i in range(11)]
-    for shape in grown("data=2,fsdp=4"):
-        recipe = on(dataclasses.replace(MLP, mesh="data=2,fsdp=4"), shape)
+    assert doubled_meshes("fsdp=3,data=3", 100) == [parse_mesh(f"data={data},fsdp={fsdp}") for data, fsdp in places]
+    assert [math.prod(shape.values()) for shape in doubled_meshes("data=8")] == [2**i for i in range(11)]
+    assert [math.prod(shape.values()) for shape in doubled_meshes("tensor=2,data=4")] == [2**i for i in range(11)]
+    for shape in doubled_meshes("data=2,fsdp=4"):
+        recipe = recipe_on_mesh(dataclasses.replace(MLP, mesh="data=2,fsdp=4"), shape)
         assert recipe.batch_size == 2 * shape["data"] * shape["fsdp"]
 
 
 def test_arithmetic_is_that_of_a_devices_rows():
     shares = Scaling(dataclasses.replace(MLP, mesh="tensor=2"), jax.devices(), CPU)
-    halved, of_rows = (shares.share(sizes(mesh)) for mesh in ("tensor=2", "data=2"))
+    halved, of_rows = (shares.share(parse_mesh(mesh)) for mesh in ("tensor=2", "data=2"))
     assert 2 * halved.flops == of_rows.flops == 3 * 2 * 16 * 64 * (64 + 10) - 2 * 16 * 64 * 64
     assert 2 * halved.seconds == of_rows.seconds
     assert (halved.recipe.batch_size, of_rows.recipe.batch_size) == (16, 32)
@@ -232,7 +232,7 @@ def test_arithmetic_is_that_of_a_devices_rows():
 def test_virtual_devices_are_those_there_are():
     assert virtual_devices(4) == jax.devices()[:4]
     with pytest.raises(UserError, match="JAX has 4 CPU devices in this process and 1024 are to be compiled for"):
-        virtual_devices(MOST)
+        virtual_devices(MAX_DEVICES)
 
 
 def ran(capsys, command):
@@ -245,7 +245,7 @@ def ran(capsys, command):
 def of_four_devices(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(plan_command, "MOST", 4)
+    monkeypatch.setattr(plan_command, "MAX_DEVICES", 4)
 
 
 RECIPE = "digits-mlp --hidden 64 --batch-size 16"
@@ -299,12 +299,15 @@ def test_where_nothing_fits_all_is_told_before(capsys):
     ("flags", "said"),
     [
         ("--mesh data=3", "batch_size 16 is not divisible by accumulate 1 × the 3 devices of mesh 'data=3'"),
-        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': choose of data, fsdp"),
-        ("--mesh data=2,data=2", "says data twice"),
+        ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': use data, fsdp"),
+        ("--mesh data=2,data=2", "gives data twice"),
         ("--mesh data=0", "gives data the size '0'"),
         ("--mesh data=2048", "mesh 'data=2048' is of 2,048 devices: plan knows up to 1,024"),
-        ("--mesh data=2 --bandwidth 50GB", "'50GB' is no bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s"),
-        ("--mesh data=2 --memory 50", "'50' is no amount of memory"),
+        (
+            "--mesh data=2 --bandwidth 50GB",
+            "'50GB' is not a bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s",
+        ),
+        ("--mesh data=2 --memory 50", "'50' is not an amount of memory"),
         ("--mesh data=2 --device abacus", "device 'abacus' is not known: choose one of H200, H100, A100, L4, V100, T4"),
         ("--bandwidth 50GB/s", "--bandwidth requires --mesh: add one, such as --mesh data=8"),
         ("--device H100", "--device requires --mesh: add one"),
@@ -319,7 +322,7 @@ def test_wrong_usage_is_one_line(flags, said, capsys):
 
 @pytest.mark.usefixtures("of_four_devices")
 def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
-    first = Scaling(dataclasses.replace(MLP, mesh="data=2"), jax.devices(), CPU).share(sizes("data=2"))
+    first = Scaling(dataclasses.replace(MLP, mesh="data=2"), jax.devices(), CPU).share(parse_mesh("data=2"))
 
     def up_to_two(self, recipe, shape):
         if shape["data"] > 2:
@@ -337,13 +340,13 @@ def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
 
 
 def test_bandwidths_and_devices():
-    assert parsed_bandwidth("50GB/s") == parsed_bandwidth("400 Gbit/s") == 50e9
-    assert parsed_bandwidth("1.5GiB/s") == 1.5 * 2**30
+    assert parse_bandwidth("50GB/s") == parse_bandwidth("400 Gbit/s") == 50e9
+    assert parse_bandwidth("1.5GiB/s") == 1.5 * 2**30
     for wrong in ("50", "50GB", "50 gb/s", "-1GB/s", "0GB/s", "50Gbit", "1e3GB/s", ""):
-        with pytest.raises(UserError, match="is no bandwidth: write it with its unit"):
-            parsed_bandwidth(wrong)
-    assert named("NVIDIA H100") == named("h100")
-    assert named("H100")[1].half > named("A100")[1].half
+        with pytest.raises(UserError, match="is not a bandwidth: write it with its unit"):
+            parse_bandwidth(wrong)
+    assert find_gpu("NVIDIA H100") == find_gpu("h100")
+    assert find_gpu("H100")[1].half > find_gpu("A100")[1].half
 
 
 def in_a_process(module, *arguments, devices):

@@ -8,13 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.cost.roofline import CPU, seconds
+from jaxtrain.cost.roofline import CPU, estimate_seconds
 from jaxtrain.errors import RunFailed
 from jaxtrain.models.attention import attention
-from jaxtrain.profile.estimate import estimated_table
+from jaxtrain.profile.estimate import estimate_table
 from jaxtrain.profile.kinds import KINDS, kind_of_kernel, kind_of_opcodes
 from jaxtrain.profile.program import operations
-from jaxtrain.profile.trace import INPUT, Span, StepTrace, _divided, lines_of_now, newest_trace, rows, time_table
+from jaxtrain.profile.trace import (
+    INPUT,
+    Span,
+    StepTrace,
+    _divided,
+    current_source_lines,
+    newest_trace,
+    table_rows,
+    time_table,
+)
 
 # As NVIDIA's profilers show them, of training steps on A100 and H100; XLA's own after its instructions.
 KERNELS = {
@@ -88,7 +97,7 @@ def step(x, w, q):
 def compiled_step():
     x = jnp.ones((256, 256))
     args = x, x, jnp.ones((2, 32, 2, 16))
-    with lines_of_now():
+    with current_source_lines():
         return jax.jit(step).lower(*args).compile(), args
 
 
@@ -111,7 +120,7 @@ def test_time_is_divided_among_what_runs():
     went = {s.name or s.kind: ns for s, ns in _divided([a, b, again, before], [wait], 5, 100).items()}
     assert went == {"a": 10 + 5 + 10, "b": 5 + 10, INPUT: 15, "idle": 5 + 5 + 30}
     assert sum(went.values()) == 95
-    table = {row.kind: row for row in rows(_divided([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
+    table = {row.kind: row for row in table_rows(_divided([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
     assert table["matmul"].count == 2
     assert table["matmul"].share == pytest.approx(25 / 95)
     assert [top.name for top in table["matmul"].top] == ["a"]
@@ -127,13 +136,13 @@ def test_a_trace_adds_up_to_the_clock(tmp_path):
                 np.linalg.svd(np.ones((200, 200)))  # takes a while
             jax.block_until_ready(program(*args))
     trace = newest_trace(tmp_path)
-    rows = {row.kind: row for row in time_table(trace, program.as_text())}
-    assert {"matmul", "elementwise", "attention", "idle", "input"} <= set(rows)
-    assert sum(row.share for row in rows.values()) == pytest.approx(1)
-    assert rows["matmul"].count >= 3
+    table_rows = {row.kind: row for row in time_table(trace, program.as_text())}
+    assert {"matmul", "elementwise", "attention", "idle", "input"} <= set(table_rows)
+    assert sum(row.share for row in table_rows.values()) == pytest.approx(1)
+    assert table_rows["matmul"].count >= 3
     here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
-    assert rows["matmul"].top[0].line == here
-    assert 0 < rows["input"].seconds < 10
+    assert table_rows["matmul"].top[0].line == here
+    assert 0 < table_rows["input"].seconds < 10
     # Another program's text leaves the kinds to the names.
     assert "attention" not in {row.kind for row in time_table(trace, "")}
     with pytest.raises(RunFailed, match="holds no trace"):
@@ -156,9 +165,9 @@ def layered(x, w, q):
 def test_the_estimate_is_the_rooflines_divided_among_its_operations():
     args = jnp.ones((128, 128)), jnp.ones((5, 128, 128)), jnp.ones((2, 32, 2, 16))
     traced = jax.make_jaxpr(jax.jit(layered))(*args).jaxpr
-    table = {row.kind: row for row in estimated_table(traced, CPU, steps=10, top=9)}
+    table = {row.kind: row for row in estimate_table(traced, CPU, steps=10, top=9)}
     whole = sum(row.seconds for row in table.values())
-    assert whole == pytest.approx(10 * seconds(traced, CPU), rel=1e-9)
+    assert whole == pytest.approx(10 * estimate_seconds(traced, CPU), rel=1e-9)
     assert sum(row.share for row in table.values()) == pytest.approx(1)
     first = layered.__code__.co_firstlineno
     products = {top.line: top.count for top in table["matmul"].top}
@@ -171,8 +180,8 @@ def test_the_estimate_is_the_rooflines_divided_among_its_operations():
     # On a device of twice the arithmetic, and of whatever memory, the products alone take half.
     fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, start=0.0)
     slow = dataclasses.replace(fast, fp32=CPU.fp32, tf32=CPU.tf32)
-    assert seconds(traced, slow) == pytest.approx(2 * seconds(traced, fast), rel=1e-3)
-    (of_fast, of_slow) = (estimated_table(traced, device, steps=1)[0] for device in (fast, slow))
+    assert estimate_seconds(traced, slow) == pytest.approx(2 * estimate_seconds(traced, fast), rel=1e-3)
+    (of_fast, of_slow) = (estimate_table(traced, device, steps=1)[0] for device in (fast, slow))
     assert (of_fast.kind, of_slow.kind) == ("matmul", "matmul")
     assert of_slow.seconds == pytest.approx(2 * of_fast.seconds, rel=1e-9)
 

@@ -495,7 +495,7 @@ def test_an_equation_keeps_the_line_and_the_scope_it_was_written_in():
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(jt.UserError, match="device 'tpu': choose one of cuda, cpu"):
+    with pytest.raises(jt.UserError, match="device 'tpu' has no autocast lists: use one of cuda, cpu"):
         autocast(jnp.sin, jnp.bfloat16, device="tpu")
 
 
