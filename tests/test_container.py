@@ -29,13 +29,13 @@ class Instruction(NamedTuple):
 
 def instructions() -> list[Instruction]:
     lines = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
-    found, stage = [], ""
+    parsed, stage = [], ""
     for line in re.sub(r"\\\n", " ", lines).splitlines():
         if line.strip():
             name, _, text = line.strip().partition(" ")
             stage = text.split(" AS ")[1] if name == "FROM" else stage
-            found.append(Instruction(stage, name, text.strip()))
-    return found
+            parsed.append(Instruction(stage, name, text.strip()))
+    return parsed
 
 
 def of(name: str, stage: str | None = None) -> list[str]:
@@ -101,9 +101,9 @@ def test_the_versions_are_those_of_continuous_integration() -> None:
 
 def test_unknown_extras_are_rejected() -> None:
     (check,) = (text for text in of("RUN", "build") if text.startswith("case "))
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in EXTRAS:
-        assert not extra or extra in known
+        assert not extra or extra in extras
         assert subprocess.run(["sh", "-c", check], env={"EXTRA": extra}, check=False).returncode == 0
     rejected = subprocess.run(["sh", "-c", check], env={"EXTRA": "cuda11"}, capture_output=True, text=True, check=False)
     assert rejected.returncode == 2

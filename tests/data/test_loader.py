@@ -1,4 +1,4 @@
-"""The laws of batching: what an epoch holds, and that any position can be returned to."""
+"""Batching: the contents of an epoch, and restoring any position."""
 
 import json
 import subprocess

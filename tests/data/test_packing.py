@@ -1,4 +1,4 @@
-"""The laws of padding and packing: no token is lost, doubled or shown to another text."""
+"""Padding and packing: no token is lost, repeated or visible to another text."""
 
 import pickle
 from itertools import pairwise
@@ -101,7 +101,7 @@ def test_packed_documents_survive_pickling_and_end() -> None:
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
-    with pytest.raises(UserError, match="length of a row is 0"):
+    with pytest.raises(UserError, match="length of a row must be at least 1, got 0"):
         pack(numbered([3]), 0, pad=0)
     with pytest.raises(UserError, match="none of 2 texts has two tokens"):
         pack(numbered([1, 0]), 4, pad=0)

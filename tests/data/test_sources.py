@@ -1,4 +1,4 @@
-"""What each source yields, and the line each mistake gets."""
+"""Sources: their examples, and the message of every user error."""
 
 import io
 import os
@@ -121,9 +121,9 @@ def test_nul_after_the_first_8_kib_does_not_make_a_file_binary(tmp_path: Path) -
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         text_files(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no text"):
+    with pytest.raises(UserError, match="has no readable text"):
         text_files(tmp_path)
-    with pytest.raises(UserError, match="no text"):
+    with pytest.raises(UserError, match="has no readable text"):
         text_files(*write_files(tmp_path, {"empty": b""}))
 
 
@@ -315,7 +315,7 @@ def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
         image_folder(tmp_path)
     write_images(tmp_path, ["a/1.png", "a/2.png", "a/3.png"])
     (tmp_path / "b").mkdir()
-    with pytest.raises(UserError, match="b holds no png"):
+    with pytest.raises(UserError, match="b has no png"):
         image_folder(tmp_path)
     write_images(tmp_path, ["b/1.png", "b/2.png"], size=(5, 2))
     with pytest.raises(UserError, match=r"b/1\.png is 5x2 but .*a/1\.png is 4x2"):

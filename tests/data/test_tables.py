@@ -1,4 +1,4 @@
-"""Rows of parquet and Arrow files and of saved datasets: each row itself, whatever the order it is asked for in."""
+"""Rows of parquet and Arrow files and of saved datasets, in any order of access."""
 
 import pickle
 import sys
@@ -198,9 +198,9 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         with pytest.raises(UserError, match=rf"{name} is not an? \w+ file that can be read"):
             table(tmp_path / name)
-    with pytest.raises(UserError, match="holds both parquet and Arrow files"):
+    with pytest.raises(UserError, match="has both parquet and Arrow files"):
         table(tmp_path)
-    with pytest.raises(UserError, match="holds no table"):
+    with pytest.raises(UserError, match="has no table"):
         table(tmp_path / "nowhere")
     (tmp_path / "b").mkdir()
     write_feather(tmp_path / "b/1.arrow", columns(2))

@@ -1,4 +1,4 @@
-"""The texts that every machine has: dates as they are written, and statements of Python's standard library."""
+"""Built-in texts: written dates, and statements of Python's standard library."""
 
 import argparse
 import ast

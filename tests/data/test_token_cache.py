@@ -189,6 +189,8 @@ def _tokenize(folder, log, barrier):
     assert tokenized(["key"], documents, np.uint8).tokens.sum() == sum(100 * (i % 256) for i in range(300))
 
 
+# The forked processes do not use JAX, which warns if it was used before.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_of_several_processes_one_tokenizes(cache, tmp_path):
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by bytes and by a tokenizer.json."""
+"""Tokenizers: bytes, and a tokenizer.json."""
 
 import pickle
 import sys

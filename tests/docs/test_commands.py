@@ -20,15 +20,15 @@ def commands(page: Path) -> list[list[str]]:
     """Return the words of each `jaxtrain` and `parity` command in the shell blocks of a page."""
     blocks = re.findall(r"```sh[^\n]*\n(.*?)```", page.read_text(), re.S)
     lines = itertools.chain.from_iterable(block.replace("\\\n", " ").splitlines() for block in blocks)
-    found = []
+    parsed = []
     for line in lines:
         words = list(shlex.shlex(line, posix=True, punctuation_chars=True))
         words = shlex.split(line, comments=True) if not set(words) & {"&&", "|", ";", "&"} else words
         for separated, part in itertools.groupby(words, key=lambda word: word in ("&&", "|", ";", "&")):
             command = list(itertools.dropwhile(lambda word: word not in MAINS, part))
             if not separated and command:
-                found.append(command)
-    return found
+                parsed.append(command)
+    return parsed
 
 
 def known_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
@@ -54,6 +54,12 @@ def test_commands_and_flags_of_a_page_exist(page, capsys, monkeypatch):
 
 
 def test_pages_contain_commands():
-    found = [words for page in PAGES for words in commands(page)]
-    assert len(found) > 40
-    assert {words[1] for words in found if words[0] == "jaxtrain"} >= {"train", "plan", "export", "launch", "replay"}
+    lines = [words for page in PAGES for words in commands(page)]
+    assert len(lines) > 40
+    assert {words[1] for words in lines if words[0] == "jaxtrain"} >= {
+        "train",
+        "plan",
+        "export",
+        "launch",
+        "replay",
+    }

@@ -51,10 +51,10 @@ def templates(*files):
                 yield template
 
 
-def matched_length(known, message):
+def matched_length(candidates, message):
     """Return how many characters of a message are literal text of templates, including nested ones."""
-    matches = [(template, values) for template in known if (values := template.values(message)) is not None]
-    inner = [sum(matched_length(known, part) for part in values if len(part) > 20) for _, values in matches]
+    matches = [(template, values) for template in candidates if (values := template.values(message)) is not None]
+    inner = [sum(matched_length(candidates, part) for part in values if len(part) > 20) for _, values in matches]
     return max((template.literal_length + more for (template, _), more in zip(matches, inner, strict=True)), default=0)
 
 
@@ -95,11 +95,13 @@ def raisers():
 
 
 def test_our_messages_are_those_of_the_code():
-    known = list(templates(*(path for package in ("jaxtrain", "parity") for path in (ROOT / package).rglob("*.py"))))
+    candidates = list(
+        templates(*(path for package in ("jaxtrain", "parity") for path in (ROOT / package).rglob("*.py")))
+    )
     messages = quoted(OURS)
     assert len(messages) > 50
     for message in messages:
-        assert matched_length(known, message) > len(message) / 3, message
+        assert matched_length(candidates, message) > len(message) / 3, message
 
 
 def test_jaxs_messages_are_those_of_jax():

@@ -32,34 +32,34 @@ def by_name(quick):
     ]
 
 
-def agrees(shown, line):
-    """Return whether a line matches the one shown: `…` matches anything, words and integers must be equal.
+def agrees(expected, line):
+    """Return whether a line matches the one expected: `…` matches anything, words and integers must be equal.
 
     Other numbers may differ by a twentieth, and memory by a fifth, because it depends on the version of XLA.
     """
-    words = re.split(rf"(…|{NUMBER}|\s+)", shown.strip())
+    words = re.split(rf"(…|{NUMBER}|\s+)", expected.strip())
     patterns = [
         ".*" if word == "…" else f"({NUMBER})" if i % 2 and not word.isspace() else r"\s+" if i % 2 else re.escape(word)
         for i, word in enumerate(words)
     ]
-    found = re.fullmatch("".join(patterns), line.strip())
-    if not found:
+    match = re.fullmatch("".join(patterns), line.strip())
+    if not match:
         return False
-    numbers = re.findall(rf"({NUMBER})(\s+[KMG]iB)?", shown)
-    return all(numbers_agree(a, b, 0.2 if unit else 0.05) for (a, unit), b in zip(numbers, found.groups(), strict=True))
+    numbers = re.findall(rf"({NUMBER})(\s+[KMG]iB)?", expected)
+    return all(numbers_agree(a, b, 0.2 if unit else 0.05) for (a, unit), b in zip(numbers, match.groups(), strict=True))
 
 
-def numbers_agree(shown, printed, tolerance):
-    shown, printed = shown.replace(",", ""), printed.replace(",", "")
-    if shown.isdecimal() and printed.isdecimal():
-        return int(shown) == int(printed)
-    return math.isclose(float(shown), float(printed), rel_tol=tolerance)
+def numbers_agree(expected, printed, tolerance):
+    expected, printed = expected.replace(",", ""), printed.replace(",", "")
+    if expected.isdecimal() and printed.isdecimal():
+        return int(expected) == int(printed)
+    return math.isclose(float(expected), float(printed), rel_tol=tolerance)
 
 
-def missing(shown, printed):
+def missing(expected, printed):
     """Return the first line shown that is not printed after the preceding one, or None."""
     lines = iter(printed.splitlines())
-    wanted = [line for line in shown.splitlines() if line.strip() not in ("", "…")]
+    wanted = [line for line in expected.splitlines() if line.strip() not in ("", "…")]
     return next((line for line in wanted if not any(agrees(line, other) for other in lines)), None)
 
 

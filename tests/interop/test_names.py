@@ -1,4 +1,4 @@
-"""The laws of the name table: exact both ways, PyTorch's meaning of each layout, every fault named at once."""
+"""The name table: exact in both directions, PyTorch's meaning of every layout, all mismatches in one message."""
 
 import jax
 import numpy as np

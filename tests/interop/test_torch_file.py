@@ -1,4 +1,4 @@
-"""PyTorch's files: what is understood, and what is refused, by name and in one line."""
+"""PyTorch's files: what is read, and the one-line message of what is refused."""
 
 import pickle
 import sys

@@ -1,4 +1,4 @@
-"""A live PyTorch optimizer, its scheduler and groups, and ours made from them, side by side."""
+"""Optimizers converted from live PyTorch optimizers, schedulers and groups make the same updates."""
 
 import functools
 import math

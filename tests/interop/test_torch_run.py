@@ -1,4 +1,4 @@
-"""Runs of PyTorch's taken over in the middle and given back: bit for bit, and after more updates as PyTorch's own."""
+"""Runs imported from PyTorch and exported: bit for bit, and after more updates as PyTorch's own."""
 
 import copy
 import functools
@@ -355,7 +355,7 @@ DAMAGED = {
     "another step": (changed("step", torch.tensor(7.0)), "was updated 2 times and a.weight 7 times"),
     "half a step": (
         lambda saved: [of.update(step=torch.tensor(1.5)) for of in saved["optimizer"]["state"].values()],
-        "counts 1.5 updates",
+        "number of updates must be a count, got 1.5",
     ),
     "a text for a step": (changed("step", "two"), "'two' where a number must be"),
     "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 contains inf or NaN"),

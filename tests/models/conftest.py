@@ -1,4 +1,4 @@
-"""What models draw."""
+"""Fixtures of the models' tests."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def drawn_masks(monkeypatch):
-    """The key, as bytes, and the shape of every dropout mask from here on, in order."""
+    """Record the key, as bytes, and the shape of every dropout mask, in order."""
     drawn = []
     bernoulli = jax.random.bernoulli
 

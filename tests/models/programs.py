@@ -1,4 +1,4 @@
-"""Models as programs: as large as trained ones, in double, and what they are once traced."""
+"""Helpers: parameters of the size of trained ones, float64 trees, and equations of traced programs."""
 
 import jax
 import numpy as np
@@ -8,18 +8,18 @@ from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 
 def enlarged(model):
-    """(apply, params), jitted, with parameters as large as in training, so that no layer is near the identity."""
+    """Return (jitted apply, params) with parameters as large as trained ones, so that no layer is near the identity."""
     apply, params = functional(model)
     return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
 
 
 def widened(tree):
-    """Floating arrays in double, the others as they are."""
+    """Return a tree with floating arrays in float64 and the others unchanged."""
     return jax.tree.map(lambda x: np.asarray(x, np.float64 if np.issubdtype(x.dtype, np.floating) else x.dtype), tree)
 
 
 def equations(jaxpr):
-    """All of them, however deep."""
+    """Yield all equations of a jaxpr, nested ones included."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
@@ -27,7 +27,7 @@ def equations(jaxpr):
 
 
 def assert_float64_throughout(fn, tree, *args):
-    """`fn(tree, *args)` computes nothing in float32 where the arrays of `tree` are in double."""
+    """Assert that `fn(tree, *args)` computes nothing in float32 if the arrays of `tree` are float64."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         traced = jax.make_jaxpr(fn)(widened(tree), *args)
     found = [v.aval.dtype.name for eqn in equations(traced.jaxpr) for v in (*eqn.invars, *eqn.outvars)]

@@ -1,4 +1,4 @@
-"""Attention is `scaled_dot_product_attention` in float64, values and gradients; masks, groups, packing, precision."""
+"""Attention equals `scaled_dot_product_attention` in float64, with its gradients; masks, groups, packing, precision."""
 
 import jax
 import jax.numpy as jnp

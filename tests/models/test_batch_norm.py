@@ -1,4 +1,4 @@
-"""BatchNorm is `torch.nn.BatchNorm2d`."""
+"""BatchNorm equals `torch.nn.BatchNorm2d`."""
 
 import jax
 import jax.numpy as jnp

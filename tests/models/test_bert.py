@@ -1,4 +1,4 @@
-"""BERT: padding and order of tokens, two heads, and the config.json of `transformers` in and out."""
+"""BERT: padding, order of tokens, both heads, and conversion of the config.json of `transformers`."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def test_token_types_count_and_are_the_first_if_not_given():
 def test_the_embedding_of_an_input_gets_a_gradient_unless_it_is_padding(pad_token_id):
     config = dataclasses.replace(CONFIG, pad_token_id=pad_token_id)
     apply, params = functional(Embeddings(config, rngs=nnx.Rngs(0)))
-    tokens, weights = np.array([[0, 3, 0, 5]]), np.arange(8.0, dtype=np.float32)
+    tokens, weights = np.array([[0, 3, 0, 5]]), np.arange(8.0, dtype=np.float32)[None, None]
     gradient = jax.jit(jax.grad(lambda params: (apply(params, tokens, 0 * tokens, None) * weights).sum()))(params)
     assert np.flatnonzero(np.abs(gradient["word"]).sum(axis=1)).tolist() == ([3, 5] if pad_token_id == 0 else [0, 3, 5])
 

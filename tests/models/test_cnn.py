@@ -1,4 +1,4 @@
-"""The CNN: PyTorch's `Sequential` on channels-last images, in whatever dtype it is given."""
+"""The CNN equals PyTorch's `Sequential`, in the dtype of its parameters."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The defaults of every configuration are those of the library that it follows, but for the differences listed here."""
+"""Defaults of every configuration equal those of the library it follows, except for the differences listed here."""
 
 import dataclasses
 import importlib

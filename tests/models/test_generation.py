@@ -1,5 +1,4 @@
-"""Generated texts are transformers', token for token; the cache changes no logits, and a token costs what the last did;
-sampling is transformers' too."""
+"""Generated texts and sampling equal transformers, the cache does not change logits, and every token costs the same."""
 
 import contextlib
 import dataclasses
@@ -45,21 +44,21 @@ KINDS = {
 
 
 def made(config):
-    """(model, PyTorch's, its parameters as the model's)."""
+    """Return (our model, PyTorch's, PyTorch's parameters in our layout)."""
     kind, module = KINDS[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if module in (gpt2, t5):
             theirs = (gpt2_case if module is gpt2 else t5_case)._torch_model(config)
         else:
-            # Of transformers' experts the eager ones take float64.
+            # Only the eager experts of transformers support float64.
             theirs = text.torch_model({**module.to_hf(config), "experts_implementation": "eager"})
         with torch.no_grad():
             for p in theirs.parameters():
-                # As large as in training, so that texts are not one token over and over.
+                # As large as in training, so that texts do not repeat one token.
                 p.mul_(3 if p.ndim > 1 else 1)
             if module is t5:
-                # A tied output layer likes the token that it was given: less, where the norm before it is not of ones.
+                # A tied output layer prefers its input token, less so with a random norm before it.
                 theirs.shared.weight.div_(3)
                 theirs.decoder.final_layer_norm.weight.normal_()
     model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
@@ -158,7 +157,7 @@ def test_answers_written_piece_by_piece_have_the_logits_of_all_at_once(name):
 
 
 def flops_of_a_token(name, prompt, new_tokens):
-    """Of one round of the loop, the program's only one."""
+    """Return the FLOPs of one iteration of the program's only loop."""
     config = {**DECODERS, **T5S}[name]
     model, _, params = made(config)
     tokens = np.zeros((1, prompt), np.int32)

@@ -1,4 +1,4 @@
-"""GPT-2: causal, deterministic without a key, and float64 throughout where its parameters are."""
+"""GPT-2 is causal, deterministic without a key, and computes in float64 with float64 parameters."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Layers that models share, beside PyTorch's in float64."""
+"""Shared layers equal PyTorch's in float64."""
 
 import jax
 import jax.numpy as jnp

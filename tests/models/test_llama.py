@@ -1,4 +1,4 @@
-"""The Llama family is transformers' in float64, for every switch; packing, windows, configs in and out, precision."""
+"""The Llama family equals transformers in float64 for every setting; packing, windows, config conversion, precision."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters: beside the kernels of any model, merged into them, trained alone, and in peft's folders."""
+"""Low-rank adapters: unmerged, merged, trained with a frozen base, and in the folders of peft."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The mixture of experts is transformers' in float64, its router's loss too; ties, idle experts, configs, precision."""
+"""The mixture of experts and the loss of its router equal transformers in float64; ties, idle experts, precision."""
 
 import dataclasses
 

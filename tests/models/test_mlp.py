@@ -1,4 +1,4 @@
-"""The MLP: PyTorch's `Sequential`, in whatever dtype it is given."""
+"""The MLP equals PyTorch's `Sequential`, in the dtype of its parameters."""
 
 import itertools
 

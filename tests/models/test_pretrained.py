@@ -1,4 +1,4 @@
-"""Folders in Hugging Face layout: read and written to the bit, as transformers does, and nothing in them believed."""
+"""Folders in Hugging Face layout are read and written bit for bit as by transformers, and are not trusted."""
 
 import json
 import sys
