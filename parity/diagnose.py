@@ -86,7 +86,7 @@ def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis
     failing = next((stage for stage in run.stages if not stage.holds), None)
     if failing is None:
         return None
-    # An optimizer's conventions are told apart by a few steps after the first that differs.
+    # Distinguishing conventions of an optimizer takes a few steps after the first that differs.
     steps = failing.step if failing.name in OF_PROGRAM else max(failing.step + 3, STEPS)
     if len(run.steps) < steps:
         run = run_stages(run.case, accumulate=run.accumulate, steps=steps, seed=run.seed)

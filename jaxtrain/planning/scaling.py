@@ -25,7 +25,7 @@ from jaxtrain.runner import training_step
 from jaxtrain.tasks import build
 
 MAX_DEVICES = 1024
-"""Devices of the largest mesh."""
+"""Number of devices of the largest mesh that `plan` compiles for."""
 # Memory and collectives are settled before LLVM is asked for code, which nobody will run.
 _WITHOUT_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -81,7 +81,7 @@ def virtual_devices(count: int) -> Sequence[Any]:
 
 
 def check_mesh_size(spec: str) -> None:
-    """Raises `UserError` for a mesh that is none, or larger than `MAX_DEVICES`."""
+    """Raise `UserError` for an invalid mesh, or one larger than `MAX_DEVICES`."""
     if (product := math.prod(parse_mesh(spec).values())) > MAX_DEVICES:
         raise UserError(f"mesh {spec!r} is of {product:,} devices: plan knows up to {MAX_DEVICES:,}")
 
@@ -104,7 +104,7 @@ def doubled_meshes(spec: str, most: int = MAX_DEVICES) -> list[dict[str, int]]:
 
 
 def _shape(count: int, first: str, others: Mapping[str, int]) -> dict[str, int] | None:
-    """None where so many devices make no such mesh."""
+    """Return a mesh of `count` devices, or None if there is none of this form."""
     shape: dict[str, int] = {}
     rest = count
     for axis in reversed([*others]):
@@ -149,7 +149,7 @@ class Scaling:
         self._done: dict[str, DeviceShare] = {}
 
     def share(self, shape: Mapping[str, int]) -> DeviceShare:
-        """Of one device on a mesh. Raises `UserError` for settings that make no step there."""
+        """Return the share of one device on a mesh. Raises `UserError` if the settings are invalid on it."""
         recipe = recipe_on_mesh(self._recipe, shape)
         if recipe.mesh not in self._done:
             self._done[str(recipe.mesh)] = self._compiled(recipe, shape)
@@ -174,7 +174,7 @@ class Scaling:
 
     @cached_property
     def _of_rows(self) -> tuple[int, float]:
-        """FLOPs, and seconds, of one device that does all arithmetic of its rows."""
+        """FLOPs and seconds of one device that computes everything for its rows."""
         alone = dataclasses.replace(recipe_on_mesh(self._recipe, parse_mesh("data=1")), mesh=None)
         task = build(alone)
         step = training_step(alone, task.loss_fn)

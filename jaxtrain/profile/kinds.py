@@ -33,7 +33,7 @@ _MOVING = {
 
 
 def kind_of_kernel(name: str) -> str:
-    """The kind of a kernel by its name; elementwise, as most fusions are, where that says nothing.
+    """Return the kind of a kernel by its name; elementwise, as most fusions are, if the name is unknown.
 
     >>> [kind_of_kernel(name) for name in ("ampere_sgemm_128x64_nn", "ncclDevKernel_AllReduce_Sum_f32_RING_LL")]
     ['matmul', 'collective']
@@ -42,7 +42,7 @@ def kind_of_kernel(name: str) -> str:
 
 
 def kind_of_opcodes(opcodes: Collection[str], target: str = "") -> str:
-    """The kind of an instruction of these opcodes, its own and those fused into it; `target`: of a custom call.
+    """Return the kind of an instruction from its opcode and those fused into it; `target` is that of a custom call.
 
     >>> kind_of_opcodes({"fusion", "parameter", "dot", "add"}), kind_of_opcodes({"fusion", "parameter", "transpose"})
     ('matmul', 'copy')

@@ -16,11 +16,14 @@ EAGER = {"jit__multi_slice", "jit_broadcast_in_dim", "jit_convert_element_type",
 @pytest.fixture
 def cached(tmp_path):
     """The names of the programs in an empty persistent cache."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield lambda: {path.name.partition("-")[0] for path in tmp_path.glob("*-cache")}
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 

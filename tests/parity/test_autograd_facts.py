@@ -1,4 +1,4 @@
-"""The numbers that automatic differentiation is learned by, and training on gradients of gradients."""
+"""Well-known examples of automatic differentiation, and training on gradients of gradients."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_a_retained_graph_walked_twice_is_a_pullback_called_twice() -> None:
         for name in FACTS
     ],
 )
-def test_in_float32_training_on_them_is_pytorchs(name: str) -> None:
+def test_in_float32_training_on_the_facts_equals_pytorchs(name: str) -> None:
     verdict = check(CASES[name](), "fp32")
     assert verdict.passed, verdict.faults
 
@@ -93,7 +93,7 @@ def test_in_low_precision_training_on_gradients_of_gradients_is_pytorchs(
 
 
 @pytest.mark.parametrize("name", ["autograd.detach", "autograd.no-grad", "gradient-penalty", "maml"])
-def test_a_gradient_stopped_or_let_through_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_wrongly_stopped_or_passed_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = CASES[name]()
     # A function of its own: JAX keeps the traces of those it knows, of the patched ones too.
     case = replace(made, loss_fn=lambda *args: made.loss_fn(*args))

@@ -1,4 +1,4 @@
-"""A harness that never says no proves nothing: every bug planted here is seen."""
+"""Bugs in JAX's training are detected: a harness that never fails proves nothing."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,12 +29,12 @@ def faults(case: Case, **settings: object) -> str:
 
 
 @pytest.mark.slow
-def test_flaxs_layer_norm_epsilon_is_seen() -> None:
+def test_flaxs_layer_norm_epsilon_is_detected() -> None:
     case = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
     assert "first loss" in faults(case)
 
 
-def test_the_exact_gelu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exact_gelu_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     gelu = jax.nn.gelu
     monkeypatch.setattr(jax.nn, "gelu", lambda x, approximate: gelu(x, approximate=False))
     assert "first loss" in faults(CASES["gpt2"]())
@@ -56,12 +56,12 @@ def test_a_window_summed_instead_of_averaged_is_seen_in_its_gradient(monkeypatch
     assert "first loss" not in found
 
 
-def test_clipping_without_pytorchs_epsilon_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_without_pytorchs_epsilon_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtrain.step.step, "clip_grad_norm", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6))
     assert "exp_avg after the last step" in faults(CASES["mlp"]())
 
 
-def test_adams_epsilon_under_the_root_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adams_epsilon_under_the_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def adamw(options: AdamW) -> optax.GradientTransformation:
         b1, b2 = options.betas
         return optax.adamw(options.lr, b1, b2, 0.0, options.eps**2, weight_decay=options.weight_decay)
@@ -70,7 +70,7 @@ def test_adams_epsilon_under_the_root_is_seen(monkeypatch: pytest.MonkeyPatch) -
     assert "params after the first update" in faults(CASES["gpt2"]())
 
 
-def test_optaxs_float32_bias_correction_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optaxs_float32_bias_correction_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def adamw(options: AdamW) -> optax.GradientTransformation:
         b1, b2 = options.betas
         return optax.adamw(options.lr, b1, b2, options.eps, weight_decay=options.weight_decay)
@@ -79,13 +79,13 @@ def test_optaxs_float32_bias_correction_is_seen(monkeypatch: pytest.MonkeyPatch)
     assert "last parameters" in faults(CASES["cnn"](), precision="fp32", steps=20)
 
 
-def test_bfloat16_products_in_a_float32_run_are_seen() -> None:
+def test_bfloat16_products_in_a_float32_run_are_detected() -> None:
     case = CASES["mlp"]()
     in_bfloat16 = dataclasses.replace(case, loss_fn=jaxtrain.autocast(case.loss_fn, jnp.bfloat16))
     assert "first gradient" in faults(in_bfloat16, precision="fp32")
 
 
-def test_gradients_left_scaled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_left_scaled_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def still_scaled() -> optax.GradientTransformation:
         scaler = dynamic_loss_scale()
         return optax.GradientTransformation(scaler.init, lambda grads, state: (grads, scaler.update(grads, state)[1]))
@@ -107,18 +107,18 @@ def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case, marks=pytest.mark.slow)])
-def test_dropout_by_another_micro_batchs_key_is_seen(make: Callable[..., Case], shifted: None) -> None:
+def test_dropout_by_another_micro_batchs_key_is_detected(make: Callable[..., Case], shifted: None) -> None:
     assert "first loss" in faults(make(dropout=0.1), accumulate=2, steps=2)
 
 
 @pytest.mark.parametrize("make", [mlp.case, cnn_bn.case, pytest.param(gpt2.case, marks=pytest.mark.slow)])
-def test_another_dropout_rate_is_seen(make: Callable[..., Case]) -> None:
+def test_another_dropout_rate_is_detected(make: Callable[..., Case]) -> None:
     case = make(dropout=0.1)
     assert "first loss" in faults(dataclasses.replace(case, torch_model=make(dropout=0.11).torch_model), steps=1)
 
 
 @pytest.mark.parametrize("model", [jaxtrain.models.mlp, jaxtrain.models.cnn])
-def test_dropout_that_does_not_keep_the_mean_is_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_that_does_not_keep_the_mean_is_detected(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     make = {jaxtrain.models.mlp: mlp.case, jaxtrain.models.cnn: cnn_bn.case}[model]
     assert check(make(dropout=0.1), steps=1).passed
     dropout = model.dropout
@@ -152,7 +152,7 @@ def test_flaxs_running_statistics_are_seen_in_the_buffers_alone(
 
 
 @pytest.mark.parametrize(("use", "eps"), [("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
-def test_the_smallest_perturbation_of_a_weights_use_is_seen(use: str, eps: float) -> None:
+def test_the_smallest_perturbation_of_a_weights_use_is_detected(use: str, eps: float) -> None:
     case = gpt2.case()
 
     def loss_fn(params: dict[str, Any], batch: Any, rng: Any) -> Any:

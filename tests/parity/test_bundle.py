@@ -1,4 +1,4 @@
-"""PyTorch's side recorded, and replayed where importing torch fails."""
+"""PyTorch's side is recorded, and replayed where PyTorch cannot be imported."""
 
 import json
 import subprocess
@@ -74,18 +74,18 @@ def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["nowhere"], "nowhere contains no bundle.json: create it with parity record"),
         (["{kept}", "--precision", "fp16"], "contains fp64, bf16 with seed 0: use these"),
     ],
 )
-def test_what_was_not_recorded_is_one_line(recorded: Path, argv: list[str], said: str) -> None:
+def test_settings_that_were_not_recorded_are_one_line(recorded: Path, argv: list[str], expected: str) -> None:
     ran = replayed(recorded, *(arg.format(kept=recorded / "kept") for arg in argv))
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
-    assert said in ran.stderr
+    assert expected in ran.stderr
 
 
-def test_a_bundle_is_not_written_over(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_is_not_overwritten(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", f"{recorded / 'own.py'}::case", "--out", str(recorded / "kept")]) == 2
     assert "already contains a bundle" in capsys.readouterr().err

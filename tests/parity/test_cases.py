@@ -1,4 +1,4 @@
-"""The claim itself: training in JAX is training in PyTorch."""
+"""Training in JAX equals training in PyTorch, for every built-in case."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ def slow(case: str, where: bool) -> Any:
 
 
 @pytest.mark.parametrize("case", [slow(case, case in LONG) for case in CASES])
-def test_in_float64_the_runs_mean_the_same(case: str) -> None:
+def test_in_float64_the_runs_are_equal(case: str) -> None:
     assert_same(case, accumulate=4, remat="full")
 
 
 @pytest.mark.parametrize("case", [slow(case, case not in FEW) for case in CASES])
-def test_in_float64_they_do_without_accumulation_and_remat(case: str) -> None:
+def test_in_float64_the_runs_are_equal_without_accumulation_and_remat(case: str) -> None:
     assert_same(case, accumulate=1, remat="none")
 
 

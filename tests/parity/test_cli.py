@@ -1,4 +1,4 @@
-"""The command: what it prints, writes and returns."""
+"""The command: its output, files and exit status."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def test_cases_that_hold_exit_0_and_are_written_as_json(tmp_path: Path, capsys: 
         assert row["first_divergence"] is None
 
 
-def test_cases_are_run_with_the_dropout_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_run_with_the_dropout_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = []
 
     def examine(case: Case, *_: object, **__: object) -> Examination:
@@ -76,7 +76,7 @@ def test_cases_are_run_with_the_dropout_asked_for(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_case_that_differs_exits_1_and_says_where(
+def test_a_case_that_differs_exits_1_and_is_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flax_epsilon = dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)
@@ -114,7 +114,7 @@ def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["run", "gtp2"], "unknown case 'gtp2': did you mean 'gpt2'?"),
         (["run", "xyz"], "unknown case 'xyz': choose one of mlp, cnn, cnn-bn, gpt2"),
@@ -138,12 +138,12 @@ def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_wrong_usage_exits_2_with_one_line_before_anything_runs(
-    argv: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("parity.cli.examine", pytest.fail)
     assert main(argv) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert expected in err
     assert err.startswith("parity: ")
     assert err.count("\n") == 1
     assert "held" not in out
@@ -203,7 +203,7 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_case_of_ones_own_is_named_by_its_file(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_case_is_named_by_its_file(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = own.with_suffix(".html")
     assert main(["run", f"{own}::ready", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 0
     assert "1 check held" in page.read_text()
@@ -216,7 +216,7 @@ def test_a_case_of_ones_own_is_named_by_its_file(own: Path, capsys: pytest.Captu
     assert "1.1 * params" in capsys.readouterr().out
 
 
-def test_names_left_out_are_proposed_and_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_omitted_names_are_proposed_and_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", f"{own}::unnamed", "--precision", "fp64", "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert "unnamed is compared under these names; copy them into its names:" in out
@@ -224,25 +224,25 @@ def test_names_left_out_are_proposed_and_shown(own: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("number", "'number' in my_cases.py is not a case: its cases are ready, unnamed"),
         ("nothing", "'nothing' in my_cases.py is not a case: its cases are ready, unnamed"),
     ],
 )
-def test_what_is_no_case_of_ones_own_is_one_line(
-    name: str, said: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_case_of_a_user_is_one_line(
+    name: str, expected: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(own.parent)
     assert main(["run", f"my_cases.py::{name}"]) == 2
-    assert capsys.readouterr().err == f"parity: {said}\n"
+    assert capsys.readouterr().err == f"parity: {expected}\n"
     assert main(["run", "no_such.py::case"]) == 2
     assert capsys.readouterr().err == "parity: there is no file 'no_such.py': name a case as path/to/file.py::case\n"
 
 
-def test_prove_says_what_is_proven_and_what_is_not(capsys):
+def test_prove_reports_proven_and_unproven_tensors(capsys):
     assert main(["prove", "gpt2"]) == 0
-    said = capsys.readouterr().out
-    assert "gpt2: 29 tensors and 0 buffers of PyTorch correspond to 16 leaves of JAX, each used once" in said
-    assert "tied: lm_head.weight is transformer.wte.weight" in said
-    assert "change both losses alike" in said
+    expected = capsys.readouterr().out
+    assert "gpt2: 29 tensors and 0 buffers of PyTorch correspond to 16 leaves of JAX, each used once" in expected
+    assert "tied: lm_head.weight is transformer.wte.weight" in expected
+    assert "change both losses alike" in expected

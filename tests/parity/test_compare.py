@@ -1,4 +1,4 @@
-"""Distances and verdicts, on made-up runs."""
+"""Distances and verdicts of synthetic runs."""
 
 import dataclasses
 import math

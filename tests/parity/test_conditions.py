@@ -1,4 +1,4 @@
-"""What a batch did not meet is said, and batches that meet it are made where the model takes them."""
+"""Conditions that no batch meets are reported, and batches that meet them are made."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_every_condition_counts_what_meets_it() -> None:
     assert watch.ignore_index == 7
 
 
-def test_a_mask_that_is_no_boolean_or_not_given_says_nothing() -> None:
+def test_a_mask_that_is_not_boolean_or_absent_is_not_counted() -> None:
     q = torch.ones(1, 1, 2, 4)
     with ConditionCounter() as watch:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -51,7 +51,7 @@ def test_a_mask_that_is_no_boolean_or_not_given_says_nothing() -> None:
     assert not watch.met
 
 
-def test_what_is_met_is_not_said() -> None:
+def test_a_condition_that_is_met_is_not_reported() -> None:
     case = CASES["mlp"]()
 
     def some_ignored(seed: int, rows: int) -> dict[str, np.ndarray]:
@@ -63,10 +63,10 @@ def test_what_is_met_is_not_said() -> None:
     assert "no label was ignored" not in unmet_conditions(dataclasses.replace(case, batch=some_ignored))
 
 
-def test_labels_that_can_be_ignored_are_and_others_left() -> None:
+def test_some_labels_are_ignored_and_others_unchanged() -> None:
     case = CASES["cnn"]()
-    ((said, changed),) = cases_that_meet(case)
-    assert said == "every third of label -100"
+    ((expected, changed),) = cases_that_meet(case)
+    assert expected == "every third of label -100"
     assert count_conditions(changed).met["label ignored"] == -(-case.rows // 3)
     before, after = case.batch(3, 8), changed.batch(3, 8)
     np.testing.assert_array_equal(after["image"], before["image"])
@@ -86,8 +86,8 @@ def test_a_mask_that_hides_nothing_is_named_and_made_ragged(dtype: type) -> None
         return {**case.batch(seed, rows), "mask": np.ones((rows, 4), dtype)}
 
     masked = dataclasses.replace(case, torch_loss=loss, batch=full)
-    said = "True" if dtype == np.bool_ else "1.0" if dtype == np.float32 else "1"
-    assert unmet_conditions(masked)[0] == f"mask is {said} throughout"
+    expected = "True" if dtype == np.bool_ else "1.0" if dtype == np.float32 else "1"
+    assert unmet_conditions(masked)[0] == f"mask is {expected} throughout"
     ((what, changed),) = cases_that_meet(masked)
     assert what == "mask 0 at the ends of rows"
     mask = changed.batch(0, 5)["mask"]

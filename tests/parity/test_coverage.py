@@ -1,4 +1,4 @@
-"""What a check did not exercise is said, and tried."""
+"""Behavior that a check does not exercise is reported, and tried where possible."""
 
 import dataclasses
 from typing import Any
@@ -18,13 +18,13 @@ from parity.cases import CASES, gpt2, mlp
 from parity.run import check, examine
 
 
-def test_a_bound_between_the_norms_and_inputs_that_reach_everything_leave_nothing_to_say() -> None:
+def test_a_bound_between_the_norms_and_inputs_that_reach_everything_leave_nothing_to_report() -> None:
     case = CASES["maml"]()
     norms = examine(case, steps=4).theirs.grad_norms
     assert examine(dataclasses.replace(case, clip_norm=float(sorted(norms)[1]) * 1.001), steps=4).not_exercised == ()
 
 
-def test_positions_that_no_batch_is_long_enough_for_are_named() -> None:
+def test_positions_beyond_every_batch_are_reported() -> None:
     found = examine(gpt2.case(tokens=9), steps=3).not_exercised
     assert "transformer.wpe.weight: 8 of 16 rows never had a gradient" in found
 
@@ -33,12 +33,12 @@ def test_one_step_is_too_few() -> None:
     assert any("one step exercises no momentum" in line for line in examine(mlp.case(), steps=1).not_exercised)
 
 
-@pytest.mark.parametrize(("bound", "said"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
-def test_a_bound_that_clips_never_or_always_is_said_and_another_tried(bound: float, said: str) -> None:
+@pytest.mark.parametrize(("bound", "expected"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
+def test_a_bound_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
     case = dataclasses.replace(mlp.case(), clip_norm=bound)
     found = examine(case, steps=3, locate=True)
     assert found.verdict.passed
-    assert any(line.startswith(said) for line in found.not_exercised)
+    assert any(line.startswith(expected) for line in found.not_exercised)
     assert any(line.startswith("clipping holds with clip_norm") for line in found.not_exercised)
 
 
@@ -83,7 +83,7 @@ def kinked(theirs: Any, ours: Any) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "mended", "said"),
+    ("theirs", "ours", "fixed", "expected"),
     [
         (
             torch.abs,
@@ -100,19 +100,19 @@ def kinked(theirs: Any, ours: Any) -> Case:
     ],
 )
 def test_another_slope_at_a_kink_fails_and_is_named_with_how_many_sat_there(
-    theirs: Any, ours: Any, mended: Any, said: tuple[str, str]
+    theirs: Any, ours: Any, fixed: Any, expected: tuple[str, str]
 ) -> None:
     verdict = check(kinked(theirs, ours), steps=1, locate=True)
     assert not verdict.passed
     assert verdict.stage is not None
     assert verdict.stage.startswith("gradients")
     assert verdict.diagnosis is not None
-    assert verdict.diagnosis.startswith(said[0])
-    assert verdict.diagnosis.endswith(said[1])
-    assert check(kinked(theirs, mended), steps=1).passed
+    assert verdict.diagnosis.startswith(expected[0])
+    assert verdict.diagnosis.endswith(expected[1])
+    assert check(kinked(theirs, fixed), steps=1).passed
 
 
-def test_slopes_that_no_one_convention_explains_are_counted_all_the_same() -> None:
+def test_slopes_that_no_single_convention_explains_are_counted() -> None:
     def both(f: Any, clamp: Any) -> Any:
         return lambda w: f(w) + clamp(w)
 

@@ -1,4 +1,4 @@
-"""Each convention, planted in the JAX side of a tiny case, is named; a bug that is none of them is given no name."""
+"""Each convention, planted in the JAX side of a small case, is diagnosed; other bugs have no diagnosis."""
 
 import dataclasses
 import math
@@ -534,7 +534,7 @@ def test_a_convention_of_every_layer_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_micro_batches_of_a_window_and_dropout_are_the_checks() -> None:
+def test_diagnosis_uses_the_micro_batches_and_dropout_of_the_check() -> None:
     planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6), dropout=0.1)
     found = diagnose(run_stages(planted, steps=2, accumulate=2, seed=5))
     assert (found and found.has) == "eps is 1e-06"
@@ -731,7 +731,7 @@ def rate(count: Any) -> Any:
         (partial(T.ASGD, lr=0.1), None, optax.sgd(0.2), None),
     ],
 )
-def test_optaxs_own_optimizers_are_named(theirs: Any, scheduler: Any, ours: Any, has: str | None) -> None:
+def test_conventions_of_optaxs_optimizers_are_named(theirs: Any, scheduler: Any, ours: Any, has: str | None) -> None:
     found = diagnosed(two_leaves(Optimizer("optax", theirs, ours, scheduler=scheduler)), steps=8)
     assert found is None if has is None else has in str(found)
 

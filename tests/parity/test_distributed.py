@@ -123,7 +123,7 @@ def test_statistics_of_all_devices_are_not_ddp_s(small_on_two):
     assert [fault for fault in faults if fault.startswith("buffers after the first update")]
 
 
-def test_a_process_that_fails_ends_the_others():
+def test_a_process_that_fails_stops_the_others():
     work = partial(exec, "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)")
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="process 1 of 2 exited with status 3: the others were stopped"):
@@ -131,7 +131,7 @@ def test_a_process_that_fails_ends_the_others():
     assert time.monotonic() - begin < 300
 
 
-def test_a_mesh_that_ddp_has_no_word_for_is_refused():
+def test_a_mesh_without_counterpart_in_ddp_raises():
     with pytest.raises(UserError, match=r"mesh 'data=2,tensor=2' shards layers, .* leave tensor out"):
         Training(OVERFLOW, "data=2,tensor=2")
 

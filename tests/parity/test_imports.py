@@ -1,4 +1,4 @@
-"""The checks run where only the frameworks are installed."""
+"""Checks run where only the frameworks are installed."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
-"""Bugs planted in the JAX side of a case are located, in one layer of several: the module, and the very line.
+"""Bugs planted in the JAX side of a case are located in their layer and on their line.
 
-The models are written out here, so that the wrong lines stand in this file, each under the name of its bug.
+The models are defined here, so that the wrong lines are in this file, each marked with the name of its bug.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) 
     assert locate(case("")) is None
 
 
-def test_dropouts_masks_are_shared() -> None:
+def test_dropout_masks_are_shared() -> None:
     assert locate(gpt2.case(dropout=0.1)) is None
     other_rate = dataclasses.replace(gpt2.case(dropout=0.1), torch_model=gpt2.case(dropout=0.11).torch_model)
     assert located(other_rate).torch == "transformer.drop: aten.mul"
@@ -231,7 +231,7 @@ def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
     assert "self.ln_1(x)" in found.jax_source
 
 
-def test_the_layers_of_a_scanned_model_are_told_apart() -> None:
+def test_the_layers_of_a_scanned_model_are_distinguished() -> None:
     case = gpt2.case()
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
@@ -329,7 +329,7 @@ def test_activations_of_every_layer_are_matched_and_as_precise_as_pytorchs() -> 
     assert first_imprecise(found) is None
 
 
-def test_what_differs_in_float64_too_is_located_there() -> None:
+def test_a_difference_in_float64_as_well_is_located_there() -> None:
     case = small()
     doubled = dataclasses.replace(
         case, loss_fn=lambda p, batch, rng: case.loss_fn(jax.tree.map(lambda x: 1.1 * x, p), batch, rng)
@@ -342,7 +342,7 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "settings", "said"),
+    ("precision", "settings", "expected"),
     [
         ("fp64", {"accumulate": 4}, "agrees with accumulate 1: the difference arises only with"),
         ("fp64", {"remat": "full"}, "agrees with remat none: the difference arises only with remat full"),
@@ -355,7 +355,7 @@ def test_what_differs_in_float64_too_is_located_there() -> None:
     ],
 )
 def test_a_difference_of_a_window_or_remat_alone_is_reported_as_such(
-    precision: str, settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    precision: str, settings: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def averaged_twice(window: Any) -> Any:
         return jax.tree.map(lambda g: g / 4, mean_gradient(window))
@@ -371,4 +371,4 @@ def test_a_difference_of_a_window_or_remat_alone_is_reported_as_such(
     assert not verdict.passed
     assert verdict.first_divergence is None
     assert verdict.unlocated is not None
-    assert verdict.unlocated.startswith(said)
+    assert verdict.unlocated.startswith(expected)

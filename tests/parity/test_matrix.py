@@ -1,4 +1,4 @@
-"""Every feature with every other: precision, accumulation, rematerialisation, clipping, dropout and model.
+"""Every feature with every other: precision, accumulation, rematerialization, clipping, dropout and model.
 
 `CELLS` holds every pair of levels of any two factors; every other combination is nightly.
 """

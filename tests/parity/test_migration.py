@@ -1,4 +1,4 @@
-"""GPT-2 under AdamW, OneCycleLR, GradScaler and accumulation: stopped half-way in one framework, ended in the other."""
+"""GPT-2 with AdamW, OneCycleLR, GradScaler and accumulation: begun in one framework, continued in the other."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -158,7 +158,7 @@ def test_both_directions_are_the_uninterrupted_run_in_float64(tmp_path):
         assert_equal_to(back, whole, LAST_BAR)
 
 
-def test_in_fp16_jax_goes_on_as_near_the_truth_as_pytorch_does(tmp_path):
+def test_in_fp16_jax_continues_as_near_the_truth_as_pytorch_does(tmp_path):
     whole = Script(low=torch.float16).train(BATCHES[:STOPPED])
     half = whole.save(tmp_path / "half.pt")
     theirs = whole.train(BATCHES[STOPPED:])
@@ -182,11 +182,11 @@ def case():
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("fp64", 20), pytest.param("bf16", 4, marks=pytest.mark.slow)])
-def test_the_case_goes_on_where_pytorch_stopped(case, precision, steps):
+def test_the_case_continues_where_pytorch_stopped(case, precision, steps):
     assert parity.check(case, precision, accumulate=2, steps=steps).passed
 
 
-def test_a_moment_left_behind_is_seen(case):
+def test_a_moment_that_is_not_migrated_is_detected(case):
     forgetful = optax.GradientTransformation(lambda p: forgotten(case.optimizer.jax.init(p)), case.optimizer.jax.update)
     verdict = parity.check(replace(case, optimizer=replace(case.optimizer, jax=forgetful)), steps=1)
     assert any(fault.startswith("exp_avg_sq after the first update") for fault in verdict.faults)

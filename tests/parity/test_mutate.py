@@ -1,4 +1,4 @@
-"""Planted bugs are caught and placed, and where nothing is planted nothing is seen: what the harness is worth."""
+"""Deliberate bugs are caught and located, and clean cases raise no alarm."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ NOT_PLACED = {"unused-parameter-decays", "cross-entropy-label-smoothing-dropped"
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_bug_is_caught_and_placed_and_its_absence_is_clean(name: str) -> None:
+def test_a_bug_is_caught_and_located_and_its_absence_is_clean(name: str) -> None:
     (outcome,) = mutate([name])
     assert (outcome.caught, outcome.clean) == (True, True)
     assert outcome.located is not False
@@ -53,11 +53,11 @@ def test_a_patch_of_a_function_that_a_module_does_not_have_is_refused_when_it_is
         patched(clip_grad_norm, None, within=accumulate)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_at_least_sixty_mutants() -> None:
     assert len(MUTANTS) >= 60
 
 
-def test_a_mutant_that_is_none_is_named() -> None:
+def test_an_unknown_mutant_is_named() -> None:
     with pytest.raises(UserError, match="unknown mutant nonsense"):
         mutate(["nonsense"])
 
@@ -65,9 +65,9 @@ def test_a_mutant_that_is_none_is_named() -> None:
 def test_the_outcomes_are_written(tmp_path: Path) -> None:
     written = tmp_path / "mutants.json"
     assert main(["leaky-relu-slope"], written, Console(quiet=True)) == 0
-    said = json.loads(written.read_text())
-    (mutant,) = said.pop("mutants")
-    assert said == {"caught": 1, "total": 1, "clean_runs": 1, "false_alarms": 0}
+    expected = json.loads(written.read_text())
+    (mutant,) = expected.pop("mutants")
+    assert expected == {"caught": 1, "total": 1, "clean_runs": 1, "false_alarms": 0}
     assert mutant.pop("loss_rel") > 0.01 < mutant.pop("grad_rel_max")
     assert mutant == {"name": "leaky-relu-slope", "case": "layer", "caught": True, "located": True}
 

@@ -1,4 +1,4 @@
-"""In the float64 runs nothing is computed in lower precision, whatever the models ask for, and decisions stay."""
+"""The float64 runs compute nothing in lower precision, whatever dtypes the models request."""
 
 import math
 from collections.abc import Callable
@@ -111,7 +111,9 @@ X = np.linspace(-1.3, 1.7, 12).reshape(3, 4)
         lambda x: x.masked_fill(x < 0, torch.finfo(torch.float32).min).softmax(-1),
     ],
 )
-def test_every_way_to_ask_pytorch_for_less_yields_float64(program: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_every_lower_dtype_in_pytorch_yields_float64(
+    program: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     def in_double(x: torch.Tensor) -> torch.Tensor:
         """The same program where float64 is what it asks for."""
         low = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "complex64")}
@@ -143,7 +145,7 @@ def test_every_way_to_ask_pytorch_for_less_yields_float64(program: Callable[[tor
     assert relative(ours.grad, theirs.grad) < 1e-15
 
 
-def test_autocast_regions_and_tensors_kept_low_are_widened() -> None:
+def test_autocast_regions_and_low_precision_tensors_are_widened() -> None:
     x, kept = torch.tensor(X), torch.linspace(0, 1, 4)
     with InFloat64(), torch.autocast("cpu", torch.bfloat16):
         product = (x * kept[None]) @ x.T
@@ -158,16 +160,16 @@ def test_integers_booleans_and_indices_are_untouched() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "expected"),
     [
         (lambda x, low: low.add_(x), r"aten.add_.Tensor writes to a float32 tensor \[4\]"),
-        (lambda x, low: x.float().view(torch.int32), r"aten.view.dtype to torch.int32 reads a number's bits"),
+        (lambda x, low: x.float().view(torch.int32), r"aten.view.dtype to torch.int32 reads the bits of a number"),
         (lambda x, low: x * low.requires_grad_(), r"a float32 tensor \[4\] is trained"),
     ],
 )
-def test_what_pytorch_cannot_lift_is_refused(program: Callable[..., Any], said: str) -> None:
+def test_operations_that_pytorch_cannot_widen_raise(program: Callable[..., Any], expected: str) -> None:
     kept = torch.ones(4)
-    with InFloat64(), pytest.raises(UserError, match=said):
+    with InFloat64(), pytest.raises(UserError, match=expected):
         program(torch.ones(4, dtype=torch.float64), kept)
 
 
@@ -273,7 +275,7 @@ PROGRAMS["scatter"] = PROGRAMS["scatter"][0], _scattered
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_jax_programs_that_ask_for_less_are_pytorchs_in_double(name: str) -> None:
+def test_jax_programs_that_request_lower_dtypes_equal_pytorchs_in_float64(name: str) -> None:
     program, reference = PROGRAMS[name]
 
     def loss(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -301,7 +303,7 @@ def test_a_constant_that_is_returned_is_in_float64_as_well() -> None:
 
 
 @pytest.mark.usefixtures("x64")
-def test_dropout_keeps_what_it_kept() -> None:
+def test_dropout_masks_do_not_depend_on_the_dtype() -> None:
     key = jax.random.key(0)
     first = jax.random.uniform(key, (64, 64), jnp.float32)[0, 0].astype(jnp.float64)
 
@@ -318,7 +320,7 @@ def test_dropout_keeps_what_it_kept() -> None:
 
 
 @pytest.mark.usefixtures("x64")
-def test_draws_in_float32_stay_the_draws_they_were() -> None:
+def test_float32_draws_do_not_change() -> None:
     key = jax.random.key(0)
     drawn = in_float64(lambda key: jax.random.uniform(key, (100,), jnp.float32))(key)
     assert drawn.dtype == np.float64
@@ -335,15 +337,15 @@ _opaque.defvjp(lambda x: (_opaque(x.value), None), lambda _, g: (g,), symbolic_z
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "expected"),
     [
         (lambda x: jnp.signbit(x.astype(jnp.float32)), "bitcast_convert_type of the JAX model cannot be computed"),
         (lambda x: jax.pure_callback(np.float32, jax.ShapeDtypeStruct((3, 4), np.float32), x), "pure_callback of the"),
         (_opaque, "custom_vjp_call of the JAX model cannot be computed in float64: its derivative is opaque"),
     ],
 )
-def test_what_jax_cannot_lift_is_refused(program: Callable[..., Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_operations_that_jax_cannot_widen_raise(program: Callable[..., Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         in_float64(program)(X)
 
 
@@ -358,7 +360,7 @@ def test_simple_numbers_are_found(number: float) -> None:
     assert written_number(float(np.float32(number))) == pytest.approx(number, rel=4e-16, abs=0)
 
 
-def test_measured_numbers_are_left_alone() -> None:
+def test_measured_numbers_are_unchanged() -> None:
     numbers = np.random.default_rng(0).standard_normal(2000).astype(np.float32).astype(np.float64)
     kept = np.mean([written_number(x) == x for x in numbers])
     assert kept > 0.9

@@ -1,4 +1,4 @@
-"""The HTML page: what a reader finds on it, whatever the numbers and the names are."""
+"""The HTML page shows every check, whatever its numbers and names."""
 
 import dataclasses
 import math
@@ -199,12 +199,12 @@ def test_no_number_breaks_the_drawing(page, value):
     ]
     assert len(numbers) > 100
     assert all(abs(float(number)) <= 1001 for number in numbers)
-    said = "JAX's loss is not finite at 1 of 3 steps, first at step 2" in built.text("p")
-    assert said == (not math.isfinite(value))
+    expected = "JAX's loss is not finite at 1 of 3 steps, first at step 2" in built.text("p")
+    assert expected == (not math.isfinite(value))
     assert bool(built.having("rect", **{"class": "lost"})) == (not math.isfinite(value))
 
 
-def test_a_run_that_left_nothing_to_draw_has_its_verdict_still(page):
+def test_a_run_without_anything_to_draw_still_has_its_verdict(page):
     nothing = dict.fromkeys(("torch_losses", "jax_losses", "torch_scales", "jax_scales"), ())
     built = page(dataclasses.replace(DIFFERS, grad_errors={}, torch_grad_errors={}, **nothing))
     assert built.text("a") == ["gpt2"]
@@ -217,7 +217,7 @@ def test_curves_are_where_their_values_are(page):
     assert dots.count("M") == 2
 
 
-def test_the_scale_is_drawn_where_it_moved(page):
+def test_the_scale_is_drawn_where_it_changed(page):
     assert "Loss scale" not in page(HELD).text("h4")
     built = page(DIFFERS)
     assert "Loss scale" in built.text("h4")
@@ -226,7 +226,7 @@ def test_the_scale_is_drawn_where_it_moved(page):
     assert jax == "M125 0h0H375V0H625V1000H875V1000"
 
 
-def test_colours_rank_the_errors_on_a_scale_of_their_precision(page):
+def test_colors_rank_the_errors_on_a_scale_of_their_precision(page):
     def colours(precision: str, floor: float, *errors: float) -> list[str]:
         named = {str(i): e for i, e in enumerate(errors)}
         built = page(dataclasses.replace(HELD, precision=precision, floor=floor, grad_errors=named))

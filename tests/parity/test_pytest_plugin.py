@@ -1,4 +1,4 @@
-"""Parity checks as tests, in a pytest of their own."""
+"""Parity checks as tests, in a separate pytest process."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_plain():
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_marked_tests_are_checked_and_summed_up(pytester: pytest.Pytester, workers: str) -> None:
+def test_marked_tests_are_checked_and_summarized(pytester: pytest.Pytester, workers: str) -> None:
     pytester.makepyfile(TESTS)
     ran = pytester.runpytest_subprocess("-n", workers, "--parity-json", "found.json", "-p", "no:cacheprovider")
     ran.assert_outcomes(passed=2, failed=2)

@@ -1,4 +1,4 @@
-"""PyTorch's model drops what JAX's drops."""
+"""PyTorch's model uses the dropout masks of JAX's."""
 
 import dataclasses
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_the_masks_are_those_of_the_training_step(precision: str) -> None:
             assert float(metrics["fingerprint"]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_they_come_in_the_order_of_gpt2s_layers() -> None:
+def test_masks_are_in_the_order_of_gpt2s_layers() -> None:
     (masks,) = dropout_masks(gpt2.case(dropout=0.1), "fp32", accumulate=4, steps=1, seed=0)[:1]
     hidden, weights = (4, 16, 32), (4, 4, 16, 16)
     assert [mask.shape for mask in masks] == [hidden, *[weights, hidden, hidden] * 2]
@@ -85,7 +85,7 @@ def test_scans_are_unrolled_in_the_order_they_run() -> None:
         np.testing.assert_array_equal(last, scanned(KEY)[2].astype(bool))
 
 
-def test_they_are_seen_through_calls_and_as_a_vmap_draws_them() -> None:
+def test_masks_are_found_inside_calls_and_vmap() -> None:
     @jax.custom_jvp
     def custom(key: jax.Array) -> jax.Array:
         return keep(key)
@@ -97,7 +97,7 @@ def test_they_are_seen_through_calls_and_as_a_vmap_draws_them() -> None:
     np.testing.assert_array_equal(masks_of(lambda _: jax.vmap(keep)(keys)), [[keep(key) for key in keys]])
 
 
-def test_flaxs_dropout_is_seen() -> None:
+def test_flaxs_dropout_masks_are_found() -> None:
     dropout = nnx.Dropout(0.25, deterministic=False)
     (mask,) = masks_of(lambda key: dropout(jnp.ones((4, 3)), rngs=nnx.Rngs(dropout=key)))
     assert mask.shape == (4, 3)
@@ -110,7 +110,7 @@ def test_flaxs_dropout_is_seen() -> None:
         (lambda key: lax.while_loop(lambda x: x.all(), lambda _: keep(key), keep(key)), "while"),
     ],
 )
-def test_a_draw_that_depends_on_values_is_refused(draw: Callable[[jax.Array], Any], where: str) -> None:
+def test_a_draw_that_depends_on_values_raises(draw: Callable[[jax.Array], Any], where: str) -> None:
     with pytest.raises(UserError, match=f"drawn inside {where}"):
         masks_of(draw)
 
@@ -161,16 +161,16 @@ def test_nothing_is_drawn_from_pytorchs_own_generator() -> None:
 
 
 @pytest.mark.parametrize(("given", "drops"), [(2, 1), (1, 3), (0, 1), (1, 0)])
-def test_masks_left_over_or_missing_are_refused(given: int, drops: int) -> None:
-    said = f"the JAX model drew {given} dropout masks, the PyTorch model {drops}: make both"
+def test_extra_or_missing_masks_raise(given: int, drops: int) -> None:
+    expected = f"the JAX model drew {given} dropout masks, the PyTorch model {drops}: apply dropout"
     model = torch.nn.Sequential(*[torch.nn.Dropout(0.5) for _ in range(drops)])
-    with pytest.raises(UserError, match=said), GivenMasks(masks(*[(2, 3)] * given)):
+    with pytest.raises(UserError, match=expected), GivenMasks(masks(*[(2, 3)] * given)):
         model(torch.ones(2, 3))
 
 
-def test_a_mask_of_another_shape_is_refused() -> None:
-    said = r"mask is \[2, 3\], the PyTorch model's \[3, 2\]: make both"
-    with pytest.raises(UserError, match=said), GivenMasks(masks((2, 3))):
+def test_a_mask_of_another_shape_raises() -> None:
+    expected = r"mask is \[2, 3\], the PyTorch model's \[3, 2\]: apply dropout to the same"
+    with pytest.raises(UserError, match=expected), GivenMasks(masks((2, 3))):
         F.dropout(torch.ones(3, 2))
 
 
@@ -196,7 +196,7 @@ def test_reordered_rows_are_the_same_mathematics_under_dropout(case: Case) -> No
     assert any(changed), "nothing was reordered"
 
 
-def test_both_sides_drop_at_the_same_places_or_are_refused() -> None:
+def test_dropout_at_different_places_raises() -> None:
     case = mlp.case(dropout=0.1)
     with pytest.raises(UserError, match="the JAX model drew 1 dropout masks, the PyTorch model 0"):
         check(dataclasses.replace(case, torch_model=mlp.case().torch_model), steps=1)

@@ -1,4 +1,4 @@
-"""The selftest passes where all is sound, needs no PyTorch, and sees each thing that it checks when that is broken."""
+"""The selftest passes on a correct machine, needs no PyTorch, and detects each fault that it checks."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "check", [products.products, products.convolutions, step.overflow, step.accumulation, step.rematerialization]
 )
-def test_what_is_sound_passes(check: Callable[[], Any]) -> None:
+def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
     findings = found(check)
     assert {finding.passed for finding in findings} == {True}, findings
 
@@ -98,14 +98,14 @@ def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
 # The command.
 
 
-def test_something_is_on_the_screen_before_jax_is_imported() -> None:
+def test_the_first_line_is_printed_before_jax_is_imported() -> None:
     done = ran({"jax"})
     assert done.stdout.startswith("checking whether this machine trains correctly")
     assert done.returncode == 1
     assert "ModuleNotFoundError: jax" in done.stderr
 
 
-def test_a_gpu_that_is_asked_for_and_does_not_answer_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_gpu_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["selftest", "--device", "gpu", "--json", str(tmp_path / "found.json")]) == 1
     assert "FAIL  devices                     JAX found no gpu" in capsys.readouterr().out
     written = json.loads((tmp_path / "found.json").read_text())
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_asked_for_and_does_not_answer_fails(capsys: pytest.Captur
     assert written["environment"]["jax"] == jax.__version__
 
 
-def test_a_check_that_raises_fails_and_the_others_go_on(
+def test_a_check_that_raises_fails_and_the_others_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "COLLECTIVES", {"psum": lambda x: x @ x[:3]})
@@ -125,15 +125,15 @@ def test_a_check_that_raises_fails_and_the_others_go_on(
     assert lines[4].startswith("1 passed, 1 failed in ")
 
 
-def test_a_figure_that_is_no_number_fails_and_is_null(
+def test_a_figure_that_is_not_finite_fails_and_is_null(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(products, "ROUNDOFF", {"fp32": 0.0})
     monkeypatch.setattr(products, "policy", lambda name: Rounded(lambda x: x * jnp.float32(np.nan)))
     monkeypatch.setattr(selftest, "CHECKS", ("products.products",))
     assert main(["selftest", "--json", str(tmp_path / "found.json")]) == 1
-    (said,) = json.loads((tmp_path / "found.json").read_text())["checks"]
-    assert (said["passed"], said["figure"]) == (False, None)
+    (expected,) = json.loads((tmp_path / "found.json").read_text())["checks"]
+    assert (expected["passed"], expected["figure"]) == (False, None)
     assert "FAIL  product, fp32" in capsys.readouterr().out
 
 
@@ -161,7 +161,7 @@ class Rounded:
         ("bf16", lambda x: x),  # float32 for bf16
     ],
 )
-def test_products_of_another_precision_are_seen(
+def test_products_of_another_precision_are_detected(
     check: Callable[[], Any], precision: str, coarser: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "ROUNDOFF", {precision: products.ROUNDOFF[precision]})
@@ -190,14 +190,14 @@ def wrong_growth(scale: jax.Array, factor: float) -> jax.Array:
     ],
     ids=["growth", "skip", "flag", "detection"],
 )
-def test_a_broken_loss_scale_is_seen(
+def test_a_broken_loss_scale_is_detected(
     module: Any, name: str, broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, broken)
     assert failed(found(step.overflow)) >= seen
 
 
-def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_averaged_as_equals_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = jaxtrain.step.step.add_micro_batch
 
     def equal(window: Any, grads: Any, loss: Any, k: Any) -> Any:
@@ -219,7 +219,7 @@ def test_micro_batches_averaged_as_equals_are_seen(monkeypatch: pytest.MonkeyPat
     ],
     ids=["memory", "numbers"],
 )
-def test_broken_rematerialization_is_seen(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_rematerialization_is_detected(broken: Any, seen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtrain.step.loss_program, "remat", broken)
     assert failed(found(step.rematerialization)) == seen
 
@@ -228,7 +228,7 @@ def _another_draw(fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) 
     return fn(params, batch, jax.random.fold_in(rng, 1), model_state)
 
 
-def test_a_checkpoint_that_loses_a_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_loses_a_bit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = checkpoint.round_trip
 
     def corrupted(state: Any) -> Any:
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_loses_a_bit_is_seen(monkeypatch: pytest.MonkeyPatch) 
     assert failed(found(checkpoint.checkpoint)) == {"checkpoint, restored", "checkpoint, 2 steps on"}
 
 
-def test_a_device_that_adds_wrongly_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_adds_wrongly_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(x: Any) -> Any:
         return lax.psum(x, "devices") - (lax.axis_index("devices") == 2).astype(x.dtype)
 
@@ -295,21 +295,21 @@ def test_a_training_is_judged_by_pytorchs_own_distance_to_the_truth(monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_training_in_another_precision_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_in_another_precision_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2, "LOW", ("fp32",))
     monkeypatch.setitem(POLICIES, "fp32", POLICIES["bf16"])
     assert failed(found(gpt2.precision)) == {"GPT-2, fp32, 5 steps"}
 
 
 @pytest.mark.slow
-def test_a_layer_norm_of_another_epsilon_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_norm_of_another_epsilon_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2, "LOW", ())
     monkeypatch.setattr(gpt2, "CONFIG", replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
     assert failed(found(gpt2.precision)) == {"GPT-2, fp64, first step", "GPT-2, fp64, 5 steps"}
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_repeat_itself_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_repeat_itself_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = gpt2.loss_of, iter(range(100))
 
     def restless(config: Any) -> Any:
@@ -330,7 +330,7 @@ def test_a_step_that_does_not_repeat_itself_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.nightly
-def test_pytorch_still_makes_what_is_recorded(tmp_path: Path) -> None:
+def test_pytorch_reproduces_the_recorded_run(tmp_path: Path) -> None:
     from parity.selftest.record import record
 
     record(tmp_path / "again.npz")

@@ -1,4 +1,4 @@
-"""Both sides start alike, split alike, skip alike, and refuse what does not fit."""
+"""Both sides start, split and skip alike, and reject settings that do not fit."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ def small(magnitude: float = 1.0) -> Case:
     )
 
 
-def test_batches_differ_by_step_and_by_seed_and_come_again() -> None:
+def test_batches_differ_by_step_and_seed_and_are_reproducible() -> None:
     case = small()
     drawn = [batch["image"] for seed in (0, 1) for batch in case.batches(seed, 3)]
     assert len({image.tobytes() for image in drawn}) == 6
@@ -67,7 +67,7 @@ def test_a_batch_that_is_a_view_is_contiguous_in_pytorch() -> None:
     assert verdict.passed, verdict.faults
 
 
-def test_a_batch_drawn_in_float64_is_given_in_float32() -> None:
+def test_a_batch_drawn_in_float64_is_used_in_float32() -> None:
     case = small()
     drawn = dataclasses.replace(
         case,
@@ -118,7 +118,7 @@ def test_a_run_of_nothing_but_overflows_is_not_passed() -> None:
     assert not verdict.passed
 
 
-def test_micro_batches_of_different_weights_are_refused() -> None:
+def test_micro_batches_of_different_weights_raise() -> None:
     def of_the_first_class(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         return torch_loss(model, batch)[0], int((batch["label"] == 0).sum())
 
@@ -159,7 +159,7 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp64, fp32, bf16, fp16"),
         ({"accumulate": 3}, "the 8 rows of small are not divisible by accumulate 3: use one of 1, 2, 4, 8"),
@@ -168,8 +168,8 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
         ({"remat": "some"}, "remat 'some' is unknown"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_settings_that_do_not_fit_raise(settings: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         check(small(), **settings)
 
 
@@ -184,7 +184,7 @@ def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[t
 
 
 @pytest.mark.parametrize(
-    ("torch_loss", "said"),
+    ("torch_loss", "expected"),
     [
         (noisy, "the PyTorch model draws random numbers by aten.randn"),
         (by_row, r"torch_loss returned a total of shape \[1\]: return the sum"),
@@ -194,6 +194,6 @@ def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[t
         ),
     ],
 )
-def test_a_loss_that_cannot_be_compared_is_one_line(torch_loss: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_loss_that_cannot_be_compared_is_one_line(torch_loss: Any, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         check(dataclasses.replace(small(), torch_loss=torch_loss), steps=1)

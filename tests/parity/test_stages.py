@@ -1,4 +1,4 @@
-"""A fault is charged to the stage it is in, whatever it does to those after."""
+"""A fault is charged to its stage, whatever it does to later ones."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def named(case: Case, **settings: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn-bn", "gpt2"])
-def test_all_stages_of_a_port_that_is_right_hold(name: str) -> None:
+def test_all_stages_of_a_correct_port_hold(name: str) -> None:
     found = stages(CASES[name](dropout=0.1), accumulate=2, steps=3)
     assert charge(found) is None
     names = ["loss", "gradients", "clipped gradients", "optimizer state", "update"]
@@ -72,18 +72,18 @@ def with_adam(case: Case, **options: float) -> Case:
     ],
 )
 def test_a_fault_is_charged_to_its_stage(bug: Callable[[Case], Case], stage: str) -> None:
-    said = charge(stages(bug(mlp.case()), steps=3))
-    assert said is not None
-    assert said.startswith(f"{stage}: ")
+    expected = charge(stages(bug(mlp.case()), steps=3))
+    assert expected is not None
+    assert expected.startswith(f"{stage}: ")
 
 
-def test_what_follows_a_fault_is_fed_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_after_a_fault_get_pytorchs_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = named(doubled_gradient(mlp.case()), steps=3)
     assert found["gradients"] == pytest.approx(1.0)
     assert max(distance for name, distance in found.items() if name != "gradients") < 1e-12
 
 
-def test_clipping_and_running_statistics_are_stages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.stages.clip_grad_norm", lambda grads, bound: (grads, 0.0))
     clipped = dataclasses.replace(mlp.case(), clip_norm=0.5)
     assert str(charge(stages(clipped, steps=3))).startswith("clipped gradients: ")

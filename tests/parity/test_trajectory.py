@@ -1,4 +1,4 @@
-"""Where chaos begins, measured by PyTorch itself; and that a bug is not taken for it."""
+"""Chaos is measured with PyTorch itself, and a bug is not mistaken for it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def test_a_run_that_is_no_longer_finite_is_infinitely_far() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_two_runs_that_part_as_one_ulp_makes_them_part_hold_and_say_so(seed: int) -> None:
+def test_two_runs_that_diverge_no_more_than_one_ulp_explains_hold_and_report_it(seed: int) -> None:
     examination = examine(wells(CHAOTIC), steps=60, seed=seed)
     verdict = examination.verdict
     assert verdict.passed, verdict.faults
@@ -98,7 +98,7 @@ def test_a_tame_run_has_no_chaos_and_is_judged_by_the_bars_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(("start", "wrong"), [(0, 1e-9), (25, 1e-4)])
-def test_a_small_bug_in_a_chaotic_run_is_not_taken_for_chaos(start: int, wrong: float) -> None:
+def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wrong: float) -> None:
     rate = optax.join_schedules(
         [optax.constant_schedule(CHAOTIC), optax.constant_schedule(CHAOTIC * (1 + wrong))], [start]
     )
@@ -111,7 +111,7 @@ def test_a_small_bug_in_a_chaotic_run_is_not_taken_for_chaos(start: int, wrong: 
     assert any(fault.startswith("loss, step ") for fault in verdict.faults)
 
 
-def test_chaos_within_the_steps_that_the_bars_judge_fails_but_is_called_so() -> None:
+def test_chaos_within_the_judged_steps_fails_and_is_called_chaos() -> None:
     verdict = check(wells(1.9), steps=20, locate=True)
     assert not verdict.passed
     assert verdict.first_divergence is verdict.stage is None
@@ -119,7 +119,7 @@ def test_chaos_within_the_steps_that_the_bars_judge_fails_but_is_called_so() -> 
     assert verdict.unlocated.startswith("chaos: the difference is no larger than that of one ulp of PyTorch's weights")
 
 
-def test_in_low_precision_chaos_is_where_one_ulp_makes_as_much_as_the_precision() -> None:
+def test_in_low_precision_chaos_begins_where_one_ulp_reaches_the_error_of_the_precision() -> None:
     found = check(wells(CHAOTIC), "fp32", steps=30).trajectory
     assert found is not None
     assert found.chaos is not None
@@ -149,7 +149,7 @@ def test_rows_that_cannot_be_permuted_leave_one_ulp_for_the_noise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [100])
-def test_gpt2_is_pytorchs_for_a_hundred_steps_and_no_chaos_is_seen(steps: int) -> None:
+def test_gpt2_is_pytorchs_for_a_hundred_steps_and_no_chaos_is_detected(steps: int) -> None:
     verdict = check(gpt2.case(), steps=steps)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None

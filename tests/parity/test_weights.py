@@ -1,4 +1,4 @@
-"""The table that nobody wrote is the one that somebody would have, and a wrong one does not pass for right."""
+"""The proposed table equals the one written by hand, and a wrong table is not proved."""
 
 import dataclasses
 from typing import Any
@@ -102,7 +102,7 @@ def test_other_losses_are_probed_as_well(name: str) -> None:
     assert with_tables(dataclasses.replace(written, names=None)).names == written.names
 
 
-def test_equal_shapes_and_squares_are_told_apart_by_value_alone() -> None:
+def test_equal_shapes_and_squares_are_distinguished_by_value_alone() -> None:
     proposed = with_tables(attention()).names
     # A key's bias moves nothing: what is left for it is what is left.
     assert proposed == BLIND
@@ -110,7 +110,7 @@ def test_equal_shapes_and_squares_are_told_apart_by_value_alone() -> None:
     assert by_name != BLIND, "the names do tell"
 
 
-def test_without_values_the_module_says_how_a_square_lies() -> None:
+def test_without_values_the_module_determines_the_layout_of_a_square() -> None:
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 4), "head": torch.nn.Linear(4, 4, bias=False)})
     square = np.zeros((4, 4))
     assert propose(model, {"embed": {"embedding": square}, "head": {"kernel": square}}) == NameTable(
@@ -150,14 +150,14 @@ def test_models_that_differ_a_little_are_still_matched() -> None:
     assert proposed == BLIND
 
 
-def test_what_cannot_correspond_is_listed_in_one_line() -> None:
+def test_tensors_without_counterpart_are_listed_in_one_line() -> None:
     like = {"kernel": np.zeros((6, 7)), "bias": np.zeros(5), "extra": np.zeros((2, 2))}
     with pytest.raises(UserError) as error:
         propose(torch.nn.Linear(6, 5), like)
-    said = str(error.value)
-    assert "\n" not in said
+    expected = str(error.value)
+    assert "\n" not in expected
     for part in ("no tensor for kernel (6, 7)", "no tensor for extra (2, 2)", "no leaf for weight (5, 6)", "NameTable"):
-        assert part in said
+        assert part in expected
 
 
 def test_the_proof_counts_every_tensor_once() -> None:
@@ -171,7 +171,7 @@ def test_the_proof_counts_every_tensor_once() -> None:
     assert (proof.tensors, proof.leaves, len(proof.distances)) == (2 + 2 * 12 + 2 + 1, 16, 2 + 2 * 12 + 2)
 
 
-def test_the_proof_says_what_the_loss_does_not_depend_on() -> None:
+def test_the_proof_lists_tensors_that_do_not_change_the_loss() -> None:
     proof = prove(attention(BLIND))
     assert proof.unproven == ("key.bias",)
     assert len(proof.distances) == 12
@@ -205,10 +205,10 @@ def test_a_tensor_used_twice_is_named_with_all_else_that_is_wrong() -> None:
     params = {**BLIND.params, "w1": BLIND.params["w0"], "b1": TorchParam("nothing")}
     with pytest.raises(UserError) as error:
         prove(attention(NameTable(params)))
-    said = str(error.value)
+    expected = str(error.value)
     for part in ("used twice query.weight", "missing nothing", "unexpected key.bias", "unexpected key.weight"):
-        assert part in said
-    assert "\n" not in said
+        assert part in expected
+    assert "\n" not in expected
 
 
 def test_a_tensor_used_twice_is_not_proved_though_all_else_fits() -> None:
@@ -217,7 +217,7 @@ def test_a_tensor_used_twice_is_not_proved_though_all_else_fits() -> None:
         prove(dataclasses.replace(case, params_like={**case.params_like, "copy": case.params_like["w4"]}))
 
 
-def test_moving_a_tensor_that_only_pytorch_ties_shows() -> None:
+def test_a_tensor_that_only_pytorch_ties_is_found() -> None:
     """Both models agree at the weights, but not around them."""
 
     def stopped(params: Any, batch: Any, rng: Any) -> Any:
@@ -235,7 +235,7 @@ def test_moving_a_tensor_that_only_pytorch_ties_shows() -> None:
         prove(case)
 
 
-def test_probing_drops_nothing_and_leaves_the_case_alone() -> None:
+def test_probing_applies_no_dropout_and_leaves_the_case_unchanged() -> None:
     case = mlp(dropout=0.5)
     probe = probe_of(case)
     weights = {name: x.numpy() for name, x in torch.nn.Module.state_dict(case.torch_model()).items()}
@@ -276,7 +276,7 @@ def sequence_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dic
     return jaxtrain.Loss(jnp.sum(jnp.sin(out * batch["y"])), weight=len(x)), {}
 
 
-def test_convolutions_over_time_and_heads_with_an_axis_of_their_own_are_proposed_and_proved() -> None:
+def test_convolutions_over_time_and_heads_with_a_separate_axis_are_proposed_and_proved() -> None:
     projection = {"kernel": np.zeros((WIDTH, 2, WIDTH // 2)), "bias": np.zeros((2, WIDTH // 2))}
     out = {"kernel": np.zeros((2, WIDTH // 2, WIDTH)), "bias": np.zeros(WIDTH)}
     like = {"kernel": np.zeros((WIDTH, WIDTH, WIDTH)), "bias": np.zeros(WIDTH)}

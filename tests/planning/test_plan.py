@@ -89,7 +89,7 @@ def test_the_search_finds_what_trying_everything_finds(monkeypatch):
     in_bf16 = [dataclasses.replace(recipe, precision="bf16") for recipe in every]
 
     def times(recipes, memory):
-        return [planning.compiled(r, None, CPU).seconds for r in recipes if grows(r) <= memory]
+        return [planning.compile_candidate(r, None, CPU).seconds for r in recipes if grows(r) <= memory]
 
     for memory in [*range(101, 760, 13), 10_000]:
         best = min(times(every, memory) or times(in_bf16, memory))
@@ -152,7 +152,7 @@ def test_planning_allocates_nothing_and_counts_every_micro_batch():
     small = dataclasses.replace(RECIPES["digits-resnet"], batch_size=8, width=8)
     task = build(small)
     before = sum(x.nbytes for x in jax.live_arrays())
-    whole, four = (planning.compiled(dataclasses.replace(small, accumulate=k), task, CPU) for k in (1, 4))
+    whole, four = (planning.compile_candidate(dataclasses.replace(small, accumulate=k), task, CPU) for k in (1, 4))
     assert sum(x.nbytes for x in jax.live_arrays()) == before
     step = training_step(small, task.loss_fn)
     state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=0)
@@ -170,7 +170,7 @@ def test_a_mesh_is_planned_for_the_memory_of_one_device():
     recipe = dataclasses.replace(RECIPES["digits-mlp"], hidden=512, mesh="fsdp=4", batch_size=16)
     found, _ = ran(recipe, 10_000_000)
     assert found.chosen.recipe == recipe
-    alone = planning.compiled(dataclasses.replace(recipe, mesh=None), build(recipe), CPU)
+    alone = planning.compile_candidate(dataclasses.replace(recipe, mesh=None), build(recipe), CPU)
     assert 0.2 < found.chosen.state_bytes / alone.state_bytes < 0.4
 
 
@@ -256,7 +256,7 @@ def test_the_command_makes_the_recipe(name):
     for recipe in (RECIPES[name], changed):
         words = shlex.split(command("train", name, recipe))
         assert words[:3] == ["jaxtrain", "train", name]
-        assert train._parse(RECIPES[name], name, train._place([])[0], words[3:]).recipe == recipe
+        assert train.parse_recipe(RECIPES[name], name, train.Train(), words[3:]) == recipe
 
 
 def measured(*asked):

@@ -178,7 +178,7 @@ def test_the_estimate_is_the_rooflines_divided_among_its_operations():
     assert {top.line.partition(":")[0] for top in table["attention"].top} == {"models/attention.py"}
     assert "transpose" in {top.name for top in table["copy"].top}
     # On a device of twice the arithmetic, and of whatever memory, the products alone take half.
-    fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, start=0.0)
+    fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, launch_overhead_s=0.0)
     slow = dataclasses.replace(fast, fp32=CPU.fp32, tf32=CPU.tf32)
     assert estimate_seconds(traced, slow) == pytest.approx(2 * estimate_seconds(traced, fast), rel=1e-3)
     (of_fast, of_slow) = (estimate_table(traced, device, steps=1)[0] for device in (fast, slow))

@@ -166,5 +166,5 @@ def test_the_effective_batch_is_stated():
     assert (batch.size, str(batch)) == (128, "effective batch 128 = 16 × 4 micro-batches × 2 devices")
     assert batch.linear_lr(0.1, at=32) == pytest.approx(0.4)
     assert batch.sqrt_lr(0.1, at=32) == pytest.approx(0.2)
-    with pytest.raises(jt.UserError, match="batch 0 says nothing"):
+    with pytest.raises(jt.UserError, match="at must be at least 1, got 0: "):
         batch.linear_lr(0.1, at=0)
