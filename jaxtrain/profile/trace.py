@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class StepTrace:
     def __enter__(self) -> "StepTrace":
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every Python call would be an event, and take time
+        # The folder of the trace; by default it is named by the second, and overwritten by a second trace in it.
+        options.session_id = f"{datetime.now():%Y_%m_%d_%H_%M_%S_%f}"
         jax.profiler.start_trace(self._folder, profiler_options=options)
         self._steps = jax.profiler.TraceAnnotation(STEPS)
         self._steps.__enter__()
