@@ -1,27 +1,19 @@
 """FLOPs, memory, communication and roofline estimates of a compiled program."""
 
-from jaxtrain.cost.byte_amounts import format_bytes, parse_bandwidth, parse_bytes
-from jaxtrain.cost.communication import Communication, communication
-from jaxtrain.cost.flops import equation_flops, flops
-from jaxtrain.cost.memory import device_memory, peak_memory_bytes
+from jaxtrain.cost.byte_amounts import format_bytes as format_bytes
+from jaxtrain.cost.byte_amounts import parse_bandwidth as parse_bandwidth
+from jaxtrain.cost.byte_amounts import parse_bytes as parse_bytes
+from jaxtrain.cost.communication import Communication as Communication
+from jaxtrain.cost.communication import communication as communication
+from jaxtrain.cost.flops import equation_flops as equation_flops
+from jaxtrain.cost.flops import flops as flops
+from jaxtrain.cost.memory import device_memory as device_memory
+from jaxtrain.cost.memory import peak_memory_bytes
 from jaxtrain.cost.program_memory import StepMemory, memory_per_device
-from jaxtrain.cost.roofline import NVIDIA, Ceilings, ceilings, estimate_seconds, find_gpu
+from jaxtrain.cost.roofline import NVIDIA as NVIDIA
+from jaxtrain.cost.roofline import Ceilings as Ceilings
+from jaxtrain.cost.roofline import ceilings as ceilings
+from jaxtrain.cost.roofline import estimate_seconds as estimate_seconds
+from jaxtrain.cost.roofline import find_gpu as find_gpu
 
-__all__ = [
-    "NVIDIA",
-    "Ceilings",
-    "Communication",
-    "StepMemory",
-    "ceilings",
-    "communication",
-    "device_memory",
-    "equation_flops",
-    "estimate_seconds",
-    "find_gpu",
-    "flops",
-    "format_bytes",
-    "memory_per_device",
-    "parse_bandwidth",
-    "parse_bytes",
-    "peak_memory_bytes",
-]
+__all__ = ["StepMemory", "memory_per_device", "peak_memory_bytes"]

@@ -1,12 +1,14 @@
 """Sources of examples. `jaxtrain.data.loader` makes batches of them and is the only module that imports grain."""
 
-from jaxtrain.data.archive import check_zip, is_zip
+from jaxtrain.data.archive import check_zip as check_zip
+from jaxtrain.data.archive import is_zip as is_zip
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz
-from jaxtrain.data.dates import dates
+from jaxtrain.data.dates import dates as dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.images import ImageFolder, image_folder
 from jaxtrain.data.packing import PackedRows, first_fit, pack, pad_tokens
-from jaxtrain.data.python_statements import KEYWORDS, python_statements
+from jaxtrain.data.python_statements import KEYWORDS as KEYWORDS
+from jaxtrain.data.python_statements import python_statements as python_statements
 from jaxtrain.data.rows import IndexedSource, MappedSource, Subset, split_source, subsample
 from jaxtrain.data.source import Example, Source
 from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, split_table, table
@@ -20,10 +22,10 @@ from jaxtrain.data.text import (
     unigram_entropy,
 )
 from jaxtrain.data.token_cache import TokenizedDocuments
-from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Role, Tokenizer, Tokens, tokenizer
+from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, Tokens, tokenizer
+from jaxtrain.data.tokens import Role as Role
 
 __all__ = [
-    "KEYWORDS",
     "Arrays",
     "ArrowRows",
     "ByteTokenizer",
@@ -35,7 +37,6 @@ __all__ = [
     "MappedSource",
     "PackedRows",
     "ParquetRows",
-    "Role",
     "Source",
     "Subset",
     "TokenWindows",
@@ -43,18 +44,14 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "check_labels",
-    "check_zip",
-    "dates",
     "digits",
     "first_fit",
     "image_folder",
     "is_table",
-    "is_zip",
     "loader",
     "npz",
     "pack",
     "pad_tokens",
-    "python_statements",
     "split_contents",
     "split_documents",
     "split_files",

@@ -1,6 +1,8 @@
 """The first non-finite value of a program, and what is installed."""
 
-from jaxtrain.debug.doctor import PLUGINS, installed_versions, run_checks
-from jaxtrain.debug.first_nonfinite import NonfiniteTracer, NonfiniteValue, TracedValue
-
-__all__ = ["PLUGINS", "NonfiniteTracer", "NonfiniteValue", "TracedValue", "installed_versions", "run_checks"]
+from jaxtrain.debug.doctor import PLUGINS as PLUGINS
+from jaxtrain.debug.doctor import installed_versions as installed_versions
+from jaxtrain.debug.doctor import run_checks as run_checks
+from jaxtrain.debug.first_nonfinite import NonfiniteTracer as NonfiniteTracer
+from jaxtrain.debug.first_nonfinite import NonfiniteValue as NonfiniteValue
+from jaxtrain.debug.first_nonfinite import TracedValue as TracedValue

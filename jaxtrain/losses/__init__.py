@@ -8,7 +8,7 @@ from jaxtrain.losses.chunked_cross_entropy import chunked_cross_entropy
 from jaxtrain.losses.classification import binary_cross_entropy_with_logits, cross_entropy, kl_div, label_weights, nll
 from jaxtrain.losses.embedding import clip, cosine_embedding, hinge_embedding, info_nce, triplet_margin
 from jaxtrain.losses.regression import huber, l1, mse, smooth_l1
-from jaxtrain.losses.subgradients import norm
+from jaxtrain.losses.subgradients import norm as norm
 
 __all__ = [
     "binary_cross_entropy_with_logits",
@@ -24,7 +24,6 @@ __all__ = [
     "label_weights",
     "mse",
     "nll",
-    "norm",
     "smooth_l1",
     "triplet_margin",
 ]

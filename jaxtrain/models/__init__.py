@@ -3,7 +3,10 @@
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
-from jaxtrain.models.folder import CONFIG, read_json, write_json, write_tensors
+from jaxtrain.models.folder import CONFIG as CONFIG
+from jaxtrain.models.folder import read_json as read_json
+from jaxtrain.models.folder import write_json as write_json
+from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
@@ -14,13 +17,12 @@ from jaxtrain.models.mlp import MLP
 from jaxtrain.models.peft import load_adapters, save_adapters
 from jaxtrain.models.pretrained import from_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
-from jaxtrain.models.rope import Rope
+from jaxtrain.models.rope import Rope as Rope
 from jaxtrain.models.t5 import T5, T5Config
 from jaxtrain.models.vit import ViT, ViTConfig
 
 __all__ = [
     "CNN",
-    "CONFIG",
     "GPT2",
     "MLP",
     "RESNET_18",
@@ -38,7 +40,6 @@ __all__ = [
     "MixtralConfig",
     "ResNet",
     "ResNetConfig",
-    "Rope",
     "Sampling",
     "T5Config",
     "ViT",
@@ -56,7 +57,6 @@ __all__ = [
     "mixtral",
     "mlp",
     "peft",
-    "read_json",
     "resnet",
     "running_statistics",
     "save_adapters",
@@ -65,6 +65,4 @@ __all__ = [
     "stream",
     "t5",
     "vit",
-    "write_json",
-    "write_tensors",
 ]

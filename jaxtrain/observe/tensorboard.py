@@ -16,16 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.observe.histograms import Histogram
 from jaxtrain.observe.log_line import LogLine
-from jaxtrain.observe.pictures import READABLE, Pixels, confusion_picture, image_of
-from jaxtrain.observe.predictions import confusion
-
-if TYPE_CHECKING:
-    from jaxtrain.observe.error_analysis import ErrorAnalysis
-    from jaxtrain.observe.record import Record
+from jaxtrain.observe.pictures import Pixels
 
 
 class Events:
@@ -118,32 +113,6 @@ class Events:
         size = struct.pack("<Q", len(data))
         checks = [struct.pack("<I", masked_crc32c(part)) for part in (size, data)]
         write_all(self._file, size + checks[0] + data + checks[1])
-
-
-def log_final(folder: Path, record: "Record") -> None:
-    """Write what the end of a run adds: its settings beside its last evaluation, and its sample."""
-    with Events(folder) as events:
-        tags = [f"eval/{name}" for name in record.evaluations[-1].evaluation] if record.evaluations else []
-        events.hparams({"recipe": record.config["recipe"], **record.config["settings"]}, tags)
-        if record.sample:
-            events.text(record.sample_step, "sample", record.sample)
-
-
-def log_error_analysis(folder: Path, analysis: "ErrorAnalysis", worst: int) -> None:
-    """Write the worst examples as text and, where they have any, images; and the confusion matrix as an image."""
-    predictions, step, split = analysis.predictions, analysis.step, analysis.split
-    indices = [int(i) for i in predictions.worst(worst)]
-    names = analysis.task.class_names
-    with Events(folder) as events:
-        lines = [f"{i}: loss {analysis.losses[i]:.3f}, {analysis.describe(i)}" for i in indices]
-        events.text(step, f"{split}/worst", "\n".join(lines))
-        for rank, i in enumerate(indices):
-            pixels = image_of(analysis.source[i])
-            if pixels is not None:
-                # TensorBoard itself names several images of one tag like this.
-                events.image(step, f"{split}/worst/image/{rank}", pixels)
-        if not predictions.is_per_token and len(names) <= READABLE:
-            events.image(step, f"{split}/confusion", confusion_picture(confusion(predictions, len(names)), names))
 
 
 def write_all(file: Any, data: bytes) -> None:

@@ -11,21 +11,22 @@ from jaxtrain.optim.adamax import adamax
 from jaxtrain.optim.adamw import adam, adamw, scale_by_adam
 from jaxtrain.optim.asgd import asgd
 from jaxtrain.optim.batch_size import EffectiveBatch
-from jaxtrain.optim.expression import (
-    OPTIMIZERS,
-    SCHEDULES,
-    Call,
-    Expression,
-    build_expression,
-    complete_expression,
-    format_expression,
-    parse_expression,
-)
+from jaxtrain.optim.expression import OPTIMIZERS as OPTIMIZERS
+from jaxtrain.optim.expression import SCHEDULES as SCHEDULES
+from jaxtrain.optim.expression import Call as Call
+from jaxtrain.optim.expression import Expression as Expression
+from jaxtrain.optim.expression import build_expression as build_expression
+from jaxtrain.optim.expression import complete_expression as complete_expression
+from jaxtrain.optim.expression import format_expression as format_expression
+from jaxtrain.optim.expression import parse_expression as parse_expression
 from jaxtrain.optim.groups import all_but, groups, no_decay
-from jaxtrain.optim.moments import average, squares, zeros
+from jaxtrain.optim.moments import average as average
+from jaxtrain.optim.moments import squares as squares
+from jaxtrain.optim.moments import zeros as zeros
 from jaxtrain.optim.muon import muon
 from jaxtrain.optim.nadam import nadam
-from jaxtrain.optim.plateau import PlateauState, reduce_lr_on_plateau
+from jaxtrain.optim.plateau import PlateauState as PlateauState
+from jaxtrain.optim.plateau import reduce_lr_on_plateau
 from jaxtrain.optim.radam import radam
 from jaxtrain.optim.rmsprop import rmsprop
 from jaxtrain.optim.rprop import rprop
@@ -33,12 +34,7 @@ from jaxtrain.optim.sgd import sgd
 from jaxtrain.step import scale_by_learning_rate, used_learning_rate, used_learning_rates
 
 __all__ = [
-    "OPTIMIZERS",
-    "SCHEDULES",
-    "Call",
     "EffectiveBatch",
-    "Expression",
-    "PlateauState",
     "adadelta",
     "adafactor",
     "adagrad",
@@ -47,15 +43,10 @@ __all__ = [
     "adamw",
     "all_but",
     "asgd",
-    "average",
-    "build_expression",
-    "complete_expression",
-    "format_expression",
     "groups",
     "muon",
     "nadam",
     "no_decay",
-    "parse_expression",
     "radam",
     "reduce_lr_on_plateau",
     "rmsprop",
@@ -64,8 +55,6 @@ __all__ = [
     "scale_by_learning_rate",
     "schedules",
     "sgd",
-    "squares",
     "used_learning_rate",
     "used_learning_rates",
-    "zeros",
 ]

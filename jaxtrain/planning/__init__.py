@@ -1,30 +1,16 @@
 """Search for settings that fit into memory, and predictions of how a run scales over devices."""
 
-from jaxtrain.planning.plan import Candidate, Plan, candidate_rows, choice_notes, format_settings, plan
-from jaxtrain.planning.scaling import (
-    MAX_DEVICES,
-    DeviceShare,
-    Scaling,
-    check_mesh_size,
-    doubled_meshes,
-    first_axis,
-    format_mesh,
-    virtual_devices,
-)
-
-__all__ = [
-    "MAX_DEVICES",
-    "Candidate",
-    "DeviceShare",
-    "Plan",
-    "Scaling",
-    "candidate_rows",
-    "check_mesh_size",
-    "choice_notes",
-    "doubled_meshes",
-    "first_axis",
-    "format_mesh",
-    "format_settings",
-    "plan",
-    "virtual_devices",
-]
+from jaxtrain.planning.plan import Candidate as Candidate
+from jaxtrain.planning.plan import Plan as Plan
+from jaxtrain.planning.plan import candidate_rows as candidate_rows
+from jaxtrain.planning.plan import choice_notes as choice_notes
+from jaxtrain.planning.plan import format_settings as format_settings
+from jaxtrain.planning.plan import plan as plan
+from jaxtrain.planning.scaling import MAX_DEVICES as MAX_DEVICES
+from jaxtrain.planning.scaling import DeviceShare as DeviceShare
+from jaxtrain.planning.scaling import Scaling as Scaling
+from jaxtrain.planning.scaling import check_mesh_size as check_mesh_size
+from jaxtrain.planning.scaling import doubled_meshes as doubled_meshes
+from jaxtrain.planning.scaling import first_axis as first_axis
+from jaxtrain.planning.scaling import format_mesh as format_mesh
+from jaxtrain.planning.scaling import virtual_devices as virtual_devices

@@ -1,39 +1,26 @@
 """Run a recipe: checks, the training loop, checkpoints, guards, signals."""
 
-from jaxtrain.runner.batches import DispatchedStep, FetchedBatch
-from jaxtrain.runner.checkpoint import Checkpoints, Retention, restore_params, restore_state, saved_steps
-from jaxtrain.runner.guards import Guard, SavedStep, find_nonfinite_array, read_batch
-from jaxtrain.runner.interval import Interval
-from jaxtrain.runner.lock import check_free
+from jaxtrain.runner.batches import DispatchedStep as DispatchedStep
+from jaxtrain.runner.batches import FetchedBatch as FetchedBatch
+from jaxtrain.runner.checkpoint import Checkpoints, Retention
+from jaxtrain.runner.checkpoint import restore_params as restore_params
+from jaxtrain.runner.checkpoint import restore_state as restore_state
+from jaxtrain.runner.checkpoint import saved_steps as saved_steps
+from jaxtrain.runner.guards import Guard as Guard
+from jaxtrain.runner.guards import SavedStep as SavedStep
+from jaxtrain.runner.guards import find_nonfinite_array as find_nonfinite_array
+from jaxtrain.runner.guards import read_batch as read_batch
+from jaxtrain.runner.interval import Interval as Interval
+from jaxtrain.runner.lock import check_free as check_free
 from jaxtrain.runner.loop import Outcome, fit
-from jaxtrain.runner.optimizer import loss_scale, optimizer_expression, schedule_call, training_step
-from jaxtrain.runner.preflight import check_settings, read_recipe, stored_recipe
-from jaxtrain.runner.training import Training, build_training
+from jaxtrain.runner.optimizer import loss_scale as loss_scale
+from jaxtrain.runner.optimizer import optimizer_expression as optimizer_expression
+from jaxtrain.runner.optimizer import schedule_call as schedule_call
+from jaxtrain.runner.optimizer import training_step as training_step
+from jaxtrain.runner.preflight import check_settings as check_settings
+from jaxtrain.runner.preflight import read_recipe as read_recipe
+from jaxtrain.runner.preflight import stored_recipe as stored_recipe
+from jaxtrain.runner.training import Training as Training
+from jaxtrain.runner.training import build_training as build_training
 
-__all__ = [
-    "Checkpoints",
-    "DispatchedStep",
-    "FetchedBatch",
-    "Guard",
-    "Interval",
-    "Outcome",
-    "Retention",
-    "SavedStep",
-    "Training",
-    "build_training",
-    "check_free",
-    "check_settings",
-    "find_nonfinite_array",
-    "fit",
-    "loss_scale",
-    "optimizer_expression",
-    "preflight",
-    "read_batch",
-    "read_recipe",
-    "restore_params",
-    "restore_state",
-    "saved_steps",
-    "schedule_call",
-    "stored_recipe",
-    "training_step",
-]
+__all__ = ["Checkpoints", "Outcome", "Retention", "fit", "preflight"]

@@ -8,21 +8,12 @@ from jaxtrain.recipes import (
     T5Recipe,
     TextClassificationRecipe,
 )
-from jaxtrain.tasks.evaluation import evaluation_batches, means
-from jaxtrain.tasks.task import Task, check_memory
+from jaxtrain.tasks.evaluation import evaluation_batches as evaluation_batches
+from jaxtrain.tasks.evaluation import means as means
+from jaxtrain.tasks.task import Task as Task
+from jaxtrain.tasks.task import check_memory as check_memory
 
-__all__ = [
-    "Task",
-    "build",
-    "check_memory",
-    "classification",
-    "evaluation_batches",
-    "language",
-    "masked_language",
-    "means",
-    "seq2seq",
-    "text_stream",
-]
+__all__ = ["classification", "language", "masked_language", "seq2seq", "text_stream"]
 
 
 def build(recipe: Recipe) -> Task:

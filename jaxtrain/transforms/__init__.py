@@ -1,30 +1,17 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
-from jaxtrain.transforms.bias import biased_products
-from jaxtrain.transforms.hooks import Hook, add_hooks, hook
-from jaxtrain.transforms.merged_rows import UnmergeRows
-from jaxtrain.transforms.precision import KERNEL, Policy, autocast, autocast_disabled, kernel, low_precision, policy
-from jaxtrain.transforms.remat import BLOCK, block, remat
-from jaxtrain.transforms.unroll import unroll
+from jaxtrain.transforms.bias import biased_products as biased_products
+from jaxtrain.transforms.hooks import Hook as Hook
+from jaxtrain.transforms.hooks import add_hooks as add_hooks
+from jaxtrain.transforms.hooks import hook
+from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
+from jaxtrain.transforms.precision import KERNEL as KERNEL
+from jaxtrain.transforms.precision import Policy, autocast, autocast_disabled, kernel
+from jaxtrain.transforms.precision import low_precision as low_precision
+from jaxtrain.transforms.precision import policy as policy
+from jaxtrain.transforms.remat import BLOCK as BLOCK
+from jaxtrain.transforms.remat import block
+from jaxtrain.transforms.remat import remat as remat
+from jaxtrain.transforms.unroll import unroll as unroll
 
-__all__ = [
-    "BLOCK",
-    "KERNEL",
-    "Hook",
-    "Policy",
-    "UnmergeRows",
-    "add_hooks",
-    "autocast",
-    "autocast_disabled",
-    "biased_products",
-    "block",
-    "hook",
-    "jax_internals",
-    "jaxpr",
-    "kernel",
-    "low_precision",
-    "policy",
-    "precision",
-    "remat",
-    "unroll",
-]
+__all__ = ["Policy", "autocast", "autocast_disabled", "block", "hook", "jax_internals", "jaxpr", "kernel", "precision"]

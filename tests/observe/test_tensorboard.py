@@ -14,10 +14,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.observe import MetricsLog, read_record, write_result
 from jaxtrain.observe.error_analysis import ErrorAnalysis
+from jaxtrain.observe.final_events import log_error_analysis, log_final
 from jaxtrain.observe.histograms import BINS, histograms
 from jaxtrain.observe.pictures import confusion_picture
 from jaxtrain.observe.predictions import Predictions
-from jaxtrain.observe.tensorboard import Events, log_error_analysis, log_final
+from jaxtrain.observe.tensorboard import Events
 from jaxtrain.recipes import RECIPES
 from jaxtrain.tasks import build
 
