@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
-from jaxtrain.export.inference import Inference, Input, inference
+from jaxtrain.export.inference import Inference, Input, build_inference
 from jaxtrain.export.verify import Verification, make_trials, verify
 from jaxtrain.recipes import Recipe
 from jaxtrain.run_folder import RunFolder
@@ -45,7 +45,7 @@ class Restored:
 
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
-        return inference(self.recipe, self.task, self.state.params, self.state.model_state)
+        return build_inference(self.recipe, self.task, self.state.params, self.state.model_state)
 
 
 def main(args: list[str]) -> int:
@@ -86,7 +86,7 @@ def _onnx(path: Path, restored: Restored) -> str:
     found = restored.inference()
     symbolic = dict(zip(found.inputs, found.symbolic(), strict=True))
     onnx.write_onnx(path, onnx.to_onnx(found, found.weights, symbolic, "logits"))
-    run, inputs = onnx.runs(path), make_trials(found)
+    run, inputs = onnx.load_onnx(path), make_trials(found)
     return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the ONNX file"))
 
 
@@ -94,7 +94,7 @@ def _stablehlo(folder: Path, restored: Restored) -> str:
     found = restored.inference()
     stablehlo.write_stablehlo(folder, found, found.weights, found.symbolic())
     inputs = make_trials(found)
-    return _summary(found, verify(inputs, stablehlo.runs(folder, [x.inputs for x in inputs]), "the program"))
+    return _summary(found, verify(inputs, stablehlo.run_stablehlo(folder, [x.inputs for x in inputs]), "the program"))
 
 
 def _huggingface(folder: Path, restored: Restored) -> str:
@@ -102,7 +102,7 @@ def _huggingface(folder: Path, restored: Restored) -> str:
     huggingface.write_huggingface(
         folder, found.model, state.params, state.model_state, class_names=task.class_names, texts=task.texts
     )
-    run, inputs = huggingface.runs(folder, found), make_trials(found)
+    run, inputs = huggingface.load_huggingface(folder, found), make_trials(found)
     return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
 
 

@@ -145,8 +145,8 @@ class ScalingTables:
         ]
         if self.why is not None:
             notes.append(self.why)
-        if own.communication.endless:
-            notes.append(f"{own.communication.endless} loops of unknown length are counted as one iteration")
+        if own.communication.unbounded_loops:
+            notes.append(f"{own.communication.unbounded_loops} loops of unknown length are counted as one iteration")
         return notes
 
 

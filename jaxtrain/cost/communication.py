@@ -1,9 +1,9 @@
-"""What a device sends in one run of a compiled program, read from the program's text.
+"""Bytes that a device sends in one run of a compiled program, read from the program's text.
 
-Of a program that is divided over a mesh the text is one device's part: shapes are a device's own, and every collective
-says which devices take part. Bytes are those of the ring algorithms (Patarasuk and Yuan 2009), which no other can
-undercut: of n devices each sends (n−1)/n of what an all-gather makes, a reduce-scatter or an all-to-all takes; twice
-that for an all-reduce; the whole of what a collective-permute passes on.
+The text of a partitioned program is that of one device: its shapes are those of one device, and every collective lists
+the participating devices. Bytes are those of ring algorithms (Patarasuk and Yuan 2009), which are optimal. With n
+devices, each sends (n−1)/n of the result of an all-gather or of the operand of a reduce-scatter or an all-to-all, twice
+that for an all-reduce, and the whole operand of a collective-permute.
 """
 
 import math
@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 
 
 class Traffic(NamedTuple):
-    """Collectives of one `kind` over the same `axes` of the mesh: how often one runs, and the bytes that a device sends
-    in all of them."""
+    """Collectives of one kind over the same axes of a mesh.
+
+    Attributes:
+      kind: The HLO opcode, such as all-gather.
+      axes: The axes of the mesh.
+      times: How many collectives run.
+      sent: Bytes that a device sends in all of them.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -29,37 +35,52 @@ class Traffic(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """The traffic of one run, most bytes first; and how many loops with collectives have a length that the program does
-    not know, and count as if they ran once."""
+    """The communication of one run of a program.
+
+    Attributes:
+      traffic: The collectives, most bytes first.
+      unbounded_loops: Number of loops with collectives and an unknown length, counted as one iteration.
+    """
 
     traffic: tuple[Traffic, ...]
-    endless: int
+    unbounded_loops: int
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends."""
+        """Bytes that a device sends in total."""
         return sum(t.sent for t in self.traffic)
 
 
 def communication(hlo: str, mesh: Mapping[str, int]) -> Communication:
-    """Of a program compiled for a mesh with these axes, given as `jax.stages.Compiled.as_text()`.
+    """Count the bytes that a device sends in one run of a compiled program.
 
-    A loop's collectives count as often as it runs, of a conditional's branches the dearest counts. An all-reduce of
-    which every device keeps only its own part is counted as the reduce-scatter that compilers for GPUs and TPUs make of
-    it (`ReduceScatterCreator` in XLA); the one for CPUs leaves it. Raises `ValueError` for a text that it cannot read.
+    Collectives in a loop count once per iteration, and a conditional counts as its most expensive branch. An all-reduce
+    of which every device uses only its own shard counts as a reduce-scatter, because the compilers for GPUs and TPUs
+    convert it (`ReduceScatterCreator` in XLA), other than the one for CPUs.
 
-    >>> communication('''ENTRY %main (x: f32[256]) -> f32[1024] {
-    ...   %x = f32[256]{0} parameter(0)
-    ...   ROOT %whole = f32[1024]{0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}
-    ... }''', {"data": 2, "fsdp": 4}).traffic
-    (Traffic(kind='all-gather', axes=('fsdp',), times=1, sent=3072.0),)
+    Args:
+      hlo: The program, as returned by `jax.stages.Compiled.as_text()`.
+      mesh: Sizes of the mesh by axis.
+
+    Returns:
+      The communication by kind of collective and axes.
+
+    Raises:
+      ValueError: The text cannot be parsed.
+
+    Example:
+      >>> communication('''ENTRY %main (x: f32[256]) -> f32[1024] {
+      ...   %x = f32[256]{0} parameter(0)
+      ...   ROOT %whole = f32[1024]{0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}
+      ... }''', {"data": 2, "fsdp": 4}).traffic
+      (Traffic(kind='all-gather', axes=('fsdp',), times=1, sent=3072.0),)
     """
     program = _Program(hlo, mesh)
     totals: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for part in program.of(program.entry, 1):
+    for part in program.traffic(program.entry, 1):
         before = totals.get(part[:2], Traffic(part.kind, part.axes, 0, 0.0))
         totals[part[:2]] = before._replace(times=before.times + part.times, sent=before.sent + part.sent)
-    return Communication(tuple(sorted(totals.values(), key=lambda t: -t.sent)), len(program.endless))
+    return Communication(tuple(sorted(totals.values(), key=lambda t: -t.sent)), len(program.unbounded_loops))
 
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -72,12 +93,12 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _PAIRS = re.compile(r"\bsource_target_pairs=\{(.*?)\}(?:,|$)")
 _LISTED = re.compile(r"\breplica_groups=\{(?:\{([\d,]+)\})?")
 _IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_OF_MESH = re.compile(r"\breplica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}")
+_MESH_AXES = re.compile(r"\breplica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}")
 _TILED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _SIZE = re.compile(r"'?([\w.]+)'?=(\d+)")
 _PART = re.compile(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?")
-# What only writes the same values otherwise.
-_SAME = {"bitcast", "copy", "reshape", "transpose", "convert"}
+# Operations that change only the layout or the dtype of values.
+_LAYOUT_ONLY = {"bitcast", "copy", "reshape", "transpose", "convert"}
 
 
 @dataclass(frozen=True)
@@ -90,9 +111,9 @@ class _Instruction:
 
     @property
     def arrays(self) -> list[tuple[int, float]]:
-        """Of each array of the result: elements, bytes."""
-        sizes = [(kind, math.prod(_numbers(shape))) for kind, shape in _ARRAY.findall(self.shape)]
-        return [(size, size * _item(kind)) for kind, size in sizes]
+        """Number of elements and bytes of each array of the result."""
+        sizes = [(kind, math.prod(_parse_numbers(shape))) for kind, shape in _ARRAY.findall(self.shape)]
+        return [(size, size * _element_bytes(kind)) for kind, size in sizes]
 
     @property
     def called(self) -> list[str]:
@@ -107,7 +128,7 @@ class _Computation:
 
     @cached_property
     def users(self) -> Mapping[str, list[tuple[_Instruction, int]]]:
-        """The instructions that take a value, and as which operand."""
+        """For each value, the instructions that use it, with the index of the operand."""
         found = defaultdict(list)
         for user in self.instructions.values():
             for i, operand in enumerate(re.findall(r"%([\w.-]+)", user.operands)):
@@ -115,21 +136,21 @@ class _Computation:
         return found
 
     def parameter(self, i: int) -> str:
-        """The name of the i-th."""
+        """Return the name of the i-th parameter."""
         of_opcode = (x for x in self.instructions.values() if x.opcode == "parameter")
         return next(x.name for x in of_opcode if x.operands == str(i))
 
 
 class _Program:
-    """The computations of a program for a mesh."""
+    """The computations of a program for a mesh, and the loops of unknown length found so far."""
 
     def __init__(self, hlo: str, mesh: Mapping[str, int]) -> None:
-        self.endless: set[str] = set()
+        self.unbounded_loops: set[str] = set()
         self._mesh = mesh
-        self._computations, self.entry = _parsed(hlo)
+        self._computations, self.entry = _parse(hlo)
 
-    def of(self, computation: str, times: int) -> Iterator[Traffic]:
-        """What a computation sends that runs so often."""
+    def traffic(self, computation: str, times: int) -> Iterator[Traffic]:
+        """Yield the traffic of a computation that runs `times` times."""
         for x in self._computations[computation].instructions.values():
             collective = _COLLECTIVE.fullmatch(x.opcode)
             if collective:
@@ -137,22 +158,23 @@ class _Program:
             elif x.opcode == "while":
                 yield from self._loop(x, times)
             elif x.opcode == "conditional":
-                branches = [list(self.of(branch, times)) for branch in x.called]
+                branches = [list(self.traffic(branch, times)) for branch in x.called]
                 yield from max(branches, key=lambda parts: sum(part.sent for part in parts))
             elif x.opcode in ("call", "async-start"):
                 for called in x.called:
-                    yield from self.of(called, times)
+                    yield from self.traffic(called, times)
 
     def _loop(self, loop: _Instruction, times: int) -> Iterator[Traffic]:
         trips = _TRIPS.search(loop.attributes)
-        inside = [part for called in loop.called for part in self.of(called, times * int(trips[1] if trips else 1))]
+        iterations = times * int(trips[1] if trips else 1)
+        inside = [part for called in loop.called for part in self.traffic(called, iterations)]
         if inside and not trips:
-            self.endless.add(loop.name)
+            self.unbounded_loops.add(loop.name)
         yield from inside
 
     def _collective(self, computation: str, x: _Instruction, kind: str, times: int) -> Iterator[Traffic]:
         if kind == "collective-permute":
-            yield from self._permuted(x, times)
+            yield from self._collective_permute(x, times)
             return
         group = _group(x.attributes, math.prod(self._mesh.values()))
         n, axes = len(group), self._axes(group)
@@ -160,7 +182,7 @@ class _Program:
             return
         arrays = x.arrays
         if x.opcode == "all-gather-start":
-            arrays = arrays[len(arrays) // 2 :]  # before them what it takes
+            arrays = arrays[len(arrays) // 2 :]  # the first half are the operands
         of_kind: dict[str, float] = defaultdict(float)
         for i, (size, size_bytes) in enumerate(arrays):
             if kind == "all-reduce":
@@ -173,58 +195,58 @@ class _Program:
         for counted, sent in of_kind.items():
             yield Traffic(counted, axes, times, times * sent)
 
-    def _permuted(self, x: _Instruction, times: int) -> Iterator[Traffic]:
+    def _collective_permute(self, x: _Instruction, times: int) -> Iterator[Traffic]:
         found = _PAIRS.search(x.attributes)
         if found is None:
-            raise ValueError(f"a collective-permute without its pairs: {x.attributes[:200]}")
-        pairs = np.array(_numbers(found[1].replace("{", "").replace("}", ""))).reshape(-1, 2)
+            raise ValueError(f"a collective-permute without source_target_pairs: {x.attributes[:200]}")
+        pairs = np.array(_parse_numbers(found[1].replace("{", "").replace("}", ""))).reshape(-1, 2)
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         if len(pairs):
-            moved = {axis: None for pair in pairs for axis in self._axes(pair)}
-            axes = tuple(axis for axis in self._mesh if axis in moved)
+            crossed = {axis for pair in pairs for axis in self._axes(pair)}
+            axes = tuple(axis for axis in self._mesh if axis in crossed)
             yield Traffic("collective-permute", axes, times, times * x.arrays[0][1])
 
     def _axes(self, devices: NDArray[np.int64]) -> tuple[str, ...]:
-        """The axes of the mesh along which they differ."""
+        """Return the axes of the mesh along which the devices differ."""
         coordinates = np.unravel_index(devices, tuple(self._mesh.values()))
         return tuple(axis for axis, at in zip(self._mesh, coordinates, strict=True) if len(set(at.tolist())) > 1)
 
     def _is_scattered(self, computation: str, x: _Instruction, i: int, size: int, n: int) -> bool:
-        """Whether of the i-th array of its result every device keeps the n-th part."""
+        """Return whether every device uses only one n-th of the i-th array of the result."""
         if not x.shape.startswith("("):
-            return self._is_cut(computation, x.name, size, n, lambda: False)
-        taken = [
+            return self._is_sliced(computation, x.name, size, n, lambda: False)
+        elements = [
             user.name
             for user, _ in self._computations[computation].users[x.name]
             if user.opcode == "get-tuple-element" and re.match(rf", index={i}\b", user.attributes)
         ]
-        return bool(taken) and all(self._is_cut(computation, name, size, n, lambda: False) for name in taken)
+        return bool(elements) and all(self._is_sliced(computation, name, size, n, lambda: False) for name in elements)
 
-    def _is_cut(self, computation: str, value: str, size: int, n: int, outside: Callable[[], bool]) -> bool:
-        """Whether all that is made of a value is made of an n-th part of it; `outside`: of what it is in the caller."""
+    def _is_sliced(self, computation: str, value: str, size: int, n: int, outside: Callable[[], bool]) -> bool:
+        """Return whether all uses of a value are of one n-th of it; `outside` answers for its uses in the caller."""
         inside = self._computations[computation]
 
-        def use_is_cut(user: _Instruction, i: int) -> bool:
+        def use_is_sliced(user: _Instruction, i: int) -> bool:
             if user.opcode == "dynamic-slice":
                 return i == 0 and user.arrays[0][0] * n == size
-            if user.opcode in _SAME:
-                return self._is_cut(computation, user.name, size, n, outside)
+            if user.opcode in _LAYOUT_ONLY:
+                return self._is_sliced(computation, user.name, size, n, outside)
             if user.opcode == "fusion":
                 (fused,) = user.called
                 parameter = self._computations[fused].parameter(i)
-                return self._is_cut(
-                    fused, parameter, size, n, lambda: self._is_cut(computation, user.name, size, n, outside)
+                return self._is_sliced(
+                    fused, parameter, size, n, lambda: self._is_sliced(computation, user.name, size, n, outside)
                 )
             return False
 
         users = inside.users.get(value, [])
         if value == inside.root:
-            return outside() and all(use_is_cut(*use) for use in users)
-        return bool(users) and all(use_is_cut(*use) for use in users)
+            return outside() and all(use_is_sliced(*use) for use in users)
+        return bool(users) and all(use_is_sliced(*use) for use in users)
 
 
-def _parsed(hlo: str) -> tuple[dict[str, _Computation], str]:
-    """The computations by name, and the name of the one that is run."""
+def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
+    """Return the computations by name, and the name of the entry computation."""
     bodies: dict[str, dict[str, _Instruction]] = {}
     roots: dict[str, str] = {}
     entry = inside = ""
@@ -239,23 +261,26 @@ def _parsed(hlo: str) -> tuple[dict[str, _Computation], str]:
             if root:
                 roots[inside] = name
     if not entry:
-        raise ValueError("no text of a compiled program: it has no ENTRY")
+        raise ValueError("not the text of a compiled program: it has no ENTRY")
     return {name: _Computation(body, roots.get(name, "")) for name, body in bodies.items()}, entry
 
 
 def _group(attributes: str, devices: int) -> NDArray[np.int64]:
-    """The devices that take part with the first one (XLA's `replica_group.cc`: a list, an iota or axes of a mesh)."""
+    """Return the devices in the group of the first one.
+
+    The formats are those of XLA's `replica_group.cc`: a list, an iota, or axes of a mesh.
+    """
     if found := _LISTED.search(attributes):
-        return np.array(_numbers(found[1])) if found[1] else np.arange(devices)
+        return np.array(_parse_numbers(found[1])) if found[1] else np.arange(devices)
     if found := _IOTA.search(attributes):
         return _tiled(found[2], found[3])[: int(found[1])]
-    if found := _OF_MESH.search(attributes):
+    if found := _MESH_AXES.search(attributes):
         return _group_of_mesh(*found.groups())
-    raise ValueError(f"a collective without the devices that take part: {attributes[:200]}")
+    raise ValueError(f"a collective without replica_groups: {attributes[:200]}")
 
 
 def _group_of_mesh(sizes: str, devices: str | None, parts: str) -> NDArray[np.int64]:
-    """Those along some axes of a mesh, or along parts of them: "axis:(2)4" is the second factor of 2 · 4 · rest."""
+    """Return the devices along axes of a mesh, or along factors of axes: "axis:(2)4" is the second of 2 · 4 · rest."""
     shape = {name: int(size) for name, size in _SIZE.findall(sizes)}
     along = {name: np.zeros(1, np.int64) for name in shape}
     for name, before, size in _PART.findall(parts):
@@ -266,22 +291,22 @@ def _group_of_mesh(sizes: str, devices: str | None, parts: str) -> NDArray[np.in
         grid = np.arange(math.prod(shape.values()))
     else:
         tiled = _TILED.fullmatch(devices)
-        grid = _tiled(tiled[1], tiled[2]) if tiled else np.array(_numbers(devices))
+        grid = _tiled(tiled[1], tiled[2]) if tiled else np.array(_parse_numbers(devices))
     return grid.reshape(tuple(shape.values()))[np.ix_(*along.values())].ravel()
 
 
 def _tiled(dimensions: str, transposed: str | None) -> NDArray[np.int64]:
-    """0, 1, 2 … in an array of these dimensions, its axes transposed, flat."""
-    shape = _numbers(dimensions)
-    order = _numbers(transposed) if transposed else list(range(len(shape)))
+    """Return 0, 1, 2, … reshaped to the dimensions, transposed and flattened."""
+    shape = _parse_numbers(dimensions)
+    order = _parse_numbers(transposed) if transposed else list(range(len(shape)))
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel()
 
 
-def _numbers(listed: str) -> list[int]:
+def _parse_numbers(listed: str) -> list[int]:
     return [int(n) for n in listed.split(",") if n]
 
 
-def _item(kind: str) -> float:
-    """Bytes of an element: "f32" has 4, "f8e4m3fn" 1, "pred" 1, "s4" half a one."""
+def _element_bytes(kind: str) -> float:
+    """Return the bytes of an element: 4 for "f32", 1 for "f8e4m3fn" and "pred", 0.5 for "s4"."""
     bits = re.search(r"\d+", kind)
     return int(bits[0]) / 8 if bits else float(kind == "pred")

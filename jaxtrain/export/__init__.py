@@ -1,3 +1,3 @@
-"""A run's model for other programs: ONNX, StableHLO, a folder for `transformers`."""
+"""Export of models to ONNX, StableHLO, Hugging Face folders and PyTorch checkpoints."""
 
 __all__ = ["huggingface", "inference", "onnx", "stablehlo", "torch_run", "verify"]

@@ -1,4 +1,4 @@
-"""A run's model as a folder that `transformers` loads with `from_pretrained`."""
+"""Export of a model to a Hugging Face folder, which `transformers` loads with `from_pretrained`."""
 
 import contextlib
 import shutil
@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxtrain.data import FileTokenizer, Role, Tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.export.inference import Inference, weights_of
+from jaxtrain.export.inference import Inference, named_weights
 from jaxtrain.models import CONFIG, from_pretrained, functional_with_state, read_json, save_pretrained, write_json
 
 _ROLES: dict[str, Role] = {"pad_token": "pad", "mask_token": "mask"}
@@ -28,44 +28,58 @@ def write_huggingface(
     class_names: Sequence[str] = (),
     texts: Tokenizer | None = None,
 ) -> None:
-    """Write configuration and weights of `model`, the names of its classes, and the tokenizer where it is of a file.
+    """Write the configuration, the weights and the tokenizer of a model as a Hugging Face folder.
 
-    Weights keep their dtypes. Raises `UserError` for a model of which `transformers` has none alike.
+    Args:
+      folder: The folder to create.
+      model: The module; only its `config` is used.
+      params: Its parameters, written in their dtypes.
+      model_state: Its running statistics, if it has any.
+      class_names: Names of the classes, for a classifier.
+      texts: The tokenizer; it is written if it was read from a file.
+
+    Raises:
+      UserError: `transformers` has no such model.
     """
     config = getattr(model, "config", None)
     if config is None:
         raise UserError(f"transformers has no {type(model).__name__}: export it as onnx, stablehlo or torch")
     save_pretrained(folder, params, config, model_state=model_state)
-    said = read_json(folder, CONFIG)
-    if "id2label" in said and class_names:
-        said["id2label"] = {str(i): name for i, name in enumerate(class_names)}
-        said["label2id"] = {name: i for i, name in enumerate(class_names)}
-        write_json(folder, CONFIG, said)
+    entries = read_json(folder, CONFIG)
+    if "id2label" in entries and class_names:
+        entries["id2label"] = {str(i): name for i, name in enumerate(class_names)}
+        entries["label2id"] = {name: i for i, name in enumerate(class_names)}
+        write_json(folder, CONFIG, entries)
     if isinstance(texts, FileTokenizer):
         _write_tokenizer(folder, texts)
 
 
-def runs(folder: Path, inference: Inference) -> Callable[..., np.ndarray]:
-    """The logits of the model in a folder, which is to be `inference`'s, read again by `jaxtrain.from_pretrained`."""
-    read = from_pretrained(folder)
-    _, params, model_state = functional_with_state(read)
-    again = replace(inference, model=nnx.eval_shape(lambda: read), weights=weights_of(params, model_state))
-    apply = jax.jit(again)
+def load_huggingface(folder: Path, inference: Inference) -> Callable[..., np.ndarray]:
+    """Load the exported model with `jaxtrain.from_pretrained`; return a function from its inputs to logits.
+
+    Args:
+      folder: The folder.
+      inference: The model that was exported, whose signature is used.
+    """
+    model = from_pretrained(folder)
+    _, params, model_state = functional_with_state(model)
+    loaded = replace(inference, model=nnx.eval_shape(lambda: model), weights=named_weights(params, model_state))
+    apply = jax.jit(loaded)
 
     def run(*inputs: np.ndarray) -> np.ndarray:
         with jax.default_matmul_precision("highest"):
-            return np.asarray(apply(again.weights, *inputs))
+            return np.asarray(apply(loaded.weights, *inputs))
 
     return run
 
 
 def _write_tokenizer(folder: Path, texts: FileTokenizer) -> None:
-    from tokenizers import Tokenizer as Read
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     shutil.copyfile(texts.file, folder / "tokenizer.json")
-    named = Read.from_file(str(texts.file)).id_to_token
-    said: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for theirs, role in _ROLES.items():
-        with contextlib.suppress(UserError):  # it has none
-            said[theirs] = named(texts.special(role))
-    write_json(folder, "tokenizer_config.json", said)
+    id_to_token = HuggingFaceTokenizer.from_file(str(texts.file)).id_to_token
+    entries: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name, role in _ROLES.items():
+        with contextlib.suppress(UserError):  # the tokenizer has no such token
+            entries[name] = id_to_token(texts.special(role))
+    write_json(folder, "tokenizer_config.json", entries)

@@ -1,4 +1,4 @@
-"""A run's model as other programs call it: named weights, named inputs, logits."""
+"""The model of a run as a function for export: named weights and inputs to logits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,54 +31,62 @@ from jaxtrain.recipes import (
 from jaxtrain.tasks import Task, classification, language, masked_language, seq2seq
 
 ROWS = 8
-"""Examples of the validation data on which an export is verified."""
+"""Number of validation examples on which an export is verified."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """An array [batch, *shape] that a model is given.
+    """An input of a model, [batch, *shape].
 
-    With a `fill`, `shape` is that of the longest row: a shorter one is filled up with it, and told from none.
+    Attributes:
+      shape: Shape of a row; with a `fill`, of the longest row.
+      dtype: Its dtype.
+      fill: Value with which shorter rows are padded, which does not change the logits of the other tokens; None for a
+        fixed shape.
+      length: Name of the axis that may be shorter.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     fill: int | None = None
     length: str = "length"
-    """What an axis that may be shorter is called."""
 
 
 @dataclass(frozen=True, eq=False)
 class Inference:
-    """Weights and inputs → logits; and rows of the run's validation data to try it on.
+    """A function from weights and inputs to logits, with rows of the validation data to verify it on.
 
-    `model` is without arrays: `weights`, by their paths, are its parameters and BatchNorm's statistics. Of the inputs
-    `logits(call, *inputs)` makes the logits, `call` being the model's. `follows` is the input whose length they have;
-    None where there are logits of the row, not of its tokens.
+    Attributes:
+      model: The module, with shapes instead of arrays.
+      weights: Parameters and BatchNorm's running statistics by path.
+      inputs: The inputs by name.
+      logits: `logits(call, *inputs)` computes the logits, given the model's `call`.
+      length_input: Name of the input whose length the logits have; None for logits per row.
+      rows: Validation examples by input name, [ROWS, …].
     """
 
     model: nnx.Module
     weights: Mapping[str, Any]
     inputs: Mapping[str, Input]
     logits: Callable[..., Any]
-    follows: str | None
+    length_input: str | None
     rows: Mapping[str, np.ndarray]
 
-    def __call__(self, weights: Mapping[str, Any], *given: Any) -> Any:
-        """Logits of inputs of any batch, each as long as it is or shorter; the shapes may be symbolic."""
-        logits = self.apply(weights, *map(_whole, self.inputs.values(), given))
-        if self.follows is None:
+    def __call__(self, weights: Mapping[str, Any], *inputs: Any) -> Any:
+        """Return the logits of inputs of any batch size and any length up to the longest; shapes may be symbolic."""
+        logits = self.apply(weights, *map(_pad, self.inputs.values(), inputs))
+        if self.length_input is None:
             return logits
-        return lax.slice_in_dim(logits, 0, given[[*self.inputs].index(self.follows)].shape[1], axis=1)
+        return lax.slice_in_dim(logits, 0, inputs[[*self.inputs].index(self.length_input)].shape[1], axis=1)
 
-    def apply(self, weights: Mapping[str, Any], *whole: Any) -> Any:
-        """Logits of inputs as long as they can be."""
+    def apply(self, weights: Mapping[str, Any], *padded: Any) -> Any:
+        """Return the logits of inputs of the longest length."""
         run, *likes = functional_with_state(self.model)
         trees = [unflatten(weights, like) for like in likes]
-        return self.logits(lambda *inputs: run(*trees, *inputs)[0], *whole)
+        return self.logits(lambda *inputs: run(*trees, *inputs)[0], *padded)
 
     def symbolic(self) -> list[jax.ShapeDtypeStruct]:
-        """What is given, of any batch and any length up to the longest."""
+        """Return the shapes of the inputs with symbolic batch size and lengths."""
         lengths = {x.length: x.shape[0] for x in self.inputs.values() if x.fill is not None}
         constraints = [f"{name} <= {longest}" for name, longest in lengths.items()]
         batch, *symbols = symbolic_shape(", ".join(["batch", *lengths]), constraints=constraints)
@@ -89,41 +97,41 @@ class Inference:
         ]
 
 
-def _whole(kind: Input, x: Any) -> Any:
+def _pad(kind: Input, x: Any) -> Any:
     if kind.fill is None:
         return x
     rows, length = x.shape
-    # Filled by concatenation: of too long a row there is then no program, in ONNX as in JAX.
+    # Padded by concatenation, so that rows that are too long raise an error in ONNX as in JAX.
     return jnp.concatenate([x, jnp.full((rows, kind.shape[0] - length), kind.fill, x.dtype)], axis=1)
 
 
-def inference(recipe: Recipe, task: Task, params: Any, model_state: Any) -> Inference:
-    """That of a run of `recipe` with these parameters; weights narrower than float32 are widened to it."""
+def build_inference(recipe: Recipe, task: Task, params: Any, model_state: Any) -> Inference:
+    """Build the inference function of a run; float16 and bfloat16 weights become float32."""
     model = nnx.eval_shape(lambda: _model(recipe, task, nnx.Rngs(0)))
-    inputs, logits, follows = _signature(recipe, task, model)
+    inputs, logits, length_input = _signature(recipe, task, model)
     examples = [task.validation[i] for i in range(min(ROWS, len(task.validation)))]
     rows = {
         name: np.stack([np.asarray(example[name], x.dtype)[: x.shape[0]] for example in examples])
         for name, x in inputs.items()
     }
-    return Inference(model, weights_of(params, model_state), inputs, logits, follows, rows)
+    return Inference(model, named_weights(params, model_state), inputs, logits, length_input, rows)
 
 
-def weights_of(params: Any, model_state: Any) -> dict[str, Any]:
-    """Both by their paths, floating numbers in float32 at least."""
-    return {path: _wide(leaf) for tree in (params, model_state) if tree is not None for path, leaf in leaves(tree)}
+def named_weights(params: Any, model_state: Any) -> dict[str, Any]:
+    """Return the leaves of both pytrees by path, with float16 and bfloat16 as float32."""
+    return {path: _widen(leaf) for tree in (params, model_state) if tree is not None for path, leaf in leaves(tree)}
 
 
-def _wide(leaf: Any) -> Any:
+def _widen(leaf: Any) -> Any:
     return leaf.astype(np.float32) if leaf.dtype in (jnp.bfloat16, np.float16) else leaf
 
 
 def _signature(recipe: Recipe, task: Task, model: Any) -> tuple[dict[str, Input], Callable[..., Any], str | None]:
-    """(inputs, logits, follows) of an `Inference`."""
+    """Return `inputs`, `logits` and `length_input` of an `Inference`."""
     if isinstance(recipe, ImageRecipe):
         return {"image": Input(_image_shape(task), np.float32)}, lambda call, image: call(image), None
     if isinstance(recipe, LanguageRecipe):
-        # What a row is filled up with comes after its tokens, which therefore do not see it.
+        # The padding follows the tokens, which do not attend to it.
         return {"tokens": Input((recipe.seq_len,), np.int32, 0)}, lambda call, tokens: call(tokens), "tokens"
     pad = model.config.pad_token_id
     if isinstance(recipe, T5Recipe):

@@ -1,6 +1,7 @@
-"""JAX's primitives as ONNX operators: `OPERATORS[primitive](graph, equation, inputs)` → the equation's outputs.
+"""Conversion of JAX primitives to ONNX operators.
 
-The operators are those of the ONNX specification, opset 18, https://onnx.ai/onnx/operators.
+`OPERATORS[primitive](graph, equation, inputs)` adds nodes to the graph and returns the outputs of the equation. The
+operators are those of the ONNX specification, opset 18, https://onnx.ai/onnx/operators.
 """
 
 import math
@@ -20,20 +21,20 @@ Operator = Callable[[Graph, JaxprEqn, Sequence[Value]], list[Value]]
 
 def _elementwise(operator: str, graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     del eqn
-    return [graph.node(operator, *inputs, loose=all(x.loose for x in inputs))]
+    return [graph.node(operator, *inputs, unexpanded=all(x.unexpanded for x in inputs))]
 
 
-def _negated(operator: str, graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def _negate(operator: str, graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     return _elementwise("Not", graph, eqn, _elementwise(operator, graph, eqn, inputs))
 
 
-def _composed(*operators: str) -> Operator:
-    def applied(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def _compose(*operators: str) -> Operator:
+    def apply(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
         for operator in operators:
             inputs = _elementwise(operator, graph, eqn, inputs)
         return list(inputs)
 
-    return applied
+    return apply
 
 
 def _square(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -41,12 +42,12 @@ def _square(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]
 
 
 def _integer_pow(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    exponent = constant(np.array(eqn.params["y"], _aval(eqn.invars[0]).dtype), loose=True)
+    exponent = constant(np.array(eqn.params["y"], _aval(eqn.invars[0]).dtype), unexpanded=True)
     return _elementwise("Pow", graph, eqn, [*inputs, exponent])
 
 
 def _erfc(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    one = constant(np.ones([], _aval(eqn.invars[0]).dtype), loose=True)
+    one = constant(np.ones([], _aval(eqn.invars[0]).dtype), unexpanded=True)
     return _elementwise("Sub", graph, eqn, [one, *_elementwise("Erf", graph, eqn, inputs)])
 
 
@@ -55,7 +56,7 @@ def _select(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]
     if which.array is not None and which.array.size == 1:
         return [cases[int(which.array.item())]]
     if len(cases) != 2 or _aval(eqn.invars[0]).dtype != np.bool_:
-        raise unsupported(graph, eqn, "chooses between more than two")
+        raise unsupported(graph, eqn, "more than two cases")
     return _elementwise("Where", graph, eqn, [which, cases[1], cases[0]])
 
 
@@ -65,23 +66,23 @@ def _clamp(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _cast(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.node("Cast", *inputs, to=element_type(eqn.params["new_dtype"]), loose=inputs[0].loose)]
+    return [graph.node("Cast", *inputs, to=element_type(eqn.params["new_dtype"]), unexpanded=inputs[0].unexpanded)]
 
 
-def _same(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+def _identity(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     del graph, eqn
     return list(inputs)
 
 
 def _reshape(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,) = _whole(graph, eqn, inputs)
-    return [_reshaped(graph, x, _aval(eqn.outvars[0]).shape)]
+    (x,) = _expand_all(graph, eqn, inputs)
+    return [_reshape_to(graph, x, _aval(eqn.outvars[0]).shape)]
 
 
-def _reshaped(graph: Graph, x: Value, shape: Sequence[Any]) -> Value:
+def _reshape_to(graph: Graph, x: Value, shape: Sequence[Any]) -> Value:
     unknown = [not isinstance(size, int) for size in shape]
     if sum(unknown) == 1:
-        # ONNX infers one size; of none else it is told 0, which would mean another thing.
+        # ONNX infers one size. The others are not 0, which would mean "copy the input's size".
         return graph.node("Reshape", x, integers(*(-1 if u else s for u, s in zip(unknown, shape, strict=True))))
     return graph.node("Reshape", x, graph.shape(shape))
 
@@ -92,55 +93,55 @@ def _broadcast(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Val
     if x.array is not None:
         sizes = dict(zip(axes, x.array.shape, strict=True)) if x.array.ndim else {}
         array = x.array.reshape([sizes.get(axis, 1) for axis in range(rank)])
-        return [Value("", array, loose=True)]
+        return [Value("", array, unexpanded=True)]
     added = [axis for axis in range(rank) if axis not in axes]
-    return [graph.node("Unsqueeze", x, integers(*added), loose=True) if added else Value(x.name, loose=True)]
+    return [graph.node("Unsqueeze", x, integers(*added), unexpanded=True) if added else Value(x.name, unexpanded=True)]
 
 
 def _iota(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     shape, axis = eqn.params["shape"], eqn.params["dimension"]
     if inputs or not isinstance(shape[axis], int):
-        raise unsupported(graph, eqn, "counts along an axis of unknown size")
+        raise unsupported(graph, eqn, "iota along an axis of unknown size")
     count = np.arange(shape[axis], dtype=eqn.params["dtype"])
-    return [constant(count.reshape([-1 if i == axis else 1 for i in range(len(shape))]), loose=True)]
+    return [constant(count.reshape([-1 if i == axis else 1 for i in range(len(shape))]), unexpanded=True)]
 
 
 def _transpose(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.node("Transpose", *inputs, perm=eqn.params["permutation"], loose=inputs[0].loose)]
+    return [graph.node("Transpose", *inputs, perm=eqn.params["permutation"], unexpanded=inputs[0].unexpanded)]
 
 
 def _squeeze(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.node("Squeeze", *inputs, integers(*eqn.params["dimensions"]), loose=inputs[0].loose)]
+    return [graph.node("Squeeze", *inputs, integers(*eqn.params["dimensions"]), unexpanded=inputs[0].unexpanded)]
 
 
 def _concatenate(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.node("Concat", *_whole(graph, eqn, inputs), axis=eqn.params["dimension"])]
+    return [graph.node("Concat", *_expand_all(graph, eqn, inputs), axis=eqn.params["dimension"])]
 
 
 def _stack(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     axis = eqn.params["axis"]
-    rows = [graph.node("Unsqueeze", x, integers(axis)) for x in _whole(graph, eqn, inputs)]
+    rows = [graph.node("Unsqueeze", x, integers(axis)) for x in _expand_all(graph, eqn, inputs)]
     return [graph.node("Concat", *rows, axis=axis)]
 
 
 def _unstack(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,), axis = _whole(graph, eqn, inputs), eqn.params["axis"]
+    (x,), axis = _expand_all(graph, eqn, inputs), eqn.params["axis"]
     return [graph.node("Gather", x, constant(np.int64(i)), axis=axis) for i in range(len(eqn.outvars))]
 
 
 def _split(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,) = _whole(graph, eqn, inputs)
+    (x,) = _expand_all(graph, eqn, inputs)
     sizes = eqn.params["sizes"]
-    return graph.node_of_many("Split", x, graph.shape(sizes), outputs=len(sizes), axis=eqn.params["axis"])
+    return graph.node_with_outputs("Split", x, graph.shape(sizes), outputs=len(sizes), axis=eqn.params["axis"])
 
 
 def _slice(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,) = _whole(graph, eqn, inputs)
+    (x,) = _expand_all(graph, eqn, inputs)
     begin, end, by = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
-    return [_sliced(graph, x, _aval(eqn.invars[0]).shape, begin, end, by or [1] * len(begin))]
+    return [_slice_axes(graph, x, _aval(eqn.invars[0]).shape, begin, end, by or [1] * len(begin))]
 
 
-def _sliced(
+def _slice_axes(
     graph: Graph, x: Value, shape: Sequence[Any], begin: Sequence[Any], end: Sequence[Any], by: Sequence[int]
 ) -> Value:
     cut = [i for i, (low, high) in enumerate(zip(begin, end, strict=True)) if (low, high, by[i]) != (0, shape[i], 1)]
@@ -151,45 +152,45 @@ def _sliced(
 
 
 def _pad(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    x, fill = _whole(graph, eqn, inputs)
+    x, fill = _expand_all(graph, eqn, inputs)
     low, high, between = zip(*eqn.params["padding_config"], strict=True)
     if any(between):
-        raise unsupported(graph, eqn, "pads between elements")
+        raise unsupported(graph, eqn, "padding between elements")
     return [graph.node("Pad", x, graph.shape([*low, *high]), fill)]
 
 
 def _reduce(operator: str, graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,) = _whole(graph, eqn, inputs)
+    (x,) = _expand_all(graph, eqn, inputs)
     return [graph.node(operator, x, integers(*eqn.params["axes"]), keepdims=0)]
 
 
 def _reduce_bool(operator: str, graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    whole = graph.node("Cast", *_whole(graph, eqn, inputs), to=element_type(np.int32))
+    whole = graph.node("Cast", *_expand_all(graph, eqn, inputs), to=element_type(np.int32))
     reduced = graph.node(operator, whole, integers(*eqn.params["axes"]), keepdims=0)
     return [graph.node("Cast", reduced, to=element_type(np.bool_))]
 
 
 def _argmax(operator: str, graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,) = _whole(graph, eqn, inputs)
+    (x,) = _expand_all(graph, eqn, inputs)
     (axis,) = eqn.params["axes"]
     found = graph.node(operator, x, axis=axis, keepdims=0)
     return [graph.node("Cast", found, to=element_type(eqn.params["index_dtype"]))]
 
 
 def _top_k(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    (x,) = _whole(graph, eqn, inputs)
+    (x,) = _expand_all(graph, eqn, inputs)
     axis = eqn.params.get("axis", -1)
-    values, places = graph.node_of_many("TopK", x, integers(eqn.params["k"]), outputs=2, axis=axis)
+    values, places = graph.node_with_outputs("TopK", x, integers(eqn.params["k"]), outputs=2, axis=axis)
     return [values, graph.node("Cast", places, to=element_type(_aval(eqn.outvars[1]).dtype))]
 
 
 def _dot_general(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    """Transposed to [batch…, free, contracted] and [batch…, contracted, free], multiplied, reshaped."""
+    """Transpose to [batch…, free, contracted] and [batch…, contracted, free], multiply, reshape."""
     (contracted, batches), out = eqn.params["dimension_numbers"], _aval(eqn.outvars[0])
     if len({out.dtype, *(_aval(v).dtype for v in eqn.invars)}) > 1:
-        raise unsupported(graph, eqn, "has a result wider than its operands")
+        raise unsupported(graph, eqn, "result wider than its operands")
     sides = []
-    for i, x in enumerate(_whole(graph, eqn, inputs)):
+    for i, x in enumerate(_expand_all(graph, eqn, inputs)):
         shape = _aval(eqn.invars[i]).shape
         free = [axis for axis in range(len(shape)) if axis not in contracted[i] and axis not in batches[i]]
         groups = [list(batches[i]), *([free, list(contracted[i])] if i == 0 else [list(contracted[i]), free])]
@@ -198,17 +199,17 @@ def _dot_general(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[V
             x = graph.node("Transpose", x, perm=order)
         if len(free) != 1 or len(contracted[i]) != 1:
             batch, *matrix = [[shape[axis] for axis in group] for group in groups]
-            x = _reshaped(graph, x, [*batch, *map(math.prod, matrix)])
+            x = _reshape_to(graph, x, [*batch, *map(math.prod, matrix)])
         sides.append((x, len(free)))
     product = graph.node("MatMul", *(x for x, _ in sides))
-    return [product if all(free == 1 for _, free in sides) else _reshaped(graph, product, out.shape)]
+    return [product if all(free == 1 for _, free in sides) else _reshape_to(graph, product, out.shape)]
 
 
 def _conv(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     if any(by != 1 for by in params["lhs_dilation"]) or params["batch_group_count"] != 1:
-        raise unsupported(graph, eqn, "is a transposed one, or the gradient of one")
-    x, kernel = _whole(graph, eqn, inputs)
+        raise unsupported(graph, eqn, "transposed convolution or gradient of a convolution")
+    x, kernel = _expand_all(graph, eqn, inputs)
     taps = _aval(eqn.invars[1]).shape
     low, high = zip(*params["padding"], strict=True)
     if kernel.array is not None:
@@ -229,34 +230,34 @@ def _conv(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _gather(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    x, indices = _whole(graph, eqn, inputs)
+    x, indices = _expand_all(graph, eqn, inputs)
     dims, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
-    # Of these JAX gives the last or no row, ONNX none, and says so.
+    # Out of bounds, JAX clips or fills; ONNX raises an error.
     if eqn.params["mode"] not in (lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.CLIP):
-        raise unsupported(graph, eqn, "fills in for indices out of bounds")
-    taken, batched = dims.start_index_map, dims.operand_batching_dims
-    rest = [axis for axis in range(len(shape)) if axis not in taken]
+        raise unsupported(graph, eqn, "fill value for indices out of bounds")
+    indexed, batched = dims.start_index_map, dims.operand_batching_dims
+    rest = [axis for axis in range(len(shape)) if axis not in indexed]
     if batched or any(sizes[axis] != shape[axis] for axis in rest):
-        raise unsupported(graph, eqn, "takes parts of rows")
+        raise unsupported(graph, eqn, "parts of rows")
     if indices.array is not None and indices.array.ndim == 1:
         return [_window(graph, eqn, x, indices.array.tolist())]
-    if any(sizes[axis] != 1 for axis in taken):
-        raise unsupported(graph, eqn, "takes several rows from each place")
+    if any(sizes[axis] != 1 for axis in indexed):
+        raise unsupported(graph, eqn, "several rows per index")
     rank = len(_aval(eqn.invars[1]).shape) - 1
     kept = [axis for axis in range(len(shape)) if axis not in dims.collapsed_slice_dims]
     place = dict(zip(kept, dims.offset_dims, strict=True))
     into = [i for i in range(rank + len(kept)) if i not in dims.offset_dims]
-    if len(taken) == 1:
-        rows = graph.node("Gather", x, _column(graph, indices, rank), axis=taken[0])
-        before = sum(axis < taken[0] for axis in rest)
+    if len(indexed) == 1:
+        rows = graph.node("Gather", x, _column(graph, indices, rank), axis=indexed[0])
+        before = sum(axis < indexed[0] for axis in rest)
         places = [*(place[axis] for axis in rest[:before]), *into, *(place[axis] for axis in rest[before:])]
     else:
-        first = graph.node("Transpose", x, perm=[*taken, *rest])
+        first = graph.node("Transpose", x, perm=[*indexed, *rest])
         rows = graph.node("GatherND", first, graph.node("Cast", indices, to=element_type(np.int64)))
         places = [*into, *(place[axis] for axis in rest)]
     if places != sorted(places):
         rows = graph.node("Transpose", rows, perm=np.argsort(places).tolist())
-    ones = [place[axis] for axis in kept if axis in taken]
+    ones = [place[axis] for axis in kept if axis in indexed]
     return [graph.node("Unsqueeze", rows, integers(*ones)) if ones else rows]
 
 
@@ -267,12 +268,12 @@ def _column(graph: Graph, indices: Value, axis: int) -> Value:
 
 
 def _dynamic_slice(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    x, *start = _whole(graph, eqn, inputs)
+    x, *start = _expand_all(graph, eqn, inputs)
     sizes, shape = eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
     begin = [int(at.array) for at in start if at.array is not None]
     if len(begin) < len(start):
-        raise unsupported(graph, eqn, "begins where it is told as it runs")
-    return [_sliced(graph, x, shape, begin, [at + n for at, n in zip(begin, sizes, strict=True)], [1] * len(shape))]
+        raise unsupported(graph, eqn, "start index known only at run time")
+    return [_slice_axes(graph, x, shape, begin, [at + n for at, n in zip(begin, sizes, strict=True)], [1] * len(shape))]
 
 
 def _size(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
@@ -282,19 +283,19 @@ def _size(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _window(graph: Graph, eqn: JaxprEqn, x: Value, start: Sequence[int]) -> Value:
-    """A gather of one place that is known: a slice."""
+    """Convert a gather at one constant index to a slice."""
     dims, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], _aval(eqn.invars[0]).shape
     begin = [0] * len(shape)
     for axis, at in zip(dims.start_index_map, start, strict=True):
         begin[axis] = at
     end = [at + size for at, size in zip(begin, sizes, strict=True)]
-    cut = _sliced(graph, x, shape, begin, end, [1] * len(shape))
+    cut = _slice_axes(graph, x, shape, begin, end, [1] * len(shape))
     collapsed = dims.collapsed_slice_dims
     return graph.node("Squeeze", cut, integers(*collapsed)) if collapsed else cut
 
 
-def _whole(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
-    return [graph.whole(x, _aval(v).shape) for x, v in zip(inputs, eqn.invars, strict=True)]
+def _expand_all(graph: Graph, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Value]:
+    return [graph.expand(x, _aval(v).shape) for x, v in zip(inputs, eqn.invars, strict=True)]
 
 
 def _aval(variable: Any) -> Any:
@@ -302,8 +303,8 @@ def _aval(variable: Any) -> Any:
 
 
 def unsupported(graph: Graph, eqn: JaxprEqn, why: str) -> UserError:
-    """The error that says which operation of the model has no counterpart here, and where it stands."""
-    return UserError(f"{eqn.primitive.name}{graph.line} {why}, which goes into no ONNX here: export it as stablehlo")
+    """Return the error for an operation without a counterpart in ONNX, with its source line."""
+    return UserError(f"{eqn.primitive.name}{graph.line} cannot be exported to ONNX ({why}): export it as stablehlo")
 
 
 OPERATORS: dict[str, Operator] = {
@@ -317,7 +318,7 @@ OPERATORS: dict[str, Operator] = {
             "tanh": "Tanh",
         }.items()
     },
-    **dict.fromkeys(["copy", "copy_p", "name", "optimization_barrier", "stop_gradient"], _same),
+    **dict.fromkeys(["copy", "copy_p", "name", "optimization_barrier", "stop_gradient"], _identity),
     "argmax": partial(_argmax, "ArgMax"),
     "argmin": partial(_argmax, "ArgMin"),
     "broadcast_in_dim": _broadcast,
@@ -332,7 +333,7 @@ OPERATORS: dict[str, Operator] = {
     "gather": _gather,
     "integer_pow": _integer_pow,
     "iota": _iota,
-    "ne": partial(_negated, "Equal"),
+    "ne": partial(_negate, "Equal"),
     "pad": _pad,
     "reduce_and": partial(_reduce_bool, "ReduceMin"),
     "reduce_max": partial(_reduce, "ReduceMax"),
@@ -340,7 +341,7 @@ OPERATORS: dict[str, Operator] = {
     "reduce_or": partial(_reduce_bool, "ReduceMax"),
     "reduce_sum": partial(_reduce, "ReduceSum"),
     "reshape": _reshape,
-    "rsqrt": _composed("Sqrt", "Reciprocal"),
+    "rsqrt": _compose("Sqrt", "Reciprocal"),
     "select_n": _select,
     "slice": _slice,
     "split": _split,
@@ -351,4 +352,4 @@ OPERATORS: dict[str, Operator] = {
     "transpose": _transpose,
     "unstack": _unstack,
 }  # fmt: skip
-"""By the name of the primitive."""
+"""The conversion of each primitive, by its name."""

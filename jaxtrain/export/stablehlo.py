@@ -1,7 +1,7 @@
-"""A JAX function as StableHLO, by `jax.export`: a folder that runs wherever JAX does, without this project.
+"""Export of a JAX function to StableHLO with `jax.export`: a folder that JAX runs without this project.
 
-`model.stablehlo` is the program, for any batch; `model.safetensors` the weights it is given: within a program there
-could be 2 GiB of them, and the compiler would compute with them. `load.py` puts the two together.
+The program is in `model.stablehlo`, the weights in `model.safetensors`, and `load.py` loads both. Weights within the
+program would be limited to 2 GiB and subject to constant folding.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.models import write_tensors
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-"""Those that a program is lowered for."""
+"""Platforms that a program is lowered for."""
 
 LOADER = '''"""logits(*inputs): the model beside this file. It needs jax, flatbuffers and safetensors."""
 
@@ -37,7 +37,7 @@ model = jax.jit(jax.export.deserialize((folder / "model.stablehlo").read_bytes()
 def logits(*inputs):
     return model(weights, *inputs)
 '''
-"""`load.py`."""
+"""Content of `load.py`."""
 
 _VERIFIER = """
 import sys
@@ -53,10 +53,19 @@ np.savez(sys.argv[2], **{str(i): logits(*inputs) for i, inputs in enumerate(batc
 def write_stablehlo(
     folder: Path, fn: Callable[..., Any], weights: Mapping[str, Any], inputs: Sequence[jax.ShapeDtypeStruct]
 ) -> None:
-    """Write `fn(weights, *inputs)` as such a folder; sizes of the inputs may be `jax.export.symbolic_shape`s.
+    """Export `fn(weights, *inputs)` to a folder.
 
-    Products of float32 are those of float32 on every platform. Raises `UserError` where the folder holds weights
-    already or cannot be written, and where `flatbuffers`, of which JAX makes programs, is not installed.
+    Products of float32 are computed in float32 on every platform.
+
+    Args:
+      folder: The folder to create.
+      fn: The function.
+      weights: Its weights by name.
+      inputs: Shapes and dtypes of the inputs; sizes may be symbolic (`jax.export.symbolic_shape`).
+
+    Raises:
+      UserError: The folder already holds weights or cannot be written, or `flatbuffers` is not installed, which JAX
+        needs to serialize programs.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise UserError("flatbuffers is not installed: pip install 'jaxtrain[stablehlo]'")
@@ -68,26 +77,27 @@ def write_stablehlo(
     (folder / "load.py").write_text(LOADER)
 
 
-def runs(folder: Path, batches: Sequence[Sequence[np.ndarray]]) -> Iterator[np.ndarray]:
-    """The logits of each batch of inputs, by a process of its own that has `load.py` and not this project.
+def run_stablehlo(folder: Path, batches: Sequence[Sequence[np.ndarray]]) -> Iterator[np.ndarray]:
+    """Yield the logits of each batch of inputs, computed in a separate process by `load.py`, without this project.
 
-    Raises `RunFailed` where it ends in an error.
+    Raises:
+      RunFailed: The process failed.
     """
     with tempfile.TemporaryDirectory() as place:
-        given, found = Path(place) / "given.npz", Path(place) / "found.npz"
+        given, outputs = Path(place) / "given.npz", Path(place) / "outputs.npz"
         arrays = {f"{i}_{j}": x for i, inputs in enumerate(batches) for j, x in enumerate(inputs)}
         np.savez(given, inputs=[len(inputs) for inputs in batches], **arrays)  # type: ignore[arg-type]
-        # This process holds most of a GPU's memory already.
+        # This process has already allocated most of the GPU's memory.
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(folder.absolute())}
         done = subprocess.run(
-            [sys.executable, "-c", _VERIFIER, str(given), str(found)],
+            [sys.executable, "-c", _VERIFIER, str(given), str(outputs)],
             cwd=place,
             env=environment,
             capture_output=True,
             text=True,
         )
         if done.returncode:
-            said = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-            raise RunFailed(f"the exported program did not run ({said}): not written")
-        with np.load(found) as logits:
+            reason = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+            raise RunFailed(f"the exported program failed ({reason}): not written")
+        with np.load(outputs) as logits:
             yield from (logits[str(i)] for i in range(len(batches)))

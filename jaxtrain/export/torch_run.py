@@ -1,11 +1,11 @@
-"""A run as PyTorch's `load_state_dict`s take it: model, optimizer, scheduler, scaler, step."""
+"""Export of a run to a PyTorch checkpoint: state dicts of model, optimizer, scheduler and scaler, and the step."""
 
 from pathlib import Path
 
 import numpy as np
 
 from jaxtrain.errors import RunFailed
-from jaxtrain.export.inference import weights_of
+from jaxtrain.export.inference import named_weights
 from jaxtrain.interop import (
     CheckpointMetadata,
     NameTable,
@@ -24,19 +24,23 @@ from jaxtrain.tasks import Task
 
 
 def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:
-    """Write the run as it stands in `state`. Raises `RunFailed` where the file, read again, holds other weights."""
+    """Write `state` as a PyTorch checkpoint, and verify its weights by reading it.
+
+    Raises:
+      RunFailed: The file holds different weights.
+    """
     metadata = read_metadata(run.torch) if run.torch.exists() else _metadata(recipe, task, names, state)
     write_torch(path, to_torch(state, metadata, optimizer_expression(recipe), names, task.buffers))
-    written = read_torch(path).model
+    exported = read_torch(path).model
     buffers = task.buffers or NameTable({})
-    held = {*buffers.torch_order(state.model_state)}
-    read = weights_of(
-        names.to_jax({name: x for name, x in written.items() if name not in held}, state.params),
-        buffers.to_jax({name: written[name] for name in held}, state.model_state),
+    buffer_keys = {*buffers.torch_order(state.model_state)}
+    read = named_weights(
+        names.to_jax({name: x for name, x in exported.items() if name not in buffer_keys}, state.params),
+        buffers.to_jax({name: exported[name] for name in buffer_keys}, state.model_state),
     )
-    for name, weight in weights_of(state.params, state.model_state).items():
+    for name, weight in named_weights(state.params, state.model_state).items():
         if not np.array_equal(read[name], weight):
-            raise RunFailed(f"{path} holds another {name} than the run: not written")
+            raise RunFailed(f"{path} holds a different {name} than the run: not written")
 
 
 def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> CheckpointMetadata:

@@ -1,7 +1,7 @@
-"""Whether what was exported computes what the model does, asked on rows of the run's own validation data.
+"""Verification that an exported model computes the same logits, on rows of the run's validation data.
 
-The answer is in float64: an export may be at most twice as far from it as JAX's own float32 is (root mean square over
-all logits), which is the bar of PyTorch's compiler tests, and of `parity`.
+The reference is float64. An export may differ from it at most twice as much as JAX's float32 does (root mean square
+over all logits), the bar of PyTorch's compiler tests and of `parity`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +16,22 @@ from jaxtrain.errors import RunFailed
 from jaxtrain.export.inference import Inference
 
 BAR = 2.0
+"""Largest error of an export, as a multiple of the error of JAX in float32."""
 NOISE = float(np.finfo(np.float32).eps)
-"""Below this the distances are rounding alone, and their ratio is chance."""
+"""Errors below this are rounding, and their ratio is arbitrary."""
 
 _BATCHES = (1, 3, 8)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What to give an export, and what is to come back: logits in float64 and in JAX's float32."""
+    """Inputs of an exported model and the expected logits.
+
+    Attributes:
+      inputs: The inputs, in the order of `Inference.inputs`.
+      truth: Logits in float64.
+      ours: Logits that JAX computes in float32, as float64.
+    """
 
     inputs: Sequence[np.ndarray]
     truth: np.ndarray
@@ -33,7 +40,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verification:
-    """Distances from float64, relative, root mean square: of the export, and of JAX's float32."""
+    """Relative errors of the logits from float64, root mean square.
+
+    Attributes:
+      batches: The batch sizes.
+      theirs: Largest error of the export.
+      ours: Largest error of JAX in float32.
+    """
 
     batches: Sequence[int]
     theirs: float
@@ -46,65 +59,79 @@ class Verification:
 
 
 def make_trials(inference: Inference) -> list[Trial]:
-    """Batches of one, some and all of the rows; every other is of rows cut to half their length.
+    """Return trials with one, some and all of the rows; every second one has rows of half the length.
 
-    What is to come back is taken from the whole rows, all of them at once: a row must not depend on those beside it,
-    nor on how its end is filled up.
+    The expected logits are computed from all rows at once, padded to their full length, because a row must not depend
+    on other rows or on padding.
     """
     rows = len(next(iter(inference.rows.values())))
-    whole, half = (_answers(inference, share) for share in (1, 2))
+    whole, half = (_trial(inference, share) for share in (1, 2))
     sizes = sorted({min(size, rows) for size in _BATCHES})
     return [_first(whole if i % 2 == 0 else half, size) for i, size in enumerate(sizes)]
 
 
-def verify(asked: Sequence[Trial], answers: Iterator[Any], what: str) -> Verification:
-    """How far the `answers` are from the truth. Raises `RunFailed` where that is too far."""
+def verify(trials: Sequence[Trial], outputs: Iterator[Any], what: str) -> Verification:
+    """Compare the outputs of an exported model with the expected logits.
+
+    Args:
+      trials: The trials.
+      outputs: Logits of the export, one array per trial.
+      what: Name of the export in messages.
+
+    Returns:
+      The largest errors.
+
+    Raises:
+      RunFailed: The shapes differ, or an error is larger than `BAR` times that of JAX in float32.
+    """
     theirs, ours = [], []
-    for trial, answer in zip(asked, answers, strict=True):
-        got = np.asarray(answer, np.float64)
+    for trial, output in zip(trials, outputs, strict=True):
+        got = np.asarray(output, np.float64)
         if got.shape != trial.truth.shape:
-            raise RunFailed(f"{what} gives logits {list(got.shape)}, the model {list(trial.truth.shape)}: not written")
+            raise RunFailed(
+                f"{what} returns logits {list(got.shape)} instead of {list(trial.truth.shape)}: not written"
+            )
         theirs.append(_distance(got, trial.truth))
         ours.append(_distance(trial.ours, trial.truth))
         bound = BAR * max(ours[-1], NOISE)
         if not theirs[-1] <= bound:
             raise RunFailed(
-                f"{what} is {theirs[-1]:.1e} from the logits in float64, in a batch of {len(got)}, and may be "
-                f"{bound:.1e} (JAX's float32 is {ours[-1]:.1e}): not written"
+                f"{what} differs from the logits in float64 by {theirs[-1]:.1e} in a batch of {len(got)}; the bound is "
+                f"{bound:.1e} (JAX's float32 differs by {ours[-1]:.1e}): not written"
             )
-    return Verification([len(trial.truth) for trial in asked], max(theirs), max(ours))
+    return Verification([len(trial.truth) for trial in trials], max(theirs), max(ours))
 
 
-def _answers(inference: Inference, share: int) -> Trial:
-    """Of rows cut to the first 1 / `share` of their length, and filled up again."""
-    cut, full = [], []
+def _trial(inference: Inference, share: int) -> Trial:
+    """Return the trial of all rows, truncated to the first 1 / `share` of their length."""
+    truncated, padded = [], []
     for name, kind in inference.inputs.items():
         row = inference.rows[name]
         short = row if kind.fill is None else row[:, : max(1, row.shape[1] // share)]
-        cut.append(short)
-        full.append(row if kind.fill is None else _filled(short, row.shape, kind.fill))
+        truncated.append(short)
+        padded.append(row if kind.fill is None else _pad(short, row.shape, kind.fill))
     apply = jax.jit(inference.apply)
     with jax.default_matmul_precision("highest"):
-        ours = apply(_as(inference.weights, np.float32), *_all_as(full, np.float32))
+        ours = apply(_cast_weights(inference.weights, np.float32), *_cast(padded, np.float32))
         with jax.enable_x64(True):
-            truth = apply(_as(inference.weights, np.float64), *_all_as(full, np.float64))
-    kept = slice(None)
-    if inference.follows is not None:
-        kept = slice(cut[[*inference.inputs].index(inference.follows)].shape[1])
-    return Trial(cut, *(np.asarray(x, np.float64)[:, kept] for x in (truth, ours)))
+            truth = apply(_cast_weights(inference.weights, np.float64), *_cast(padded, np.float64))
+    tokens = slice(None)
+    if inference.length_input is not None:
+        tokens = slice(truncated[[*inference.inputs].index(inference.length_input)].shape[1])
+    return Trial(truncated, *(np.asarray(x, np.float64)[:, tokens] for x in (truth, ours)))
 
 
-def _filled(rows: np.ndarray, shape: tuple[int, ...], fill: int) -> np.ndarray:
-    whole = np.full(shape, fill, rows.dtype)
-    whole[:, : rows.shape[1]] = rows
-    return whole
+def _pad(rows: np.ndarray, shape: tuple[int, ...], fill: int) -> np.ndarray:
+    padded = np.full(shape, fill, rows.dtype)
+    padded[:, : rows.shape[1]] = rows
+    return padded
 
 
-def _as(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    return dict(zip(weights, _all_as(weights.values(), dtype), strict=True))
+def _cast_weights(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    return dict(zip(weights, _cast(weights.values(), dtype), strict=True))
 
 
-def _all_as(arrays: Any, dtype: Any) -> list[Any]:
+def _cast(arrays: Any, dtype: Any) -> list[Any]:
     return [x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x for x in arrays]
 
 
@@ -112,6 +139,6 @@ def _first(trial: Trial, rows: int) -> Trial:
     return Trial([x[:rows] for x in trial.inputs], trial.truth[:rows], trial.ours[:rows])
 
 
-def _distance(found: np.ndarray, truth: np.ndarray) -> float:
-    """‖found − truth‖ / ‖truth‖."""
-    return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
+def _distance(x: np.ndarray, truth: np.ndarray) -> float:
+    """Return ‖x − truth‖ / ‖truth‖."""
+    return float(np.linalg.norm(x - truth) / np.linalg.norm(truth))

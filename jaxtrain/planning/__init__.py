@@ -1,4 +1,4 @@
-"""What fits in memory, and how a run scales over devices."""
+"""Search for settings that fit into memory, and predictions of how a run scales over devices."""
 
 from jaxtrain.planning.plan import Candidate as Candidate
 from jaxtrain.planning.plan import Plan as Plan

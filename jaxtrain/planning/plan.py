@@ -1,9 +1,9 @@
-"""Which micro-batch, rematerialisation and precision a recipe has room for, before anything is allocated.
+"""Search for the micro-batch, rematerialization and precision of a recipe that fit into memory, without allocation.
 
-A candidate's training step is compiled for abstract arrays; XLA's memory analysis then says what it will hold at its
-peak. The batch of an update is the same for all. Of one rematerialisation the largest micro-batch that fits is the
-fastest, and it is found by bisection, since memory grows with it; another rematerialisation is only of use where it
-makes room for a larger one.
+The training step of each candidate is compiled for abstract arrays, and XLA's memory analysis gives its peak memory.
+All candidates have the batch size of the recipe. With a given rematerialization, the largest micro-batch that fits is
+the fastest; it is found by bisection, because memory grows with the micro-batch. Stronger rematerialization is useful
+only if it permits a larger micro-batch.
 """
 
 import dataclasses
@@ -27,14 +27,21 @@ from jaxtrain.step import TrainState, TrainStep, split_batch
 from jaxtrain.tasks import Task, build
 
 REMATS = ("none", "dots", "full")
-"""From the fastest to the smallest."""
+"""Settings of rematerialization, from the fastest to the one with the least memory."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe compiled. Bytes on one device: `peak_bytes` is the most that its step holds at once, of which
-    `state_bytes` are there between steps too; `flops` of a step, with what it computes again; `seconds`, estimated
-    (`jaxtrain.cost.roofline`), good for comparing candidates."""
+    """The cost of a step of a recipe, from its compiled program.
+
+    Attributes:
+      recipe: The recipe.
+      peak_bytes: Peak memory of a step on one device, in bytes.
+      state_bytes: Part of it that the state takes, between steps too.
+      flops: FLOPs of a step, including recomputation.
+      seconds: Time of a step estimated by a roofline, for comparison between candidates only.
+      compile_s: Time of the compilation, in seconds.
+    """
 
     recipe: Recipe
     peak_bytes: int
@@ -45,14 +52,20 @@ class Candidate:
 
     @property
     def micro_batch(self) -> int:
-        """Examples."""
+        """Number of examples of a micro-batch."""
         return self.recipe.batch_size // self.recipe.accumulate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Candidates compiled, the recipe's own first; and the one to take. `batch_norm`: whether the model has statistics
-    of a micro-batch, so that another size of it trains otherwise."""
+    """The result of `plan`.
+
+    Attributes:
+      memory: The available memory of a device, in bytes.
+      candidates: The compiled candidates, the recipe as given first.
+      chosen: The fastest candidate that fits.
+      batch_norm: Whether the model has BatchNorm, so that the size of micro-batches affects training.
+    """
 
     memory: int
     candidates: Sequence[Candidate]
@@ -60,24 +73,35 @@ class Plan:
     batch_norm: bool
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether there is room for it."""
+        """Return whether a candidate fits into memory."""
         return candidate.peak_bytes <= self.memory
 
 
 def plan(
     recipe: Recipe,
     memory: int,
-    say: Callable[[Recipe], None],
+    on_compile: Callable[[Recipe], None],
     *,
     precisions: Sequence[str] | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Plan:
-    """The candidates for `recipe` in `memory` bytes, each told to `say` before it is compiled.
+    """Choose the fastest settings of a recipe that fit into memory.
 
-    The fastest that fits in the recipe's own precision is chosen; in another, which changes numbers, only if none does.
-    `precisions`: those to compile; by default the recipe's own and, where products are faster in it or nothing fits,
-    bf16. `devices`: those to compile for, of which a mesh takes the first; by default the ones that a run would have.
-    Raises `UserError` for a recipe that makes no step, `RunFailed` where nothing fits.
+    Another precision than the recipe's, which changes numbers, is chosen only if nothing fits in the recipe's own.
+
+    Args:
+      recipe: The recipe.
+      memory: Memory of a device, in bytes.
+      on_compile: Called with each candidate before it is compiled.
+      precisions: The precisions to compile; by default that of the recipe, and bf16 if it is faster or nothing fits.
+      devices: The devices to compile for, of which a mesh takes the first; by default those of a run.
+
+    Returns:
+      The candidates and the choice.
+
+    Raises:
+      UserError: The settings of the recipe are invalid.
+      RunFailed: Nothing fits.
     """
     check_settings(recipe)
     task = build(recipe)
@@ -86,18 +110,18 @@ def plan(
             f"nothing fits {format_bytes(memory)}: parameters and optimizer state alone take {format_bytes(state)}: "
             "make the model smaller, or give it more memory"
         )
-    search = _Search(recipe, task, memory, say, devices)
+    search = _Search(recipe, task, memory, on_compile, devices)
     own = search.compile(recipe)
-    for precision in precisions or (recipe.precision, *_others(recipe)):
-        if precision != recipe.precision and precisions is None and search.fitting() and not _faster(precision):
+    for precision in precisions or (recipe.precision, *_alternatives(recipe)):
+        if precision != recipe.precision and precisions is None and search.fitting() and not _is_faster(precision):
             continue
         search.fill(precision)
     fitting = search.fitting()
     if not fitting:
         least = min(search.done.values(), key=lambda c: c.peak_bytes)
         raise RunFailed(
-            f"nothing fits {format_bytes(memory)}: the least found is {format_bytes(least.peak_bytes)}, "
-            f"{format_bytes(least.state_bytes)} of it the state, with {format_settings(least.recipe)}: "
+            f"nothing fits {format_bytes(memory)}: the smallest candidate takes {format_bytes(least.peak_bytes)}, "
+            f"{format_bytes(least.state_bytes)} of it for the state, with {format_settings(least.recipe)}: "
             "make the model smaller, or give it more memory"
         )
     same_numbers = [c for c in fitting if c.recipe.precision == own.recipe.precision]
@@ -106,8 +130,14 @@ def plan(
 
 
 class Traced(NamedTuple):
-    """A recipe's training step, traced for shapes: the step, its state and its window of micro-batches, and the program
-    as `jax.stages.Lowered`."""
+    """A training step traced for shapes.
+
+    Attributes:
+      step: The step.
+      state: Shapes of its state.
+      window: Shapes of its window of micro-batches.
+      lowered: The program, a `jax.stages.Lowered`.
+    """
 
     step: TrainStep
     state: TrainState
@@ -116,7 +146,11 @@ class Traced(NamedTuple):
 
 
 def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
-    """The step of `recipe`, on `mesh`. Raises `UserError` for settings that make none."""
+    """Trace the training step of a recipe on a mesh.
+
+    Raises:
+      UserError: The settings are invalid.
+    """
     check_settings(recipe)
     step, window = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
     if mesh is not None:
@@ -126,7 +160,11 @@ def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
 
 
 def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:
-    """The candidate that `recipe` is. Raises `UserError` for settings that make no step."""
+    """Compile the training step of a recipe and return its costs.
+
+    Raises:
+      UserError: The settings are invalid.
+    """
     begin = time.perf_counter()
     step, state, _, lowered = trace_step(recipe, task, _mesh(recipe, devices))
     program = lowered.compile()
@@ -135,7 +173,7 @@ def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Seq
     return Candidate(
         recipe,
         peak_bytes=peak_bytes(program),
-        # Donated, it is all that comes out where it went in.
+        # The state is donated, and is all that is aliased.
         state_bytes=int(program.memory_analysis().alias_size_in_bytes),
         flops=sum(map(equation_flops, jaxpr.eqns)),
         seconds=estimate_seconds(jaxpr, device),
@@ -150,31 +188,31 @@ def _mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
 
 
 def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> int:
-    """What any candidate holds of each device: its share of the state."""
+    """Return a lower bound of the memory of any candidate: the share of the state of one device."""
     mesh = _mesh(recipe, devices)
     leaves = jax.tree.leaves(abstract_state(training_step(recipe, task.loss_fn), task))
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
 
 
 def abstract_state(step: TrainStep, task: Task) -> TrainState:
-    """The first state of a run, as shapes."""
+    """Return the shapes of the initial state of a run."""
     return step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1])
 
 
 def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the task's examples, as shapes."""
+    """Return the shapes of a batch of the task's examples."""
     row = {name: np.asarray(x) for name, x in task.train[0].items()}
     return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape), x.dtype) for name, x in row.items()}
 
 
 def _window(batch: Any, mesh: Mesh, accumulate: int) -> Any:
-    """The batch as `jaxtrain.distributed.place_batch` would place it."""
+    """Return the shapes and shardings of a batch placed by `jaxtrain.distributed.place_batch`."""
     sharding, shapes = window_sharding(mesh, accumulate), jax.eval_shape(lambda x: split_batch(x, accumulate), batch)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def peak_bytes(program: Any) -> int:
-    """What a compiled program (`jax.stages.Compiled`) holds of a device while it runs, its arguments included."""
+    """Return the peak memory of a `jax.stages.Compiled` on one device in bytes, including its arguments."""
     analysis = program.memory_analysis()
     planned = (
         analysis.argument_size_in_bytes
@@ -186,7 +224,7 @@ def peak_bytes(program: Any) -> int:
 
 
 def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
-    """A row a candidate; `relative_time` is 1 for the recipe's own."""
+    """Yield a table row for each candidate; `relative_time` is relative to the recipe as given."""
     own = found.candidates[0]
     for candidate in found.candidates:
         yield {
@@ -205,28 +243,28 @@ def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
 
 
 def choice_notes(found: Plan) -> list[str]:
-    """What the table does not say of the choice."""
+    """Return notes about the choice that the table does not show."""
     own, chosen = found.candidates[0], found.chosen
-    said = []
+    notes = []
     if found.batch_norm and chosen.recipe.accumulate != own.recipe.accumulate:
-        said.append(
-            f"BatchNorm's statistics are of a micro-batch: of {chosen.micro_batch} examples now, "
-            f"of {own.micro_batch} before"
+        notes.append(
+            f"BatchNorm computes statistics per micro-batch: over {chosen.micro_batch} examples "
+            f"instead of {own.micro_batch}"
         )
     if chosen.recipe.precision != own.recipe.precision:
-        said.append(f"nothing fits in {own.recipe.precision}: {chosen.recipe.precision} rounds otherwise")
+        notes.append(f"nothing fits in {own.recipe.precision}: {chosen.recipe.precision} rounds differently")
     faster = [c for c in found.candidates if found.fits(c) and c.seconds < 0.9 * chosen.seconds]
     if faster:
         best = min(faster, key=lambda c: c.seconds)
-        said.append(
+        notes.append(
             f"{format_settings(best.recipe)} fits too and takes {best.seconds / chosen.seconds:.2f} times as long; "
-            "it rounds otherwise"
+            "it rounds differently"
         )
-    return said
+    return notes
 
 
 def format_settings(recipe: Recipe) -> str:
-    """What a plan chooses of a recipe.
+    """Return the settings of a recipe that a plan chooses, as text.
 
     >>> from jaxtrain.recipes import RECIPES
     >>> format_settings(RECIPES["gpt-stdlib"])
@@ -237,23 +275,24 @@ def format_settings(recipe: Recipe) -> str:
 
 
 class _Search:
-    """What was compiled so far, by its settings."""
+    """The candidates compiled so far, by recipe."""
 
     def __init__(
         self,
         recipe: Recipe,
         task: Task,
         memory: int,
-        say: Callable[[Recipe], None],
+        on_compile: Callable[[Recipe], None],
         devices: Sequence[Any] | None,
     ) -> None:
         self.done: dict[Recipe, Candidate] = {}
-        self._recipe, self._task, self._memory, self._say, self._devices = recipe, task, memory, say, devices
+        self._recipe, self._task, self._memory, self._devices = recipe, task, memory, devices
+        self._on_compile = on_compile
         self._ceilings = ceilings(jax.local_devices()[0])
 
     def compile(self, recipe: Recipe) -> Candidate:
         if recipe not in self.done:
-            self._say(recipe)
+            self._on_compile(recipe)
             self.done[recipe] = compile_candidate(recipe, self._task, self._ceilings, self._devices)
         return self.done[recipe]
 
@@ -261,20 +300,20 @@ class _Search:
         return [c for c in self.done.values() if c.peak_bytes <= self._memory]
 
     def fill(self, precision: str) -> None:
-        """Compile what may be the fastest that fits in `precision`."""
+        """Compile the candidates that may be the fastest one that fits in `precision`."""
         size = self._recipe.batch_size
         windows = [k for k in range(1, size + 1) if size % k == 0]
         for remat in dict.fromkeys(("none", self._recipe.remat, *REMATS)):
             settings: dict[str, Any] = {"precision": precision, "remat": remat}
             recipe = dataclasses.replace(self._recipe, **settings)
             fewest = self._fewest(recipe, windows)
-            # Another rematerialisation is worth its time only for a larger micro-batch than this one has.
+            # Stronger rematerialization pays off only with a larger micro-batch.
             windows = [k for k in windows if fewest is None or k < fewest]
             if not windows:
                 return
 
     def _fewest(self, recipe: Recipe, windows: Sequence[int]) -> int | None:
-        """The fewest micro-batches to a window with which `recipe` fits; None if there is no such number."""
+        """Return the smallest number of micro-batches with which `recipe` fits; None if there is none."""
 
         def fits(k: int) -> bool:
             return self.compile(dataclasses.replace(recipe, accumulate=k)).peak_bytes <= self._memory
@@ -283,7 +322,7 @@ class _Search:
             if fits(windows[0]):
                 return windows[0]
         except UserError:
-            return None  # a policy that would keep nothing of this model
+            return None  # a rematerialization policy without effect on this model
         windows = self._large_enough(recipe, windows)
         if len(windows) == 1 or not fits(windows[-1]):
             return None
@@ -294,7 +333,7 @@ class _Search:
         return windows[high]
 
     def _large_enough(self, recipe: Recipe, windows: Sequence[int]) -> Sequence[int]:
-        """Without those that make micro-batches too small for the mesh or the model: BatchNorm wants two values."""
+        """Drop the numbers of micro-batches that make them too small for the mesh, or for BatchNorm."""
         while len(windows) > 1:
             try:
                 self.compile(dataclasses.replace(recipe, accumulate=windows[-1]))
@@ -305,10 +344,10 @@ class _Search:
         return windows
 
 
-def _others(recipe: Recipe) -> tuple[str, ...]:
+def _alternatives(recipe: Recipe) -> tuple[str, ...]:
     return ("bf16",) if recipe.precision in ("fp32", "tf32") else ()
 
 
-def _faster(precision: str) -> bool:
+def _is_faster(precision: str) -> bool:
     device = ceilings(jax.local_devices()[0])
     return precision == "bf16" and device.half > device.tf32

@@ -1,8 +1,8 @@
-"""What a training step takes of every device on meshes larger than the machine: memory, and bytes sent to others.
+"""Memory and communication of a training step per device, on meshes larger than the machine.
 
-The step is compiled for as many virtual devices of the CPU as the mesh has, and never run. So what is told is what is
-in the compiled program of one device: shapes as they are divided, and every collective. As the mesh grows every device
-keeps the rows that it has, and the batch grows with it (weak scaling).
+The step is compiled for virtual CPU devices and never run. The figures are those of the compiled program of one device,
+with its sharded shapes and its collectives. The number of rows per device is constant, so the batch grows with the mesh
+(weak scaling).
 """
 
 import contextlib
@@ -26,14 +26,22 @@ from jaxtrain.tasks import build
 
 MAX_DEVICES = 1024
 """Number of devices of the largest mesh that `plan` compiles for."""
-# Memory and collectives are settled before LLVM is asked for code, which nobody will run.
+# The program is not run, and memory and collectives do not depend on LLVM's optimizations.
 _WITHOUT_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device: of `parameters` (and running statistics), optimizer state (and counters), batch; of
-    `temporaries`, `gradients` among them; and the most held at once."""
+    """Memory of one device, in bytes.
+
+    Attributes:
+      parameters: Parameters and running statistics.
+      optimizer: Optimizer state and counters.
+      batch: The batch.
+      temporaries: Temporary arrays, including gradients.
+      gradients: Gradients in float32.
+      peak: Peak memory of a step.
+    """
 
     parameters: int
     optimizer: int
@@ -45,7 +53,17 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """A recipe on a mesh, as one device has it. `estimate_seconds` of arithmetic, by the roofline of a device."""
+    """The share of one device in a step of a recipe on a mesh.
+
+    Attributes:
+      recipe: The recipe.
+      mesh: Sizes of the mesh by axis.
+      memory: Its memory.
+      communication: The bytes that it sends.
+      flops: Its FLOPs.
+      seconds: Time of its arithmetic, estimated by a roofline.
+      compile_s: Time of the compilation, in seconds.
+    """
 
     recipe: Recipe
     mesh: Mapping[str, int]
@@ -57,48 +75,57 @@ class DeviceShare:
 
     @property
     def devices(self) -> int:
-        """How many the mesh has."""
+        """Number of devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch, those of one device."""
+        """Number of rows of a micro-batch on one device."""
         return self.recipe.batch_size // self.recipe.accumulate // data_parallel_size(self.mesh)
 
 
 def virtual_devices(count: int) -> Sequence[Any]:
-    """So many devices of the CPU, to compile for. Their number is settled when JAX first asks for a device: call it
-    before. Raises `UserError` where there are fewer by now."""
-    with contextlib.suppress(RuntimeError):  # it is settled: there may be as many
+    """Return `count` virtual CPU devices to compile for.
+
+    JAX fixes their number at the first use of a device, so call this function before.
+
+    Raises:
+      UserError: JAX already runs with fewer devices.
+    """
+    with contextlib.suppress(RuntimeError):  # JAX has started, perhaps with enough devices
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise UserError(
-            f"JAX has {len(devices)} CPU devices in this process and {count} are to be compiled for: ask before its "
-            f"first computation, or set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            f"JAX has {len(devices)} CPU devices in this process and the mesh needs {count}: plan before the first "
+            f"computation, or set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         )
     return devices[:count]
 
 
 def check_mesh_size(spec: str) -> None:
-    """Raise `UserError` for an invalid mesh, or one larger than `MAX_DEVICES`."""
+    """Validate a mesh.
+
+    Raises:
+      UserError: The mesh is invalid or larger than `MAX_DEVICES`.
+    """
     if (product := math.prod(parse_mesh(spec).values())) > MAX_DEVICES:
-        raise UserError(f"mesh {spec!r} is of {product:,} devices: plan knows up to {MAX_DEVICES:,}")
+        raise UserError(f"mesh {spec!r} has {product:,} devices: use at most {MAX_DEVICES:,}")
 
 
 def doubled_meshes(spec: str, most: int = MAX_DEVICES) -> list[dict[str, int]]:
-    """The meshes of 1, 2, 4 … `most` devices on the way through `spec`, whose first axis grows.
+    """Return meshes of 1, 2, 4, … `most` devices that include `spec` and grow along its first axis.
 
-    The others have their sizes, in meshes too small for them as much of it as there is, from the last on.
+    The other axes have their sizes; in meshes that are too small, the last axes are filled first.
 
     >>> [",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) for shape in doubled_meshes("data=2,fsdp=4", 16)]
     ['', 'fsdp=2', 'fsdp=4', 'data=2,fsdp=4', 'data=4,fsdp=4']
     """
-    asked = parse_mesh(spec)
+    sizes = parse_mesh(spec)
     first = first_axis(spec)
-    others = {axis: n for axis, n in asked.items() if axis != first}
-    kept, powers = math.prod(others.values()), [2**i for i in range(most.bit_length())]
-    counts = {math.prod(asked.values()), *powers, *(kept * n for n in powers)}
+    others = {axis: n for axis, n in sizes.items() if axis != first}
+    product, powers = math.prod(others.values()), [2**i for i in range(most.bit_length())]
+    counts = {math.prod(sizes.values()), *powers, *(product * n for n in powers)}
     shapes = [_shape(n, first, others) for n in sorted(counts) if n <= most]
     return [shape for shape in shapes if shape is not None]
 
@@ -115,7 +142,7 @@ def _shape(count: int, first: str, others: Mapping[str, int]) -> dict[str, int] 
 
 
 def first_axis(spec: str) -> str:
-    """The axis that a mesh names first.
+    """Return the first axis in the text of a mesh.
 
     >>> first_axis("fsdp=4,data=2")
     'fsdp'
@@ -124,7 +151,7 @@ def first_axis(spec: str) -> str:
 
 
 def recipe_on_mesh(recipe: Recipe, shape: Mapping[str, int]) -> Recipe:
-    """`recipe` on another mesh than its own, with as many rows for every device as on its own.
+    """Return the recipe on another mesh, with the same number of rows per device.
 
     >>> from jaxtrain.recipes import RECIPES
     >>> small = dataclasses.replace(RECIPES["gpt-stdlib"], mesh="data=2,fsdp=4")  # of 16 rows
@@ -137,31 +164,41 @@ def recipe_on_mesh(recipe: Recipe, shape: Mapping[str, int]) -> Recipe:
 
 
 def format_mesh(shape: Mapping[str, int]) -> str:
-    """A mesh as `parse_mesh` reads it; its axes of size 1 are left out."""
+    """Return a mesh as the text that `parse_mesh` reads, without axes of size 1."""
     return ",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or f"{AXES[0]}=1"
 
 
 class Scaling:
-    """The shares of a recipe that has a mesh, on that and on others; time is that of `device`."""
+    """Predictions of a recipe with a mesh, on that mesh and on others.
+
+    Args:
+      recipe: The recipe.
+      devices: The virtual devices to compile for.
+      device: The throughput of a device, for estimates of time.
+    """
 
     def __init__(self, recipe: Recipe, devices: Sequence[Any], device: Ceilings) -> None:
         self._recipe, self._devices, self._device = recipe, devices, device
         self._done: dict[str, DeviceShare] = {}
 
     def share(self, shape: Mapping[str, int]) -> DeviceShare:
-        """Return the share of one device on a mesh. Raises `UserError` if the settings are invalid on it."""
+        """Return the share of one device on a mesh.
+
+        Raises:
+          UserError: The settings are invalid on this mesh.
+        """
         recipe = recipe_on_mesh(self._recipe, shape)
         if recipe.mesh not in self._done:
-            self._done[str(recipe.mesh)] = self._compiled(recipe, shape)
+            self._done[str(recipe.mesh)] = self._compile(recipe, shape)
         return self._done[str(recipe.mesh)]
 
-    def _compiled(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
+    def _compile(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
         task, mesh = build(recipe), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
         _, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
-        # What divides no rows divides their arithmetic.
-        flops, roofline = (x / (mesh.size // data_parallel_size(shape)) for x in self._of_rows)
+        # Axes that do not shard rows shard the arithmetic of each row.
+        flops, roofline = (x / (mesh.size // data_parallel_size(shape)) for x in self._unsharded_cost)
         return DeviceShare(
             recipe,
             shape,
@@ -173,8 +210,8 @@ class Scaling:
         )
 
     @cached_property
-    def _of_rows(self) -> tuple[int, float]:
-        """FLOPs and seconds of one device that computes everything for its rows."""
+    def _unsharded_cost(self) -> tuple[int, float]:
+        """FLOPs and seconds of a device that computes its rows alone."""
         alone = dataclasses.replace(recipe_on_mesh(self._recipe, parse_mesh("data=1")), mesh=None)
         task = build(alone)
         step = training_step(alone, task.loss_fn)
@@ -196,7 +233,7 @@ def _memory(state: Any, window: Any, program: Any) -> DeviceMemory:
 
 
 def _bytes(tree: Any) -> int:
-    """Of one device."""
+    """Return the bytes of a pytree on one device."""
     return sum(math.prod(_shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""Profiler traces and time tables."""
+"""Profiler traces, and tables of the time that training steps spend on each kind of operation."""
 
 from jaxtrain.profile.estimate import estimate_table as estimate_table
 from jaxtrain.profile.trace import INPUT as INPUT

@@ -1,6 +1,6 @@
-"""Where the time of a training step should go, for a trace that does not tell: by the roofline of its operations.
+"""Estimated time table of a training step by a roofline, for traces without operations.
 
-Each operation of the step's jaxpr takes as long as `jaxtrain.cost.roofline` says; a loop's as often as it runs.
+The time of each operation of the jaxpr is estimated by `jaxtrain.cost.roofline`, once per iteration of its loop.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from jaxtrain.profile.program import ATTENTION, LIBRARIES, short_path
 from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 
-# XLA's opcodes of the primitives that are called otherwise and are not elementwise.
+# XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
     "dot_general": "dot",
     "ragged_dot_general": "dot",
@@ -34,41 +34,49 @@ _OPCODES = {
 
 
 def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> list[Row]:
-    """Estimate the time of `steps` training steps by kind of operation, longest first.
+    """Estimate the time of training steps by kind of operation.
 
-    The rows add up to `steps` times `jaxtrain.cost.estimate_seconds`.
+    Args:
+      step: Jaxpr of the training step.
+      device: Throughput of the device.
+      steps: Number of steps.
+      top: Number of operations per row.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from jaxtrain.cost.roofline import CPU
-    >>> step = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).T)(jnp.ones((512, 512))).jaxpr
-    >>> [(row.kind, row.count, row.top[0].name) for row in estimate_table(step, CPU, steps=10)]
-    [('matmul', 10, 'dot_general'), ('elementwise', 10, 'tanh'), ('copy', 10, 'transpose')]
+    Returns:
+      The rows, longest first; they add up to `steps` times `jaxtrain.cost.estimate_seconds`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxtrain.cost.roofline import CPU
+      >>> step = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).T)(jnp.ones((512, 512))).jaxpr
+      >>> [(row.kind, row.count, row.top[0].name) for row in estimate_table(step, CPU, steps=10)]
+      [('matmul', 10, 'dot_general'), ('elementwise', 10, 'tanh'), ('copy', 10, 'transpose')]
     """
-    went: dict[Span, float] = defaultdict(float)
+    nanoseconds: dict[Span, float] = defaultdict(float)
     counts: Counter[Span] = Counter()
     for operation, once, times in _operations(step, device, steps):
-        went[operation] += 1e9 * once * times
+        nanoseconds[operation] += 1e9 * once * times
         counts[operation] += times
-    return table_rows(went, counts, top)
+    return table_rows(nanoseconds, counts, top)
 
 
 def _operations(jaxpr: Jaxpr, device: Ceilings, times: int) -> Iterator[tuple[Span, float, int]]:
-    """(what it is, the seconds of one, how often it runs) of all that hold no others which cost more."""
+    """Yield each operation, the seconds of one run and the number of runs; containers count as their contents."""
     for eqn in jaxpr.eqns:
         inner, often, once = inner_jaxprs(eqn), times, estimate_seconds(jaxpr.replace(eqns=[eqn]), device)
         if eqn.primitive.name == "scan":
             often = times * int(eqn.params["length"])
         elif eqn.primitive.name == "cond":
             inner = [max(inner, key=lambda branch: estimate_seconds(branch, device))]
-        # Reductions and sorts hold a jaxpr too, of two scalars.
+        # Reductions and sorts also contain a jaxpr, of two scalars, which costs less than they do.
         if inner and once * times <= sum(estimate_seconds(body, device) for body in inner) * often:
             for body in inner:
                 yield from _operations(body, device, often)
         else:
-            yield _told(eqn), once, times
+            yield _span(eqn), once, times
 
 
-def _told(eqn: JaxprEqn) -> Span:
+def _span(eqn: JaxprEqn) -> Span:
     name = eqn.primitive.name
     traceback = eqn.source_info.traceback
     frames: list[Any] = [] if traceback is None else traceback.frames
@@ -76,6 +84,6 @@ def _told(eqn: JaxprEqn) -> Span:
     functions = {frame.function_name.rpartition(".")[2] for frame in frames}
     if kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions):
         kind = "attention"
-    written = (frame for frame in frames if not LIBRARIES.search(frame.file_name))
-    line = next((f"{short_path(frame.file_name)}:{frame.line_num}" for frame in written), "")
+    own = (frame for frame in frames if not LIBRARIES.search(frame.file_name))
+    line = next((f"{short_path(frame.file_name)}:{frame.line_num}" for frame in own), "")
     return Span(0, 0, name, kind, line)

@@ -1,11 +1,11 @@
-"""What kind of work an operation is: by its opcodes in a compiled program, or by the name of the kernel that ran."""
+"""Classification of operations by their opcodes in a compiled program, or by the name of a kernel."""
 
 import re
 from collections.abc import Collection
 
 KINDS = ("matmul", "convolution", "attention", "elementwise", "collective", "copy", "input", "idle")
 
-# The first that is found decides. XLA's names of custom calls and fusions; kernels of cuBLAS, CUTLASS, cuDNN, Triton,
+# The first match applies. Names of XLA's custom calls and fusions, and of kernels of cuBLAS, CUTLASS, cuDNN, Triton,
 # NCCL and the driver, as NVIDIA's profilers show them.
 _NAMES = {
     "attention": r"fmha|flash_?(fwd|bwd|attn)|flash_attention|sdpa|mha_fwd|mha_bwd",
@@ -16,7 +16,7 @@ _NAMES = {
 }
 _PATTERNS = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _NAMES.items()}
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-")
-_MOVING = {
+_DATA_MOVEMENT = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy", "copy-start", "copy-done", "reshape"),
     *(
         "transpose",
@@ -55,4 +55,4 @@ def kind_of_opcodes(opcodes: Collection[str], target: str = "") -> str:
         return "convolution"
     if "dot" in opcodes:
         return "matmul"
-    return "copy" if {*opcodes} - {"fusion"} <= _MOVING else "elementwise"
+    return "copy" if {*opcodes} - {"fusion"} <= _DATA_MOVEMENT else "elementwise"

@@ -1,4 +1,4 @@
-"""The operations of a compiled program, read from its text: what kind each is, and the line that asked for it."""
+"""Kinds and source lines of the operations of a compiled program, read from its text."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxtrain.profile.kinds import kind_of_opcodes
 
-# Instructions that contain others, which have time of their own.
+# Instructions that contain others, whose time is counted instead.
 _CONTAINERS = {"while", "conditional", "call"}
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (?:\([^=]*?\)|\S+) ([\w-]+)\(")
@@ -17,27 +17,36 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)$")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
-# Whose lines say less than those that called them.
+# Libraries; an operation is attributed to the line that called them.
 LIBRARIES = re.compile(r"/site-packages/(jax|jaxlib|flax|optax)/")
-# Functions whose products and elementwise operations are attention.
+# Functions whose matrix products and elementwise operations count as attention.
 ATTENTION = {"attention", "dot_product_attention", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`kind`: one of `jaxtrain.profile.kinds.KINDS`; `line`: file:line, empty where the program does not say."""
+    """An operation of a compiled program.
+
+    Attributes:
+      kind: One of `jaxtrain.profile.kinds.KINDS`.
+      line: Source line as file:line; empty if it is unknown.
+    """
 
     kind: str
     line: str
 
 
 def operations(hlo: str) -> dict[str, Operation]:
-    """The instructions of `jax.stages.Compiled.as_text()`, by name, but those that only contain others.
+    """Return the operations of a compiled program by name, without instructions that only contain others.
 
-    >>> import jax, jax.numpy as jnp
-    >>> hlo = jax.jit(lambda a: jnp.tanh(a @ a)).lower(jnp.ones((64, 64))).compile().as_text()
-    >>> sorted({operation.kind for operation in operations(hlo).values()})
-    ['elementwise', 'matmul']
+    Args:
+      hlo: The program, as returned by `jax.stages.Compiled.as_text()`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> hlo = jax.jit(lambda a: jnp.tanh(a @ a)).lower(jnp.ones((64, 64))).compile().as_text()
+      >>> sorted({operation.kind for operation in operations(hlo).values()})
+      ['elementwise', 'matmul']
     """
     frames = _Frames(hlo)
     bodies: dict[str, set[str]] = {}
@@ -61,13 +70,13 @@ def _operation(opcode: str, text: str, bodies: Mapping[str, set[str]], frames: "
     called, target = _CALLS.search(text), _TARGET.search(text)
     fused = bodies.get(called[1], set()) if called else set()
     kind = kind_of_opcodes({opcode, *fused}, target[1] if target else "")
-    line, functions = frames.of(text)
+    line, functions = frames.locate(text)
     attention = kind in ("matmul", "elementwise") and not ATTENTION.isdisjoint(functions)
     return Operation("attention" if attention else kind, line)
 
 
 class _Frames:
-    """The tables of source lines before the first computation."""
+    """The tables of stack frames at the start of a program's text."""
 
     def __init__(self, hlo: str) -> None:
         self._tables: dict[str, dict[int, str]] = {}
@@ -81,8 +90,8 @@ class _Frames:
                 number, _, rest = text.partition(" ")
                 table[int(number)] = rest.strip('"')
 
-    def of(self, instruction: str) -> tuple[str, list[str]]:
-        """(file:line of the innermost frame that is no library's, the functions it was traced in)."""
+    def locate(self, instruction: str) -> tuple[str, list[str]]:
+        """Return file:line of the innermost frame outside of libraries, and the functions of all frames."""
         frame = _FRAME.search(instruction)
         if frame is None:
             source = _SOURCE.search(instruction)
@@ -104,5 +113,5 @@ class _Frames:
 
 
 def short_path(path: str) -> str:
-    """The file and the folder it is in."""
+    """Return the name of a file with its folder."""
     return "/".join(Path(path).parts[-2:])

@@ -1,8 +1,8 @@
-"""Where the time of training steps goes: a trace of them, and what its operations add up to.
+"""Traces of training steps, and a table of the time of each kind of operation.
 
-The trace is `jax.profiler`'s, for xprof (`xprof --logdir RUN/profile`) and Perfetto. The table divides the time that
-the steps took by the clock: at every moment among the operations that run, so that its rows add up to the whole,
-whatever runs at once; a moment when none runs is the input's where the loop waits for a batch, else idle.
+Traces are written by `jax.profiler`, for xprof (`xprof --logdir RUN/profile`) and Perfetto. The table divides the wall
+time of the steps: at every moment, time is divided equally among the running operations, so that the rows add up to the
+total. When no operation runs, time counts as input while the loop waits for a batch, and as idle otherwise.
 """
 
 import warnings
@@ -21,12 +21,20 @@ from jaxtrain.profile.kinds import KINDS, kind_of_kernel
 from jaxtrain.profile.program import Operation, operations
 
 STEPS, INPUT = "profiled steps", "input"
-"""Annotations on the host: around all steps, and around the wait for a batch."""
+"""Names of annotations on the host: around all steps, and around the wait for a batch."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a trace: nanoseconds, the operation's name, its kind and its line."""
+    """One run of an operation in a trace.
+
+    Attributes:
+      begin: Its start, in nanoseconds.
+      end: Its end, in nanoseconds.
+      name: Name of the operation.
+      kind: One of `jaxtrain.profile.kinds.KINDS`.
+      line: Source line as file:line; empty if it is unknown.
+    """
 
     begin: float
     end: float
@@ -37,7 +45,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of work: seconds, its share of all, how often it ran; and its operations, the longest first."""
+    """A row of a time table.
+
+    Attributes:
+      kind: The kind of operation.
+      seconds: Time of all operations of this kind.
+      share: Fraction of the total time.
+      count: Number of runs.
+      top: The operations with the most time, longest first.
+    """
 
     kind: str
     seconds: float
@@ -48,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Top:
-    """An operation, all its runs together."""
+    """Time and number of all runs of one operation, in seconds."""
 
     name: str
     line: str
@@ -57,15 +73,19 @@ class Top:
 
 
 class StepTrace:
-    """A trace of some steps of a loop, written under `folder`: within a `with`, around the steps."""
+    """A context manager that traces the training steps within it.
+
+    Args:
+      folder: The folder to write the trace to.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __enter__(self) -> "StepTrace":
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call would be an event, and take time
-        # The folder of the trace; by default it is named by the second, and overwritten by a second trace in it.
+        options.python_tracer_level = 0  # an event per Python call would slow down the steps
+        # The default name of a trace's folder has seconds: a second trace within one would overwrite the first.
         options.session_id = f"{datetime.now():%Y_%m_%d_%H_%M_%S_%f}"
         jax.profiler.start_trace(self._folder, profiler_options=options)
         self._steps = jax.profiler.TraceAnnotation(STEPS)
@@ -79,7 +99,7 @@ class StepTrace:
 
 @contextmanager
 def current_source_lines() -> Iterator[None]:
-    """Within, a program that was kept is used again only where its lines are those of the source as it is."""
+    """Reuse programs of the compilation cache within the context only if their source lines are current."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
@@ -90,16 +110,22 @@ def current_source_lines() -> Iterator[None]:
 
 
 class LoopTrace:
-    """A `StepTrace` of steps `begin` to `end` − 1 of a training loop, which tells it before each step."""
+    """A `StepTrace` of the steps `begin` to `end` − 1 of a training loop.
+
+    Args:
+      folder: The folder to write the trace to.
+      begin: The first step.
+      end: The step after the last one.
+    """
 
     def __init__(self, folder: Path, begin: int, end: int) -> None:
         self.steps = range(begin, end)
         self.hlo = ""
-        """The program of a step, as text."""
+        """Text of the compiled step."""
         self._trace, self._running, self.done = StepTrace(folder), False, False
 
     def before(self, step: int, state: Any) -> None:
-        """Begin, or end, where `step` is the one to; all steps before it are waited for."""
+        """Start the trace before its first step and stop it after its last, once `state` is computed."""
         if step in self.steps and not self.done and not self._running:
             jax.block_until_ready(state)
             self._trace.__enter__()
@@ -108,7 +134,7 @@ class LoopTrace:
             self.close(state)
 
     def close(self, state: Any) -> None:
-        """End, where the trace has begun and not ended."""
+        """Stop the trace if it is running."""
         if self._running:
             jax.block_until_ready(state)
             self._trace.__exit__(None, None, None)
@@ -116,21 +142,31 @@ class LoopTrace:
 
 
 def newest_trace(folder: Path) -> Path:
-    """The last trace written under `folder`. Raises `RunFailed` where there is none."""
+    """Return the newest trace in a folder.
+
+    Raises:
+      RunFailed: There is none.
+    """
     found = sorted(folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise RunFailed(f"{folder} holds no trace: the profiler has written nothing")
+        raise RunFailed(f"{folder} holds no trace: the profiler wrote nothing")
     return found[-1]
 
 
 def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
-    """What the time of the steps in `trace` went to, the most first. `hlo`: their program, as text.
+    """Return the time of the traced steps by kind of operation, longest first.
 
-    Empty where the trace has no operations: of a GPU whose counters the driver shows to administrators alone, say;
-    `jaxtrain.profile.estimate` has an estimate then.
+    Args:
+      trace: The trace, as returned by `newest_trace`.
+      hlo: Text of the compiled step.
+      top: Number of operations per row.
+
+    Returns:
+      The rows. Empty if the trace has no operations, for example because the driver permits only administrators to
+      read the counters of the GPU; `estimate_table` then gives an estimate.
     """
     with warnings.catch_warnings():
-        # Types of jaxlib's, made as they are first asked for, lack a module, of which Python 3.12 warns.
+        # Python 3.12 warns that types created lazily by jaxlib have no module.
         warnings.simplefilter("ignore", DeprecationWarning)
         data = jax.profiler.ProfileData.from_file(str(trace))
         spans = [*_operations(data, operations(hlo), hlo.partition(",")[0].removeprefix("HloModule "))]
@@ -139,43 +175,46 @@ def time_table(trace: Path, hlo: str, top: int = 3) -> list[Row]:
     if not spans or not window:
         return []
     waits = [span for span in annotations if span.name == INPUT]
-    ran = Counter(span.name for span in spans)
-    went = _divided(spans, waits, window[0].begin, window[0].end)
-    return table_rows(went, {span: ran[span.name] for span in went}, top)
+    counts = Counter(span.name for span in spans)
+    times = _divide_time(spans, waits, window[0].begin, window[0].end)
+    return table_rows(times, {span: counts[span.name] for span in times}, top)
 
 
 def _events(data: Any) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
-    """(line, event, its statistics) of all that may be operations."""
+    """Yield the name of the line, the event and its statistics for all events that may be operations."""
     for plane in data.planes:
         for line in plane.lines:
             if plane.name.startswith("/device:") and not line.name.startswith("Stream"):
-                continue  # what was derived from the streams
+                continue  # lines derived from those of the streams
             for event in line.events:
                 yield line.name, event, dict(event.stats)
 
 
 def _operations(data: Any, program: Mapping[str, Operation], module: str) -> Iterable[Span]:
-    """Those that ran; those of `module` are told by `program`, others, an evaluation's say, by their names alone."""
-    begun: list[tuple[Any, Mapping[str, Any], bool]] = []
-    ended: dict[tuple[str, Any], float] = {}
+    """Yield the runs of operations.
+
+    Operations of `module` are classified by `program`, those of other modules, such as an evaluation, by their names.
+    """
+    starts: list[tuple[Any, Mapping[str, Any], bool]] = []
+    ends: dict[tuple[str, Any], float] = {}
     for line, event, stats in _events(data):
         if "hlo_op" in stats or line.startswith("Stream"):
-            begun.append((event, stats, line.startswith("Stream")))
+            starts.append((event, stats, line.startswith("Stream")))
         elif event.name.startswith("end: "):
-            # On a CPU an operation that runs on other threads is over where this is, not where its call is.
-            ended[event.name.removeprefix("end: "), stats.get("_c")] = event.start_ns
-    for event, stats, kernel in begun:
+            # On a CPU, an operation that runs on other threads ends at this event, not when its call returns.
+            ends[event.name.removeprefix("end: "), stats.get("_c")] = event.start_ns
+    for event, stats, kernel in starts:
         name = str(stats.get("hlo_op", event.name))
-        known = program.get(name) if stats.get("hlo_module") == module else None
-        if known is None and not kernel and _contains_others(name):
+        operation = program.get(name) if stats.get("hlo_module") == module else None
+        if operation is None and not kernel and _is_container(name):
             continue
-        kind = known.kind if known else kind_of_kernel(event.name)
-        end = max(event.start_ns + event.duration_ns, ended.get((event.name, stats.get("_p")), 0))
-        of = "" if known or "hlo_module" not in stats else f" of {stats['hlo_module']}"
-        yield Span(event.start_ns, end, name + of, kind, known.line if known else "")
+        kind = operation.kind if operation else kind_of_kernel(event.name)
+        end = max(event.start_ns + event.duration_ns, ends.get((event.name, stats.get("_p")), 0))
+        suffix = "" if operation or "hlo_module" not in stats else f" of {stats['hlo_module']}"
+        yield Span(event.start_ns, end, name + suffix, kind, operation.line if operation else "")
 
 
-def _contains_others(name: str) -> bool:
+def _is_container(name: str) -> bool:
     return name.partition(".")[0] in ("while", "cond", "conditional", "call")
 
 
@@ -191,10 +230,10 @@ def _annotations(data: Any) -> Iterable[Span]:
 _IDLE = Span(0, 0, "", "idle", "")
 
 
-def _divided(spans: Sequence[Span], waits: Sequence[Span], begin: float, end: float) -> dict[Span, float]:
-    """Nanoseconds of the window by what they went to: each moment divided among what runs then.
+def _divide_time(spans: Sequence[Span], waits: Sequence[Span], begin: float, end: float) -> dict[Span, float]:
+    """Return the nanoseconds of each operation, with every moment divided among the running ones.
 
-    By operation: its first span stands for all of them.
+    The first span of an operation is the key for all of its spans.
     """
     first: dict[str, Span] = {}
     moments: list[tuple[float, int, Span]] = []
@@ -204,30 +243,38 @@ def _divided(spans: Sequence[Span], waits: Sequence[Span], begin: float, end: fl
             one = first.setdefault(span.name, span)
             moments += [(span_begin, 1, one), (span_end, -1, one)]
     running: Counter[Span] = Counter()
-    went: dict[Span, float] = defaultdict(float)
+    times: dict[Span, float] = defaultdict(float)
     now = begin
     for moment, change, span in [*sorted(moments, key=lambda m: m[0]), (end, 0, _IDLE)]:
         busy = [s for s in running if running[s] and s.kind != INPUT]
         waiting = [s for s in running if running[s]] or [_IDLE]
         for running_now in busy or waiting[:1]:
-            went[running_now] += (moment - now) / len(busy or waiting[:1])
+            times[running_now] += (moment - now) / len(busy or waiting[:1])
         running[span] += change
         if not running[span]:
             del running[span]
         now = moment
-    return dict(went)
+    return dict(times)
 
 
-def table_rows(went: Mapping[Span, float], counts: Mapping[Span, int], top: int) -> list[Row]:
-    """The rows of a table, the most first: of operations, each with its nanoseconds and how often it ran."""
-    whole = sum(went.values())
-    found = []
+def table_rows(times: Mapping[Span, float], counts: Mapping[Span, int], top: int) -> list[Row]:
+    """Return the rows of a time table, longest first.
+
+    Args:
+      times: Nanoseconds of each operation.
+      counts: Number of runs of each operation.
+      top: Number of operations per row.
+    """
+    total = sum(times.values())
+    rows = []
     for kind in KINDS:
-        of_kind = sorted((span for span in went if span.kind == kind), key=lambda s: -went[s])
+        of_kind = sorted((span for span in times if span.kind == kind), key=lambda s: -times[s])
         if not of_kind:
             continue
-        longest = [Top(s.name, s.line, went[s] / 1e9, counts.get(s, 0)) for s in of_kind[:top] if s.line or s.name]
-        taken = sum(went[span] for span in of_kind)
+        longest = [Top(s.name, s.line, times[s] / 1e9, counts.get(s, 0)) for s in of_kind[:top] if s.line or s.name]
+        nanoseconds = sum(times[span] for span in of_kind)
         count = sum(counts.get(span, 0) for span in of_kind)
-        found.append(Row(kind, taken / 1e9, taken / whole, count, [] if kind in (INPUT, "idle") else longest))
-    return sorted(found, key=lambda row: -row.seconds)
+        rows.append(
+            Row(kind, nanoseconds / 1e9, nanoseconds / total, count, [] if kind in (INPUT, "idle") else longest)
+        )
+    return sorted(rows, key=lambda row: -row.seconds)

@@ -149,12 +149,12 @@ def test_each_process_is_told_its_place_and_its_devices() -> None:
 
 
 def test_gpus_are_counted_where_jax_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxtrain.cli.launch.installed", lambda names: {"jax-cuda13-plugin": "0"})
+    monkeypatch.setattr("jaxtrain.cli.launch.installed_versions", lambda names: {"jax-cuda13-plugin": "0"})
     assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
     assert _gpus({"CUDA_VISIBLE_DEVICES": "MIG-1/2/0", "JAX_PLATFORMS": "cuda,cpu"}) == 1
     assert _gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5", "JAX_PLATFORMS": "cpu"}) == 0
-    monkeypatch.setattr("jaxtrain.cli.launch.installed", lambda names: {})
+    monkeypatch.setattr("jaxtrain.cli.launch.installed_versions", lambda names: {})
     assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 0
 
 

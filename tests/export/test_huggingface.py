@@ -1,4 +1,4 @@
-"""Folders that `transformers` loads: the model, the names of its classes, the tokenizer."""
+"""Exported Hugging Face folders, as `transformers` loads them: model, class names, tokenizer."""
 
 import jax
 import numpy as np
@@ -19,13 +19,13 @@ TEXT = "to be or not to be"
 @pytest.fixture
 def words(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "words.json"))
+    trained = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "to": 1, "be": 2, "or": 3, "not": 4}))
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trained.save(str(tmp_path / "words.json"))
     return tokenizer(tmp_path / "words.json")
 
 
-def test_a_language_model_brings_its_tokenizer(words, tmp_path):
+def test_a_language_model_is_exported_with_its_tokenizer(words, tmp_path):
     model = GPT2(GPT2Config(vocab_size=words.size, n_positions=8, n_embd=4, n_layer=1, n_head=2), rngs=nnx.Rngs(0))
     apply, params = functional(model)
     folder = tmp_path / "model"
@@ -55,7 +55,7 @@ def test_classes_keep_their_names(tmp_path):
     assert loaded.config.label2id == {"no": 0, "yes & no": 1}
 
 
-def test_a_model_that_transformers_has_not_is_refused(tmp_path):
+def test_a_model_without_a_counterpart_in_transformers_raises_an_error(tmp_path):
     model = MLP((4, 2), rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match="transformers has no MLP: export it as onnx, stablehlo or torch"):
         write_huggingface(tmp_path / "model", model, functional(model)[1])

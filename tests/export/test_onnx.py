@@ -1,4 +1,4 @@
-"""JAX's primitives in ONNX Runtime, the batch's size left open, as close to float64 as JAX's own float32."""
+"""Exported primitives in ONNX Runtime, with a symbolic batch size, are as accurate as JAX in float32."""
 
 from functools import partial
 
@@ -19,9 +19,10 @@ from jaxtrain.transforms import jaxpr
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from jaxtrain.export.onnx import runs, to_onnx, write_onnx  # noqa: E402
+from jaxtrain.export.onnx import load_onnx, to_onnx, write_onnx  # noqa: E402
 from jaxtrain.export.onnx_operators import OPERATORS  # noqa: E402
 
+MESSAGE = r"^[^\n]+ cannot be exported to ONNX \([^\n]+\): export it as stablehlo$"
 SHAPE = (4, 6)
 GENERATOR = np.random.default_rng(0)
 W = {
@@ -115,7 +116,7 @@ CASES = {
 }  # fmt: skip
 
 
-def given(rows):
+def batch_of(rows):
     return (np.random.default_rng(rows).normal(size=(rows, *SHAPE)) * 1.5).astype(np.float32)
 
 
@@ -133,14 +134,14 @@ def trial(fn, w, x):
 
 def check(fn, w, x, path, spec):
     write_onnx(path, to_onnx(fn, w, {"x": spec}, "y"))
-    verify([trial(fn, w, x)], [runs(path)(x)], "the graph")
+    verify([trial(fn, w, x)], [load_onnx(path)(x)], "the graph")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_onnx_runtime_computes_what_jax_does(name, tmp_path):
+def test_onnx_runtime_computes_the_outputs_of_jax(name, tmp_path):
     spec = symbolic(SHAPE)
     with jax.numpy_dtype_promotion("standard"):
-        check(CASES[name], W, given(3), tmp_path / "y.onnx", spec)
+        check(CASES[name], W, batch_of(3), tmp_path / "y.onnx", spec)
 
 
 def primitives(jaxpr_, found):
@@ -151,14 +152,14 @@ def primitives(jaxpr_, found):
     return found
 
 
-def test_every_operator_is_tried():
+def test_every_operator_is_covered():
     spec = symbolic(SHAPE)
     with jax.numpy_dtype_promotion("standard"):
         found = set().union(*(primitives(jax.make_jaxpr(fn)(W, spec).jaxpr, set()) for fn in CASES.values()))
     assert OPERATORS.keys() - found <= {"copy_p"}
 
 
-def test_weights_keep_their_names_and_are_there_once(tmp_path):
+def test_weights_keep_their_names_and_are_stored_once(tmp_path):
     def tied(w, x):
         return w["rows"][x.astype(np.int32)[:, :, 0]] @ w["rows"].T
 
@@ -170,34 +171,43 @@ def test_weights_keep_their_names_and_are_there_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fn", "said"),
+    ("fn", "reason"),
     {
         "sort": (lambda w, x: jnp.sort(x), "sort at "),
-        "transposed": (lambda w, x: lax.conv_transpose(x, W["w"][None, :, :], (2,), "SAME"), "transposed one"),
+        "transposed": (
+            lambda w, x: lax.conv_transpose(x, W["w"][None, :, :], (2,), "SAME"),
+            "(transposed convolution",
+        ),
         "scattered": (lambda w, x: x.at[:, 0].set(1.0), "scatter at "),
-        "out of bounds": (lambda w, x: jnp.take(w["w"], x.astype(np.int32), axis=0, mode="fill"), "out of bounds"),
+        "out of bounds": (
+            lambda w, x: jnp.take(w["w"], x.astype(np.int32), axis=0, mode="fill"),
+            "(fill value for indices",
+        ),
         "two rows": (
             lambda w, x: jax.vmap(lambda i: lax.dynamic_slice(w["w"], (i, 0), (2, 5)))(x[:, 0, 0].astype(np.int32)),
-            "several rows",
+            "(several rows per index)",
         ),
-        "padded between": (lambda w, x: lax.pad(x, np.float32(0), [(0, 0, 0), (0, 0, 1), (0, 0, 0)]), "pads between"),
+        "padded between": (
+            lambda w, x: lax.pad(x, np.float32(0), [(0, 0, 0), (0, 0, 1), (0, 0, 0)]),
+            "(padding between",
+        ),
     }.values(),
 )
-def test_what_has_no_counterpart_is_refused_by_name_and_line(fn, said):
-    with pytest.raises(UserError, match=r"^[^\n]+ goes into no ONNX here: export it as stablehlo$") as refused:
+def test_an_unsupported_operation_raises_an_error_with_its_name_and_line(fn, reason):
+    with pytest.raises(UserError, match=MESSAGE) as error:
         to_onnx(fn, W, {"x": symbolic(SHAPE)}, "y")
-    assert said in str(refused.value)
-    assert f" at {__file__}:" in str(refused.value)
+    assert reason in str(error.value)
+    assert f" at {__file__}:" in str(error.value)
 
 
-def test_weights_beyond_a_protobuf_are_refused():
+def test_weights_larger_than_a_protobuf_raise_an_error():
     huge = np.broadcast_to(np.float32(0), (2**15, 2**14 + 1))
-    with pytest.raises(UserError, match=r"2\.0 GiB and an ONNX file holds 2"):
+    with pytest.raises(UserError, match=r"2\.0 GiB and an ONNX file holds at most 2 GiB"):
         to_onnx(lambda w, x: x, {"w": huge}, {"x": symbolic(SHAPE)}, "y")
 
 
 @pytest.mark.slow
-def test_a_vit_goes_along(tmp_path):
+def test_a_vit_is_exported(tmp_path):
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
     )

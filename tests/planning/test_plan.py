@@ -112,13 +112,13 @@ def test_numbers_are_kept_where_anything_fits_in_them(monkeypatch):
     pretended(monkeypatch, lambda recipe: grows(recipe) + 100 * (recipe.precision == "fp32"))
     found, _ = ran(RECIPE, 150)
     assert found.chosen.recipe.precision == "bf16"
-    assert choice_notes(found) == ["nothing fits in fp32: bf16 rounds otherwise"]
+    assert choice_notes(found) == ["nothing fits in fp32: bf16 rounds differently"]
 
 
 def test_nothing_that_fits_is_told_with_the_least_found(monkeypatch):
     pretended(monkeypatch, grows)
     with pytest.raises(
-        RunFailed, match=r"nothing fits 90 B: the least found is 100 B, 10 B of it the state, with"
+        RunFailed, match=r"nothing fits 90 B: the smallest candidate takes 100 B, 10 B of it for the state, with"
     ) as at:
         ran(RECIPE, 90)
     assert "\n" not in str(at.value)
@@ -144,7 +144,7 @@ def test_batch_norm_is_told_of():
     own = Candidate(RECIPE, 10, 5, 1, 1.0, 0.0)
     finer = dataclasses.replace(own, recipe=dataclasses.replace(RECIPE, accumulate=4))
     found = planning.Plan(10, [own, finer], finer, batch_norm=True)
-    assert choice_notes(found) == ["BatchNorm's statistics are of a micro-batch: of 16 examples now, of 64 before"]
+    assert choice_notes(found) == ["BatchNorm computes statistics per micro-batch: over 16 examples instead of 64"]
     assert choice_notes(dataclasses.replace(found, chosen=own)) == []
 
 

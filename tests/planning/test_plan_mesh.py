@@ -173,7 +173,7 @@ def test_of_several_sums_in_one_each_counts_as_what_it_is():
 def test_what_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         communication("HloModule nothing", {"data": 2})
-    with pytest.raises(ValueError, match="without the devices"):
+    with pytest.raises(ValueError, match="a collective without replica_groups"):
         communication(program("%y = f32[8]{0} all-gather(%x), dimensions={0}"), {"data": 2})
 
 
@@ -208,7 +208,7 @@ def test_gpt2_sends_what_the_closed_form_says(mesh):
     assert 0 <= memory.optimizer - 2 * memory.parameters <= 40
     assert memory.batch == 4 * k * (8 // n) * (recipe.seq_len + 1)
     assert memory.peak == memory.parameters + memory.optimizer + memory.batch + memory.temporaries
-    assert (share.rows, share.devices, share.communication.endless) == (2, 4, 0)
+    assert (share.rows, share.devices, share.communication.unbounded_loops) == (2, 4, 0)
 
 
 def test_a_mesh_grows_by_its_first_axis():
@@ -231,7 +231,7 @@ def test_arithmetic_is_that_of_a_devices_rows():
 
 def test_virtual_devices_are_those_there_are():
     assert virtual_devices(4) == jax.devices()[:4]
-    with pytest.raises(UserError, match="JAX has 4 CPU devices in this process and 1024 are to be compiled for"):
+    with pytest.raises(UserError, match="JAX has 4 CPU devices in this process and the mesh needs 1024: plan before"):
         virtual_devices(MAX_DEVICES)
 
 
@@ -302,7 +302,7 @@ def test_where_nothing_fits_all_is_told_before(capsys):
         ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': use data, fsdp"),
         ("--mesh data=2,data=2", "gives data twice"),
         ("--mesh data=0", "gives data the size '0'"),
-        ("--mesh data=2048", "mesh 'data=2048' is of 2,048 devices: plan knows up to 1,024"),
+        ("--mesh data=2048", "mesh 'data=2048' has 2,048 devices: use at most 1,024"),
         (
             "--mesh data=2 --bandwidth 50GB",
             "'50GB' is not a bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s",
@@ -329,7 +329,7 @@ def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
             raise UserError("too many: take fewer")
         return dataclasses.replace(first, recipe=recipe, mesh=shape)
 
-    monkeypatch.setattr(Scaling, "_compiled", up_to_two)
+    monkeypatch.setattr(Scaling, "_compile", up_to_two)
     status, out, _ = ran(capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 400Gbit/s")
     assert status == 0
     lines = [line.split() for line in out.splitlines()]

@@ -18,7 +18,7 @@ from jaxtrain.profile.trace import (
     INPUT,
     Span,
     StepTrace,
-    _divided,
+    _divide_time,
     current_source_lines,
     newest_trace,
     table_rows,
@@ -117,10 +117,10 @@ def test_time_is_divided_among_what_runs():
     a, b, again = span("a", 10, 30), span("b", 20, 40, "copy"), span("a", 60, 70)
     before = span("early", 0, 5)
     wait = span(INPUT, 35, 55, INPUT)
-    went = {s.name or s.kind: ns for s, ns in _divided([a, b, again, before], [wait], 5, 100).items()}
+    went = {s.name or s.kind: ns for s, ns in _divide_time([a, b, again, before], [wait], 5, 100).items()}
     assert went == {"a": 10 + 5 + 10, "b": 5 + 10, INPUT: 15, "idle": 5 + 5 + 30}
     assert sum(went.values()) == 95
-    table = {row.kind: row for row in table_rows(_divided([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
+    table = {row.kind: row for row in table_rows(_divide_time([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
     assert table["matmul"].count == 2
     assert table["matmul"].share == pytest.approx(25 / 95)
     assert [top.name for top in table["matmul"].top] == ["a"]
