@@ -83,10 +83,10 @@ def document(environment: dict[str, Any], results: list[CheckResult]) -> dict[st
     """Return the document of `--json`; a figure that is not finite is null.
 
     >>> document({}, [CheckResult("product", True, "", 0.5, 1.0)])["checks"]
-    [{'name': 'product', 'passed': True, 'figure': 0.5, 'bound': 1.0, 'said': ''}]
+    [{'name': 'product', 'passed': True, 'figure': 0.5, 'bound': 1.0, 'detail': ''}]
     """
     checks = [
-        {"name": f.name, "passed": f.passed, "figure": _finite(f.figure), "bound": f.bound, "said": f.detail}
+        {"name": f.name, "passed": f.passed, "figure": _finite(f.figure), "bound": f.bound, "detail": f.detail}
         for f in results
     ]
     counts = {"passed": sum(f.passed is True for f in results), "failed": sum(f.passed is False for f in results)}
