@@ -21,7 +21,7 @@ def type_errors(values: Any) -> list[str]:
     ...     width: int
     ...     rate: float | None = None
     >>> type_errors(Sizes(8, 1)), type_errors(Sizes("8", float("nan")))
-    ([], ["width must be int, got '8'", 'rate must be float or None, got nan'])
+    ([], ["width must be an int, got '8'", 'rate must be a finite float or None, got nan'])
     """
     hints = get_type_hints(type(values))
     by_name = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
@@ -69,9 +69,14 @@ def _finite(value: float) -> bool:
         return False
 
 
+_TYPE_NAMES = {int: "an int", float: "a finite float", bool: "a bool", str: "a string", Path: "a path"}
+
+
 def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_type_name(part) for part in get_args(hint))
+    if isinstance(hint, type) and hint in _TYPE_NAMES:
+        return _TYPE_NAMES[hint]
     return "None" if hint is types.NoneType else str(getattr(hint, "__name__", hint))

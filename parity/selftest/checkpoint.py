@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,9 @@ def checkpoint() -> Iterator[CheckResult]:
 
 def round_trip(state: TrainState) -> TrainState:
     """Write a state to a new folder, as a run does, and read it back."""
-    # orbax logs every phase of every save.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     with (
+        _muted(logging.getLogger("absl")),  # orbax logs every phase of every save
         tempfile.TemporaryDirectory(prefix="parity-selftest-") as folder,
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as orbax,
     ):
@@ -50,3 +50,13 @@ def round_trip(state: TrainState) -> TrainState:
         shardings = ocp.checkpoint_utils.construct_restore_args(like)
         found: Any = orbax.restore(path, args=ocp.args.PyTreeRestore(like, shardings))
     return TrainState(*found)
+
+
+@contextmanager
+def _muted(logger: logging.Logger) -> Iterator[None]:
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
