@@ -140,7 +140,22 @@ def test_the_base_install_trains():
     assert result.stdout == "4.0 [1.0]\n", result.stderr
 
 
-def test_a_command_without_its_extra_says_so_in_one_line():
-    result = python_without_extras(COMMAND)
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (COMMAND, r"jaxtrain: jaxtrain train needs \w+: pip install 'jaxtrain\[run\]'\n"),
+        (
+            "from parity.__main__ import main\nsys.exit(main())",
+            r"parity: .* needs \w+: pip install 'jaxtrain\[parity\]'\n",
+        ),
+        (
+            "from benchmarks.__main__ import main\nsys.exit(main())",
+            r"benchmarks: .* needs \w+: .*'jaxtrain\[parity\]'\n",
+        ),
+    ],
+    ids=["jaxtrain", "parity", "benchmarks"],
+)
+def test_a_command_without_its_extra_names_it_in_one_line(program, message):
+    result = python_without_extras(program)
     assert result.returncode == 2
-    assert re.fullmatch(r"jaxtrain: jaxtrain train needs \w+: pip install 'jaxtrain\[run\]'\n", result.stderr)
+    assert re.fullmatch(message, result.stderr)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ class StepTrace:
     def __enter__(self) -> "StepTrace":
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # an event per Python call would slow down the steps
+        # The default name of a trace's folder has seconds: a second trace within one would overwrite the first.
+        options.session_id = f"{datetime.now():%Y_%m_%d_%H_%M_%S_%f}"
         jax.profiler.start_trace(self._folder, profiler_options=options)
         self._steps = jax.profiler.TraceAnnotation(STEPS)
         self._steps.__enter__()

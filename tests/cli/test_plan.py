@@ -63,7 +63,7 @@ def test_nothing_fits_in_one_line(capsys):
     ("command", "message"),
     [
         (f"plan {IMAGES} --memory 16", "'16' is not an amount of memory: write it with its unit, as in 16GiB or 40GB"),
-        (f"plan {IMAGES} --memory -3GiB", "'-3GiB' is no amount"),
+        (f"plan {IMAGES} --memory -3GiB", "'-3GiB' is not an amount of memory"),
         ("plan gpt-stdlob", "did you mean 'gpt-stdlib'"),
         (f"plan {IMAGES} --accumulate 3", "is not divisible by accumulate 3"),
         (f"plan {IMAGES} --remat nothing", "remat 'nothing' is unknown"),

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain import Loss
 from jaxtrain.cli import main
-from jaxtrain.runner import loop
+from jaxtrain.runner import training
 from jaxtrain.tasks import build
 
 from ..runner.test_guards import RECIPE, plant
@@ -92,7 +92,7 @@ def root_of_bias(params):
 
 
 def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypatch):
-    monkeypatch.setattr(loop, "build", with_more(root_of_bias))
+    monkeypatch.setattr(training, "build", with_more(root_of_bias))
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --out run") == 1
     message = capsys.readouterr().err
     assert "step 1: the loss is 2." in message

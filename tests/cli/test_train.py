@@ -149,7 +149,7 @@ def test_a_gpt_learns_its_own_text_and_writes_some(text_folder, capsys):
     assert run(f"{command} --remat full {TINY_GPT} --out run") == 0
     out = capsys.readouterr().out
     assert "unigram entropy" in out
-    assert "a sample" in out
+    assert "─ sample ─" in out
     evaluations = [m["eval_loss"] for m in lines("run") if "eval_loss" in m]
     assert evaluations[-1] < 0.8 * evaluations[0]
     assert run("sample run --length 20 --temperature 0 --prompt the") == 0

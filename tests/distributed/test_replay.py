@@ -24,7 +24,7 @@ def test_a_run_is_replayed_on_its_mesh_or_on_one_device(tmp_path, monkeypatch, c
     assert main(["replay", "run", "6"]) == 0
     out = capsys.readouterr().out
     assert "devices" not in out
-    assert "from step 4: 1 steps before this one" in out
+    assert "starting at step 4: 1 steps to rerun before step 6" in out
     own, wide = printed_losses(out)
     assert own == float(f"{logged:.7g}")
     assert wide == pytest.approx(own, rel=1e-6)

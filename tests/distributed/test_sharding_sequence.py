@@ -90,7 +90,9 @@ def test_a_fused_kernel_gets_whole_sequences_and_sharded_heads(spec, monkeypatch
     def kernel(q, k, v, *, scale, is_causal, implementation):
         shapes.append((q.dtype.name, q.shape))
         wide = (x.astype(np.float32) for x in (q, k, v))
-        return attention._explicit(*wide, None, is_causal, scale, 0.0, None).astype(q.dtype)
+        return attention._explicit(*wide, mask=None, causal=is_causal, scale=scale, dropout=0.0, rng=None).astype(
+            q.dtype
+        )
 
     monkeypatch.setattr(attention, "_has_fused_kernel", lambda *qkv: True)
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)

@@ -126,24 +126,24 @@ def test_dropout_that_does_not_keep_the_mean_is_detected(model: Any, monkeypatch
     assert "first loss" in faults(make(dropout=0.1), steps=1)
 
 
-def remember(momentum: float, bessel: bool):
-    def _remember(self: BatchNorm, mean: jax.Array, var: jax.Array, n: int) -> None:
+def running_statistics(momentum: float, bessel: bool):
+    def update_running_statistics(self: BatchNorm, mean: jax.Array, var: jax.Array, n: int) -> None:
         new = {"mean": mean, "var": var * (n / (n - 1)) if bessel else var}
         for name, value in new.items():
             running = getattr(self, name)
             running[...] = (1 - momentum) * running[...] + momentum * value
         self.count[...] += 1
 
-    return _remember
+    return update_running_statistics
 
 
 @pytest.mark.parametrize(("momentum", "bessel"), [(0.1, False), (0.9, True)])
 def test_flaxs_running_statistics_are_seen_in_the_buffers_alone(
     monkeypatch: pytest.MonkeyPatch, momentum: float, bessel: bool
 ) -> None:
-    monkeypatch.setattr(BatchNorm, "_remember", remember(0.1, True))
+    monkeypatch.setattr(BatchNorm, "_update_running_statistics", running_statistics(0.1, True))
     assert check(CASES["cnn-bn"](), steps=3).passed
-    monkeypatch.setattr(BatchNorm, "_remember", remember(momentum, bessel))
+    monkeypatch.setattr(BatchNorm, "_update_running_statistics", running_statistics(momentum, bessel))
     verdict = check(CASES["cnn-bn"](), steps=3)
     assert [fault.split(",")[0] for fault in verdict.faults] == [
         "buffers after the first update",

@@ -163,7 +163,7 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
     [
         ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp64, fp32, bf16, fp16"),
         ({"accumulate": 3}, "the 8 rows of small are not divisible by accumulate 3: use one of 1, 2, 4, 8"),
-        ({"accumulate": 0}, "accumulate 0 does not divide"),
+        ({"accumulate": 0}, "not divisible by accumulate 0: use one of 1, 2, 4, 8"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"remat": "some"}, "remat 'some' is unknown"),
     ],
@@ -190,7 +190,7 @@ def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[t
         (by_row, r"torch_loss returned a total of shape \[1\]: return the sum"),
         (
             lambda model, batch: small().torch_loss(model, batch)[0],
-            r"torch_loss returned Tensor: make it \(total, weight",
+            r"torch_loss returned Tensor: return \(total, weight\)",
         ),
     ],
 )
