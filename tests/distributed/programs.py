@@ -235,7 +235,7 @@ RUNS: dict[str, Callable[..., Run]] = {
 
 
 def configurations(name: str) -> list[Callable[[], tuple[Any, Any]]]:
-    """What makes parameters of the family, in all its kinds: with and without what a configuration leaves out."""
+    """Return functions that create the parameters of a family, with and without its optional parts."""
     more: dict[str, list[Callable[[], nnx.Module]]] = {
         "llama": [
             lambda: llama.Llama(llama.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True), rngs=nnx.Rngs(0)),
