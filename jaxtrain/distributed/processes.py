@@ -72,18 +72,18 @@ def start() -> None:
     Raises:
       UserError: The processes could not connect.
     """
-    if not jax.distributed.is_initialized() and (found := initialize_arguments(os.environ)) is not None:
-        _initialize(found)
+    if not jax.distributed.is_initialized() and (arguments := initialize_arguments(os.environ)) is not None:
+        _initialize(arguments)
     if not is_first():
         sys.stdout.flush()
         # The file descriptor and not only Python's: the collectives print their connections to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _initialize(found: dict[str, Any]) -> None:
+def _initialize(arguments: dict[str, Any]) -> None:
     try:
         jax.distributed.initialize(
-            **found, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=_SHUTDOWN_SECONDS
+            **arguments, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=_SHUTDOWN_SECONDS
         )
     except (RuntimeError, ValueError) as error:
         why = str(error).partition("\n")[0]
@@ -111,7 +111,7 @@ def initialize_arguments(environment: Mapping[str, str]) -> dict[str, Any] | Non
       >>> initialize_arguments({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})  # in a job, but not started by srun
     """
     if _number(environment, "JAX_NUM_PROCESSES") > 1:
-        return _numbered(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        return _explicit_arguments(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     # Before Slurm: mpirun starts its daemons by srun.
     if _number(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         if "OMPI_MCA_orte_hnp_uri" in environment:
@@ -127,8 +127,8 @@ def initialize_arguments(environment: Mapping[str, str]) -> dict[str, Any] | Non
 
 def _open_mpi_5(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments under Open MPI 5.0 or later, which does not give the address of its launcher."""
-    found = _numbered(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if found["coordinator_address"] is None:
+    arguments = _explicit_arguments(environment, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if arguments["coordinator_address"] is None:
         if environment["OMPI_COMM_WORLD_SIZE"] != environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
             raise UserError(
                 "Open MPI 5 does not say where its first process is: "
@@ -136,11 +136,11 @@ def _open_mpi_5(environment: Mapping[str, str]) -> dict[str, Any]:
             )
         # All on one machine: a port derived from the job, in the range that JAX uses under Open MPI 4.
         port = 2**16 - 2**12 + zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode()) % 2**12
-        found["coordinator_address"] = f"127.0.0.1:{port}"
-    return {**found, "local_device_ids": [_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")]}
+        arguments["coordinator_address"] = f"127.0.0.1:{port}"
+    return {**arguments, "local_device_ids": [_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK")]}
 
 
-def _numbered(environment: Mapping[str, str], size: str, rank: str) -> dict[str, Any]:
+def _explicit_arguments(environment: Mapping[str, str], size: str, rank: str) -> dict[str, Any]:
     n, i = _number(environment, size), _number(environment, rank, missing=-1)
     if not 0 <= i < n:
         raise UserError(f"{rank} must be in 0 to {n - 1} for {n} processes, got {environment.get(rank, 'nothing')}")

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
-from jaxtrain.distributed.division import ShardingConstraints
+from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
 from jaxtrain.distributed.sharding import Rules, param_shardings, replicate_over
 from jaxtrain.errors import UserError
@@ -40,31 +40,31 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
       UserError: At the call, if the mesh shards sequences and the program has none, or they are not divisible.
     """
 
-    def computed(params: Any, batch: Any, *rest: Any) -> Any:
+    def constrained(params: Any, batch: Any, *rest: Any) -> Any:
         shardings = param_shardings(params, mesh, rules)
         params = jax.tree.map(lax.with_sharding_constraint, params, shardings)
         count = _rows(batch)
-        batch = jax.tree.map(ShardingConstraints(mesh, count).of_batch, batch)
+        batch = jax.tree.map(ShardingConstraints(mesh, count).constrain_batch, batch)
         weights = {id(x): s for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)}
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-            layers = {id(v) for v in _scanned(closed.jaxpr)}
-            division = ShardingConstraints(
+            layers = {id(v) for v in _scanned_variables(closed.jaxpr)}
+            constraints = ShardingConstraints(
                 mesh, count, _lengths(closed.jaxpr, count) if sequence_parallel_size(mesh.shape) > 1 else ()
             )
-            apart = UnmergeRows()
+            unmerge_rows = UnmergeRows()
 
             def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
                 if jaxpr.is_call(eqn, BLOCK):
                     # The first axis of weights may have the same size as the batch.
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
-                    args = [x if of_layer else division(x) for x, of_layer in zip(args, own, strict=True)]
-                    return [division(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
+                    args = [x if of_layer else constraints(x) for x, of_layer in zip(args, own, strict=True)]
+                    return [constraints(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
                 if eqn.primitive.name == "gather" and id(args[0]) in weights:
                     # Gather rows from the replicated table: the mesh axis fsdp shards its width and the rows.
                     table = lax.with_sharding_constraint(args[0], replicate_over(weights[id(args[0])], FSDP))
-                    return [division.of_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
-                if not division.lengths:
+                    return [constraints.constrain_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
+                if not constraints.lengths:
                     return None
                 if eqn.primitive.name == "ragged_dot_general":
                     raise UserError(
@@ -72,34 +72,36 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                         f"put its devices on {DATA} or {FSDP}"
                     )
                 if precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
-                    return division.of_fused(lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args)
+                    return constraints.run_fused(
+                        lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
+                    )
                 if eqn.primitive.name == "reduce_max":
-                    return jaxpr.bind(eqn, [division.of_scores(args[0], eqn.params["axes"])])
-                return apart(eqn, args, run)
+                    return jaxpr.bind(eqn, [constraints.constrain_scores(args[0], eqn.params["axes"])])
+                return unmerge_rows(eqn, args, run)
 
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
         return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
 
-    return computed
+    return constrained
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     return jaxpr.interpret(traced, consts, args, lambda eqn, args, run: None)
 
 
-def _scanned(traced: Jaxpr) -> Iterator[Any]:
+def _scanned_variables(traced: Jaxpr) -> Iterator[Any]:
     """Yield the variables that scans pass to each iteration: in a model, the weights of one layer."""
     for eqn in traced.eqns:
         for inner in jaxpr.inner_jaxprs(eqn):
             if eqn.primitive.name == "scan":
                 yield from inner.invars[sum(jaxpr.scan_sizes(eqn)) :]
-            yield from _scanned(inner)
+            yield from _scanned_variables(inner)
 
 
 def _lengths(traced: Jaxpr, count: int | None) -> set[int]:
     """Return the sequence lengths T of all arrays [B, T, width] that marked blocks return."""
-    lengths = {v.aval.shape[1] for v in _made_by_blocks(traced) if v.aval.ndim == 3 and v.aval.shape[0] == count}
+    lengths = {v.aval.shape[1] for v in _block_outputs(traced) if v.aval.ndim == 3 and v.aval.shape[0] == count}
     if not lengths:
         raise UserError(
             f"the mesh axis {SEQUENCE} shards tokens, and no marked block of this model returns any, [rows, tokens, "
@@ -108,12 +110,12 @@ def _lengths(traced: Jaxpr, count: int | None) -> set[int]:
     return lengths
 
 
-def _made_by_blocks(traced: Jaxpr) -> Iterator[Any]:
+def _block_outputs(traced: Jaxpr) -> Iterator[Any]:
     for eqn in traced.eqns:
         if jaxpr.is_call(eqn, BLOCK):
             yield from eqn.outvars
         for inner in jaxpr.inner_jaxprs(eqn):
-            yield from _made_by_blocks(inner)
+            yield from _block_outputs(inner)
 
 
 def _rows(batch: Any) -> int | None:

@@ -43,7 +43,7 @@ def param_shardings(params: Any, mesh: Mesh, rules: Rules | None) -> Any:
     """
 
     def sharding(path: Any, x: Any) -> NamedSharding:
-        spec = automatic_spec(x.shape, mesh) if rules is None else _matched(path_name(path), x.shape, rules)
+        spec = automatic_spec(x.shape, mesh) if rules is None else _match_rule(path_name(path), x.shape, rules)
         return NamedSharding(mesh, fit_spec(spec, x.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding, params)
@@ -90,7 +90,7 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> Train
     parameter's path, are sharded like the parameter. Everything else is replicated.
     """
     shardings = param_shardings(state.params, mesh, rules)
-    of_params = {
+    params_by_path = {
         path_name(path): (x.shape, sharding)
         for (path, x), sharding in zip(
             jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(shardings), strict=True
@@ -100,7 +100,7 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> Train
     def sharding(path: Any, x: Any) -> NamedSharding:
         parts = path_name(path).split("/")
         for i in range(len(parts)):
-            shape, found = of_params.get("/".join(parts[i:]), (None, None))
+            shape, found = params_by_path.get("/".join(parts[i:]), (None, None))
             if found is not None and shape == x.shape:
                 return found
         return NamedSharding(mesh, P())
@@ -111,7 +111,7 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> Train
     return whole._replace(params=shardings, opt_state=opt_state, window=window, ema=ema)
 
 
-def _matched(path: str, shape: tuple[int, ...], rules: Rules) -> P:
+def _match_rule(path: str, shape: tuple[int, ...], rules: Rules) -> P:
     for pattern, spec in rules.items():
         if re.fullmatch(pattern, path):
             if len(spec) > len(shape):

@@ -1,4 +1,4 @@
-"""What a window costs: k micro-batches and one update, in arithmetic and in memory."""
+"""FLOPs and memory of a window: those of k micro-batches and one update."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def abstract(k, precision="fp32"):
 
 
 def elements(jaxpr, name):
-    """How many elements a primitive of that name computes, loops counted as often as they run."""
+    """Return the number of elements that a primitive computes, including all iterations of loops."""
     total = 0
     for eqn in jaxpr.eqns:
         inner = sum(elements(j, name) for j in inner_jaxprs(eqn))
@@ -41,15 +41,15 @@ def elements(jaxpr, name):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("k", [2, 4, 8])
-def test_a_windows_products_are_those_of_its_micro_batches(k, precision):
+def test_the_flops_of_a_window_are_those_of_its_micro_batches(k, precision):
     single, window = abstract(1, precision), abstract(k, precision)
     assert flops(window[0].pure, *window[1:]) == k * flops(single[0].pure, *single[1:])
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_the_optimizers_arithmetic_runs_once_a_window(k):
+def test_the_optimizer_runs_once_per_window(k):
     step, state, batch = abstract(k)
-    # Adam's roots are the only ones over whole parameters.
+    # Only Adam computes square roots of whole parameters.
     roots = elements(jax.make_jaxpr(step.pure)(state, batch).jaxpr, "sqrt")
     size = np.prod(PARAMS.shape)
     assert size <= roots < 1.01 * size
@@ -60,7 +60,7 @@ def temporaries(fn, *args):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_windows_temporaries_are_those_of_a_plain_scan_and_one_update_and_at_most_one_buffer_more(precision):
+def test_a_window_needs_at_most_one_buffer_more_than_a_plain_scan_and_one_update(precision):
     k, optimizer = 4, optax.adam(1e-3)
     loss = policy(precision).apply(lambda params, batch: loss_fn(params, batch, None)[0].total)
 

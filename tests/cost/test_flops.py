@@ -1,4 +1,4 @@
-"""FLOPs counted over the jaxpr."""
+"""FLOPs counted from the jaxpr."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, GPT2, GPT2Config, functional
 
 
-def test_a_gpt_costs_six_times_its_matrices_a_token_and_its_attention():
+def test_flops_of_a_gpt_match_the_closed_form():
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=4)
     apply, params = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
     batch, length, width, layers = 2, 16, 32, 3
     matrices = layers * 12 * width**2 + 64 * width
-    attention = layers * 2 * length * width  # scores and their application, a token
+    attention = layers * 2 * length * width  # scores and weighted values, per token
     forward = 2 * batch * length * (matrices + attention)
     tokens = jax.ShapeDtypeStruct((batch, length), np.int32)
     assert flops(apply, params, tokens) == forward
@@ -27,18 +27,18 @@ def test_a_gpt_costs_six_times_its_matrices_a_token_and_its_attention():
     assert flops(jax.grad(loss), params, tokens) == 3 * forward
 
 
-def test_a_convolution_costs_its_kernel_an_output():
+def test_flops_of_a_convolution_match_the_closed_form():
     apply, params = functional(nnx.eval_shape(lambda: CNN((8, 8, 3), 16, 10, rngs=nnx.Rngs(0))))
     images = jax.ShapeDtypeStruct((5, 8, 8, 3), np.float32)
     assert flops(apply, params, images) == 2 * 5 * (6 * 6 * 16 * 3 * 3 * 3 + 6 * 6 * 16 * 10)
 
 
-def test_a_loop_of_unknown_length_is_refused():
+def test_a_loop_of_unknown_length_raises_an_error():
     with pytest.raises(ValueError, match="while"):
         flops(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, x), jnp.ones((2, 2)))
 
 
-def test_branches_count_the_dearest():
+def test_a_conditional_counts_its_most_expensive_branch():
     def fn(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
 

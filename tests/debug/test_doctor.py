@@ -1,4 +1,4 @@
-"""The doctor finds problems, names their fixes, and reports none on a healthy machine."""
+"""`jaxtrain doctor` finds problems, names their fixes, and reports none on a healthy machine."""
 
 import importlib.metadata
 import json

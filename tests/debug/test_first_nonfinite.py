@@ -1,4 +1,4 @@
-"""Where the first inf or NaN arises that reaches a result, through all control flow, in float64 too."""
+"""The origin of the first inf or NaN that reaches a result, through all control flow and in float64."""
 
 import gc
 
@@ -13,7 +13,7 @@ from jaxtrain.debug.first_nonfinite import NonfiniteTracer
 
 
 def origin(fn, *args, wide=False):
-    """(operation, text of its line) of each place, and the value."""
+    """Return the operation and source text of each place, and the value."""
     tracer = NonfiniteTracer(wide=wide)
     closed = jax.make_jaxpr(fn)(*args)
     with jax.enable_x64(wide):
@@ -24,7 +24,7 @@ def origin(fn, *args, wide=False):
 X = jnp.array([0.0, 1.0, 4.0])
 
 
-def test_the_backward_pass_names_the_function_that_it_is_of():
+def test_the_backward_pass_is_attributed_to_its_forward_line():
     def loss(x):
         root = jnp.sqrt(x)
         return jnp.sum(root * jnp.array([0.0, 1.0, 1.0]))
@@ -33,7 +33,7 @@ def test_the_backward_pass_names_the_function_that_it_is_of():
     assert places == [("div", "root = jnp.sqrt(x)"), ("mul", "root = jnp.sqrt(x)")]
 
 
-def test_what_reaches_no_result_is_nobodys_fault():
+def test_nonfinite_values_that_reach_no_result_are_ignored():
     def attended(scores):
         masked = jnp.where(jnp.array([True, True, False]), scores, -jnp.inf)  # a mask: exp(-inf) is 0
         weights = jax.nn.softmax(masked)
@@ -45,7 +45,7 @@ def test_what_reaches_no_result_is_nobodys_fault():
     assert origin(lambda x: jnp.sum(jax.nn.softmax(x)), X)[0] == []
 
 
-def test_a_row_that_is_masked_out_becomes_nan_where_it_does():
+def test_the_nan_of_a_fully_masked_row_is_located():
     def attended(scores):
         masked = jnp.where(scores > 10.0, scores, -jnp.inf)
         return jnp.sum(jax.nn.softmax(masked))
@@ -101,7 +101,11 @@ def in_custom_vjp(x):
         (in_cond, "div", "return lax.cond(x[0] > 0.0, lambda x: x[0], lambda x: 1.0 / x[0], x)"),
         (in_jit, "log", "return jax.jit(lambda x: jnp.sum(jnp.log(x)))(x)"),
         (in_remat, "pow", "return jax.grad(jax.checkpoint(lambda x: jnp.sum(x**-0.5)))(x)[0]"),
-        (in_custom_vjp, "rsqrt", "return jax.grad(rooted)(x)[0]"),  # a backward rule has the line of the call
+        (
+            in_custom_vjp,
+            "rsqrt",
+            "return jax.grad(rooted)(x)[0]",
+        ),  # a backward rule has the line of its call
     ],
 )
 def test_through_control_flow(fn, operation, line):
@@ -111,7 +115,7 @@ def test_through_control_flow(fn, operation, line):
     assert np.array_equal(value, fn(X), equal_nan=True)
 
 
-def test_of_stacked_values_only_the_slice_at_hand_is_followed():
+def test_only_the_used_slice_of_stacked_values_is_traced():
     def layers(x):
         ys = lax.scan(lambda c, row: (c, jnp.log(row)), 0.0, x)[1]  # 1.4, 0, -inf
         return lax.scan(lambda c, y: (c, lax.acos(y)), 0.0, ys)[1][0]
@@ -121,7 +125,7 @@ def test_of_stacked_values_only_the_slice_at_hand_is_followed():
     assert np.isnan(value)
 
 
-def test_a_given_value_is_the_origin_of_what_is_made_of_it():
+def test_a_nonfinite_input_is_reported_as_the_origin():
     tracer = NonfiniteTracer()
     closed = jax.make_jaxpr(lambda x, w: jnp.sum(x * w))(X, X)
     (out,) = tracer.run(closed, {"batch/image": X.at[1].set(jnp.nan), "params/w": X})
@@ -131,7 +135,7 @@ def test_a_given_value_is_the_origin_of_what_is_made_of_it():
 
 
 LARGE = 4099
-"""Elements of an array that no other test has."""
+"""Number of elements, unlike that of arrays of any other test."""
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -162,7 +166,7 @@ def test_values_are_freed_after_their_last_use(monkeypatch, wide, in_a_scan):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
-def test_an_overflow_of_a_low_precision_is_none_in_float64(dtype):
+def test_an_overflow_in_low_precision_does_not_occur_in_float64(dtype):
     def fn(x):
         low = (x + 1000.0).astype(dtype)
         return jnp.sum((low**30 / low**29).astype(np.float32))
@@ -175,7 +179,7 @@ def test_an_overflow_of_a_low_precision_is_none_in_float64(dtype):
 
 
 def program(params, x, key):
-    """Operations whose parameters name a dtype or hold a program: a step's, and then some."""
+    """Use operations whose parameters name a dtype or contain a program, as training steps do."""
     keep = jax.random.bernoulli(key, 0.5, (4, 4))
     h = jnp.where(keep, x @ params["w"], 0.0).astype(jnp.bfloat16).astype(jnp.float32)
     h = jnp.dot(h, params["w"], preferred_element_type=jnp.float32) + jnp.zeros((4, 4)).at[jnp.array([0, 0, 1])].add(
@@ -188,7 +192,7 @@ def program(params, x, key):
     return jnp.sum(pooled**2) + jax.nn.logsumexp(h) + jnp.sum(lax.iota(np.float32, 3) / 3.0)
 
 
-def test_in_float64_it_is_the_same_program_in_float64():
+def test_wide_evaluates_the_same_program_in_float64():
     key = jax.random.key(0)
     params, x = {"w": jax.random.normal(jax.random.key(1), (4, 4)) / 2}, jax.random.normal(jax.random.key(2), (4, 4))
     keep = np.asarray(jax.random.bernoulli(key, 0.5, (4, 4)))
@@ -209,6 +213,6 @@ def test_in_float64_it_is_the_same_program_in_float64():
             return jnp.sum(pooled**2) + jax.nn.logsumexp(h) + 1.0
 
         expected, gradient = jax.value_and_grad(true)(jnp.asarray(np.float64(params["w"])))
-    # Its constants are float32's (of gelu, a third): 6e-8 of what they multiply.
+    # Constants (of gelu, 1/3) are rounded to float32: a relative error of 6e-8.
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     np.testing.assert_allclose(grads["w"], gradient, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A GPT-2 whose sizes tell apart what a compiled program holds."""
+"""A GPT-2 with distinct sizes, so that the arrays of a compiled program can be identified by shape."""
 
 import math
 
@@ -17,7 +17,7 @@ TOKENS = {"tokens": np.zeros((2 * ROWS, POSITIONS), np.int32)}
 
 
 def deep(spec, positions=POSITIONS, **options):
-    """A step on a mesh, of micro-batches of `ROWS` rows, and what makes its parameters."""
+    """Return a step on a mesh with micro-batches of `ROWS` rows, and a function that creates its parameters."""
     config = gpt2.GPT2Config(vocab_size=32, n_positions=positions, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
     model = lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))  # noqa: E731
     apply, _ = functional(nnx.eval_shape(model))

@@ -1,4 +1,4 @@
-"""How far training on each mesh ends from training on one device: a process of its own has as many as it wants."""
+"""Compare training on each mesh with training on one device, in a separate process with enough devices."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Every family of models as a small training run, and the same run on a mesh."""
+"""Small training runs of every model family, on one device and on a mesh."""
 
 import re
 from collections.abc import Callable
@@ -33,12 +33,12 @@ from jaxtrain.paths import none_frozen, path_name
 
 ROWS, TOKENS, VOCABULARY = 16, 8, 32
 ZERO_GRADIENT = "key/bias"
-"""It shifts all scores of a query alike, which softmax does not see."""
+"""A key's bias shifts all scores of a query equally, which does not change the softmax."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, on what, and by which rules it is divided."""
+    """A loss, its parameters, its data and its sharding rules."""
 
     loss_fn: Callable[..., Any]
     make: Callable[[], tuple[Any, Any]]
@@ -48,7 +48,7 @@ class Run:
 
 
 def train(run: Run, mesh: Any = None, *, steps: int = 20, seed: int = 0, **options: Any) -> tuple[Any, list[Any]]:
-    """(state, metrics of every step) of the run, on one device or on `mesh`."""
+    """Train on one device or on `mesh`; return the state and the metrics of every step."""
     options = {"accumulate": 2, "clip_norm": 1.0, "precision": "fp64", "frozen": run.frozen, **options}
     step = jt.train_step(run.loss_fn, adamw(1e-2), **options)
     if mesh is not None:
@@ -57,15 +57,15 @@ def train(run: Run, mesh: Any = None, *, steps: int = 20, seed: int = 0, **optio
     state = step.init(params, model_state=model_state, seed=seed)
     rng, metrics = np.random.default_rng(seed), []
     for _ in range(steps):
-        state, told = step(state, run.batch(rng))
-        metrics.append(jax.device_get(told))
+        state, values = step(state, run.batch(rng))
+        metrics.append(jax.device_get(values))
     return state, metrics
 
 
 def distance(a: Any, b: Any) -> float:
-    """The largest difference of two trees' arrays, each relative to the array's norm.
+    """Return the largest difference of the arrays of two pytrees, relative to the norm of the array.
 
-    Relative to the whole tree's, where a gradient is zero in mathematics: what Adam makes of it is made of rounding.
+    Where the exact gradient is zero and Adam amplifies rounding, it is relative to the norm of the whole pytree.
     """
     a, b = jax.device_get((a, b))
     whole = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(a)))
@@ -97,7 +97,7 @@ def _with_state(model: Callable[[], nnx.Module], call: Callable[..., Any], batch
 
 
 def _loss(logits: Any, labels: Any) -> Any:
-    # Of other weights in every micro-batch and on every device.
+    # The weight differs between micro-batches and between devices.
     weight = (labels != 0).astype(logits.dtype)
     return jt.Loss((cross_entropy(logits, labels) * weight).sum(), weight.sum()), {}
 
@@ -122,7 +122,7 @@ def _cnn(groups: int = 1) -> Run:
         return set_batch_norm_groups(cnn.CNN((6, 6, 3), 8, 8, batch_norm=True, dropout=0.1, rngs=nnx.Rngs(0)), groups)
 
     call = lambda apply, params, state, batch, rng: apply(params, state, batch["image"], True, rng)  # noqa: E731
-    # The convolution's bias stays 0: BatchNorm takes it out again, and its gradient is made of rounding.
+    # The convolution's bias stays 0: BatchNorm cancels it, and its gradient is only rounding.
     run = _with_state(model, call, partial(_images, 6, 3), cnn.SHARDING)
     return replace(run, frozen=lambda path: path == "conv/bias")
 
@@ -164,7 +164,7 @@ def _llama() -> Run:
 
 
 def _packed() -> Run:
-    """Several sequences in each row, which do not see each other."""
+    """Packed rows: several sequences that do not attend to each other."""
     config = llama.LlamaConfig(**LLAMA, attention_dropout=0.1)
 
     def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -235,7 +235,7 @@ RUNS: dict[str, Callable[..., Run]] = {
 
 
 def configurations(name: str) -> list[Callable[[], tuple[Any, Any]]]:
-    """What makes parameters of the family, in all its kinds: with and without what a configuration leaves out."""
+    """Return functions that create the parameters of a family, with and without its optional parts."""
     more: dict[str, list[Callable[[], nnx.Module]]] = {
         "llama": [
             lambda: llama.Llama(llama.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True), rngs=nnx.Rngs(0)),

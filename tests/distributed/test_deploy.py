@@ -1,4 +1,4 @@
-"""What is deployed, as far as it can be checked without a cluster."""
+"""The files in deploy/, as far as they can be checked without a cluster."""
 
 import json
 import os
@@ -46,13 +46,13 @@ def test_the_pods_of_the_job_set_find_each_other() -> None:
     }
 
 
-def test_the_job_set_gives_up_on_wrong_usage_alone() -> None:
+def test_the_job_set_stops_retrying_only_on_wrong_usage() -> None:
     jobset = yaml.safe_load((DEPLOY / "jobset.yaml").read_text())["spec"]
     job = jobset["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2])
     assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
-    # A pod failure policy asks for both of these.
+    # A pod failure policy requires both.
     assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
     (of_set,) = jobset["failurePolicy"]["rules"]
     assert (of_set["action"], of_set["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
@@ -71,18 +71,18 @@ def test_the_job_set_trains_a_recipe() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
-def test_the_batch_script_is_sound() -> None:
+def test_the_batch_script_passes_shellcheck() -> None:
     subprocess.run(["shellcheck", DEPLOY / "slurm.sbatch"], check=True)
 
 
-def test_the_batch_script_resumes_what_it_saves() -> None:
-    """Its settings stand before its first command, or Slurm would not read them."""
+def test_the_batch_script_resumes_after_a_save() -> None:
+    """The options precede the first command, because Slurm ignores later ones."""
     script = (DEPLOY / "slurm.sbatch").read_text()
     before, _, after = script.partition("set -euo pipefail")
     assert "#SBATCH" not in after
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", before, re.MULTILINE))
     assert before.count("#SBATCH") == len(options)
-    # To the steps of the job, not to its shell alone ("B:"), long enough before the end.
+    # The signal goes to the job steps and not only to the shell ("B:"), early enough to save.
     assert re.fullmatch(r"TERM@\d+", options["signal"])
     assert "requeue" in options
     assert "--resume auto" in after

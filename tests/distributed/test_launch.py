@@ -1,4 +1,4 @@
-"""Processes side by side: what they say, the signals passed on, and how one that fails ends the others."""
+"""`jaxtrain launch`: forwarded output and signals, and how a failing process ends the others."""
 
 import re
 import signal
@@ -12,12 +12,12 @@ from jaxtrain.cli import main
 from jaxtrain.cli.launch import Launch, Processes, _gpus, _settings
 from jaxtrain.errors import UserError
 
-# Of another process, which is to end by itself long before.
 LONG = 30
+"""Seconds that no process of these tests takes."""
 
 
 def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
-    """A command that launches a Python program `n` times, each with its number in `me`."""
+    """Return a command that launches a Python program `n` times, with the number of the process in `me`."""
     inner = f"import os, signal, sys, time; me = int(os.environ['ME']); {program}"
     outer = (
         "import os, sys; from jaxtrain.cli.launch import Processes; "
@@ -28,13 +28,13 @@ def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
 
 
 def launched(program: str, n: int = 2, grace: float = LONG) -> tuple[int, str, str, float]:
-    """(exit status, stdout, stderr, seconds)."""
+    """Return exit status, stdout, stderr and elapsed seconds."""
     begin = time.monotonic()
     done = subprocess.run(launcher(program, n, grace), capture_output=True, text=True, timeout=2 * LONG)
     return done.returncode, done.stdout, done.stderr, time.monotonic() - begin
 
 
-def test_each_line_is_passed_on_whole_with_the_number_of_its_process() -> None:
+def test_each_line_is_forwarded_with_the_number_of_its_process() -> None:
     text = "x" * 5000
     status, out, err, _ = launched(f"[print(i, '{text}') for i in range(20)]; print('to err', file=sys.stderr)", n=3)
     assert status == 0
@@ -46,26 +46,26 @@ def test_each_line_is_passed_on_whole_with_the_number_of_its_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "status", "said"),
+    ("ends", "status", "message"),
     [
         ("sys.exit(7)", 7, "process 1 of 3 exited with 7: terminating the others"),
         ("os.kill(os.getpid(), 9)", 137, "process 1 of 3 was terminated by SIGKILL: terminating the others"),
     ],
 )
-def test_the_first_that_fails_ends_all_and_its_status_is_kept(ends: str, status: int, said: str) -> None:
+def test_the_first_failure_ends_all_processes_with_its_status(ends: str, status: int, message: str) -> None:
     code, _, err, seconds = launched(f"time.sleep(0.2); {ends} if me == 1 else time.sleep({LONG})", n=3)
-    assert (code, err) == (status, f"jaxtrain: {said}\n")
+    assert (code, err) == (status, f"jaxtrain: {message}\n")
     assert seconds < LONG / 2
 
 
-def test_what_does_not_end_when_it_is_asked_to_is_killed() -> None:
-    stays = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep({LONG})"
-    status, out, _, seconds = launched(f"sys.exit(time.sleep(1) or 3) if me else exec({stays!r})", grace=0.5)
+def test_a_process_that_ignores_sigterm_is_killed() -> None:
+    ignore = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep({LONG})"
+    status, out, _, seconds = launched(f"sys.exit(time.sleep(1) or 3) if me else exec({ignore!r})", grace=0.5)
     assert (status, out) == (3, "[0] deaf\n")
     assert seconds < LONG / 2
 
 
-def test_an_abort_that_another_end_brought_about_is_not_what_is_told() -> None:
+def test_a_consequential_abort_is_not_reported_as_the_failure() -> None:
     processes = Processes([], [], 0)
     for number in (6, 9, 6):
         processes._started.append(
@@ -82,7 +82,7 @@ SAVES = "\n".join(
         "signal.signal(signal.SIGTERM, lambda n, f: got.append(n))",
         "print('ready')",
         "while not got: time.sleep(0.01)",
-        "time.sleep(0.5 + me / 2)",  # to save takes its time, and one is done before the other
+        "time.sleep(0.5 + me / 2)",  # saves take time, and one process finishes before the other
         "print('saved', got)",
         "sys.exit(128 + got[0])",
     ]
@@ -90,7 +90,7 @@ SAVES = "\n".join(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_all_may_end_as_they_do(number: signal.Signals) -> None:
+def test_a_signal_is_forwarded_once_and_all_processes_may_finish(number: signal.Signals) -> None:
     with subprocess.Popen(launcher(f"exec({SAVES!r})"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
@@ -99,20 +99,20 @@ def test_a_signal_is_passed_on_once_and_all_may_end_as_they_do(number: signal.Si
     assert process.returncode == 128 + number
 
 
-def test_after_a_second_signal_nothing_is_waited_for() -> None:
+def test_a_second_signal_ends_all_processes_at_once() -> None:
     program = f"signal.signal(signal.SIGINT, lambda n, f: print('first')); print('ready'); [time.sleep({LONG}), me]"
     begin = time.monotonic()
     with subprocess.Popen(launcher(program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        for said in ("ready", "first"):
-            assert sorted(process.stdout.readline() for _ in range(2)) == [f"[0] {said}\n", f"[1] {said}\n"]
+        for line in ("ready", "first"):
+            assert sorted(process.stdout.readline() for _ in range(2)) == [f"[0] {line}\n", f"[1] {line}\n"]
             process.send_signal(signal.SIGINT)
         assert process.communicate() == ("", "")
     assert process.returncode == 130
     assert time.monotonic() - begin < LONG / 2
 
 
-def test_a_reader_that_goes_away_ends_the_run() -> None:
+def test_a_closed_output_ends_the_run() -> None:
     begin = time.monotonic()
     program = f"[print('line', i) or time.sleep(0.05) for i in range({20 * LONG})]"
     with subprocess.Popen(launcher(program), stdout=subprocess.PIPE, text=True) as process:
@@ -123,7 +123,7 @@ def test_a_reader_that_goes_away_ends_the_run() -> None:
     assert time.monotonic() - begin < LONG / 2
 
 
-def test_each_process_is_told_its_place_and_its_devices() -> None:
+def test_each_process_has_its_number_and_devices_in_the_environment() -> None:
     on_cpu = _settings(Launch(processes=2), {}, gpus=0)
     assert [s["JAX_PROCESS_ID"] for s in on_cpu] == ["0", "1"]
     assert {s["JAX_NUM_PROCESSES"] for s in on_cpu} == {"2"}
@@ -139,16 +139,16 @@ def test_each_process_is_told_its_place_and_its_devices() -> None:
 
     assert ids(Launch(processes=2)) == ["0,1,2,3", "4,5,6,7"]
     assert ids(Launch(processes=3, devices_per_process=2)) == ["0,1", "2,3", "4,5"]
-    for launch, says in {
+    for launch, message in {
         Launch(processes=3): "8 GPUs are not divisible by 3 processes",
         Launch(processes=9): "8 GPUs are not divisible by 9 processes",
         Launch(processes=3, devices_per_process=3): "3 processes of 3 GPUs need 9, but 8 are visible",
     }.items():
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             _settings(launch, {}, gpus=8)
 
 
-def test_gpus_are_counted_where_jax_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_only_if_jax_would_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxtrain.cli.launch.installed_versions", lambda names: {"jax-cuda13-plugin": "0"})
     assert _gpus({"CUDA_VISIBLE_DEVICES": "3,5"}) == 2
     assert _gpus({"CUDA_VISIBLE_DEVICES": "MIG-1/2/0", "JAX_PLATFORMS": "cuda,cpu"}) == 1
@@ -159,7 +159,7 @@ def test_gpus_are_counted_where_jax_would_use_them(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ("-- train", "--processes must be positive, got 0: use -n 2"),
         ("-n 0 -- train", "--processes must be positive, got 0"),
@@ -171,9 +171,11 @@ def test_gpus_are_counted_where_jax_would_use_them(monkeypatch: pytest.MonkeyPat
         ("-n 2 --grace-seconds nan -- train", "--grace-seconds must not be negative, got nan"),
     ],
 )
-def test_what_cannot_be_launched_is_refused_in_a_line(args: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_of_launch_are_a_one_line_error(
+    args: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["launch", *args.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(says, err, re.IGNORECASE)
+    assert re.search(message, err, re.IGNORECASE)
     assert err.count("\n") == 1

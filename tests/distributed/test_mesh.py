@@ -1,4 +1,4 @@
-"""Meshes, and which rows of a batch a device has."""
+"""Meshes, and the rows of a batch on each device."""
 
 import math
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from jaxtrain.errors import UserError
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("data=2,tensor=3", "mesh 'data=2,tensor=3' has 6 devices, got 4: make its sizes multiply to 4"),
         ("dta=4", "mesh 'dta=4' has an axis 'dta': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
@@ -29,10 +29,10 @@ from jaxtrain.errors import UserError
         ("", "mesh '' has an axis '': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
     ],
 )
-def test_a_bad_mesh_is_one_line_with_its_remedy(spec, said):
+def test_an_invalid_mesh_raises_an_error_with_its_remedy(spec, message):
     with pytest.raises(UserError) as error:
         make_mesh(spec)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 def test_the_order_of_axes_does_not_depend_on_the_spec():
@@ -51,26 +51,26 @@ def test_every_device_has_its_share_of_every_micro_batch_in_order(as_array):
 
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence"])
-def test_rows_are_alike_on_the_devices_of_the_other_axes(axis):
+def test_rows_are_replicated_over_the_other_axes(axis):
     batch = place_batch({"x": np.arange(8, dtype=np.int32)}, make_mesh(f"fsdp=2,{axis}=2"))["x"]
     assert [s.data.tolist() for s in batch.addressable_shards] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
 
-def test_only_rows_make_a_batch_larger():
+def test_data_parallel_size_counts_only_axes_of_rows():
     assert data_parallel_size(parse_mesh("data=2,fsdp=2,sequence=4,tensor=2")) == 4
 
 
-def test_rows_that_do_not_divide_are_refused_by_name():
-    said = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: use a multiple of 4"
+def test_indivisible_rows_raise_an_error():
+    message = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: use a multiple of 4"
     for batch in (np.ones((12, 2), np.float32), jax.numpy.ones((12, 2))):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             place_batch({"x": batch}, make_mesh(), accumulate=2)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         local_rows(make_mesh(), batch_size=12, accumulate=2)
 
 
-class Elsewhere(NamedTuple):
-    """A device of one process of several."""
+class FakeDevice(NamedTuple):
+    """A device of one of several processes."""
 
     process_index: int
 
@@ -86,11 +86,11 @@ class Elsewhere(NamedTuple):
         ({"fsdp": 2, "sequence": 2}, 1, 1),
     ],
 )
-def test_a_process_gives_the_rows_of_its_own_coordinates(monkeypatch, shape, devices_each, of_process_1):
-    """Those whose devices differ in `tensor` or `sequence` alone give the same ones, each all of them."""
+def test_a_process_supplies_the_rows_of_its_coordinates(monkeypatch, shape, devices_each, of_process_1):
+    """Processes whose devices differ only along `tensor` or `sequence` supply the same rows."""
     devices = np.array([None] * math.prod(shape.values()))
     for i in range(len(devices)):
-        devices[i] = Elsewhere(i // devices_each)
+        devices[i] = FakeDevice(i // devices_each)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert (
         local_data_parallel_size(SimpleNamespace(devices=devices.reshape(*shape.values()), axis_names=tuple(shape)))
@@ -98,7 +98,7 @@ def test_a_process_gives_the_rows_of_its_own_coordinates(monkeypatch, shape, dev
     )
 
 
-def test_rows_of_an_evaluation_need_not_divide():
+def test_rows_of_an_evaluation_may_be_indivisible():
     batch = {"x": np.arange(6, dtype=np.int32), "y": np.arange(8, dtype=np.int32), "z": np.int32(3)}
     on_mesh = place_whole_batch(batch, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, on_mesh, batch)

@@ -1,4 +1,4 @@
-"""Runs of several processes: the run of one that has as many devices; their data, errors, signals and ends."""
+"""Runs of several processes: they equal a run of one process with as many devices; data, errors, signals, exits."""
 
 import contextlib
 import json
@@ -28,37 +28,35 @@ RECIPE = (
     "digits-mlp --hidden 8 --batch-size 16 --accumulate 2 --precision fp16 --warmup-steps 4 "
     "--log-every 3 --eval-every 4 --save-every 2 --keep-last 2"
 )
-PATIENCE = 600  # seconds that anything may take here; what is promised is asserted
+TIMEOUT = 600  # seconds; guaranteed times are asserted separately
 JAXTRAIN = [sys.executable, "-m", "jaxtrain.cli"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """As a user runs it: strictness is for tests in the process, the devices are those that the launcher gives."""
+    """Return the environment of a user: without the strict settings of the tests, devices set by the launcher."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     return {**kept, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "300", **more}
 
 
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=PATIENCE
-    )
+    return subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=TIMEOUT)
 
 
 def launched(args: str, folder: Path, n: int = 2, options: str = "") -> subprocess.CompletedProcess[str]:
     return run([*JAXTRAIN, "launch", "-n", str(n), *options.split(), "--", "train", *args.split()], folder)
 
 
-class Foreign:
-    """Processes of one run that another launcher than ours has started: nobody ends them but themselves."""
+class Unsupervised:
+    """Processes of one run started by another launcher, which does not terminate the others when one fails."""
 
     def __init__(self, command: list[str], folder: Path, n: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.said = [folder / f"said-{i}.txt" for i in range(n)]
+        self.outputs = [folder / f"output-{i}.txt" for i in range(n)]
         self.processes = []
-        for i, path in enumerate(self.said):
+        for i, path in enumerate(self.outputs):
             place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(n), "JAX_PROCESS_ID": str(i)}
             with path.open("w") as out:
                 started = subprocess.Popen(command, cwd=folder, env=environment(**place), stdout=out, stderr=out)
@@ -67,20 +65,20 @@ class Foreign:
     def until(self, happened: Any) -> None:
         begin = time.monotonic()
         while not happened():
-            assert time.monotonic() < begin + PATIENCE, [path.read_text() for path in self.said]
-            assert all(process.poll() is None for process in self.processes), [p.read_text() for p in self.said]
+            assert time.monotonic() < begin + TIMEOUT, [path.read_text() for path in self.outputs]
+            assert all(process.poll() is None for process in self.processes), [p.read_text() for p in self.outputs]
             time.sleep(0.02)
 
     def end(self, but: int | None = None) -> tuple[list[int], float]:
-        """(statuses, seconds) until all have ended, besides that one."""
+        """Wait for all processes except `but`; return their exit statuses and the elapsed seconds."""
         begin = time.monotonic()
-        waited = [process.wait(PATIENCE) for i, process in enumerate(self.processes) if i != but]
+        waited = [process.wait(TIMEOUT) for i, process in enumerate(self.processes) if i != but]
         return waited, time.monotonic() - begin
 
 
 @contextlib.contextmanager
-def foreign(command: list[str], folder: Path, n: int = 2) -> Iterator[Foreign]:
-    started = Foreign(command, folder, n)
+def unsupervised(command: list[str], folder: Path, n: int = 2) -> Iterator[Unsupervised]:
+    started = Unsupervised(command, folder, n)
     try:
         yield started
     finally:
@@ -89,10 +87,10 @@ def foreign(command: list[str], folder: Path, n: int = 2) -> Iterator[Foreign]:
             process.wait()
 
 
-def test_two_processes_are_one_process_of_two_devices(
+def test_two_processes_equal_one_process_with_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the bit: state, metrics, TensorBoard, checkpoints kept. And only the first process speaks."""
+    """Bit-identical state, metrics, TensorBoard and retained checkpoints; only the first process prints."""
     two = launched(f"{RECIPE} --steps 6 --out two", tmp_path)
     assert (two.returncode, two.stderr) == (0, "")
     assert "effective batch  16 = 4 × 2 micro-batches × 2 devices" in two.stdout
@@ -109,10 +107,10 @@ def test_two_processes_are_one_process_of_two_devices(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["data=1,tensor=4", "data=2,tensor=2"])
-def test_matrices_divided_over_two_processes_are_those_divided_in_one(
+def test_tensor_parallel_over_two_processes_equals_one_process(
     mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To the bit. With half of `tensor` in each process, or all: where it is half, both read the same rows."""
+    """Bit-identical, with `tensor` within a process or across both, which then read the same rows."""
     two = launched(f"{RECIPE} --steps 6 --mesh {mesh} --out two", tmp_path, options="--devices-per-process 2")
     assert (two.returncode, two.stderr) == (0, "")
     monkeypatch.chdir(tmp_path)
@@ -122,7 +120,7 @@ def test_matrices_divided_over_two_processes_are_those_divided_in_one(
 
 
 @pytest.mark.nightly
-def test_sequences_divided_over_two_processes_are_those_divided_in_one(
+def test_sequence_parallel_over_two_processes_equals_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts").mkdir()
@@ -165,14 +163,14 @@ def test_the_environment_gives_the_arguments_of_initialize(monkeypatch: pytest.M
     assert initialize_arguments({**open_mpi, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://…"}) == {
         "cluster_detection_method": "ompi"
     }
-    # mpirun starts its daemons by srun, and our own variables come before both.
+    # mpirun starts its daemons by srun; our own variables take precedence over both.
     step = {**slurm, "SLURM_STEP_NUM_TASKS": "4"}
     assert initialize_arguments({**step, **open_mpi, "OMPI_MCA_orte_hnp_uri": "…"}) == {
         "cluster_detection_method": "ompi"
     }
     assert initialize_arguments({**step, **open_mpi, **ours}) == given
     assert initialize_arguments(step) == {"cluster_detection_method": "slurm"}
-    # A job of four tasks, in a shell of its own or in its script, outside srun.
+    # A job of four tasks, in an interactive shell or in its script, outside srun.
     assert initialize_arguments({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert initialize_arguments(slurm) is None
 
@@ -203,7 +201,7 @@ def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("extra", "message"),
     [
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES must be a number, got 'two'"),
         ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID must be in 0 to 1 for 2 processes, got nothing"),
@@ -214,12 +212,12 @@ def test_open_mpi_5_needs_an_address_on_more_than_one_machine() -> None:
         ),
     ],
 )
-def test_settings_that_identify_no_process_are_refused(extra: dict[str, str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_incomplete_settings_of_a_process_raise_an_error(extra: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         initialize_arguments(extra)
 
 
-# A run as short as it can be, of what all processes of a run do.
+# A minimal run with everything that all processes of a run do.
 PROGRAM = """
 import os, signal, sys, time
 import jax, numpy as np
@@ -264,11 +262,11 @@ def program(part: str, *args: str) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_what_the_first_does_for_all(tmp_path: Path) -> None:
-    with foreign(program("", "fine"), tmp_path) as both:
+def test_once_runs_in_the_first_process_only(tmp_path: Path) -> None:
+    with unsupervised(program("", "fine"), tmp_path) as both:
         assert both.end()[0] == [0, 0]
-        assert "stdout of 0\n" in both.said[0].read_text()
-        assert both.said[1].read_text() == ""
+        assert "stdout of 0\n" in both.outputs[0].read_text()
+        assert both.outputs[1].read_text() == ""
 
 
 @pytest.mark.nightly
@@ -286,46 +284,46 @@ def test_what_the_first_does_for_all(tmp_path: Path) -> None:
          "jaxtrain: process 1 of 2: no disk"),
         ("if me: os.kill(os.getpid(), 9)", [1, -9],
          "jaxtrain: process 1 of 2 no longer responds: checkpoints are intact: continue with --resume auto", ""),
-        # The coordinator is gone, and with it what the others could ask: the runtime ends them.
+        # Without the coordinator the runtime ends the other processes.
         ("if not me: os.kill(os.getpid(), 9)", [-9, -6], "", "leader"),
     ],
 )  # fmt: skip
 def test_an_error_ends_all_processes_and_is_reported_once(
     part: str, statuses: list[int], first: str, second: str, tmp_path: Path
 ) -> None:
-    with foreign(program(part), tmp_path) as both:
-        both.until(lambda: "running" in both.said[0].read_text())
+    with unsupervised(program(part), tmp_path) as both:
+        both.until(lambda: "running" in both.outputs[0].read_text())
         ended, seconds = both.end()
-        said = [path.read_text() for path in both.said]
-        assert ended == statuses, said
+        texts = [path.read_text() for path in both.outputs]
+        assert ended == statuses, texts
         assert seconds < 30
-        for text, expected in zip(said, (first, second), strict=True):
+        for text, expected in zip(texts, (first, second), strict=True):
             lines = [line for line in text.splitlines() if line.startswith("jaxtrain:")]
             assert len(lines) == expected.startswith("jaxtrain:"), text
             assert expected in text
 
 
 @pytest.mark.nightly
-def test_a_process_that_stands_still_ends_the_others(tmp_path: Path) -> None:
-    """Its connections stay open: only its heartbeat is missed."""
-    with foreign(program("if me: os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path) as both:
-        both.until(lambda: "running" in both.said[0].read_text())
+def test_a_hanging_process_ends_the_others(tmp_path: Path) -> None:
+    """The connections of a stopped process stay open; only its heartbeat is missing."""
+    with unsupervised(program("if me: os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path) as both:
+        both.until(lambda: "running" in both.outputs[0].read_text())
         ended, seconds = both.end(but=1)
         assert (ended, seconds < 40) == ([-signal.SIGABRT], True)
-        assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.said[0].read_text())
+        assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.outputs[0].read_text())
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     assert launched(f"{RECIPE} --steps 120 --out run", folder).returncode == 0
     return folder / "run"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_ends_the_run_and_the_next_one_goes_on_to_the_bit(
-    victim: int, undisturbed: Path, tmp_path: Path
+def test_a_killed_process_ends_the_run_and_resuming_is_bit_identical(
+    victim: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
     command = [*JAXTRAIN, "launch", "-n", "2", "--", "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
     for kill_at in (2, 30, 80):
@@ -342,21 +340,21 @@ def test_a_process_killed_ends_the_run_and_the_next_one_goes_on_to_the_bit(
                 f"jaxtrain: process {victim} of 2 was terminated by SIGKILL: terminating the others"
                 in process.stderr.read()
             )
-            assert process.wait(PATIENCE) == 137
+            assert process.wait(TIMEOUT) == 137
             assert time.monotonic() - begin < 30
     assert launched(f"{RECIPE} --steps 120 --out run --resume auto", tmp_path).returncode == 0
-    assert_same_run(undisturbed, tmp_path / "run")
+    assert_same_run(uninterrupted, tmp_path / "run")
 
 
 def children(pid: int) -> list[int]:
-    """In the order in which they were started."""
+    """Return the child processes in the order of their start."""
     return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_to_the_bit(
-    number: signal.Signals, undisturbed: Path, tmp_path: Path
+def test_a_signal_to_the_launcher_saves_and_resuming_is_bit_identical(
+    number: signal.Signals, uninterrupted: Path, tmp_path: Path
 ) -> None:
     command = [*JAXTRAIN, "launch", "-n", "2", "--", "train", *f"{RECIPE} --steps 120 --out run".split()]
     with subprocess.Popen(
@@ -368,32 +366,32 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_to_the_bit(
             assert line
         process.send_signal(number)
         out = process.stdout.read()
-        assert process.wait(PATIENCE) == 128 + number, process.stderr.read()
+        assert process.wait(TIMEOUT) == 128 + number, process.stderr.read()
         assert "jaxtrain:" not in process.stderr.read()
     stopped = re.search(r"stopped and saved at step (\d+)", out)
     assert stopped
     assert max(saved_steps(tmp_path / "run" / "checkpoints")) == int(stopped[1]) < 120
     assert launched(f"{RECIPE} --steps 120 --out run --resume", tmp_path).returncode == 0
-    assert untimed(undisturbed) == untimed(tmp_path / "run")
-    assert_same_state(undisturbed, tmp_path / "run")
+    assert untimed(uninterrupted) == untimed(tmp_path / "run")
+    assert_same_state(uninterrupted, tmp_path / "run")
 
 
 @pytest.mark.nightly
-def test_a_signal_to_one_process_stops_all_after_the_same_step(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_process_stops_all_after_the_same_step(uninterrupted: Path, tmp_path: Path) -> None:
     command = [*JAXTRAIN, "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
-    with foreign(command, tmp_path) as both:
-        both.until(lambda: "step 3/120" in both.said[0].read_text())
+    with unsupervised(command, tmp_path) as both:
+        both.until(lambda: "step 3/120" in both.outputs[0].read_text())
         both.processes[1].send_signal(signal.SIGTERM)
-        assert both.end()[0] == [143, 143], [path.read_text() for path in both.said]
-        assert "stopped and saved at step" in both.said[0].read_text()
-    with foreign(command, tmp_path) as both:
+        assert both.end()[0] == [143, 143], [path.read_text() for path in both.outputs]
+        assert "stopped and saved at step" in both.outputs[0].read_text()
+    with unsupervised(command, tmp_path) as both:
         assert both.end()[0] == [0, 0]
-    assert untimed(undisturbed) == untimed(tmp_path / "run")
-    assert_same_state(undisturbed, tmp_path / "run")
+    assert untimed(uninterrupted) == untimed(tmp_path / "run")
+    assert_same_state(uninterrupted, tmp_path / "run")
 
 
 def assert_same_state(one: Path, other: Path) -> None:
-    """Not the checkpoints kept: a stop adds one out of turn."""
+    """Compare runs except for older checkpoints, because a stop adds one."""
     newest = max(saved_steps(one / "checkpoints"))
     copies = [Path(shutil.copytree(folder, other.parent / f"copy-{i}")) for i, folder in enumerate((one, other))]
     for folder in copies:
@@ -403,9 +401,9 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) -> None:
-    """1, then 2, then 4, then 1: the losses are those of one process, up to the order of sums."""
-    # Of a schedule that does not depend on the number of steps.
+def test_another_number_of_processes_continues_with_the_same_data(tmp_path: Path) -> None:
+    """With 1, 2, 4 and 1 processes, the losses equal those of one process up to the order of sums."""
+    # The schedule does not depend on the number of steps.
     recipe = f"{RECIPE} --precision fp32 --schedule constant --warmup-steps 0"
     assert run([*JAXTRAIN, "train", *f"{recipe} --steps 12 --out one".split()], tmp_path).returncode == 0
     for n, count in ((1, 3), (2, 6), (4, 9), (1, 12)):
@@ -418,25 +416,25 @@ def test_another_number_of_processes_goes_on_with_the_same_data(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_a_refusal_is_one_line(tmp_path: Path) -> None:
-    for args, says in {
+def test_an_error_of_all_processes_is_one_line(tmp_path: Path) -> None:
+    for args, message in {
         "digits-mlp --batch-size 7 --out run": r"7 rows is not divisible by the 2 devices",
         "digits-mlp --lr -1 --out run": "lr must be positive and representable in float32, got -1.0",
         "digits-mlp --resume --out none": "none holds no run",
-        "digits-mlp --mesh data=4 --out run": "mesh 'data=4' is of 4 devices and there are 2",
+        "digits-mlp --mesh data=4 --out run": "mesh 'data=4' has 4 devices, got 2: make its sizes multiply to 2",
     }.items():
         done = launched(args, tmp_path)
         lines = done.stderr.splitlines()
         assert done.returncode == 2, done.stderr
-        assert re.search(says, lines[0]), done.stderr
+        assert re.search(message, lines[0]), done.stderr
         assert lines[0].startswith("[0] jaxtrain: ")
         assert lines[1:] == [line for line in lines[1:] if "exited with 2: terminating the others" in line]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.nightly
-def test_a_nan_ends_all_and_the_whole_batch_is_kept(tmp_path: Path) -> None:
-    """Of two processes and two micro-batches, in the order of one."""
+def test_a_nan_ends_all_processes_and_stores_the_whole_batch(tmp_path: Path) -> None:
+    """The stored batch of two processes and two micro-batches has the order of one process."""
     args = f"{RECIPE} --precision fp32 --optimizer sgd --schedule constant --lr 1e30 --clip-norm None --steps 9"
     done = launched(f"{args} --out two", tmp_path)
     assert done.returncode == 1
@@ -454,11 +452,11 @@ def test_a_nan_ends_all_and_the_whole_batch_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: apt-get install openmpi-bin")
-def test_open_mpi_starts_a_run(undisturbed: Path, tmp_path: Path) -> None:
-    # mpirun does not like to be root, and counts cores.
+def test_open_mpi_starts_a_run(uninterrupted: Path, tmp_path: Path) -> None:
+    # By default mpirun refuses to run as root, or with more processes than cores.
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = ["mpirun", "-n", "2", "--oversubscribe", *JAXTRAIN, "train", *f"{RECIPE} --steps 120 --out run".split()]
     done = run(command, tmp_path, **allowed)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("best evaluation") == 1
-    assert_same_run(undisturbed, tmp_path / "run")
+    assert_same_run(uninterrupted, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""`jaxtrain replay` of a run on a mesh: on the same mesh, or on one device where its devices are not here."""
+"""`jaxtrain replay` of a run on a mesh: on the same mesh, or on one device if its devices are missing."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ SMALL = "digits-mlp --hidden 8 --batch-size 8 --accumulate 2 --log-every 1 --eva
 
 
 @pytest.mark.slow
-def test_a_run_is_replayed_with_available_mesh_or_on_one_device(tmp_path, monkeypatch, capsys):
+def test_a_run_is_replayed_on_its_mesh_or_on_one_device(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(f"train {SMALL} --mesh data=2,tensor=2 --out run".split()) == 0
     logged = lines("run")[6]["loss"]
@@ -37,7 +37,7 @@ def test_a_run_is_replayed_with_available_mesh_or_on_one_device(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_nan_of_a_run_on_a_mesh_has_the_same_bits_again_and_is_found(tmp_path, monkeypatch, capsys):
+def test_a_nan_of_a_run_on_a_mesh_is_reproduced_and_located(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = f"train {SMALL} --lr 1e30 --clip-norm None --warmup-steps 0 --mesh fsdp=4 --batch-size 16 --out run"
     assert main(command.split()) == 1
@@ -49,11 +49,11 @@ def test_a_nan_of_a_run_on_a_mesh_has_the_same_bits_again_and_is_found(tmp_path,
     assert "jaxtrain/models/mlp.py:" in out
 
 
-def test_what_one_device_would_compute_otherwise_is_not_replayed_on_it():
+def test_batch_norm_per_device_is_not_replayed_on_one_device():
     recipe = dataclasses.replace(RECIPES["digits-resnet"], batch_norm="device", mesh="data=2,fsdp=2")
     assert _with_available_mesh(recipe, 4) is recipe
-    said = "batch_norm 'device' needs the 4 devices of mesh 'data=2,fsdp=2', found 1: use 4 devices"
-    with pytest.raises(UserError, match=said):
+    message = "batch_norm 'device' needs the 4 devices of mesh 'data=2,fsdp=2', found 1: use 4 devices"
+    with pytest.raises(UserError, match=message):
         _with_available_mesh(recipe, 1)
     assert _with_available_mesh(dataclasses.replace(recipe, mesh="tensor=4"), 1).mesh is None
     assert _with_available_mesh(dataclasses.replace(recipe, mesh=None), 4).mesh is None

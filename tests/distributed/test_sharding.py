@@ -1,4 +1,4 @@
-"""Which axis of a mesh divides which axis of what."""
+"""Shardings of parameters and states, by rules and automatically."""
 
 import re
 
@@ -31,13 +31,13 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_parameter_has_a_rule_of_its_own_rank_and_every_rule_a_parameter(name):
+def test_every_parameter_has_a_rule_of_its_rank_and_every_rule_is_used(name):
     used = set()
     for make in configurations(name):
         params, _ = jax.eval_shape(make)
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             rule = next(p for p in RULES[name] if re.fullmatch(p, path_name(path)))
-            # Of an adapter only A and B are long enough for what its kernel's rule says.
+            # An adapter's A and B have the rank of its kernel's rule.
             assert len(RULES[name][rule]) == x.ndim, (path_name(path), rule)
             used.add(rule)
     if name != "lora":
@@ -45,7 +45,7 @@ def test_every_parameter_has_a_rule_of_its_own_rank_and_every_rule_a_parameter(n
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {"cnn", "resnet", "mlp", "lora"}))
-def test_layers_are_never_divided_by_their_number(name):
+def test_the_axis_of_layers_is_never_sharded(name):
     params, _ = jax.eval_shape(RUNS[name]().make)
     shardings = param_shardings(params, make_mesh("fsdp=2,tensor=2"), RULES[name])
     stacked = [
@@ -57,7 +57,7 @@ def test_layers_are_never_divided_by_their_number(name):
     assert all(spec[0] is None for spec in stacked)
 
 
-def test_a_parameter_without_a_rule_is_refused_by_name():
+def test_a_parameter_without_a_rule_raises_an_error():
     params = {"fc": {"kernel": jax.ShapeDtypeStruct((4, 6), np.float32)}}
     with pytest.raises(UserError, match=r"no sharding rule matches the parameter fc/kernel \[4, 6\]: add one"):
         param_shardings(params, make_mesh(), {"kernel": P("fsdp")})
@@ -69,7 +69,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name():
     ("shape", "spec"),
     [((6, 8), P(None, "fsdp")), ((8, 8), P(None, "fsdp")), ((16, 6), P("fsdp")), ((3, 5), P()), ((), P()), ((0,), P())],
 )
-def test_without_rules_the_longest_axis_that_divides_is_divided(shape, spec):
+def test_without_rules_the_longest_divisible_axis_is_sharded(shape, spec):
     assert automatic_spec(shape, make_mesh("fsdp=4")) == spec
 
 
@@ -82,23 +82,23 @@ def test_without_rules_the_longest_axis_that_divides_is_divided(shape, spec):
         (P("expert", "fsdp"), (4, 4), P(None, "fsdp")),
     ],
 )
-def test_what_does_not_divide_stays_whole(spec, shape, kept):
+def test_indivisible_axes_are_replicated(spec, shape, kept):
     assert fit_spec(spec, shape, make_mesh("fsdp=2,tensor=2")) == kept
 
 
 @pytest.mark.parametrize(("optimizer", "moments"), [(adamw(1e-3), 2), (adafactor(1e-3), 0)])
-def test_what_is_kept_of_a_parameter_is_divided_as_it_is(optimizer, moments):
+def test_moments_and_averages_are_sharded_like_their_parameter(optimizer, moments):
     run, mesh = RUNS["gpt2"](), make_mesh("fsdp=2,tensor=2")
     step = jt.train_step(run.loss_fn, optimizer, accumulate=2, ema=0.9)
     state = step.shapes(lambda: run.make()[0], streaming=True)
     shardings = state_shardings(state, mesh, run.rules)
-    of_fc = {
+    fc_specs = {
         path_name(path): s.spec
         for path, s in jax.tree_util.tree_leaves_with_path(shardings)
         if path_name(path).endswith("blocks/fc/kernel")
     }
-    divided = [name for name, spec in of_fc.items() if spec == P(None, "fsdp", "tensor")]
-    # The parameter, its average, the sum of its gradients; and moments, but not those that are factored.
-    assert len(divided) == 3 + moments
+    sharded = [name for name, spec in fc_specs.items() if spec == P(None, "fsdp", "tensor")]
+    # The parameter, its average, the sum of its gradients and its moments, unless they are factored.
+    assert len(sharded) == 3 + moments
     assert shardings.step.spec == shardings.rng.spec == P()
     jax.tree.map(lambda x, s: s.shard_shape(x.shape), state, shardings)

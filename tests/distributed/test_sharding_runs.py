@@ -1,4 +1,4 @@
-"""Runs on a mesh: what is told, what is logged, what is saved, and what goes on from it on another."""
+"""Runs on a mesh: console, metrics, checkpoints, and resuming on another mesh."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import fit, preflight
 from jaxtrain.runner.checkpoint import saved_steps
-from tests.distributed.test_sharding_step import in_a_process_of
+from tests.distributed.test_sharding_step import run_with_devices
 
 RECIPE = dataclasses.replace(
     RECIPES["digits-mlp"],
@@ -23,19 +23,19 @@ RECIPE = dataclasses.replace(
 )
 
 
-class Told(Console):
+class RecordingConsole(Console):
     def __init__(self):
         super().__init__()
-        self.told = {}
+        self.recorded = {}
 
     def facts(self, facts):
-        self.told |= facts
+        self.recorded |= facts
 
 
-def trained(folder, resume=False, **settings):
-    console = Told()
+def train_recipe(folder, resume=False, **settings):
+    console = RecordingConsole()
     fit("digits-mlp", dataclasses.replace(RECIPE, **settings), RunFolder(folder), resume=resume, console=console)
-    return console.told
+    return console.recorded
 
 
 def logged(folder):
@@ -48,42 +48,42 @@ def logged(folder):
     }
 
 
-def assert_alike(folder, other):
+def assert_same_metrics(folder, other):
     numbers = logged(folder)
     assert numbers.keys() == logged(other).keys()
     for key, value in logged(other).items():
         assert np.isclose(numbers[key], value, rtol=1e-5), key
 
 
-def test_a_run_on_a_mesh_is_that_of_one_device_and_goes_on_on_another(tmp_path):
+def test_a_run_on_a_mesh_equals_one_device_and_resumes_on_another_mesh(tmp_path):
     alone, meshed = tmp_path / "alone", tmp_path / "meshed"
-    told = trained(alone)
-    assert "mesh" not in told
-    assert told["effective batch"] == "16 = 8 × 2 micro-batches × 1 devices"
-    told = trained(meshed, mesh="fsdp=4", steps=4)
-    assert told["effective batch"] == "16 = 2 × 2 micro-batches × 4 devices"
+    facts = train_recipe(alone)
+    assert "mesh" not in facts
+    assert facts["effective batch"] == "16 = 8 × 2 micro-batches × 1 devices"
+    facts = train_recipe(meshed, mesh="fsdp=4", steps=4)
+    assert facts["effective batch"] == "16 = 2 × 2 micro-batches × 4 devices"
     assert re.fullmatch(
-        r"data 1 × fsdp 4 × sequence 1 × tensor 1; 0\.0 MiB of parameters and .* state per device", told["mesh"]
+        r"data 1 × fsdp 4 × sequence 1 × tensor 1; 0\.0 MiB of parameters and .* state per device", facts["mesh"]
     )
     assert saved_steps(meshed / "checkpoints") == [0, 4]
-    trained(meshed, resume=True, mesh="data=2,tensor=2")
-    assert_alike(meshed, alone)
+    train_recipe(meshed, resume=True, mesh="data=2,tensor=2")
+    assert_same_metrics(meshed, alone)
 
 
 @pytest.mark.slow
-def test_a_run_of_four_devices_goes_on_on_two_and_on_eight(tmp_path):
-    trained(tmp_path / "alone", steps=12)
+def test_a_run_on_four_devices_resumes_on_two_and_on_eight(tmp_path):
+    train_recipe(tmp_path / "alone", steps=12)
     for settings in ({"mesh": "fsdp=4", "steps": 4}, {"mesh": "data=2", "steps": 8}, {"mesh": "data=2,fsdp=4"}):
         program = (
-            "import sys; from pathlib import Path; from tests.distributed.test_sharding_runs import trained;"
-            f"trained(Path(sys.argv[1]), resume='auto', **{ {'steps': 12, **settings}!r})"
+            "import sys; from pathlib import Path; from tests.distributed.test_sharding_runs import train_recipe;"
+            f"train_recipe(Path(sys.argv[1]), resume='auto', **{ {'steps': 12, **settings}!r})"
         )
         devices = math.prod(map(int, re.findall(r"\d+", settings["mesh"])))
-        in_a_process_of(devices, "-c", program, str(tmp_path / "moved"))
-    assert_alike(tmp_path / "moved", tmp_path / "alone")
+        run_with_devices(devices, "-c", program, str(tmp_path / "resumed"))
+    assert_same_metrics(tmp_path / "resumed", tmp_path / "alone")
 
 
-def test_meshes_that_no_run_can_have_are_refused_before_anything_is_read():
+def test_preflight_rejects_invalid_meshes():
     with pytest.raises(
         UserError, match=r"batch_size 12 is not divisible by accumulate 2 × the 4 devices of mesh 'fsdp=4'"
     ):

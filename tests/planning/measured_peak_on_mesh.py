@@ -1,5 +1,7 @@
-"""What a training step holds at its peak on a mesh of virtual devices, all of them together, beside what is predicted:
-`python -m tests.planning.measured_peak_on_mesh RECIPE SETTINGS …`, as `tests.planning.measured_peak`."""
+"""Predicted and measured peak memory of training steps on a mesh of virtual devices, summed over the devices.
+
+Usage as `tests.planning.measured_peak`: `python -m tests.planning.measured_peak_on_mesh RECIPE SETTINGS …`.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,7 @@ from jaxtrain.planning.scaling import Scaling
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.tasks import build
-from tests.planning.measured_peak import above_rest
+from tests.planning.measured_peak import peak_above_rest
 
 
 def main(name: str, settings: dict) -> None:
@@ -27,17 +29,17 @@ def main(name: str, settings: dict) -> None:
     step = shard(training_step(recipe, task.loss_fn), make_mesh(recipe.mesh, devices), task.sharding)
     state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
     batch = jax.block_until_ready(step.place(next(Loader(task.train, recipe.batch_size, recipe.seed))))
-    state, peak = above_rest(step.jitted, state, batch)
-    measured = _held(state, batch) + peak
+    state, peak = peak_above_rest(step.jitted, state, batch)
+    measured = _total_bytes(state, batch) + peak
     print(json.dumps({"predicted": share.memory.peak * share.devices, "measured": measured}), flush=True)
 
 
-def _held(state: Any, batch: Any) -> int:
-    """Bytes on all devices."""
+def _total_bytes(state: Any, batch: Any) -> int:
+    """Return the bytes of the state and the batch on all devices."""
     arrays = jax.tree.leaves((state._replace(rng=jax.random.key_data(state.rng)), batch))
     return sum(part.data.nbytes for x in arrays for part in x.addressable_shards)
 
 
 if __name__ == "__main__":
-    for recipe_name, written in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        main(recipe_name, json.loads(written))
+    for recipe_name, settings_json in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(recipe_name, json.loads(settings_json))

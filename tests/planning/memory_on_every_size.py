@@ -1,4 +1,4 @@
-"""What a device holds of a state and a batch on each number of devices, as the compiler counts it."""
+"""Memory per device of a state and a batch on each number of devices, as reported by the compiler."""
 
 import json
 import sys

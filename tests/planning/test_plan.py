@@ -1,4 +1,4 @@
-"""Plans: what is predicted, what is compiled, and what is chosen."""
+"""`plan`: predictions, compiled candidates and the choice."""
 
 import dataclasses
 import json
@@ -34,113 +34,113 @@ planning = sys.modules[plan.__module__]
 ROOT = Path(__file__).parents[2]
 
 
-def pretended(monkeypatch, peak, *, invalid=lambda recipe: False):
-    """Compile nothing: the peak is a function of the recipe, the time of its arithmetic."""
-    taken = []
+def fake_compilation(monkeypatch, peak, *, invalid=lambda recipe: False):
+    """Replace compilation by a function of the recipe; return the list of compiled recipes."""
+    compiled = []
 
-    def compiled(recipe, task, device, devices=None):
-        taken.append(recipe)
+    def compile_candidate(recipe, task, device, devices=None):
+        compiled.append(recipe)
         if invalid(recipe):
-            raise UserError("no such step")
-        again = {"none": 1.0, "dots": 1.1, "full": 1.3}[recipe.remat]
+            raise UserError("invalid step")
+        recomputation = {"none": 1.0, "dots": 1.1, "full": 1.3}[recipe.remat]
         faster = 1 if recipe.precision == "fp32" else 1 / device.half * device.tf32
-        return Candidate(recipe, peak(recipe), 10, 1, (again + 0.01 * recipe.accumulate) * faster, 0.0)
+        return Candidate(recipe, peak(recipe), 10, 1, (recomputation + 0.01 * recipe.accumulate) * faster, 0.0)
 
-    monkeypatch.setattr(planning, "compile_candidate", compiled)
+    monkeypatch.setattr(planning, "compile_candidate", compile_candidate)
     monkeypatch.setattr(
         planning, "build", lambda recipe: SimpleNamespace(init=lambda: (np.zeros(1), None), loss_fn=None)
     )
-    return taken
+    return compiled
 
 
-def grows(recipe):
-    """Memory that micro-batches and what is kept of them take."""
+def peak_of(recipe):
+    """Return a peak that grows with the micro-batch and falls with rematerialization."""
     kept = {"none": 10, "dots": 4, "full": 1}[recipe.remat] * (0.5 if recipe.precision == "bf16" else 1)
     return int(100 + kept * recipe.batch_size // recipe.accumulate)
 
 
-def ran(recipe, memory, **options):
-    said = []
-    return plan(recipe, memory, said.append, **options), said
+def run_plan(recipe, memory, **options):
+    reported = []
+    return plan(recipe, memory, reported.append, **options), reported
 
 
 RECIPE = dataclasses.replace(RECIPES["digits-mlp"], batch_size=64)
 
 
-def test_what_fits_as_it_is_compiles_once(monkeypatch):
-    taken = pretended(monkeypatch, grows)
-    found, said = ran(RECIPE, 740)
+def test_a_recipe_that_fits_is_compiled_once(monkeypatch):
+    compiled = fake_compilation(monkeypatch, peak_of)
+    found, reported = run_plan(RECIPE, 740)
     assert found.chosen.recipe == RECIPE
-    assert taken == said == [RECIPE]
+    assert compiled == reported == [RECIPE]
 
 
-def test_the_recipe_is_the_first_row_and_less_accumulation_is_chosen_over_its_own(monkeypatch):
-    pretended(monkeypatch, grows)
+def test_the_recipe_is_the_first_candidate_and_less_accumulation_is_chosen(monkeypatch):
+    fake_compilation(monkeypatch, peak_of)
     own = dataclasses.replace(RECIPE, accumulate=8, remat="full")
-    found, _ = ran(own, 740)
+    found, _ = run_plan(own, 740)
     assert found.candidates[0].recipe == own
     assert (found.chosen.recipe.accumulate, found.chosen.recipe.remat) == (1, "none")
 
 
-def test_the_search_finds_what_trying_everything_finds(monkeypatch):
-    pretended(monkeypatch, grows)
+def test_the_search_finds_the_optimum_of_an_exhaustive_search(monkeypatch):
+    fake_compilation(monkeypatch, peak_of)
     divisors = [k for k in range(1, 65) if 64 % k == 0]
     every = [dataclasses.replace(RECIPE, accumulate=k, remat=r) for k in divisors for r in ("none", "dots", "full")]
     in_bf16 = [dataclasses.replace(recipe, precision="bf16") for recipe in every]
 
     def times(recipes, memory):
-        return [planning.compile_candidate(r, None, CPU).seconds for r in recipes if grows(r) <= memory]
+        return [planning.compile_candidate(r, None, CPU).seconds for r in recipes if peak_of(r) <= memory]
 
     for memory in [*range(101, 760, 13), 10_000]:
         best = min(times(every, memory) or times(in_bf16, memory))
-        found, said = ran(RECIPE, memory)
+        found, reported = run_plan(RECIPE, memory)
         assert found.chosen.seconds == best
         assert found.chosen.peak_bytes <= memory
         assert found.chosen.recipe.batch_size == 64
-        assert len(said) == len(set(said)) <= 15
+        assert len(reported) == len(set(reported)) <= 15
 
 
-def test_numbers_are_kept_where_anything_fits_in_them(monkeypatch):
-    pretended(monkeypatch, grows)
+def test_the_precision_is_kept_if_anything_fits_in_it(monkeypatch):
+    fake_compilation(monkeypatch, peak_of)
     monkeypatch.setattr(planning, "ceilings", lambda device: dataclasses.replace(CPU, half=4e12))
-    found, _ = ran(RECIPE, 740)
+    found, _ = run_plan(RECIPE, 740)
     assert found.chosen.recipe.precision == "fp32"
     assert [note for note in choice_notes(found) if "bf16 fits too and takes 0.10 times as long" in note]
-    found, _ = ran(RECIPE, 740, precisions=["fp32"])
+    found, _ = run_plan(RECIPE, 740, precisions=["fp32"])
     assert {c.recipe.precision for c in found.candidates} == {"fp32"}
     monkeypatch.setattr(planning, "ceilings", lambda device: CPU)
-    pretended(monkeypatch, lambda recipe: grows(recipe) + 100 * (recipe.precision == "fp32"))
-    found, _ = ran(RECIPE, 150)
+    fake_compilation(monkeypatch, lambda recipe: peak_of(recipe) + 100 * (recipe.precision == "fp32"))
+    found, _ = run_plan(RECIPE, 150)
     assert found.chosen.recipe.precision == "bf16"
     assert choice_notes(found) == ["nothing fits in fp32: bf16 rounds differently"]
 
 
-def test_nothing_that_fits_is_told_with_the_least_found(monkeypatch):
-    pretended(monkeypatch, grows)
+def test_if_nothing_fits_the_error_names_the_smallest_candidate(monkeypatch):
+    fake_compilation(monkeypatch, peak_of)
     with pytest.raises(
         RunFailed, match=r"nothing fits 90 B: the smallest candidate takes 100 B, 10 B of it for the state, with"
     ) as at:
-        ran(RECIPE, 90)
+        run_plan(RECIPE, 90)
     assert "\n" not in str(at.value)
     assert at.value.exit_status == 1
-    taken = pretended(monkeypatch, grows)
+    compiled = fake_compilation(monkeypatch, peak_of)
     with pytest.raises(RunFailed, match=r"nothing fits 5 B: parameters and optimizer state alone take \d+ B"):
-        ran(RECIPE, 5)
-    assert not taken
+        run_plan(RECIPE, 5)
+    assert not compiled
 
 
-def test_policies_and_micro_batches_that_make_no_step_are_left_out(monkeypatch):
-    pretended(monkeypatch, grows, invalid=lambda r: r.remat == "dots" or r.batch_size // r.accumulate < 4)
-    found, _ = ran(RECIPE, 110)
+def test_invalid_policies_and_micro_batches_are_skipped(monkeypatch):
+    fake_compilation(monkeypatch, peak_of, invalid=lambda r: r.remat == "dots" or r.batch_size // r.accumulate < 4)
+    found, _ = run_plan(RECIPE, 110)
     assert (found.chosen.recipe.remat, found.chosen.micro_batch) == ("full", 8)
-    pretended(monkeypatch, grows, invalid=lambda r: True)
-    with pytest.raises(UserError, match="no such step"):
-        ran(RECIPE, 110)
+    fake_compilation(monkeypatch, peak_of, invalid=lambda r: True)
+    with pytest.raises(UserError, match="invalid step"):
+        run_plan(RECIPE, 110)
     with pytest.raises(UserError, match="divisible"):
-        ran(dataclasses.replace(RECIPE, accumulate=3), 110)
+        run_plan(dataclasses.replace(RECIPE, accumulate=3), 110)
 
 
-def test_batch_norm_is_told_of():
+def test_a_note_reports_batch_norm():
     own = Candidate(RECIPE, 10, 5, 1, 1.0, 0.0)
     finer = dataclasses.replace(own, recipe=dataclasses.replace(RECIPE, accumulate=4))
     found = planning.Plan(10, [own, finer], finer, batch_norm=True)
@@ -158,17 +158,17 @@ def test_planning_allocates_nothing_and_counts_every_micro_batch():
     state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=0)
     batch = {name: np.stack([task.train[i][name] for i in range(8)]) for name in task.train[0]}
     assert whole.flops == flops(step.pure, state, batch) > 1e6
-    # XLA's own count has a loop's body once.
+    # XLA's own count includes the body of a loop only once.
     assert abs(four.flops / whole.flops - 1) < 0.01
     assert four.seconds > whole.seconds
     assert four.peak_bytes < whole.peak_bytes
     held = sum(x.nbytes for x in jax.tree.leaves(state._replace(rng=jax.random.key_data(state.rng))))
-    assert 0 <= held - whole.state_bytes <= 16  # a scalar or two come out elsewhere
+    assert 0 <= held - whole.state_bytes <= 16  # except for scalars that are not aliased
 
 
 def test_a_mesh_is_planned_for_the_memory_of_one_device():
     recipe = dataclasses.replace(RECIPES["digits-mlp"], hidden=512, mesh="fsdp=4", batch_size=16)
-    found, _ = ran(recipe, 10_000_000)
+    found, _ = run_plan(recipe, 10_000_000)
     assert found.chosen.recipe == recipe
     alone = planning.compile_candidate(dataclasses.replace(recipe, mesh=None), build(recipe), CPU)
     assert 0.2 < found.chosen.state_bytes / alone.state_bytes < 0.4
@@ -218,7 +218,7 @@ def test_workspaces_of_the_cpu_library():
     assert of(jnp.sin, (64, 64)) == 0
 
 
-def test_amounts_of_memory():
+def test_parse_and_format_bytes():
     assert parse_bytes("16GiB") == 16 * 2**30
     assert parse_bytes("0.5 KB") == 500
     for wrong in (
@@ -249,7 +249,7 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_command_makes_the_recipe(name):
+def test_the_command_restores_the_recipe(name):
     changed = dataclasses.replace(
         RECIPES[name], batch_size=48, accumulate=4, remat="names:a,b", unroll=True, optimizer="sgd(momentum=0.9)"
     )
@@ -259,11 +259,11 @@ def test_the_command_makes_the_recipe(name):
         assert train.parse_recipe(RECIPES[name], name, train.Train(), words[3:]) == recipe
 
 
-def measured(*asked):
-    """What steps hold at their peak and what was predicted, in a process of its own."""
+def measure_peaks(*cases):
+    """Return measured and predicted peaks from a separate process."""
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
-    arguments = [part for name, settings in asked for part in (name, json.dumps(settings))]
+    arguments = [part for name, settings in cases for part in (name, json.dumps(settings))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.planning.measured_peak", *arguments],
         cwd=ROOT,
@@ -275,20 +275,20 @@ def measured(*asked):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_the_predicted_peak_is_the_measured_one():
-    asked = [
+def test_the_predicted_peak_matches_the_measured_one():
+    cases = [
         ("gpt-stdlib", {"n_layer": 2, "eval_sequences": 16}),
         ("digits-resnet", {"batch_size": 512}),
         ("digits-mlp", {"batch_size": 512, "hidden": 8192}),
     ]
-    for found in measured(*asked):
+    for found in measure_peaks(*cases):
         assert found["predicted"] > 40 * MIB
         assert abs(found["predicted"] / found["measured"] - 1) < 0.1, found
 
 
 @pytest.mark.nightly
-def test_the_predicted_peak_is_the_measured_one_for_many():
-    asked = [
+def test_the_predicted_peaks_of_many_recipes_match_the_measured_ones():
+    cases = [
         ("gpt-stdlib", {"batch_size": 32, "accumulate": 4}),
         ("gpt-stdlib", {"batch_size": 32, "remat": "full"}),
         ("gpt-stdlib", {"batch_size": 32, "remat": "dots", "precision": "bf16"}),
@@ -299,5 +299,5 @@ def test_the_predicted_peak_is_the_measured_one_for_many():
         ("digits-mlp", {"batch_size": 512, "hidden": 20_000}),
         ("digits-mlp", {"batch_size": 16, "hidden": 200_000, "precision": "fp16"}),
     ]
-    for (name, settings), found in zip(asked, measured(*asked), strict=True):
+    for (name, settings), found in zip(cases, measure_peaks(*cases), strict=True):
         assert abs(found["predicted"] / found["measured"] - 1) < 0.1, (name, settings, found)

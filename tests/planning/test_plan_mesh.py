@@ -1,4 +1,4 @@
-"""What a device holds and sends on meshes larger than the machine, against closed forms, and what is told of it."""
+"""Memory and communication per device on large meshes against closed forms, and the output of `plan --mesh`."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def program(*lines, before=""):
     return f"{before}ENTRY %main (x: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
 
 
-def test_collectives_that_are_written_are_counted_as_they_are_written():
+def test_explicit_collectives_are_counted_exactly():
     mesh = make_mesh("data=2,fsdp=2", jax.devices())
 
     def fn(x):
@@ -84,7 +84,7 @@ def test_collectives_that_are_written_are_counted_as_they_are_written():
         ("mesh['a'=8] {'a':(1)2,'a':(4)2}", [0, 1, 4, 5]),
     ],
 )
-def test_who_takes_part_is_read_however_it_is_written(written, group):
+def test_replica_groups_are_parsed_in_every_format(written, group):
     assert _group(f", channel_id=1, replica_groups={written}, dimensions={{0}}", 8).tolist() == group
 
 
@@ -97,7 +97,7 @@ def test_axes_are_those_along_which_the_devices_differ():
     assert communication(alone, mesh).sent == 0
 
 
-def test_what_is_begun_and_awaited_counts_once():
+def test_asynchronous_collectives_count_once():
     hlo = program(
         "%g = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,2]<=[2], dimensions={0}",
         "%h = f32[8]{0} all-gather-done(%g)",
@@ -145,7 +145,7 @@ def test_loops_and_branches():
         ("%d = f32[2]{0} dynamic-slice(%r, %at)\n  ROOT %e = f32[8]{0} negate(%r)", "all-reduce"),
     ],
 )
-def test_a_sum_of_which_every_device_keeps_its_part_is_a_reduce_scatter(use, kind):
+def test_an_all_reduce_whose_result_is_sliced_counts_as_a_reduce_scatter(use, kind):
     before = (
         "%cut (at: s32[], whole: f32[8]) -> f32[2] {\n  %at = s32[] parameter(0)\n  %whole = f32[8]{0} parameter(1)\n"
         "  %b = f32[8]{0} bitcast(%whole)\n  ROOT %part = f32[2]{0} dynamic-slice(%b, %at)\n}\n"
@@ -156,7 +156,7 @@ def test_a_sum_of_which_every_device_keeps_its_part_is_a_reduce_scatter(use, kin
     assert sent(hlo, {"fsdp": 4}) == {(kind, ("fsdp",)): (1, 32 * 3 / 4 * (2 if kind == "all-reduce" else 1))}
 
 
-def test_of_several_sums_in_one_each_counts_as_what_it_is():
+def test_each_array_of_a_combined_all_reduce_is_classified_separately():
     hlo = program(
         "%r = (f32[8]{0}, /*index=1*/f32[16]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add",
         "%whole = f32[8]{0} get-tuple-element(%r), index=0",
@@ -170,7 +170,7 @@ def test_of_several_sums_in_one_each_counts_as_what_it_is():
     }
 
 
-def test_what_is_no_program_is_refused():
+def test_invalid_programs_raise_an_error():
     with pytest.raises(ValueError, match="no ENTRY"):
         communication("HloModule nothing", {"data": 2})
     with pytest.raises(ValueError, match="a collective without replica_groups"):
@@ -182,7 +182,7 @@ def floats(tree):
 
 
 @pytest.mark.parametrize("mesh", ["data=4", "fsdp=4"])
-def test_gpt2_sends_what_the_closed_form_says(mesh):
+def test_the_communication_of_gpt2_matches_the_closed_form(mesh):
     k, n = 2, 4
     sizes_of_model = {"n_layer": 3, "n_embd": 16, "n_head": 2, "seq_len": 8}
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes_of_model, batch_size=8 * k, accumulate=k, mesh=mesh)
@@ -192,16 +192,16 @@ def test_gpt2_sends_what_the_closed_form_says(mesh):
     kernels = floats([params["blocks"][layer]["kernel"] for layer in ("qkv", "attn_proj", "fc", "mlp_proj")])
     scales = floats([params["blocks"][layer]["scale"] for layer in ("ln_1", "ln_2")])
     one_way, traffic = 4 * (n - 1) / n, {t.kind: t.sent for t in share.communication.traffic}
-    # The embedding's gradient comes from the lookup and from the logits, and each is summed over devices.
+    # The embedding has gradients of the lookup and of the logits, and each is summed over devices.
     gradients = blocks + 2 * wte + ends
     if mesh == "data=4":
         assert traffic == {"all-reduce": 2 * one_way * k * (gradients + wpe + 1)}  # and the loss
     else:
-        # A block for the forward pass, what its gradients need for the backward pass; the rest once in a step.
+        # Blocks are gathered in the forward pass, and what gradients need in the backward pass; the rest once a step.
         once = 2 * wte + wpe + ends + floats(params["ln_f"]["scale"])
         assert traffic["all-gather"] == one_way * (k * (blocks + kernels + scales) + once)
         assert traffic["reduce-scatter"] == one_way * k * gradients
-        # What is scattered into the table of positions is not cut where it is summed; scalars are few.
+        # The gradient of the position embeddings is not sliced after its sum; the rest are scalars.
         assert 0 <= traffic["all-reduce"] - 2 * one_way * k * wpe < 2 * one_way * 100
     memory, parts = share.memory, 1 if mesh == "data=4" else n
     assert memory.parameters == memory.gradients == 4 * floats(params) / parts
@@ -211,7 +211,7 @@ def test_gpt2_sends_what_the_closed_form_says(mesh):
     assert (share.rows, share.devices, share.communication.unbounded_loops) == (2, 4, 0)
 
 
-def test_a_mesh_grows_by_its_first_axis():
+def test_a_mesh_grows_along_its_first_axis():
     places = [(1, 1), (3, 1), (3, 2), (3, 3), (3, 4), (3, 8), (3, 16), (3, 32)]
     assert doubled_meshes("fsdp=3,data=3", 100) == [parse_mesh(f"data={data},fsdp={fsdp}") for data, fsdp in places]
     assert [math.prod(shape.values()) for shape in doubled_meshes("data=8")] == [2**i for i in range(11)]
@@ -221,28 +221,28 @@ def test_a_mesh_grows_by_its_first_axis():
         assert recipe.batch_size == 2 * shape["data"] * shape["fsdp"]
 
 
-def test_arithmetic_is_that_of_a_devices_rows():
+def test_flops_are_those_of_the_rows_of_a_device():
     shares = Scaling(dataclasses.replace(MLP, mesh="tensor=2"), jax.devices(), CPU)
-    halved, of_rows = (shares.share(parse_mesh(mesh)) for mesh in ("tensor=2", "data=2"))
-    assert 2 * halved.flops == of_rows.flops == 3 * 2 * 16 * 64 * (64 + 10) - 2 * 16 * 64 * 64
-    assert 2 * halved.seconds == of_rows.seconds
-    assert (halved.recipe.batch_size, of_rows.recipe.batch_size) == (16, 32)
+    tensor_share, data_share = (shares.share(parse_mesh(mesh)) for mesh in ("tensor=2", "data=2"))
+    assert 2 * tensor_share.flops == data_share.flops == 3 * 2 * 16 * 64 * (64 + 10) - 2 * 16 * 64 * 64
+    assert 2 * tensor_share.seconds == data_share.seconds
+    assert (tensor_share.recipe.batch_size, data_share.recipe.batch_size) == (16, 32)
 
 
-def test_virtual_devices_are_those_there_are():
+def test_virtual_devices_are_limited_after_jax_has_started():
     assert virtual_devices(4) == jax.devices()[:4]
     with pytest.raises(UserError, match="JAX has 4 CPU devices in this process and the mesh needs 1024: plan before"):
         virtual_devices(MAX_DEVICES)
 
 
-def ran(capsys, command):
+def run_command(capsys, command):
     status = main(shlex.split(command))
-    told = capsys.readouterr()
-    return status, told.out, told.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 @pytest.fixture
-def of_four_devices(monkeypatch, tmp_path):
+def up_to_four_devices(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(plan_command, "MAX_DEVICES", 4)
@@ -251,9 +251,11 @@ def of_four_devices(monkeypatch, tmp_path):
 RECIPE = "digits-mlp --hidden 64 --batch-size 16"
 
 
-@pytest.mark.usefixtures("of_four_devices")
-def test_a_mesh_is_told_of_and_how_it_grows(capsys):
-    status, out, err = ran(capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 8GB/s --device h100 --memory 16GiB --json")
+@pytest.mark.usefixtures("up_to_four_devices")
+def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
+    status, out, err = run_command(
+        capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 8GB/s --device h100 --memory 16GiB --json"
+    )
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert (found["grows"], found["device"], found["bandwidth_bytes_per_s"]) == ("data", "NVIDIA H100", 8e9)
@@ -276,9 +278,9 @@ def test_a_mesh_is_told_of_and_how_it_grows(capsys):
     assert found["command"] == "jaxtrain train digits-mlp --batch-size 16 --mesh data=2 --hidden 64"
 
 
-@pytest.mark.usefixtures("of_four_devices")
-def test_where_nothing_fits_all_is_told_before(capsys):
-    status, out, err = ran(capsys, f"plan {RECIPE} --mesh fsdp=2 --memory 10KiB")
+@pytest.mark.usefixtures("up_to_four_devices")
+def test_the_tables_are_printed_before_the_error_that_nothing_fits(capsys):
+    status, out, err = run_command(capsys, f"plan {RECIPE} --mesh fsdp=2 --memory 10KiB")
     assert (status, err.count("\n")) == (1, 1)
     assert err.startswith("jaxtrain: nothing fits 10.0 KiB: parameters and optimizer state alone take ")
     lines = [line.split() for line in out.splitlines()]
@@ -294,9 +296,9 @@ def test_where_nothing_fits_all_is_told_before(capsys):
     assert "fsdp grows; all values are per device, with 8 rows of a micro-batch on each" in out
 
 
-@pytest.mark.usefixtures("of_four_devices")
+@pytest.mark.usefixtures("up_to_four_devices")
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--mesh data=3", "batch_size 16 is not divisible by accumulate 1 × the 3 devices of mesh 'data=3'"),
         ("--mesh rows=2", "mesh 'rows=2' has an axis 'rows': use data, fsdp"),
@@ -313,15 +315,15 @@ def test_where_nothing_fits_all_is_told_before(capsys):
         ("--device H100", "--device requires --mesh: add one"),
     ],
 )
-def test_wrong_usage_is_one_line(flags, said, capsys):
-    status, _, err = ran(capsys, f"plan {RECIPE} {flags}")
+def test_wrong_usage_is_one_line(flags, message, capsys):
+    status, _, err = run_command(capsys, f"plan {RECIPE} {flags}")
     assert status == 2
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-@pytest.mark.usefixtures("of_four_devices")
-def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
+@pytest.mark.usefixtures("up_to_four_devices")
+def test_the_reason_why_a_mesh_cannot_grow_is_printed(capsys, monkeypatch):
     first = Scaling(dataclasses.replace(MLP, mesh="data=2"), jax.devices(), CPU).share(parse_mesh("data=2"))
 
     def up_to_two(self, recipe, shape):
@@ -330,7 +332,7 @@ def test_a_mesh_that_cannot_grow_further_says_why(capsys, monkeypatch):
         return dataclasses.replace(first, recipe=recipe, mesh=shape)
 
     monkeypatch.setattr(Scaling, "_compile", up_to_two)
-    status, out, _ = ran(capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 400Gbit/s")
+    status, out, _ = run_command(capsys, f"plan {RECIPE} --mesh data=2 --bandwidth 400Gbit/s")
     assert status == 0
     lines = [line.split() for line in out.splitlines()]
     assert ["devices", "mesh", "micro-batch", "memory", "sent", "time", "share"] in lines
@@ -349,7 +351,7 @@ def test_bandwidths_and_devices():
     assert find_gpu("H100")[1].half > find_gpu("A100")[1].half
 
 
-def in_a_process(module, *arguments, devices):
+def run_in_process(module, *arguments, devices):
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     alone = f" --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags + alone}
@@ -359,7 +361,7 @@ def in_a_process(module, *arguments, devices):
 
 @pytest.mark.slow
 def test_to_1024_devices():
-    out = in_a_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
+    out = run_in_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
     rows = json.loads(out)["rows"]
     assert [row["devices"] for row in rows] == [2**i for i in range(11)]
     of_fsdp, largest = rows[2], rows[-1]
@@ -368,15 +370,15 @@ def test_to_1024_devices():
     assert largest["parameters_bytes"] == of_fsdp["parameters_bytes"]
     assert largest["sent_bytes"] > of_fsdp["sent_bytes"]
     over_data = [t["sent"] for row in rows for t in row["traffic"] if t["axes"] == ["data"]]
-    # What an all-reduce sends goes to twice what there is to reduce.
+    # With more devices, an all-reduce sends up to twice the size of its operand.
     assert over_data == pytest.approx([over_data[-1] * (n - 1) / n / (255 / 256) for n in [2**i for i in range(1, 9)]])
 
 
 @pytest.mark.slow
-def test_the_predicted_memory_is_the_measured_one():
+def test_the_predicted_memory_matches_the_measured_memory():
     meshes = ["data=1", "fsdp=2", "fsdp=4", "fsdp=8"]
-    asked = [("gpt-stdlib", json.dumps({"n_layer": 2, "batch_size": 32, "mesh": mesh})) for mesh in meshes]
-    out = in_a_process("tests.planning.measured_peak_on_mesh", *[x for pair in asked for x in pair], devices=8)
+    cases = [("gpt-stdlib", json.dumps({"n_layer": 2, "batch_size": 32, "mesh": mesh})) for mesh in meshes]
+    out = run_in_process("tests.planning.measured_peak_on_mesh", *[x for pair in cases for x in pair], devices=8)
     found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert len(found) == len(meshes)
     for mesh, of_mesh in zip(meshes, found, strict=True):

@@ -1,4 +1,4 @@
-"""Profiles: kinds of work by name and by opcode, lines of a program, and time divided among what runs."""
+"""Profiles: classification of operations, source lines, and time divided among running operations."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from jaxtrain.profile.trace import (
     time_table,
 )
 
-# As NVIDIA's profilers show them, of training steps on A100 and H100; XLA's own after its instructions.
+# Kernels of training steps on A100 and H100, as NVIDIA's profilers show them; XLA names its own after instructions.
 KERNELS = {
     "matmul": [
         "ampere_sgemm_128x64_nn",
@@ -76,11 +76,11 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-def test_kernels_are_told_apart_by_their_names(kind):
+def test_kernels_are_classified_by_name(kind):
     assert {name: kind_of_kernel(name) for name in KERNELS[kind]} == dict.fromkeys(KERNELS[kind], kind)
 
 
-def test_instructions_are_told_apart_by_their_opcodes():
+def test_instructions_are_classified_by_opcode():
     assert kind_of_opcodes({"fusion", "parameter", "convolution", "add"}) == "convolution"
     assert kind_of_opcodes({"all-gather-start"}) == kind_of_opcodes({"collective-permute"}) == "collective"
     assert kind_of_opcodes({"fusion", "parameter", "dynamic-update-slice", "bitcast"}) == "copy"
@@ -101,7 +101,7 @@ def compiled_step():
         return jax.jit(step).lower(*args).compile(), args
 
 
-def test_operations_have_the_line_that_asked_for_them():
+def test_operations_have_their_source_line():
     program, _ = compiled_step()
     found = operations(program.as_text())
     here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
@@ -110,30 +110,30 @@ def test_operations_have_the_line_that_asked_for_them():
     assert {o.kind for o in found.values()} <= set(KINDS)
 
 
-def test_time_is_divided_among_what_runs():
+def test_time_is_divided_among_running_operations():
     def span(name, begin, end, kind="matmul"):
         return Span(begin, end, name, kind, "")
 
-    a, b, again = span("a", 10, 30), span("b", 20, 40, "copy"), span("a", 60, 70)
+    a, b, a_again = span("a", 10, 30), span("b", 20, 40, "copy"), span("a", 60, 70)
     before = span("early", 0, 5)
     wait = span(INPUT, 35, 55, INPUT)
-    went = {s.name or s.kind: ns for s, ns in _divide_time([a, b, again, before], [wait], 5, 100).items()}
-    assert went == {"a": 10 + 5 + 10, "b": 5 + 10, INPUT: 15, "idle": 5 + 5 + 30}
-    assert sum(went.values()) == 95
-    table = {row.kind: row for row in table_rows(_divide_time([a, b, again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
+    times = {s.name or s.kind: ns for s, ns in _divide_time([a, b, a_again, before], [wait], 5, 100).items()}
+    assert times == {"a": 10 + 5 + 10, "b": 5 + 10, INPUT: 15, "idle": 5 + 5 + 30}
+    assert sum(times.values()) == 95
+    table = {row.kind: row for row in table_rows(_divide_time([a, b, a_again], [wait], 5, 100), {a: 2, b: 1}, top=3)}
     assert table["matmul"].count == 2
     assert table["matmul"].share == pytest.approx(25 / 95)
     assert [top.name for top in table["matmul"].top] == ["a"]
     assert table["idle"].top == table["input"].top == []
 
 
-def test_a_trace_adds_up_to_the_clock(tmp_path):
+def test_the_rows_of_a_trace_add_up_to_the_wall_time(tmp_path):
     program, args = compiled_step()
     jax.block_until_ready(program(*args))
     with StepTrace(tmp_path):
         for _ in range(3):
             with jax.profiler.TraceAnnotation(INPUT):
-                np.linalg.svd(np.ones((200, 200)))  # takes a while
+                np.linalg.svd(np.ones((200, 200)))  # slow
             jax.block_until_ready(program(*args))
     trace = newest_trace(tmp_path)
     table_rows = {row.kind: row for row in time_table(trace, program.as_text())}
@@ -143,26 +143,26 @@ def test_a_trace_adds_up_to_the_clock(tmp_path):
     here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
     assert table_rows["matmul"].top[0].line == here
     assert 0 < table_rows["input"].seconds < 10
-    # Another program's text leaves the kinds to the names.
+    # Without the program's text, kinds are derived from names.
     assert "attention" not in {row.kind for row in time_table(trace, "")}
     with pytest.raises(RunFailed, match="holds no trace"):
         newest_trace(tmp_path / "none")
 
 
-def test_a_trace_without_operations_makes_no_table(tmp_path):
+def test_a_trace_without_operations_has_an_empty_table(tmp_path):
     with StepTrace(tmp_path):
         pass
     assert time_table(newest_trace(tmp_path), "") == []
 
 
 def layered(x, w, q):
-    """A scanned product, a branch, an attention, a sum."""
+    """Compute a scanned product, a conditional, attention and a sum."""
     y, _ = jax.lax.scan(lambda c, m: (jnp.tanh(c @ m), None), x, w)
     z = jax.lax.cond(y.sum() > 0, lambda a: a @ a, lambda a: a, y)
     return z.T.sum(0), attention(q, q, q, causal=True)
 
 
-def test_the_estimate_is_the_rooflines_divided_among_its_operations():
+def test_the_estimated_table_divides_the_roofline_estimate():
     args = jnp.ones((128, 128)), jnp.ones((5, 128, 128)), jnp.ones((2, 32, 2, 16))
     traced = jax.make_jaxpr(jax.jit(layered))(*args).jaxpr
     table = {row.kind: row for row in estimate_table(traced, CPU, steps=10, top=9)}
@@ -177,7 +177,7 @@ def test_the_estimate_is_the_rooflines_divided_among_its_operations():
     }
     assert {top.line.partition(":")[0] for top in table["attention"].top} == {"models/attention.py"}
     assert "transpose" in {top.name for top in table["copy"].top}
-    # On a device of twice the arithmetic, and of whatever memory, the products alone take half.
+    # On a device with twice the FLOPS and unlimited bandwidth, matrix products take half the time.
     fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, launch_overhead_s=0.0)
     slow = dataclasses.replace(fast, fp32=CPU.fp32, tf32=CPU.tf32)
     assert estimate_seconds(traced, slow) == pytest.approx(2 * estimate_seconds(traced, fast), rel=1e-3)

@@ -188,7 +188,7 @@ def equations(traced, scanned=False):
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
-def test_the_optimizers_arithmetic_runs_once_a_window(k):
+def test_the_optimizer_runs_once_per_window(k):
     marked = optax.stateless(lambda updates, params: jax.tree.map(jax.lax.cbrt, updates))
     step = jt.train_step(masked_loss, marked, accumulate=k)
     batch = {"x": jnp.ones((8, 3)), "y": jnp.ones(8), "mask": jnp.ones(8)}

@@ -44,21 +44,21 @@ class ShardingConstraints:
         """Shard the rows of `x` [B, …], and its tokens if it has any; replicate its other axes."""
         if not self._has_rows(x):
             return x
-        return self._constrained(x, {0: self._rows, **self._tokens(x)}, None)
+        return self._constrain(x, {0: self._rows, **self._token_axis(x)}, None)
 
-    def of_batch(self, x: Any) -> Any:
+    def constrain_batch(self, x: Any) -> Any:
         """Shard an array of a batch, [B, …] or [B, T, …]."""
         if not self._has_rows(x):
             return x
         n = sequence_parallel_size(self._mesh.shape)
         divides = n > 1 and x.ndim > 1 and x.shape[1] % n == 0
-        return self._constrained(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
+        return self._constrain(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
 
-    def of_tokens(self, x: Any) -> Any:
+    def constrain_tokens(self, x: Any) -> Any:
         """Shard the embeddings of tokens, [B, T, …]."""
         return self(x) if self.lengths and self._has_rows(x) else x
 
-    def of_scores(self, x: Any, over: tuple[int, ...]) -> Any:
+    def constrain_scores(self, x: Any, over: tuple[int, ...]) -> Any:
         """Shard attention scores [B, …, T, S] by queries, so that keys and values are gathered.
 
         `over` are the axes of the softmax, the keys.
@@ -66,32 +66,38 @@ class ShardingConstraints:
         queries = [i for i in range(1, x.ndim) if x.shape[i] in self.lengths and i not in over]
         if x.ndim < 4 or not queries or {x.shape[i] for i in over} - {*self.lengths}:
             return x
-        return self._placed(x, {queries[-1]: SEQUENCE, **dict.fromkeys(over)})
+        return self._constrain_axes(x, {queries[-1]: SEQUENCE, **dict.fromkeys(over)})
 
-    def of_fused(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
+    def run_fused(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
         """Apply `run`, a fused kernel for whole sequences, to queries, keys and values [B, T, N, H] sharded by heads.
 
         As in DeepSpeed-Ulysses (Jacobs et al. 2023). If the heads are not divisible, every device computes all of them.
         """
         heads = math.gcd(*(x.shape[2] for x in args))
-        of_heads = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
-        by_heads = [self._placed(self._placed(x, {1: SEQUENCE}), {1: None, 2: of_heads, 3: None}) for x in args]
-        return [self._placed(self._placed(y, {1: None, 2: of_heads, 3: None}), {1: SEQUENCE}) for y in run(*by_heads)]
+        heads_spec = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
+        sharded_by_heads = [
+            self._constrain_axes(self._constrain_axes(x, {1: SEQUENCE}), {1: None, 2: heads_spec, 3: None})
+            for x in args
+        ]
+        return [
+            self._constrain_axes(self._constrain_axes(y, {1: None, 2: heads_spec, 3: None}), {1: SEQUENCE})
+            for y in run(*sharded_by_heads)
+        ]
 
-    def _placed(self, x: Any, places: Mapping[int, Any]) -> Any:
+    def _constrain_axes(self, x: Any, axes: Mapping[int, Any]) -> Any:
         """Shard the rows of `x` and the given axes; leave its other axes unconstrained."""
         if not self._has_rows(x):
             return x
-        return self._constrained(x, {0: self._rows, **places}, P.UNCONSTRAINED)
+        return self._constrain(x, {0: self._rows, **axes}, P.UNCONSTRAINED)
 
     def _has_rows(self, x: Any) -> bool:
         return bool(jax.numpy.ndim(x)) and x.shape[0] == self._count
 
-    def _tokens(self, x: Any) -> dict[int, str]:
+    def _token_axis(self, x: Any) -> dict[int, str]:
         # The last axis before the features, or before the keys of a mask: [B, T, C], [B, T, 1, H], [B, 1, T, S].
-        places = [i for i in range(1, x.ndim - 1) if x.shape[i] in self.lengths]
-        return {places[-1]: SEQUENCE} if places else {}
+        axes = [i for i in range(1, x.ndim - 1) if x.shape[i] in self.lengths]
+        return {axes[-1]: SEQUENCE} if axes else {}
 
-    def _constrained(self, x: Any, places: Mapping[int, Any], others: Any) -> Any:
-        spec = P(*(places.get(i, others) for i in range(x.ndim)))
+    def _constrain(self, x: Any, axes: Mapping[int, Any], others: Any) -> Any:
+        spec = P(*(axes.get(i, others) for i in range(x.ndim)))
         return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
