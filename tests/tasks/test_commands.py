@@ -102,5 +102,5 @@ def test_integers_out_of_their_bounds_are_refused_by_name():
     for name, bound in {"label": 10, "tokens": 260}.items():
         bounded = type(task)(**{**vars(task), "bounds": {"tokens": 260}})
         check_labels_in_batch(bounded, {name: np.array([0, bound - 1])})
-        with pytest.raises(UserError, match=f"{name} runs from 0 to {bound}, outside 0..{bound - 1}"):
+        with pytest.raises(UserError, match=rf"{name} must be in 0\.\.{bound - 1}, got 0 to {bound}: "):
             check_labels_in_batch(bounded, {name: np.array([0, bound])})
