@@ -43,8 +43,10 @@ settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDa
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-# A worker above this resident size drops its compiled programs at the end of a module.
-MAX_RESIDENT_BYTES = 1.5e9
+# A worker that has grown by this much drops its compiled programs at the end of a module.
+MAX_GROWTH_BYTES = 1e9
+# Its resident size after the last time.
+BASE_RESIDENT_BYTES = pytest.StashKey[int]()
 
 # The commands have glibc keep what they free, for the whole process: a worker would only ever grow.
 jaxtrain.cli.keep_host_memory = lambda: False
@@ -67,15 +69,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _bounded_memory() -> Iterator[None]:
-    """Return the memory of compiled programs to the system once a worker has grown."""
+def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Return the memory of compiled programs to the system at the end of a module if a worker has grown."""
     yield
-    if platform.libc_ver()[0] == "glibc" and resident_bytes() > MAX_RESIDENT_BYTES:
+    base = request.config.stash.setdefault(BASE_RESIDENT_BYTES, 0)
+    if platform.libc_ver()[0] == "glibc" and resident_bytes() > base + MAX_GROWTH_BYTES:
         import jax
 
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+        request.config.stash[BASE_RESIDENT_BYTES] = resident_bytes()
 
 
 def resident_bytes() -> int:

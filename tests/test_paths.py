@@ -76,6 +76,7 @@ def test_five_updates_with_a_frozen_body_are_pytorchs(options, streaming):
     np.testing.assert_array_equal(state.params["body"]["kernel"], PARAMS["body"]["kernel"])
 
 
+@pytest.mark.slow
 def test_frozen_parameters_cost_no_gradient_no_memory_and_no_decay():
     trained = jt.train_step(loss_fn, adamw(0.1, weight_decay=0.5))
     half = jt.train_step(loss_fn, adamw(0.1, weight_decay=0.5), frozen=body)

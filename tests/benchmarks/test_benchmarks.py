@@ -31,6 +31,7 @@ def timing(job, wall):
     return Timing(job, np.array(wall), np.array(wall), "cpu", None, None, None, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "job", [short("jax", accumulate=2), short("jax", remat="full"), short("jax", precision="bf16")]
 )
@@ -44,6 +45,7 @@ def test_engines_take_the_same_steps_under_every_setting(job):
     assert ours.flops == FLOPS
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("feature", [*FEATURES, "bare"])
 def test_features_change_no_loss_but_for_clipping(feature):
     plain, other = (engine(short("jax", feature=f), WORKLOADS["gpt2-tiny"]) for f in ("no clipping", feature))
@@ -55,6 +57,7 @@ def test_features_change_no_loss_but_for_clipping(feature):
     assert (abs(plain.losses[1] - other.losses[1]) > 1e-6) == clips
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_is_reported_by_its_last_line():
     with pytest.raises(RunFailed, match=r"by torch_eager.*remat 'dots' has no counterpart"):
         time_jobs([short("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)
@@ -86,6 +89,7 @@ def test_pytorch_refuses_a_policy_without_counterpart():
         engine(short("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])
 
 
+@pytest.mark.slow
 def test_a_window_is_its_micro_steps_and_an_update():
     window, micro_steps = (
         engine(short("jax", accumulate=2, feature=feature), WORKLOADS["gpt2-tiny"]) for feature in ("", MICRO_STEPS)
@@ -96,6 +100,7 @@ def test_a_window_is_its_micro_steps_and_an_update():
     np.testing.assert_allclose(micro_steps.losses, window.losses, rtol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
 def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}
@@ -106,6 +111,7 @@ def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
         built.step()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("update", updates.UPDATES)
 def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
     sizes = {"vocab_size": 16, "width": 8, "depth": 2, "length": 4}
@@ -119,6 +125,7 @@ def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
     assert updates.parameters(SMALL) == 124_475_904
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine_name", host.ENGINES)
 def test_inputs_are_read_by_both_loaders(engine_name):
     for measured in time_jobs([Job("input-images", engine_name)], 1, Budget(300), print):

@@ -144,6 +144,7 @@ def assert_same(got, truth, ours):
     assert distance <= BAR * max(own, NOISE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*DEFAULT, *REST])
 def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "onnx")
@@ -157,6 +158,7 @@ def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     assert_same(session.run(["logits"], dict(zip(names, inputs, strict=True)))[0], truth, ours)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*DEFAULT, *REST])
 def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "stablehlo")
@@ -164,6 +166,7 @@ def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     assert_same(runpy.run_path(str(out / "load.py"))["logits"](*inputs), truth, ours)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt-stdlib", *(p for p in REST if p.values[0] in IN_TRANSFORMERS)])
 def test_transformers_give_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "huggingface")

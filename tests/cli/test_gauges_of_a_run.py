@@ -11,6 +11,7 @@ from jaxtrain.cli import main
 from jaxtrain.observe import gauges
 
 
+@pytest.mark.slow
 def test_a_run_logs_its_share_of_the_peak_and_its_histograms(monkeypatch, capsys):
     busy = types.SimpleNamespace(mean=lambda: 0.25, close=lambda: None)
     monkeypatch.setattr(gauges, "peak_flops", lambda device, precision: 1e12)

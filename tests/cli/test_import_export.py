@@ -62,6 +62,7 @@ def assert_close(model, path, rtol):
         np.testing.assert_allclose(saved[name], tensor, rtol=rtol, atol=rtol * 0.1)
 
 
+@pytest.mark.slow
 def test_a_run_moved_to_jax_and_back_equals_pytorchs(capsys):
     model, optimizer = mlp()
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=10)
@@ -92,6 +93,7 @@ def test_a_run_moved_to_jax_and_back_equals_pytorchs(capsys):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_started_here_continues_in_pytorch():
     flags = "--steps 6 --hidden 8 --batch-size 16 --clip-norm 0.5 --schedule linear --warmup-steps 2 --weight-decay 0.1"
     assert run(f"train digits-mlp --precision fp16 {flags} --out fp16 {LOGGING}") == 0
@@ -179,6 +181,7 @@ class Pictures(torch.nn.Module):
         return self.model(images.permute(0, 3, 1, 2)).logits
 
 
+@pytest.mark.slow
 def test_running_statistics_are_converted_in_both_directions():
     pictures = Pictures()
     # Without eps, a bias before a BatchNorm, whose gradient is pure rounding error, would move by lr per step.
@@ -205,6 +208,7 @@ def test_running_statistics_are_converted_in_both_directions():
     assert all(count == 6 for count in counts)
 
 
+@pytest.mark.slow
 def test_running_statistics_of_a_run_started_here_are_pytorchs():
     assert run(f"train digits-resnet --width 4 --batch-size 16 --steps 3 --out run {LOGGING}") == 0
     assert run("export run --out three.pt") == 0

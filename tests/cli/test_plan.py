@@ -38,6 +38,7 @@ def test_a_plan_is_a_table_and_a_line_to_paste(capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_cut_into_micro_batches(capsys, text_folder):
     status, out, _ = ran(capsys, f"plan gpt-stdlib {TINY_GPT} --data {text_folder} --memory 250KB")
     assert status == 0

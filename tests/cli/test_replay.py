@@ -39,6 +39,7 @@ def printed_losses(out: str) -> list[float]:
     return [float(own.split()[1]), float(wide.split()[0])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_finite_step_has_the_logged_loss(precision, capsys):
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --precision {precision} --out run") == 0
@@ -61,6 +62,7 @@ def test_a_replayed_step_draws_the_same_dropout_mask(text_folder, capsys):
     assert own == float(f"{lines('run')[2]['loss']:.7g}")
 
 
+@pytest.mark.slow
 def test_an_overflow_is_attributed_to_the_runs_precision(capsys):
     assert run(f"train digits-mlp {SMALL} --lr 1e30 --clip-norm None --warmup-steps 0 --out run") == 1
     assert "jaxtrain replay run 2" in capsys.readouterr().err
@@ -103,6 +105,7 @@ def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypa
     assert "backward      the gradient of layers/1/bias, micro-batch 0" in out
 
 
+@pytest.mark.slow
 def test_the_recorded_batch_is_used_after_the_data_are_fixed(capsys, monkeypatch):
     changed = plant(monkeypatch, {8: float("nan")})
     assert run(f"train digits-mlp {SMALL} --out run") == 1
@@ -118,6 +121,7 @@ def test_the_recorded_batch_is_used_after_the_data_are_fixed(capsys, monkeypatch
     replayed(capsys, "run 7", 0)
 
 
+@pytest.mark.slow
 def test_steps_after_a_rollback_have_the_batches_they_had(capsys, monkeypatch):
     plant(monkeypatch, {23: 3e3}, dataclasses.replace(RECIPE, lr=1e-3))
     command = f"train digits-mlp {SMALL} --lr 1e-3 --spike-factor 30 --on-spike rollback --out run"
@@ -128,6 +132,7 @@ def test_steps_after_a_rollback_have_the_batches_they_had(capsys, monkeypatch):
         assert own == float(f"{lines('run')[step]['loss']:.7g}")
 
 
+@pytest.mark.slow
 def test_invalid_steps_are_rejected(capsys):
     assert run(f"train digits-mlp {SMALL} --out run") == 0
     for command, message in {

@@ -93,6 +93,7 @@ def test_tensorboard_reads_the_scalars():
     np.testing.assert_allclose([e.value for e in events.Scalars("loss")], logged, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(monkeypatch, capsys):
     command = f"train digits-cnn --steps 9 --width 4 --accumulate 2 --precision fp16 {SMALL}"
     assert run(f"{command} --out whole") == 0
@@ -110,6 +111,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(monkeypatch, capsys):
     assert len(steps) == len(set(steps))
 
 
+@pytest.mark.slow
 def test_a_killed_run_logs_no_step_twice(monkeypatch):
     command = f"train digits-mlp --steps 9 --hidden 16 {SMALL}"
 
@@ -127,6 +129,7 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
     assert [m["step"] for m in lines("runs/digits-mlp")] == [0, 2, 4, 6, 8, 9]
 
 
+@pytest.mark.slow
 def test_a_finished_run_reports_it_and_can_be_extended(capsys):
     assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
     assert run("train digits-mlp --resume") == 0
@@ -144,6 +147,7 @@ def test_the_logged_learning_rate_is_the_one_used():
     assert logged == pytest.approx({n: float(schedule(recipe)(n - 1)) for n in (2, 4, 6, 8, 10)}, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_its_own_text_and_writes_some(text_folder, capsys):
     command = f"train --data {text_folder} --steps 30 --eval-every 15 --lr 1e-2 --warmup-steps 3 --dropout 0.1"
     assert run(f"{command} --remat full {TINY_GPT} --out run") == 0
@@ -160,6 +164,7 @@ def test_a_gpt_learns_its_own_text_and_writes_some(text_folder, capsys):
     assert capsys.readouterr().out == first
 
 
+@pytest.mark.slow
 def test_own_arrays_and_image_folders_train(tmp_path, capsys):
     rng = np.random.default_rng(0)
     np.savez("own.npz", x=rng.integers(0, 255, (40, 6, 5), np.uint8), y=rng.integers(0, 3, 40))
@@ -187,6 +192,7 @@ def same_bits(one: str, other: str) -> bool:
 TINY = f"train digits-mlp --steps 6 --hidden 8 {SMALL}"
 
 
+@pytest.mark.slow
 def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
     """Started, killed before its first checkpoint, started again, stopped, resumed, finished."""
     command = f"{TINY} --log-every 3 --resume auto --out looped"
@@ -270,6 +276,7 @@ def test_retention_is_a_setting_that_may_change_on_resume(capsys):
     assert "keep_last must be at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
     assert run(f"{TINY} --out whole") == 0
     assert run(f"{TINY} --out hurt") == 0
@@ -313,6 +320,7 @@ def test_a_report_that_cannot_be_written_costs_nothing_but_the_report(capsys):
     assert Path("full/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_checkpoints_without_their_config_are_not_written_over(capsys):
     assert run(f"{TINY} --out lost") == 0
     Path("lost/config.json").unlink()
@@ -384,6 +392,7 @@ def test_a_damaged_config_is_one_line(capsys):
     assert "mine/config.json cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_real_process_saves_and_exits_130(tmp_path):
     command = [sys.executable, "-m", "jaxtrain.cli", "train", "digits-mlp", "--steps", "100000", "--hidden", "16"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:

@@ -25,6 +25,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_the_process_retains_a_steps_temporaries():
     faults = {

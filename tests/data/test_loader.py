@@ -169,6 +169,7 @@ def shares(draw: st.DrawFn, of: int) -> list[list[int]]:
     return [share for share in shares if share]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(64, 100), st.integers(1, 12), SEEDS, st.integers(0, 12))
 def test_the_rows_of_all_processes_are_the_batch_and_any_number_of_them_goes_on(

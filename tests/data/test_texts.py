@@ -54,6 +54,7 @@ def test_the_ways_no_directive_reads(day: int, ordinal: str) -> None:
     assert written[3:6] == [f"the {ordinal} of November 2026", f"NOVEMBER 2026, {ordinal}", f"{day}. XI. 2026"]
 
 
+@pytest.mark.slow
 def test_no_way_of_writing_makes_two_days_one() -> None:
     every = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1, 3))
     written: dict[str, str] = {}

@@ -23,6 +23,7 @@ def mark_slow(*names, default):
     return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 def test_twenty_steps_equal_those_of_one_device(double):
     assert_same_training("packed", "data=2,sequence=2")
 

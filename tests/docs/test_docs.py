@@ -70,6 +70,7 @@ def test_the_page_on_autograd_names_every_subgradient_and_case():
     assert {name for command in commands for name in command.split()} <= set(CASES)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_an_example_prints_a_falling_loss(example, capsys):
     assert len(example.read_text().splitlines()) <= 60

@@ -88,6 +88,7 @@ def run(notebook, folder):
     return [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("page", by_name(QUICK))
 def test_a_tutorial_runs_and_prints_what_its_page_shows(page, reader_environment):
     printed = run(notebooks.notebook(page.read_text()), reader_environment)
@@ -144,6 +145,7 @@ def test_printed_lines_are_compared_with_those_shown():
     assert missing("a 1\nb 2", "b 2\na 1\n") == "b 2"
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_an_error(reader_environment):
     for block in ("```python\n1 / 0\n```\n", "```sh\nfalse\necho on\n```\n"):
         with pytest.raises(Exception, match=r"ZeroDivisionError|CalledProcessError"):

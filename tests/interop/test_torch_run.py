@@ -172,6 +172,7 @@ def assert_same(a, b, close=None, where=""):
         assert a == b, where
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_there_and_back_is_bit_equal_for_every_optimizer_and_scaler(schedule, tmp_path):
     for name, options in OPTIMIZER_CASES:
@@ -215,6 +216,7 @@ def carried_on(name, options, schedule, scaler, tmp_path, **understood):
     return again, copy.deepcopy(theirs.step(4).parts()), resumed.parts(), theirs.step(3).parts()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("name", "options"), OPTIMIZER_CASES)
 def test_every_optimizer_goes_on_in_both_directions(name, options, tmp_path, monkeypatch):
@@ -226,6 +228,7 @@ def test_every_optimizer_goes_on_in_both_directions(name, options, tmp_path, mon
         assert_same(mine, {**other, "step": mine["step"]}, close=1e-10, where=name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULERS if s != "plateau"])
 def test_every_schedule_goes_on_in_both_directions(schedule, tmp_path):

@@ -27,6 +27,7 @@ def value_and_gradients(fn, hidden, projection, labels):
     return [values, *pull(cotangent)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"ignore_index": 3}])
 @pytest.mark.parametrize(("shape", "chunk"), [((12,), 4), ((2, 5), 4), ((3, 2, 2), 1), ((7,), 100)])
 def test_it_is_the_plain_loss_in_float64(shape, chunk, options):
@@ -65,6 +66,7 @@ def test_it_differentiates_twice():
         np.testing.assert_allclose(chunked, curvature(lambda h, w, y: cross_entropy(h @ w, y)), rtol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, jnp.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_at_a_vocabulary_of_32768_temporaries_are_under_a_quarter(precision, tied):
@@ -115,6 +117,7 @@ def test_under_autocast_its_products_are_low_and_its_weight_gradient_is_summed_i
     assert (projection.shape, np.float32) in [(aval.shape, aval.dtype) for aval in carries]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_a_training_step_that_accumulates_takes_the_steps_of_the_plain_loss(remat):
     hidden, projection, labels = draw(8)

@@ -253,6 +253,7 @@ def test_info_nce_takes_negatives_of_no_row():
     np.testing.assert_allclose(ours, F.cross_entropy(torch.tensor(similarities), torch.arange(3), reduction="none"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("label", [-1, CLASSES, 10**6, -99, -101])
 @pytest.mark.parametrize(
     "fn",
@@ -280,6 +281,7 @@ def test_a_class_of_probability_zero_does_not_affect_an_ignored_label():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
     loss, rng = LOSSES[name], np.random.default_rng(0)

@@ -192,6 +192,7 @@ def test_at_a_kink_value_and_gradient_are_pytorchs(kink):
     assert not all(np.array_equal(t, j) for t, j in zip(grads, kink.jaxs_gradients, strict=True)), "no difference"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
 def test_jaxs_own_gradient_is_the_other_one(kink):
     _, grads = in_jax(kink.jaxs, kink.at)
@@ -199,6 +200,7 @@ def test_jaxs_own_gradient_is_the_other_one(kink):
         np.testing.assert_allclose(found, np.array(known, float), rtol=1e-15, atol=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SMOOTH)
 @pytest.mark.parametrize("seed", range(2))
 def test_elsewhere_they_agree_to_rounding(case, seed):
@@ -211,6 +213,7 @@ def test_elsewhere_they_agree_to_rounding(case, seed):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["max", "min", "median of equals", "median along an axis"])
 def test_among_equal_values_the_same_one_is_selected(case):
     rng = np.random.default_rng(0)
@@ -227,6 +230,7 @@ def test_nan_is_propagated(case):
     assert np.isnan(in_torch(KINKS[case].theirs, ([1.0, NAN, 2.0],))[0]).any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
 def test_they_are_differentiated_twice_batched_and_compiled(kink):
     inputs = [jnp.asarray(x, np.float64) for x in kink.at]
@@ -241,6 +245,7 @@ def test_they_are_differentiated_twice_batched_and_compiled(kink):
         np.testing.assert_allclose(pair, np.stack([alone, alone]), rtol=1e-15)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
 def test_under_autocast_they_keep_their_gradient(kink):
     def gradient(*xs):
@@ -277,6 +282,7 @@ SECOND = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SECOND)
 def test_second_derivatives_are_pytorchs(case):
     kink, points = KINKS[case], SECOND[case]

@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [N, 2, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_pytorchs_in_float64(case, heads):
@@ -66,6 +67,7 @@ def test_values_and_gradients_are_pytorchs_in_float64(case, heads):
         assert_same(with_gradients(*arrays, **CASES[case]), torchs(*arrays, **CASES[case]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("t", "s"), [(5, 5), (5, 7), (7, 5)])
 def test_causal_is_aligned_top_left(t, s):
     arrays = inputs(t, s, heads=2)
@@ -81,6 +83,7 @@ def test_causal_and_a_mask_are_both_heeded():
         assert_same(with_gradients(*arrays, mask=mask, causal=True), torchs(*arrays, mask=both))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [N, 2])
 def test_a_row_that_sees_nothing_is_zero_and_gives_no_gradient(heads):
     arrays, mask = inputs(heads=heads), np.ones((B, 1, T, S), bool)
@@ -98,6 +101,7 @@ def test_a_row_that_sees_nothing_is_zero_and_gives_no_gradient(heads):
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in grads)
 
 
+@pytest.mark.slow
 def test_packed_segments_are_the_sequences_apart():
     q, k, v, cotangent = inputs(6, 6, heads=2)
     segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 2, 2, 2, 0]])
@@ -137,6 +141,7 @@ def test_under_autocast_products_are_low_and_the_softmax_is_float32(dtype):
     assert all(v.aval.dtype == np.float32 for eqn in found if eqn.primitive.name == "exp" for v in eqn.invars)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("heads", [N, 2])
 def test_low_precision_is_as_near_the_truth_as_pytorchs(dtype, heads):

@@ -81,6 +81,7 @@ def test_the_embedding_of_an_input_gets_a_gradient_unless_it_is_padding(pad_toke
     assert np.flatnonzero(np.abs(gradient["word"]).sum(axis=1)).tolist() == ([3, 5] if pad_token_id == 0 else [0, 3, 5])
 
 
+@pytest.mark.slow
 def test_the_padding_tokens_embedding_is_zero_and_learns_from_being_predicted_only():
     tokens = TOKENS.copy()
     tokens[:, 0] = 0

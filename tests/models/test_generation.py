@@ -119,6 +119,7 @@ T5S = {
 SCATTERED = np.random.default_rng(3).random(PROMPTS.shape) > 0.3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mask", [MASK, MASK[:, ::-1].copy(), SCATTERED], ids=["left", "right", "scattered"])
 @pytest.mark.parametrize("name", T5S)
 def test_greedy_answers_to_uneven_sources_are_transformers_in_float32_and_float64(name, mask):
@@ -133,6 +134,7 @@ def test_greedy_answers_to_uneven_sources_are_transformers_in_float32_and_float6
     np.testing.assert_array_equal(ours, torchs_text(theirs.double(), **expected))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", T5S)
 def test_answers_written_piece_by_piece_have_the_logits_of_all_at_once(name):
     model, _, params = made(T5S[name])
@@ -167,6 +169,7 @@ def flops_of_a_token(name, prompt, new_tokens):
     return flops(jaxpr_as_fun(body), *body.in_avals)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "width", "weights", "slots"),
     [
@@ -185,6 +188,7 @@ def test_a_token_costs_itself_and_a_look_at_each_slot_whatever_came_before(name,
     assert longer == later == short + layers * 20 * look
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
 def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
     model, _, params = made(DECODERS[name])
@@ -202,6 +206,7 @@ def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
     assert np.asarray(cache.segments).sum() == 27
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_text_stops_at_its_stop_and_is_padded_behind_it(name):
     model, theirs, params = made({**DECODERS, **T5S}[name])
@@ -250,6 +255,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert (np.abs(drawn - expected) <= 5 * np.sqrt(expected * (1 - expected) / n)).all()
 
 
+@pytest.mark.slow
 def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
     model, _, params = made(DECODERS["gpt2"])
     sampling = Sampling(temperature=1.0)
@@ -317,6 +323,7 @@ def by_full_passes(model, params, prompt, new_tokens, context):
 DRAWN = Sampling(temperature=1.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_a_stream_has_the_tokens_of_generate(name):
     model, _, params = made(DECODERS[name])
@@ -325,6 +332,7 @@ def test_a_stream_has_the_tokens_of_generate(name):
         assert [*stream(model, params, PROMPTS[0], 24, sampling=sampling, seed=seed)] == together[0].tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("prompt", [1, 3, 7, 8, 9], ids=lambda n: f"prompt-{n}")
 def test_a_stream_beyond_the_context_has_the_tokens_of_full_passes_over_its_windows(name, prompt):

@@ -37,6 +37,7 @@ def test_every_layer_starts_different():
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("position", range(6))
 def test_a_token_changes_no_earlier_logits_and_its_own(position):
     apply, params = model()
@@ -81,6 +82,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
     assert abs((dropped == 0).mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / n)
 
 
+@pytest.mark.slow
 def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(drawn_masks):
     apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():

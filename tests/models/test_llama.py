@@ -70,6 +70,7 @@ def moved_model(config):
     return theirs.double()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loss_and_gradients_are_transformers_in_float64(name):
     config = CONFIGS[name]
@@ -283,6 +284,7 @@ def test_float64_stays_float64_and_autocasts_products_are_low():
     assert all(v.aval.dtype == np.float32 for eqn in roots for v in eqn.outvars)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["full", "names:attention,hidden"])
 def test_rematerialised_gradients_are_the_same_with_dropout(policy):
     apply, params = model(attention_dropout=0.3)

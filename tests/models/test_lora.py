@@ -41,6 +41,7 @@ def loss_of(apply):
     return lambda params, *rng: cross_entropy(apply(params, TOKENS[:, :-1], *rng), TOKENS[:, 1:]).sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["none", "full", "names:hidden"])
 def test_beside_the_kernels_and_merged_into_them_they_are_the_same_model(policy):
     adapters = some_adapters()

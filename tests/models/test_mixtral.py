@@ -44,6 +44,7 @@ def hf_config(config):
     return AutoConfig.for_model(written["model_type"], **kept, experts_implementation="eager")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chosen", [1, 2, 5])
 def test_a_layer_and_its_gradients_are_transformers_in_float64(chosen):
     config = dataclasses.replace(CONFIG, num_experts_per_tok=chosen)

@@ -92,6 +92,7 @@ def test_float64_stays_float64_throughout():
     assert_float64_throughout(gradient, (params, state))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -144,6 +145,7 @@ def test_initial_weights_are_drawn_as_transformers_draws_them():
             assert (reach(ours[name]) > 2.5) == (reach(expected) > 2.5), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [5, 6])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
@@ -157,6 +159,7 @@ def test_a_convolution_is_padded_as_pytorchs(kernel, stride, size):
     np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [5, 6])
 def test_pooling_has_pytorchs_values_and_gradients_among_equals_and_below_zero(size):
     rng = np.random.default_rng(0)

@@ -199,6 +199,7 @@ def close(a, b):
         assert np.linalg.norm(a[t] - b[t]) <= 1e-12 * np.linalg.norm(b[t]), t
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_float64_parameters_and_moments_are_pytorchs_at_every_update(name, options, monkeypatch):
     in_double(monkeypatch)
@@ -239,6 +240,7 @@ def rms(a, b):
     return np.sqrt(np.mean([np.mean((a[k] - b[k]) ** 2) for k in b]))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_float32_is_as_near_the_truth_as_pytorchs(name, options, monkeypatch):
     listed = [(shapes(name), 1.0, options)]

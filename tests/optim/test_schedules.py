@@ -373,6 +373,7 @@ def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
     assert len(rates) > 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_plateau_is_judged_by_the_windows_mean_loss(streaming):
     # The window's summed loss grows with the weights, while its mean is constant: only the mean stops improving.

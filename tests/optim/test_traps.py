@@ -144,6 +144,7 @@ TRAPS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_ours_is_pytorchs_where_optaxs_is_not(trap, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.double().clone())
@@ -160,6 +161,7 @@ def test_rmsprops_momentum_is_outside_the_learning_rate():
     assert off(naive, truth) > 0.1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "ours", "naive"),
     [

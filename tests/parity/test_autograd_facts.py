@@ -92,6 +92,7 @@ def test_in_low_precision_training_on_gradients_of_gradients_is_pytorchs(
         assert verdict.grad_rel_max > 1e-4, "nothing was computed in low precision"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["autograd.detach", "autograd.no-grad", "gradient-penalty", "maml"])
 def test_a_gradient_wrongly_stopped_or_passed_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = CASES[name]()

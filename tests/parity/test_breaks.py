@@ -70,6 +70,7 @@ def test_adams_epsilon_under_the_root_is_detected(monkeypatch: pytest.MonkeyPatc
     assert "params after the first update" in faults(CASES["gpt2"]())
 
 
+@pytest.mark.slow
 def test_optaxs_float32_bias_correction_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def adamw(options: AdamW) -> optax.GradientTransformation:
         b1, b2 = options.betas
@@ -79,12 +80,14 @@ def test_optaxs_float32_bias_correction_is_detected(monkeypatch: pytest.MonkeyPa
     assert "last parameters" in faults(CASES["cnn"](), precision="fp32", steps=20)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_in_a_float32_run_are_detected() -> None:
     case = CASES["mlp"]()
     in_bfloat16 = dataclasses.replace(case, loss_fn=jaxtrain.autocast(case.loss_fn, jnp.bfloat16))
     assert "first gradient" in faults(in_bfloat16, precision="fp32")
 
 
+@pytest.mark.slow
 def test_gradients_left_scaled_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def still_scaled() -> optax.GradientTransformation:
         scaler = dynamic_loss_scale()
@@ -117,6 +120,7 @@ def test_another_dropout_rate_is_detected(make: Callable[..., Case]) -> None:
     assert "first loss" in faults(dataclasses.replace(case, torch_model=make(dropout=0.11).torch_model), steps=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", [jaxtrain.models.mlp, jaxtrain.models.cnn])
 def test_dropout_that_does_not_keep_the_mean_is_detected(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     make = {jaxtrain.models.mlp: mlp.case, jaxtrain.models.cnn: cnn_bn.case}[model]

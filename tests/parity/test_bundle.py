@@ -57,6 +57,7 @@ def replayed(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_replayed_without_torch(recorded: Path) -> None:
     ran = replayed(recorded, str(recorded / "kept"), "--remat", "full", "--json", str(recorded / "found.json"))
     assert ran.returncode == 0, ran.stderr
@@ -66,6 +67,7 @@ def test_a_bundle_is_replayed_without_torch(recorded: Path) -> None:
     assert {row["steps"] for row in rows} == {3}
 
 
+@pytest.mark.slow
 def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("FACTOR = 1.0", "FACTOR = 1.000001"))
     ran = replayed(tmp_path, str(recorded / "kept"))

@@ -18,11 +18,13 @@ def slow(case: str, where: bool) -> Any:
     return pytest.param(case, marks=[pytest.mark.slow] * where)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", [slow(case, case in LONG) for case in CASES])
 def test_in_float64_the_runs_are_equal(case: str) -> None:
     assert_same(case, accumulate=4, remat="full")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [slow(case, case not in FEW) for case in CASES])
 def test_in_float64_the_runs_are_equal_without_accumulation_and_remat(case: str) -> None:
     assert_same(case, accumulate=1, remat="none")

@@ -40,6 +40,7 @@ def test_list_names_every_case_in_a_line_and_imports_no_framework() -> None:
     assert imported == "set()"
 
 
+@pytest.mark.slow
 def test_cases_that_hold_exit_0_and_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "parity.json"
     argv = ["run", "mlp", "--precision", "fp64,fp32", "--precision", "bf16", "--accumulate", "2", "--steps", "3"]
@@ -154,6 +155,7 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> None:
     program = f"import sys; sys.modules['{package}'] = None; from parity.cli import main; sys.exit(main(['run']))"

@@ -18,12 +18,14 @@ from parity.cases import CASES, gpt2, mlp
 from parity.run import check, examine
 
 
+@pytest.mark.slow
 def test_a_bound_between_the_norms_and_inputs_that_reach_everything_leave_nothing_to_report() -> None:
     case = CASES["maml"]()
     norms = examine(case, steps=4).theirs.grad_norms
     assert examine(dataclasses.replace(case, clip_norm=float(sorted(norms)[1]) * 1.001), steps=4).not_exercised == ()
 
 
+@pytest.mark.slow
 def test_positions_beyond_every_batch_are_reported() -> None:
     found = examine(gpt2.case(tokens=9), steps=3).not_exercised
     assert "transformer.wpe.weight: 8 of 16 rows never had a gradient" in found
@@ -33,6 +35,7 @@ def test_one_step_is_too_few() -> None:
     assert any("one step exercises no momentum" in line for line in examine(mlp.case(), steps=1).not_exercised)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("bound", "expected"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
 def test_a_bound_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
     case = dataclasses.replace(mlp.case(), clip_norm=bound)
@@ -82,6 +85,7 @@ def kinked(theirs: Any, ours: Any) -> Case:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("theirs", "ours", "fixed", "expected"),
     [

@@ -447,6 +447,7 @@ def representatives(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
         yield pytest.param(of, has, marks=[SLOW] if repeats else [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize(("of", "has"), [*representatives(planted())])
 def test_an_operations_convention_is_named(of: str, has: str) -> None:
@@ -499,6 +500,7 @@ def test_a_convention_of_running_statistics_is_named(bug: str) -> None:
     assert (found and found.has) == (bug or None)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "bug", "has"),
     [
@@ -526,6 +528,7 @@ def test_one_layer_of_a_model_is_diagnosed_where_it_is_located(model: Any, bug: 
     assert found is None if has is None else str(found).startswith(has)
 
 
+@pytest.mark.slow
 @SLOW
 def test_a_convention_of_every_layer_is_named() -> None:
     planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
@@ -543,6 +546,7 @@ def test_diagnosis_uses_the_micro_batches_and_dropout_of_the_check() -> None:
 # Clipping
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("convention", CLIPPING, ids=lambda c: c.has)
 def test_a_convention_of_clipping_is_named(convention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     over = convention.has == "factor may be over 1"
@@ -640,6 +644,7 @@ def as_planted(theirs: Any, scheduler: Any, options: Any) -> Case:
     return two_leaves(Optimizer("planted", theirs, ours, scheduler=scheduler))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", DIRECTIONS)
 def test_a_recipe_is_pytorchs_optimizer(kind: str) -> None:
     scheduled = None if kind == "Rprop" else exponential
@@ -667,6 +672,7 @@ def shows(kind: str, has: str) -> bool:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "has"), [*representatives(row for row in rows() if shows(*row))])
 def test_an_optimizers_convention_is_named(kind: str, has: str) -> None:
     (convention,) = (c for c in OPTIMIZERS if c.has == has and (not c.of or kind in c.of))
@@ -686,6 +692,7 @@ def rate(count: Any) -> Any:
     return 0.1 * 0.7**count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("theirs", "scheduler", "ours", "has"),
     [

@@ -96,6 +96,7 @@ def assert_same(ours, theirs):
     np.testing.assert_allclose(applied(ours).grad_norms, applied(theirs).grad_norms, rtol=1e-8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("key", SMALL_ON_TWO, ids=" ".join)
 def test_two_devices_are_two_ranks_of_pytorch(small_on_two, key):
     assert_same(in_jax(SMALL_ON_TWO[key], 2), small_on_two[key])

@@ -160,12 +160,14 @@ def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) 
     assert locate(case("")) is None
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_shared() -> None:
     assert locate(gpt2.case(dropout=0.1)) is None
     other_rate = dataclasses.replace(gpt2.case(dropout=0.1), torch_model=gpt2.case(dropout=0.11).torch_model)
     assert located(other_rate).torch == "transformer.drop: aten.mul"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("bug", "where"),
     [
@@ -250,6 +252,7 @@ def updated(case: Case, **wrong: Any) -> Case:
     return dataclasses.replace(case, optimizer=Optimizer("AdamW", right.torch, ours, right.moments))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("wrong", "theirs"),
     [
@@ -329,6 +332,7 @@ def test_activations_of_every_layer_are_matched_and_as_precise_as_pytorchs() -> 
     assert first_imprecise(found) is None
 
 
+@pytest.mark.slow
 def test_a_difference_in_float64_as_well_is_located_there() -> None:
     case = small()
     doubled = dataclasses.replace(

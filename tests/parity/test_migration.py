@@ -158,6 +158,7 @@ def test_both_directions_are_the_uninterrupted_run_in_float64(tmp_path):
         assert_equal_to(back, whole, LAST_BAR)
 
 
+@pytest.mark.slow
 def test_in_fp16_jax_continues_as_near_the_truth_as_pytorch_does(tmp_path):
     whole = Script(low=torch.float16).train(BATCHES[:STOPPED])
     half = whole.save(tmp_path / "half.pt")

@@ -28,6 +28,7 @@ NOT_PLACED = {"unused-parameter-decays", "cross-entropy-label-smoothing-dropped"
 """PyTorch does nothing there, or JAX computes it in one line with what is right."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FEW)
 def test_a_bug_is_caught_and_located_and_its_absence_is_clean(name: str) -> None:
     (outcome,) = mutate([name])

@@ -273,6 +273,7 @@ def _scattered(x: torch.Tensor) -> torch.Tensor:
 PROGRAMS["scatter"] = PROGRAMS["scatter"][0], _scattered
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_jax_programs_that_request_lower_dtypes_equal_pytorchs_in_float64(name: str) -> None:

@@ -36,6 +36,7 @@ def masks_of(draw: Callable[[jax.Array], Any]) -> list[np.ndarray]:
     return [np.asarray(mask) for mask in jax.jit(dropout_mask_fn(loss_fn))(None, None, KEY, None)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_the_masks_are_those_of_the_training_step(precision: str) -> None:
     case, bits = mlp.case(dropout=0.5), np.random.default_rng(0).normal(size=(32, 512))
@@ -184,6 +185,7 @@ def test_rows_are_permuted_with_their_micro_batch() -> None:
         permute_masks(masks((8, 3)), order)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [module.case(dropout=0.2) for module in (mlp, cnn_bn, gpt2, bert, vit, t5, llama)])
 def test_reordered_rows_are_the_same_mathematics_under_dropout(case: Case) -> None:
     given = dropout_masks(case, "fp64", accumulate=2, steps=2, seed=0)

@@ -67,6 +67,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 # What a sound machine answers.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "check", [products.products, products.convolutions, step.overflow, step.accumulation, step.rematerialization]
 )
@@ -174,6 +175,7 @@ def wrong_growth(scale: jax.Array, factor: float) -> jax.Array:
     return scale * np.float32(3.0 if factor > 1 else factor)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("module", "name", "broken", "seen"),
     [

@@ -80,6 +80,7 @@ def test_a_batch_drawn_in_float64_is_used_in_float32() -> None:
     assert check(drawn, "fp32", steps=2).passed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
     case = dataclasses.replace(small(), optimizer=AdamW(lr=0.0))

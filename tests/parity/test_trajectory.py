@@ -73,6 +73,7 @@ def test_a_run_that_is_no_longer_finite_is_infinitely_far() -> None:
     assert found.noise.tolist() == [0, np.inf, np.inf]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_runs_that_diverge_no_more_than_one_ulp_explains_hold_and_report_it(seed: int) -> None:
     examination = examine(wells(CHAOTIC), steps=60, seed=seed)
@@ -97,6 +98,7 @@ def test_a_tame_run_has_no_chaos_and_is_judged_by_the_bars_to_its_end() -> None:
     assert [fault.split(",")[0] for fault in verdict.faults] == ["loss", "params after the last step"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("start", "wrong"), [(0, 1e-9), (25, 1e-4)])
 def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wrong: float) -> None:
     rate = optax.join_schedules(

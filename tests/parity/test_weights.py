@@ -89,6 +89,7 @@ def attention(names: NameTable | None = None) -> Case:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "cnn-bn", "gpt2"])
 def test_the_proposal_is_the_table_written_by_hand(name: str) -> None:
     written = CASES[name]()

@@ -211,6 +211,7 @@ def test_a_killed_save_leaves_no_checkpoint_and_is_removed(two, tmp_path):
 LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 14: 0.85}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [
@@ -282,6 +283,7 @@ with Checkpoints(Path(sys.argv[1]) / "checkpoints") as checkpoints:
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_are_restored_in_the_requested_shardings_on_any_number_of_devices(tmp_path):
     rows, columns = PartitionSpec("d"), PartitionSpec(None, "d")
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:

@@ -86,6 +86,7 @@ def finite(folder):
     return all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("precision", "save_every", "log_every"),
     [("fp32", 5, 7), ("fp32", 12, 7), ("bf16", 5, 12)],
@@ -353,6 +354,7 @@ def test_waits_are_logged(tmp_path, monkeypatch):
     assert all(0.02 <= wait < 1 for wait in waits)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("of", ["device", "host"])
 def test_running_out_of_memory_in_training_suggests_a_command(of, tmp_path, monkeypatch):
     add, seen = interval.Interval.add, []

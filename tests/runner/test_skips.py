@@ -72,6 +72,7 @@ def test_a_resumed_run_continues_to_count_skips(overflowing, tmp_path):
     assert saved_steps(folder)[-1] in (step + 4, step + 5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_healthy_run_has_no_warnings(precision, tmp_path):
     recipe = dataclasses.replace(OVERFLOWING, lr=1e-3, precision=precision, steps=6, max_skips=3)

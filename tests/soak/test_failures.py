@@ -75,6 +75,7 @@ def whole_steps(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_the_background_ends_the_run_in_one_line(lives):
     command = f"{TRAIN} --steps 9 --save-every 2 --resume auto --out limited"
     status, text = lives.run(command, LIMIT)
@@ -113,6 +114,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_can_be_resumed(lives):
     assert untimed(run) == untimed(lives.folder / "large")
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_is_one_line_and_exit_2(lives):
     run = lives.folder / "read-only"
     assert lives.run(f"{TRAIN} --steps 4 --out read-only")[0] == 0
@@ -153,6 +155,7 @@ def test_two_processes_never_share_a_run(lives, monkeypatch, capsys):
     assert logged == list(range(len(logged)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_current_step(lives, number):
     name = f"stopped-{number}"
@@ -179,6 +182,7 @@ checkpoint.write_manifest = slow
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_at_once_even_in_its_save(lives):
     command = f"{TRAIN} --steps 100000 --save-every 100000 --out twice"
     life = lives.start(command, SLOW_SAVE)

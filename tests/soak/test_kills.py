@@ -28,9 +28,7 @@ COMMAND = (
 LONG = 1.6
 
 
-@pytest.mark.parametrize(
-    "kills", [12, pytest.param(int(os.environ.get("JAXTRAIN_KILLS", 200)), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kills", [3, pytest.param(int(os.environ.get("JAXTRAIN_KILLS", 200)), marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_ends_like_an_undisturbed_one(kills, tmp_path):
     rng = random.Random(kills)
     command = f"{COMMAND} --steps {20 + 2 * kills}"

@@ -94,6 +94,7 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
     assert window.loss == (weight, weight)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("position", range(3))
 def test_a_non_finite_micro_batch_shows_in_its_window_and_leaves_nothing_in_the_next(bad, position):

@@ -182,6 +182,7 @@ def check_update(state, metrics, loop, window):
 DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @settings(DRAWN, max_examples=SEQUENCES // 4)
@@ -223,6 +224,7 @@ def whole(optimizer, clip_norm, interval, k):
     return our_step(optimizer, clip_norm, interval, k)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "clip_norm", "interval", "k"), [("adamw", 0.5, 2, 1), ("adamw", None, 3, 4), ("sgd", 0.5, 2, 3)]
 )

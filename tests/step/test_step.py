@@ -81,6 +81,7 @@ def from_bare_arrays():
     return params, lambda params, batch, rng: squared_error(jnp.tanh(batch["x"] @ params[0]) @ params[1], batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", [from_nnx_state, from_nnx_functional, from_linen, from_equinox, from_bare_arrays])
 def test_a_loss_fn_of_any_library_trains_as_a_hand_written_optax_loop(library):
     with jax.enable_x64(True):
@@ -301,6 +302,7 @@ def test_the_state_is_donated_and_the_users_arrays_survive():
     np.testing.assert_array_equal(params["w"], np.ones((4, 8)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -446,6 +448,7 @@ def test_metrics_are_weighted_exactly():
         assert all(np.shape(value) == () for value in metrics.values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_metrics_of_whole_numbers_and_python_numbers_are_metrics_too(k, precision):
@@ -480,6 +483,7 @@ def test_metrics_of_a_float64_model_keep_its_digits(k):
         assert float(sums[name].total / sums[name].weight) == pytest.approx(expected, rel=1e-15)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_low_precision_metric_is_weighted_in_float32(k):
     def loss_fn(params, batch, rng):

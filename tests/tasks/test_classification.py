@@ -14,6 +14,7 @@ from jaxtrain.tasks.classification import classification_task
 SMALL = ResNetRecipe(width=4)
 
 
+@pytest.mark.slow
 def test_batch_norms_statistics_move_in_training_and_hold_in_evaluation() -> None:
     task = classification_task(SMALL)
     step = train_step(task.loss_fn, sgd(0.1))

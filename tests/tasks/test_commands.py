@@ -41,6 +41,7 @@ def last_evaluation(folder: str) -> dict:
     return {name: value for line in lines for name, value in line.items() if name.startswith("eval_")}
 
 
+@pytest.mark.slow
 def test_an_encoder_trains_on_a_folder_of_text(capsys):
     assert run(f"train bert-stdlib --data texts --steps 4 --seq-len 16 {ENCODER} {SMALL} --out bert") == 0
     assert set(last_evaluation("bert")) == {"eval_loss", "eval_accuracy"}
@@ -51,6 +52,7 @@ def test_an_encoder_trains_on_a_folder_of_text(capsys):
     assert "holds a run of bert-stdlib, which generates no text" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_the_classes_of_a_table(write_table):
     write_table({"text": [("bad", "good")[i % 2] * (1 + i % 3) for i in range(80)], "label": ["no", "yes"] * 40})
     command = f"train bert-keywords --data table.parquet --steps 40 --lr 2e-2 --seq-len 12 {ENCODER} {SMALL}"
@@ -58,12 +60,14 @@ def test_an_encoder_learns_the_classes_of_a_table(write_table):
     assert last_evaluation("classes")["eval_accuracy"] == 1
 
 
+@pytest.mark.slow
 def test_dates_train_from_the_command_line(capsys):
     assert run(f"train t5-dates --steps 4 --num-layers 1 --d-model 8 --num-heads 2 --eval-pairs 8 {SMALL}") == 0
     assert set(last_evaluation("runs/t5-dates")) == {"eval_loss", "eval_exact_match"}
     assert "→" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_llama_trains_on_packed_texts_and_writes(capsys):
     sizes = "--num-hidden-layers 1 --hidden-size 8 --intermediate-size 8 --num-attention-heads 2 --seq-len 16"
     assert run(f"train llama-stdlib --data texts --packing --steps 4 {sizes} {SMALL} --num-key-value-heads 1") == 0
@@ -76,6 +80,7 @@ def test_a_llama_trains_on_packed_texts_and_writes(capsys):
     assert capsys.readouterr().out == first
 
 
+@pytest.mark.slow
 def test_running_statistics_are_resumed_to_the_same_bits():
     # A schedule that does not depend on the number of steps.
     command = f"train digits-resnet --width 4 --schedule constant --warmup-steps 2 {SMALL}"

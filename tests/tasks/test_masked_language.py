@@ -51,6 +51,7 @@ def test_masking_has_the_proportions_of_the_paper() -> None:
     assert replaced.max() < 260
 
 
+@pytest.mark.slow
 def test_the_evaluation_mask_does_not_depend_on_the_batch(task: Task) -> None:
     evaluate, totals = jax.jit(task.loss_fn), {}
     for rows in (2, 3, 7):
@@ -61,12 +62,14 @@ def test_the_evaluation_mask_does_not_depend_on_the_batch(task: Task) -> None:
     assert 0.05 < totals[7][1] / (7 * 16) < 0.3  # the weight counts the masked tokens
 
 
+@pytest.mark.slow
 def test_training_masks_differently_with_every_key(task: Task) -> None:
     batch = {name: np.stack([task.train[i][name] for i in range(4)]) for name in ("tokens", "index")}
     losses = [float(task.loss_fn(task.params, batch, jax.random.key(seed))[0].total) for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_predicted_tokens(task: Task) -> None:
     """Against the model called directly, in evaluation, where the mask depends on the example's index."""
     example = task.validation[4]

@@ -32,6 +32,7 @@ def test_pairs_are_ended_then_padded_and_not_cut() -> None:
         encode_pair(recipe, ByteTokenizer(), {"source": "a", "target": "wxyz"})
 
 
+@pytest.mark.slow
 def test_exact_match_is_what_greedy_decoding_matches() -> None:
     """With a half-trained model, both agree on each example, right or wrong."""
     recipe = small(target_len=13)  # with padding
@@ -55,6 +56,7 @@ def test_exact_match_is_what_greedy_decoding_matches() -> None:
     assert written[8:] != [texts.decode(row["target"]) for row in rows[8:]]
 
 
+@pytest.mark.slow
 def test_padding_weighs_and_changes_nothing() -> None:
     short, long = seq2seq_task(SMALL), seq2seq_task(small(source_len=40, target_len=20))
     rows = range(3)

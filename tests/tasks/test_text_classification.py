@@ -24,6 +24,7 @@ def of(path: Path | None, **settings) -> TextClassificationRecipe:
     return TextClassificationRecipe(**{**vars(SMALL), "data": path, **settings})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("labels", [["neg", "pos"], [3, 7]])
 def test_a_table_is_read_by_its_columns_and_its_labels_numbered_in_order(write_table, labels: list) -> None:
     path = write_table(
@@ -46,6 +47,7 @@ def batch(source, count: int) -> dict:
     return {name: np.stack([source[i][name] for i in range(count)]) for name in source[0]}
 
 
+@pytest.mark.slow
 def test_padding_changes_no_prediction(write_table) -> None:
     path = write_table({"body": [f"text {i}" for i in range(40)], "label": [i % 2 for i in range(40)]})
     losses = [
@@ -88,6 +90,7 @@ def test_naive_bayes_is_laplaces() -> None:
     assert bag_of_words_accuracy(train, held_out) == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_the_baseline_is_fitted_only_where_it_is_reported(write_table, monkeypatch, tmp_path) -> None:
     path = write_table({"body": ["bad", "good"] * 20, "label": ["no", "yes"] * 20})
     fits = []

@@ -296,6 +296,7 @@ def test_autocast_goes_through_control_flow_with_the_right_gradient(fn):
     assert_same_bits((value.astype(np.float32), gradients), (plain_value, plain_gradients))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fn", CONTROL_FLOW)
 def test_a_rule_that_declines_changes_not_a_bit(fn):
     same = jaxpr.transform(fn, lambda eqn, args, run: None)
@@ -304,6 +305,7 @@ def test_a_rule_that_declines_changes_not_a_bit(fn):
     assert_same_bits(same(x, w), fn(x, w))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fn", [in_nest, in_scan, in_checkpoint])
 def test_grad_vmap_and_jit_agree_in_any_order(fn):
     cast = autocast(fn, jnp.bfloat16)
@@ -353,6 +355,7 @@ def test_closed_over_and_traced_values_are_cast_too():
     assert_same_bits(gradient, jnp.broadcast_to(X.sum(0)[:, None], W.shape))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_autocast_equals_the_casts_written_by_hand(dtype):
     random = np.random.default_rng(0)
@@ -515,6 +518,7 @@ def gpt2():
     return loss, jax.tree.map(lambda p: p * 4, params)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_matrix_product_of_gpt2_and_its_gradient_is_low(dtype, remat):

@@ -78,6 +78,7 @@ def dropping(params, batch, rng):
     return jt.Loss((out**2).sum(), len(batch)), {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_training_step_comes_to_the_same_under_every_policy(precision):
     # Powers of two and small whole numbers, which no dtype and no order of adding rounds.
