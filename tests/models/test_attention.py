@@ -189,6 +189,7 @@ def test_on_an_nvidia_gpu_what_cudnn_takes_is_given_to_it(monkeypatch):
     # A row masked whole would be the mean there, weights are not dropped by our keys, other dtypes have no kernel.
     attention(q, k, v, mask=padding())
     attention(q, k, v, dropout=0.1, rng=jax.random.key(0))
-    np.testing.assert_allclose(attention(*wide), explicit, rtol=1e-5)  # compiled, as one operation
+    # Compiled, as one operation: sums of values around 1, some of which cancel.
+    np.testing.assert_allclose(attention(*wide), explicit, rtol=1e-5, atol=1e-7)
     attention(q[..., :4], k[..., :4], v[..., :4])
     assert len(given) == 2
