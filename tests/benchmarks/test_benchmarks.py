@@ -78,6 +78,7 @@ def test_an_exponent_is_the_slope_of_the_logarithms():
     assert windows == {"engine": "jax", "size": "micro-batches", "exponent": pytest.approx(1.0)}
 
 
+@pytest.mark.slow
 def test_state_falls_as_devices_grow(monkeypatch):
     monkeypatch.setattr(devices, "SIZES", {**devices.SIZES, "width": 32, "depth": 1})
     (one, two) = (devices._memory_on(n) for n in (1, 2))
@@ -111,7 +112,7 @@ def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
         built.step()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("update", updates.UPDATES)
 def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
     sizes = {"vocab_size": 16, "width": 8, "depth": 2, "length": 4}
@@ -125,7 +126,7 @@ def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
     assert updates.parameters(SMALL) == 124_475_904
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_name", host.ENGINES)
 def test_inputs_are_read_by_both_loaders(engine_name):
     for measured in time_jobs([Job("input-images", engine_name)], 1, Budget(300), print):

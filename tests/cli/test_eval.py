@@ -66,7 +66,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_the_metrics_equal_the_runs_and_the_examples_sum_to_them(run):
     written = json.loads(run.with_suffix(".json").read_text())
     own = lines(run / "metrics.jsonl")[-1]
@@ -119,6 +119,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.sampled(2)
 def test_the_page_stands_alone_and_shows_the_worst(run):
     page = Page((run / "eval" / "step-4-validation.html").read_text())
     written = json.loads(run.with_suffix(".json").read_text())

@@ -188,6 +188,7 @@ def test_transformers_give_the_logits_of_the_evaluation(name, exported):
         np.testing.assert_allclose(logits(torch.float64), truth, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_signature_and_the_error(exported):
     folder, out, printed = exported("gpt-stdlib", "stablehlo")
     assert re.match(
@@ -218,6 +219,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["onnx", "torch", "huggingface", pytest.param("stablehlo", marks=pytest.mark.slow)])
 def test_an_export_that_computes_something_else_is_not_written(form, exported, place, monkeypatch, capsys):
     for needed in NEEDED.get(form, ()):

@@ -93,6 +93,7 @@ def root_of_bias(params):
     return jnp.sum(jnp.sqrt(0.0 * params["layers"][1]["bias"] ** 2))
 
 
+@pytest.mark.slow
 def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypatch):
     monkeypatch.setattr(training, "build", with_more(root_of_bias))
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --out run") == 1

@@ -263,6 +263,7 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
         assert error in err
 
 
+@pytest.mark.slow
 def test_retention_is_a_setting_that_may_change_on_resume(capsys):
     kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
     command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"

@@ -141,6 +141,7 @@ def on_four():
     return compiled("fsdp=4")
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_a_layer_at_a_time(on_four):
     assert_gathered_by_layer(on_four)
 

@@ -254,6 +254,7 @@ def test_packed_sequences_are_the_sequences_apart():
             start += n
 
 
+@pytest.mark.slow
 def test_a_token_is_seen_by_itself_and_later_ones_and_with_a_window_by_the_next_only():
     changed = TOKENS.copy()
     changed[:, 2] = (changed[:, 2] + 1) % 31

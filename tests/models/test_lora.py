@@ -87,6 +87,7 @@ def test_nothing_of_the_size_of_a_kernel_is_computed():
     assert (2, 3, 32) in shapes["beside"]
 
 
+@pytest.mark.slow
 def test_the_adapters_alone_are_trained():
     def loss_fn(params, batch, rng):
         losses = cross_entropy(apply(params, batch[:, :-1], None, rng=rng), batch[:, 1:])

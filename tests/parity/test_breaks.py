@@ -141,6 +141,7 @@ def running_statistics(momentum: float, bessel: bool):
     return update_running_statistics
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("momentum", "bessel"), [(0.1, False), (0.9, True)])
 def test_flaxs_running_statistics_are_seen_in_the_buffers_alone(
     monkeypatch: pytest.MonkeyPatch, momentum: float, bessel: bool

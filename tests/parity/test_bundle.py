@@ -75,6 +75,7 @@ def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tm
     assert "own fp64 differs" in ran.stdout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

@@ -37,6 +37,7 @@ def assert_same(case: str, **settings: Any) -> None:
     assert verdict.error_ratio is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "precision", "accumulate"),
     [

@@ -94,6 +94,7 @@ def test_a_case_that_differs_exits_1_and_is_located(
     assert first["jax_source"].startswith("jaxtrain/models/layer_norm.py:")
 
 
+@pytest.mark.slow
 def test_locate_exits_1_and_shows_both_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +110,7 @@ def test_locate_exits_1_and_shows_both_lines(
     assert "jaxtrain/models/layer_norm.py:" in ours
 
 
+@pytest.mark.slow
 def test_locate_exits_0_where_nothing_differs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["locate", "mlp", "--seed", "1", "--dropout", "0.2"]) == 0
     assert capsys.readouterr().out.startswith("mlp does not differ in 2 steps")

@@ -155,6 +155,7 @@ def test_nothing_is_located_where_nothing_differs(name: str) -> None:
     assert locate(CASES[name](), seed=3) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [transformer, convolved])
 def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) -> None:
     assert locate(case("")) is None
@@ -219,6 +220,7 @@ def test_a_gradient_that_is_stopped_is_located_in_its_layer() -> None:
     assert found.parameters[0].startswith("transformer.h.1.attn.c_proj")
 
 
+@pytest.mark.slow
 def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -312,6 +314,7 @@ def casting_its_head(case: Case) -> Case:
     return dataclasses.replace(case, loss_fn=loss_fn)
 
 
+@pytest.mark.slow
 def test_a_lack_of_precision_is_located_in_the_first_module_that_has_it() -> None:
     verdict = check(casting_its_head(small()), "fp32", steps=1, locate=True)
     found = verdict.first_divergence
@@ -345,6 +348,7 @@ def test_a_difference_in_float64_as_well_is_located_there() -> None:
     assert verdict.stage.startswith("in fp64 as well: loss: ")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("precision", "settings", "expected"),
     [

@@ -81,6 +81,7 @@ def test_the_float16_cells_skip_steps_and_make_others(name: str, accumulate: int
     assert len(run.skipped) < STEPS - 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "cell",
     [pytest.param(cell, id=str(cell), marks=[] if cell in CELLS else [pytest.mark.nightly]) for cell in ALL],

@@ -187,6 +187,7 @@ def test_the_case_continues_where_pytorch_stopped(case, precision, steps):
     assert parity.check(case, precision, accumulate=2, steps=steps).passed
 
 
+@pytest.mark.slow
 def test_a_moment_that_is_not_migrated_is_detected(case):
     forgetful = optax.GradientTransformation(lambda p: forgotten(case.optimizer.jax.init(p)), case.optimizer.jax.update)
     verdict = parity.check(replace(case, optimizer=replace(case.optimizer, jax=forgetful)), steps=1)

@@ -34,7 +34,7 @@ def test_plain():
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_marked_tests_are_checked_and_summarized(pytester: pytest.Pytester, workers: str) -> None:
     pytester.makepyfile(TESTS)

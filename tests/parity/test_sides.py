@@ -114,6 +114,7 @@ def test_a_step_that_overflows_is_skipped_by_both_and_by_the_truth() -> None:
     assert verdict.passed, verdict.faults
 
 
+@pytest.mark.slow
 def test_a_run_of_nothing_but_overflows_is_not_passed() -> None:
     verdict = check(small(magnitude=1e8), "fp16", steps=2)
     assert not verdict.passed

@@ -148,6 +148,7 @@ def test_a_note_reports_batch_norm():
     assert choice_notes(dataclasses.replace(found, chosen=own)) == []
 
 
+@pytest.mark.slow
 def test_planning_allocates_nothing_and_counts_every_micro_batch():
     small = dataclasses.replace(RECIPES["digits-resnet"], batch_size=8, width=8)
     task = build(small)

@@ -244,6 +244,7 @@ def test_a_spike_stops_the_run_by_default(tmp_path, monkeypatch):
     assert "the checkpoint of step 20 is valid" in error
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypatch):
     plant(monkeypatch, {23: 3e3})
     messages, error = train(tmp_path / "whole", ROLLBACK)

@@ -94,6 +94,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run_in_one_line(lives):
     assert [line["step"] for line in untimed(lives.folder / "limited")] == list(range(10))
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line_and_it_can_be_resumed(lives):
     if (lives.folder / "refused").exists():
         pytest.skip("no file system may be mounted here")
@@ -134,6 +135,7 @@ def test_a_read_only_folder_is_one_line_and_exit_2(lives):
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_two_processes_never_share_a_run(lives, monkeypatch, capsys):
     command = f"{TRAIN} --steps 100000 --save-every 5 --resume auto --out shared"
     one = lives.start(command)

@@ -86,6 +86,7 @@ def test_the_loss_is_that_of_the_predicted_tokens(task: Task) -> None:
     assert int(metrics["accuracy"].total) == int(right[predicted].sum())
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
     path = write_table({"body": [f"text {i}" for i in range(20)]})
     settings = {**vars(SMALL), "data": path, "text_column": "body", "masked": 0.99}

@@ -76,6 +76,7 @@ def test_a_table_is_read_by_its_columns(write_table) -> None:
         seq2seq_task(small(data=path))
 
 
+@pytest.mark.slow
 def test_a_sample_is_of_held_out_pairs() -> None:
     task = seq2seq_task(SMALL)
     assert task.sample is not None

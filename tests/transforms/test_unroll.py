@@ -62,6 +62,7 @@ def test_a_step_with_unrolled_layers_equals_the_step_with_scanned_ones(precision
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=eps, atol=eps / 10), *results)
 
 
+@pytest.mark.slow
 def test_in_float64_the_gradients_are_equal_to_rounding():
     loss_fn, params = loss_and_params()
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
