@@ -1,19 +1,20 @@
 """Entry point of `parity` and `python -m parity`."""
 
+import importlib
 import sys
 
 
-def main() -> int:
-    """Run the command line; without its packages, name the extra that brings them."""
+def main(program: str = "parity") -> int:
+    """Run the command line of `program`, "parity" or "benchmarks"; without its packages, name the extra to install."""
     try:
-        from parity.cli import main as run
+        cli = importlib.import_module(f"{program}.cli")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in ("", "jaxtrain", "parity"):
+        if package in ("", "jaxtrain", "parity", "benchmarks"):
             raise
-        print(f"parity: parity needs {package}: pip install 'jaxtrain[parity]'", file=sys.stderr)
+        print(f"{program}: {program} needs {package}: pip install 'jaxtrain[parity]'", file=sys.stderr)
         return 2
-    return run()
+    return int(cli.main())
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def test_the_base_install_trains():
             r"parity: .* needs \w+: pip install 'jaxtrain\[parity\]'\n",
         ),
         (
-            "from benchmarks.__main__ import main\nsys.exit(main())",
+            "from benchmarks.__main__ import main\nsys.exit(main('benchmarks'))",
             r"benchmarks: .* needs \w+: .*'jaxtrain\[parity\]'\n",
         ),
     ],
