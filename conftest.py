@@ -1,4 +1,4 @@
-"""Settings of every test, doctests of the package included: they must stand before jax is first imported."""
+"""Settings of all tests and doctests, which must be set before JAX is imported."""
 
 import importlib.metadata
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 CACHE = Path(__file__).parent / ".cache"
 
-# With the former emitters of XLA:CPU compiling takes a fifth; later versions of jaxlib end at a flag they do not know.
+# The former emitters of XLA:CPU compile five times faster; later versions of jaxlib abort on unknown flags.
 # `parity selftest` runs with the flags that users have.
 FORMER_EMITTERS = (
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -19,16 +19,16 @@ for name, value in {
     # Four devices for sharding; collectives may wait long for a device whose thread gets no core.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    # Compiling is what tests cost: without LLVM's optimizations it takes half the time.
+    # Compilation dominates the tests; without LLVM's optimizations it takes half the time.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" + FORMER_EMITTERS,
-    # PyTorch's threads, two to a worker, would wait for each other.
+    # With several threads per worker, PyTorch's threads would wait for each other.
     "OMP_NUM_THREADS": "1",
-    # Workers and later runs share what is compiled, however fast it compiled.
+    # Workers and later runs share all compiled programs, however short their compilation.
     "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAXTRAIN_TOKEN_CACHE": str(CACHE / "tokens"),
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    # What JAX would silently widen or broadcast is an error.
+    # Implicit promotion of dtypes and ranks is an error.
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "JAX_NUMPY_RANK_PROMOTION": "raise",
 }.items():
@@ -46,16 +46,18 @@ from hypothesis.database import DirectoryBasedExampleDatabase  # noqa: E402
 
 import jaxtrain.cli  # noqa: E402
 
+pytest_plugins = ["tests.lowering"]
+
 settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDatabase(CACHE / "hypothesis"))
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # A worker that has grown by this much drops its compiled programs at the end of a module.
 MAX_GROWTH_BYTES = 1e9
-# Its resident size after the last time.
+# The resident size of a worker after its programs were last dropped.
 BASE_RESIDENT_BYTES = pytest.StashKey[int]()
 
-# The commands have glibc keep what they free, for the whole process: a worker would only ever grow.
+# The commands make glibc retain freed memory for the whole process, so that workers would only grow.
 jaxtrain.cli.keep_host_memory = lambda: False
 
 
@@ -70,8 +72,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """Exclude what is imported by now from garbage collection, and collect less often: tracing allocates much."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore the warning of two workers that write one entry of the compilation cache at a time."""
+    """Ignore the warning of two workers that write one entry of the compilation cache at the same time."""
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
 
 
@@ -90,5 +99,5 @@ def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def resident_bytes() -> int:
-    """The resident size of this process."""
+    """Return the resident size of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -25,5 +25,6 @@ def enable_compilation_cache() -> Path:
     if not named:
         prune(folder, "*-cache", MAX_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    # Starting a run compiles dozens of operations that take 10 ms each.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     return folder

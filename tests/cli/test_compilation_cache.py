@@ -1,4 +1,4 @@
-"""The compilation cache of the commands stays below a size."""
+"""The compilation cache of the commands has a limited size."""
 
 import os
 
@@ -36,7 +36,7 @@ def test_the_oldest_programs_of_the_users_cache_are_removed(tmp_path, monkeypatc
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jaxtrain" / "xla")
 
 
-def test_a_folder_that_the_user_names_is_left_alone(tmp_path, monkeypatch):
+def test_a_folder_that_the_user_specifies_is_not_pruned(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setattr(compilation_cache, "MAX_BYTES", 2500)
     fill(tmp_path / "own")
