@@ -25,10 +25,9 @@ def examples_per_step(workload: str) -> int:
 def engine(job: Job) -> Engine:
     """Return the engine that reads `BATCHES` batches a step, by `jaxtrain.data` or `torch.utils.data.DataLoader`."""
     from jaxtrain.recipes import RECIPES
-    from jaxtrain.tasks import build
 
     recipe = RECIPES[INPUTS[job.workload]]
-    source = build(recipe).train
+    source = recipe.task().train
     if job.engine == "jax":
         from jaxtrain.data.loader import Loader
 

@@ -4,7 +4,6 @@
 
 `jax.grad` inside the loss function corresponds to PyTorch's `torch.autograd.grad(…, create_graph=True)`.
 """
-# ruff: noqa: ANN001, ANN201, ANN202, D103
 
 import jax
 import numpy as np

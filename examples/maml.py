@@ -4,7 +4,6 @@
 
 Each row of a batch is a task, a sine wave. The inner step is a function that is differentiated like any other.
 """
-# ruff: noqa: ANN001, ANN201, ANN202, D103
 
 import jax
 import jax.numpy as jnp

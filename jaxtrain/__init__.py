@@ -14,8 +14,8 @@ The map of the package. Each line may import only from the lines above it (`test
     models                  one file a family
     cost                    FLOPs, roofline, memory, communication
     distributed             meshes, sharding, processes
-    recipes                 settings of the built-in runs
-    tasks                   data, model and loss of a recipe
+    run                     Recipe and Task: what a user's own run and a built-in one both are
+    recipes                 the built-in runs
     profile                 profiler traces and estimates
     debug                   the first non-finite value; doctor
     run_folder              paths and config.json of a run
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from jaxtrain.cpu.host_memory import keep_host_memory
     from jaxtrain.errors import UserError
     from jaxtrain.optim import EffectiveBatch
+    from jaxtrain.run import Initial, Predictions, Recipe, Task
+    from jaxtrain.runner import fit
     from jaxtrain.step import (
         Loss,
         TrainState,
@@ -51,8 +53,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EffectiveBatch",
+    "Initial",
     "Loss",
     "Policy",
+    "Predictions",
+    "Recipe",
+    "Task",
     "TrainState",
     "TrainStep",
     "UserError",
@@ -61,6 +67,7 @@ __all__ = [
     "block",
     "dynamic_loss_scale",
     "eval_step",
+    "fit",
     "hook",
     "keep_host_memory",
     "kernel",
@@ -73,6 +80,8 @@ _MODULES = {
     "cpu.host_memory": ("keep_host_memory",),
     "errors": ("UserError",),
     "optim": ("EffectiveBatch",),
+    "runner": ("fit",),
+    "run": ("Initial", "Predictions", "Recipe", "Task"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
         *("eval_step", "leaf_name", "static_loss_scale", "train_step"),

@@ -1,4 +1,14 @@
-"""Exceptions whose message is addressed to the user."""
+"""Exceptions whose message is addressed to the user, and tracebacks that show the user's own lines."""
+
+import functools
+import inspect
+import sys
+import sysconfig
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 
 class UserError(Exception):
@@ -16,3 +26,95 @@ class RunFailed(UserError):  # noqa: N818
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error is Python's MemoryError or XLA's `absl::StatusCode::kResourceExhausted`."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def user_facing(fn: _F) -> _F:
+    """Raise the errors of a function with the traceback of `with_user_frames`, and `UserError` for wrong names."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise with_user_frames(error)  # noqa: B904
+            names = [name for name in inspect.signature(fn).parameters if name != "self"]
+            raise UserError(f"{error}: the arguments are {', '.join(names)}") from None
+        except Exception as error:
+            raise with_user_frames(error)  # noqa: B904
+
+    return cast(_F, call)
+
+
+def with_user_frames(error: Exception) -> Exception:
+    """Remove this package's frames from an error's traceback, for the function that catches it to raise it again.
+
+    A `UserError` keeps the user's frames alone. Another error keeps those after the user's last frame, where it arose,
+    and all frames of other packages. With `JAX_TRACEBACK_FILTERING=off` everything is kept.
+    """
+    # The frame of the caller, which raising adds again.
+    frames = list(_frames(error.__traceback__))[1:]
+    if _filters_tracebacks():
+        last = max((i for i, frame in enumerate(frames) if _is_user_code(_file(frame))), default=-1)
+        if isinstance(error, UserError):
+            frames = [frame for frame in frames if _is_user_code(_file(frame))]
+            error.__cause__, error.__suppress_context__ = None, True
+            if hasattr(error, "__notes__"):
+                error.__notes__ = [note for note in error.__notes__ if "JAX has removed" not in note]
+        else:
+            frames = [frame for i, frame in enumerate(frames) if i > last or not _file(frame).startswith(_OURS)]
+    traceback = None
+    for frame in reversed(frames):
+        traceback = types.TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(traceback)
+
+
+def user_location(error: BaseException) -> str | None:
+    """Return the last line of the user's code in an error's traceback, as "loss.py:12"; None if there is none."""
+    frames = [frame for frame in _frames(error.__traceback__) if _is_user_code(_file(frame))]
+    return format_location(_file(frames[-1]), frames[-1].tb_lineno) if frames else None
+
+
+def format_location(file: str, line: int) -> str:
+    """Format a line of a file, or of a notebook's cell, whose file has a meaningless name.
+
+    >>> format_location("/home/me/loss.py", 12), format_location("/tmp/ipykernel_7/123.py", 12)
+    ('loss.py:12', 'cell line 12')
+    """
+    is_cell = "ipykernel_" in file or file.startswith("<ipython-input")
+    return f"cell line {line}" if is_cell else f"{Path(file).name}:{line}"
+
+
+def warn_user(message: str) -> None:
+    """Issue a warning that names the user's line which led to it."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def _is_user_code(file: str) -> bool:
+    return not file.startswith((_OURS, *_LIBRARIES)) and "-packages/" not in file
+
+
+def _frames(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _file(frame: types.TracebackType) -> str:
+    return frame.tb_frame.f_code.co_filename
+
+
+def _filters_tracebacks() -> bool:
+    # Errors may arise before JAX is imported, and this module is imported first.
+    jax = sys.modules.get("jax")
+    return jax is None or jax.config.jax_traceback_filtering != "off"

@@ -1,22 +1,26 @@
 """The paths of a run folder, and its config.json: settings, versions, git commit and seed."""
 
+import contextlib
 import dataclasses
+import difflib
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 
 from jaxtrain.errors import UserError
-from jaxtrain.recipes import RECIPES, Recipe
+from jaxtrain.recipes import RECIPES, named_recipe
+from jaxtrain.run import Recipe, file_of, is_reference, locate, name_of, source_of
 
 _REPORTED = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 # Environment variables that change results.
@@ -37,6 +41,11 @@ class RunFolder:
     def config(self) -> Path:
         """Settings, versions, git commit and seed."""
         return self.path / "config.json"
+
+    @property
+    def source(self) -> Path:
+        """Copy of the file of the run's recipe, if it is a user's own."""
+        return self.path / "recipe.py"
 
     @property
     def metrics(self) -> Path:
@@ -81,37 +90,115 @@ class RunFolder:
             raise UserError(f"{self.path} cannot be created ({error.strerror}): choose another --out") from error
 
     def write_config(self, name: str, recipe: Recipe) -> None:
-        """Write config.json atomically. Raises `UserError` if the operating system refuses."""
-        config = {"recipe": name, "settings": _plain(recipe), **environment()}
-        partial = self.config.with_suffix(".partial")
-        try:
-            partial.write_text(json.dumps(config, indent=2) + "\n")
-            sync(partial)
-            partial.replace(self.config)
-        except OSError as error:
-            raise UserError(f"{self.config} cannot be written ({error.strerror}): make it writable first") from error
+        """Write config.json, and the copy of the recipe's file. Raises `UserError` if the operating system refuses."""
+        config = {"recipe": name, **_source(name), "settings": _plain(recipe), **environment()}
+        if is_reference(name):
+            _write(self.source, source_of(name))
+        _write(self.config, f"{json.dumps(config, indent=2)}\n".encode())
 
 
-def read_config(config: Path) -> tuple[str, Recipe]:
+def default_folder(name: str) -> RunFolder:
+    """Return the folder of a run whose folder is not given: runs/NAME, for a reference the name of its class."""
+    return RunFolder(Path("runs", name_of(name) if is_reference(name) else name))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file atomically. Raises `UserError` if the operating system refuses."""
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_bytes(content)
+        sync(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): make it writable first") from error
+
+
+def read_config(config: Path, named: str | None = None, usage: str = "--resume --out {folder}") -> tuple[str, Recipe]:
     """Read the name and settings of a recipe.
 
     Args:
       config: A config.json.
+      named: FILE.py::NAME that replaces a recorded reference with the same NAME, whose file may have moved.
+      usage: Flags of the `jaxtrain train` command that a message suggests if the file does not exist.
 
     Returns:
-      A tuple (name of the recipe, the recipe with those settings).
+      A tuple (name of the recipe, the recipe with those settings). Fields that were not recorded have their defaults.
 
     Raises:
-      UserError: The file cannot be read, or its recipe is unknown.
+      UserError: The file cannot be read, its recipe is unknown, or the recipe does not have one of the settings.
     """
-    try:
+    with _reading(config):
         written = json.loads(config.read_text())
-        name, settings = written["recipe"], written["settings"]
-        if isinstance(name, str) and name not in RECIPES:
-            raise UserError(f"{config}: unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
-        return name, dataclasses.replace(RECIPES[name], **_typed(type(RECIPES[name]), settings))
+        name = written["recipe"]
+        recorded = written["source"]["file"] if is_reference(name) else None
+    if recorded is not None:
+        is_same = named is not None and is_reference(named) and name_of(named) == name_of(name)
+        name = named if named is not None and is_same else locate(name, recorded)
+        if not file_of(name).is_file():
+            flags = usage.format(folder=config.parent)
+            raise UserError(
+                f"{file_of(name)}, the recipe of {config}, does not exist: restore it, or if it has moved use "
+                f"jaxtrain train NEW.py::{name_of(name)} {flags}"
+            )
+    elif name not in RECIPES:
+        raise UserError(f"{config}: unknown recipe {name!r}: choose one of {', '.join(RECIPES)}")
+    return name, read_settings(config, type(named_recipe(name)))
+
+
+def read_settings(config: Path, kind: type[Recipe]) -> Recipe:
+    """Read the settings of a config.json as a recipe of the class `kind`; fields not recorded have their defaults.
+
+    Raises:
+      UserError: The file cannot be read, or the class does not have one of the settings.
+    """
+    with _reading(config):
+        settings = dict(json.loads(config.read_text())["settings"])
+    unknown = settings.keys() - {field.name for field in dataclasses.fields(kind) if field.init}
+    if unknown:
+        raise UserError(
+            f"{kind.__name__} has no field {', '.join(sorted(unknown))}, which {config} sets: add it to the recipe "
+            f"again, or delete it from {config.name}"
+        )
+    with _reading(config):
+        return kind(**_typed(kind, settings))
+
+
+@contextlib.contextmanager
+def _reading(config: Path) -> Iterator[None]:
+    """Turn the errors of reading a config.json into a `UserError`."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{config} cannot be read ({error!r}): restore it, or start a new run") from error
+
+
+def source_change(run: RunFolder, name: str) -> str | None:
+    """Describe how the file of a user's recipe differs from the one that the run used; None if it does not.
+
+    Args:
+      run: The folder of the run.
+      name: The recipe's name as `read_config` returned it.
+    """
+    recorded = json.loads(run.config.read_text()).get("source", {}).get("sha256") if is_reference(name) else None
+    after = source_of(name) if recorded else b""
+    if not recorded or hashlib.sha256(after).hexdigest() == recorded:
+        return None
+    if not run.source.is_file():
+        return f"{file_of(name)} has changed since the run used it, and {run.source} is missing"
+    return f"{file_of(name)} has changed since the run used it: {_difference(run.source.read_bytes(), after)}"
+
+
+def _difference(before: bytes, after: bytes) -> str:
+    """Describe the difference of two files in a line: numbers of lines, and the first one that differs."""
+    old, new = (text.decode(errors="replace").splitlines() for text in (before, after))
+    codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changed = [(i, j, k, end) for tag, i, j, k, end in codes if tag != "equal"]
+    if not changed:
+        return "only the ends of lines"
+    removed, added = sum(j - i for i, j, *_ in changed), sum(end - k for *_, k, end in changed)
+    i, _, k, end = changed[0]
+    first = f"line {k + 1} is now {new[k].strip()!r}" if k < end else f"line {i + 1}, {old[i].strip()!r}, was removed"
+    return f"{added} line{'s' * (added != 1)} added, {removed} removed; {first}"
 
 
 def sync(path: Path) -> None:
@@ -123,14 +210,27 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
+def _source(name: str) -> dict[str, Any]:
+    """Return where the recipe of a reference is defined, and the hash of that file."""
+    if not is_reference(name):
+        return {}
+    return {"source": {"file": str(file_of(name).resolve()), "sha256": hashlib.sha256(source_of(name)).hexdigest()}}
+
+
 def _plain(recipe: Recipe) -> dict[str, Any]:
-    settings = dataclasses.asdict(recipe)
+    settings = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe) if field.init}
     return {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in settings.items()}
 
 
 def _typed(recipe_type: type[Recipe], settings: Mapping[str, Any]) -> dict[str, Any]:
-    paths = {name for name, hint in get_type_hints(recipe_type).items() if Path in getattr(hint, "__args__", ())}
-    return {k: Path(v) if k in paths and v is not None else v for k, v in settings.items()}
+    hints = get_type_hints(recipe_type)
+
+    def typed(hint: Any, value: Any) -> Any:
+        if Path in (hint, *get_args(hint)) and value is not None:
+            return Path(value)
+        return tuple(value) if get_origin(hint) is tuple and isinstance(value, list) else value
+
+    return {name: typed(hints[name], value) for name, value in settings.items()}
 
 
 def environment() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The order of the packages: each imports only what stands above it, and only what the other package exports."""
+"""The order of the packages: each imports only packages above it, and only names that they export."""
 
 import ast
 import re
@@ -10,10 +10,10 @@ import pytest
 import jaxtrain
 
 ROOT = Path(__file__).parents[1]
-# From the leaves to the commands: the only list of the order. `jaxtrain/__init__.py` and CONTRIBUTING.md print it.
+# The order, from the leaves to the commands; `jaxtrain/__init__.py` and CONTRIBUTING.md list the same one.
 ORDER = (
     *("errors", "fields", "paths", "user_cache", "transforms", "cpu", "step", "optim", "data", "interop", "losses"),
-    *("models", "cost", "distributed", "recipes", "tasks", "profile", "debug", "run_folder", "observe", "runner"),
+    *("models", "cost", "distributed", "run", "recipes", "profile", "debug", "run_folder", "observe", "runner"),
     *("planning", "export", "cli"),
 )
 # Programs on top of the packages, each importing those before it.
@@ -22,7 +22,7 @@ FILES = [path.relative_to(ROOT) for program in PROGRAMS for path in sorted((ROOT
 
 
 def module_of(file: Path) -> str:
-    """The dotted name of a source file."""
+    """Return the dotted name of a source file."""
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -30,7 +30,7 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 def imports(file: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, module, imported name) of every import in a file, nested and type-only ones included."""
+    """Yield (line, module, imported name) of every import in a file, including nested and type-only imports."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
@@ -39,12 +39,12 @@ def imports(file: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def package_of(module: str) -> str:
-    """The part of jaxtrain that a module belongs to."""
+    """Return the package of jaxtrain that contains a module."""
     return module.split(".")[1] if module.startswith("jaxtrain.") else ""
 
 
 def public(package: str) -> set[str]:
-    """The names in `__all__` of a package's `__init__`: the documented ones, and its public submodules."""
+    """Return the names in `__all__` of a package: the documented ones and its public submodules."""
     for node in ast.parse((ROOT / MODULES[f"jaxtrain.{package}"]).read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
@@ -52,7 +52,7 @@ def public(package: str) -> set[str]:
 
 
 def exported(package: str) -> set[str]:
-    """The public names, and those that `__init__` defines or imports as themselves for the other packages."""
+    """Return the public names and those that `__init__` defines or re-exports for the other packages."""
     tree = ast.parse((ROOT / MODULES[f"jaxtrain.{package}"]).read_text())
     aliases = (alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -87,7 +87,7 @@ def test_jaxtrain_imports_no_program_on_top_of_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_package_is_used_through_what_its_init_exports() -> None:
+def test_packages_import_only_names_that_other_packages_export() -> None:
     wrong = []
     for file in FILES:
         own = package_of(module_of(file)) if file.parts[0] == "jaxtrain" else None
@@ -105,7 +105,7 @@ def test_a_package_is_used_through_what_its_init_exports() -> None:
 
 
 @pytest.mark.parametrize("package", [p for p in ORDER if MODULES[f"jaxtrain.{p}"].name == "__init__.py"])
-def test_an_export_exists(package: str) -> None:
+def test_exported_names_exist(package: str) -> None:
     init = ROOT / MODULES[f"jaxtrain.{package}"]
     tree = ast.parse(init.read_text())
     defined = {
@@ -120,38 +120,38 @@ def test_an_export_exists(package: str) -> None:
 
 
 def imported_modules(module: str) -> set[str]:
-    """The modules that a module imports by name; not the packages around them, whose `__init__` Python runs as well."""
+    """Return the modules that a module imports by name, without their parent packages, which Python imports as well."""
     names = (
         f"{source}.{name}" if f"{source}.{name}" in MODULES else source for _, source, name in imports(MODULES[module])
     )
     return {name for name in names if name in MODULES} - {module}
 
 
-def circles(edges: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of modules of which each imports every other, directly or through others."""
+def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other, directly or indirectly."""
     reached = {module: set(edges[module]) for module in edges}
     for middle in edges:
         for module in edges:
             if middle in reached[module]:
                 reached[module] |= reached[middle]
     found = ({other for other in reached[module] if module in reached[other]} for module in edges)
-    return list({frozenset(circle): circle for circle in found if circle}.values())
+    return list({frozenset(cycle): cycle for cycle in found if cycle}.values())
 
 
-def test_a_circle_is_seen() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+def test_cycles_are_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_modules_import_each_other_in_a_circle(program: str) -> None:
-    """Imports inside functions and for type checking included."""
+def test_modules_have_no_import_cycles(program: str) -> None:
+    """This includes imports inside functions and for type checking."""
     edges = {module: imported_modules(module) for module in MODULES if module.split(".")[0] == program}
-    found = circles({module: imported & edges.keys() for module, imported in edges.items()})
-    assert not found, "\n".join(" <-> ".join(sorted(circle)) for circle in found)
+    found = cycles({module: imported & edges.keys() for module, imported in edges.items()})
+    assert not found, "\n".join(" <-> ".join(sorted(cycle)) for cycle in found)
 
 
-def test_the_map_and_contributing_print_this_order() -> None:
-    """Each lists the packages in order, several to a line where one line describes them."""
+def test_the_package_docstring_and_contributing_list_the_order() -> None:
+    """A line may list several packages with one description."""
     for text in (jaxtrain.__doc__ or "", (ROOT / "CONTRIBUTING.md").read_text()):
         lines = re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*)  +\S", text, re.MULTILINE)
         assert [name for line in lines for name in line.split(", ")] == [*ORDER]

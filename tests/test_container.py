@@ -38,13 +38,13 @@ def instructions() -> list[Instruction]:
     return parsed
 
 
-def of(name: str, stage: str | None = None) -> list[str]:
+def arguments(name: str, stage: str | None = None) -> list[str]:
     return [i.text for i in instructions() if i.name == name and stage in (None, i.stage)]
 
 
 def parents() -> dict[str, str]:
     """Return the base image of each stage."""
-    return {text.split(" AS ")[1]: text.split(" AS ")[0] for text in of("FROM")}
+    return {text.split(" AS ")[1]: text.split(" AS ")[0] for text in arguments("FROM")}
 
 
 def compose() -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_hadolint_reports_nothing() -> None:
 
 def test_copied_files_exist_and_are_in_the_build_context() -> None:
     included = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
-    for text in of("COPY"):
+    for text in arguments("COPY"):
         *sources, _ = (word for word in text.split() if not word.startswith("--"))
         if "--from=" in text:
             stage = re.search(r"--from=(\S+)", text)
@@ -85,22 +85,22 @@ def test_copied_files_exist_and_are_in_the_build_context() -> None:
 
 
 def test_all_files_of_the_package_are_copied() -> None:
-    copied = {word for text in of("COPY", "build") for word in text.split()}
+    copied = {word for text in arguments("COPY", "build") for word in text.split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert {*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], project["project"]["readme"]} <= copied
 
 
 def test_the_versions_are_those_of_continuous_integration() -> None:
-    assert of("ENV", "build")[0].endswith("PIP_CONSTRAINT=/source/constraints.txt")
+    assert arguments("ENV", "build")[0].endswith("PIP_CONSTRAINT=/source/constraints.txt")
     assert "on Python 3.11" in (ROOT / "constraints.txt").read_text().splitlines()[0]
     for stage, image in parents().items():
         assert image in parents() or re.fullmatch(r"python:3\.11-slim-\w+", image), stage
-    (version,) = (text.partition("=")[2] for text in of("ARG") if text.startswith("JUPYTERLAB="))
+    (version,) = (text.partition("=")[2] for text in arguments("ARG") if text.startswith("JUPYTERLAB="))
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
 
 
 def test_unknown_extras_are_rejected() -> None:
-    (check,) = (text for text in of("RUN", "build") if text.startswith("case "))
+    (check,) = (text for text in arguments("RUN", "build") if text.startswith("case "))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in EXTRAS:
         assert not extra or extra in extras
@@ -112,8 +112,8 @@ def test_unknown_extras_are_rejected() -> None:
 
 def requirements(extra: str) -> list[str]:
     """Return the arguments of `pip install` in the images, after substitution by the shell."""
-    lines = [text.partition("pip install ")[2] for text in of("RUN") if "pip install" in text]
-    (jupyterlab,) = (text.partition("=")[2] for text in of("ARG") if text.startswith("JUPYTERLAB="))
+    lines = [text.partition("pip install ")[2] for text in arguments("RUN") if "pip install" in text]
+    (jupyterlab,) = (text.partition("=")[2] for text in arguments("ARG") if text.startswith("JUPYTERLAB="))
     texts = [word.strip('"') for line in lines for word in line.split()]
     return [set_in_shell(text, EXTRA=extra, JUPYTERLAB=jupyterlab) for text in texts]
 
@@ -138,10 +138,10 @@ def test_an_image_runs_as_a_user_that_owns_its_volumes(image: str) -> None:
     assert parents()[image] == "base"
     last = [i for i in instructions() if i.stage in ("base", image) and i.name == "USER"][-1]
     assert last.text == "${UID}:${GID}"
-    numbers = dict(word.split("=") for word in of("ARG", "base")[0].split())
+    numbers = dict(word.split("=") for word in arguments("ARG", "base")[0].split())
     assert all(int(number) > 0 for number in numbers.values())
-    (command,) = of("RUN", "base")
-    for volume in re.findall(r'"(/[^"]+)"', of("VOLUME", "base")[0]):
+    (command,) = arguments("RUN", "base")
+    for volume in re.findall(r'"(/[^"]+)"', arguments("VOLUME", "base")[0]):
         assert re.search(rf"--owner jaxtrain .*{volume}\b", command), volume
 
 
@@ -149,7 +149,7 @@ def run_entry_point(tmp_path: Path, *argv: str, **environment: str) -> subproces
     """Run the entry point of the notebook with a `jupyter` that prints its arguments."""
     (tmp_path / "jupyter").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "jupyter").chmod(0o755)
-    command = yaml.safe_load(of("ENTRYPOINT", "notebook")[0])  # which is JSON, and so YAML
+    command = yaml.safe_load(arguments("ENTRYPOINT", "notebook")[0])  # the exec form is JSON, which is valid YAML
     path = f"{tmp_path}:{os.environ['PATH']}"
     return subprocess.run([*command, *argv], env={"PATH": path, **environment}, capture_output=True, text=True)
 
@@ -190,7 +190,7 @@ def test_a_service_has_a_build_target_and_known_volumes(name: str) -> None:
     service = compose()["services"][name]
     assert service["build"]["target"] in parents()
     assert set_in_shell(service["build"]["args"]["EXTRA"]) in EXTRAS
-    mount_points = of("VOLUME", "base")[0]
+    mount_points = arguments("VOLUME", "base")[0]
     for volume in service["volumes"]:
         source, target, *_ = volume.split(":")
         assert source in compose()["volumes"]

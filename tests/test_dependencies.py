@@ -1,4 +1,4 @@
-"""Every import is declared in pyproject.toml, and the base install is what `train_step` needs."""
+"""Every import is declared in pyproject.toml, and the base install suffices for `train_step`."""
 
 import ast
 import re
@@ -14,21 +14,22 @@ from jaxtrain.cli import _RUN_PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Where the name to import is not the name to install.
+# Modules whose name differs from that of their distribution.
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "absl": "absl-py",
     "orbax": "orbax-checkpoint",
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
     "mlflow": "mlflow-skinny",
     "xla": "jax",
 }
-# The packages of jaxtrain that the base install is for; the others say which extra they need.
+# Packages of jaxtrain that need only the base install; the others name the extra that they need.
 BASE = ("errors", "fields", "paths", "transforms", "cpu", "step", "optim", "losses", "cost")
 
 
 def declared(*extras: str) -> set[str]:
-    """The distributions of the base install and of these extras, those that an extra includes among them."""
+    """Return the distributions of the base install and of these extras, including the extras that they contain."""
     requirements = list(PROJECT["dependencies"])
     for extra in extras:
         requirements += PROJECT["optional-dependencies"][extra]
@@ -43,7 +44,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def third_party(file: Path, *, nested: bool) -> Iterator[tuple[int, str]]:
-    """(line, distribution) of the imports from outside the project; with `nested`, those inside functions too."""
+    """Yield (line, distribution) of third-party imports; `nested` includes imports inside functions."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree) if nested else tree.body:
         match node:
@@ -129,7 +130,7 @@ sys.exit(main(["train", "--steps", "1"]))
 
 
 def python_without_extras(program: str) -> subprocess.CompletedProcess:
-    """A Python process that finds only what the base install brings."""
+    """Run Python code in a process that finds only the packages of the base install."""
     blocked = {*_RUN_PACKAGES, "torch", "sklearn", "scipy", "matplotlib", "transformers"}
     code = BASE_INSTALL.format(blocked=blocked) + program
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -56,7 +56,7 @@ def torch_run(steps, clip_norm=None, clip_value=None):
 @pytest.mark.parametrize(
     "options", [{}, {"clip_norm": 0.3}, {"clip_value": 0.05}, {"clip_norm": 0.5, "clip_value": 0.1}]
 )
-def test_five_updates_with_a_frozen_body_are_pytorchs(options, streaming):
+def test_five_updates_with_a_frozen_body_equal_pytorch(options, streaming):
     expected = torch_run(5, **options)
     with jax.enable_x64(True):
         step = jt.train_step(
@@ -77,14 +77,14 @@ def test_five_updates_with_a_frozen_body_are_pytorchs(options, streaming):
 
 
 @pytest.mark.slow
-def test_frozen_parameters_cost_no_gradient_no_memory_and_no_decay():
+def test_frozen_parameters_have_no_gradient_optimizer_state_or_decay():
     trained = jt.train_step(loss_fn, adamw(0.1, weight_decay=0.5))
     half = jt.train_step(loss_fn, adamw(0.1, weight_decay=0.5), frozen=body)
     batch = {name: x.astype(np.float32) for name, x in BATCH.items()}
     everything, head = trained.init(PARAMS), half.init(PARAMS)
     sizes = [sum(x.size for x in jax.tree.leaves(optax.tree.get(s.opt_state, "mu"))) for s in (everything, head)]
     assert sizes == [12 + 3 + 6 + 2, 6 + 2]
-    # Of the backward pass only the head's weights are left: not the body's, nor what leads there.
+    # The backward pass computes only the gradients of the head's weights, not those of the body or its output.
     assert flops(half.pure, head, batch) == flops(trained.pure, everything, batch) - 2 * 6 * (3 * 2 + 4 * 3)
     _, metrics = half(head, batch)
     grads = jax.grad(lambda p: loss_fn(p, batch, None)[0].total / 6)(jax.tree.map(jnp.float32, PARAMS))
@@ -102,12 +102,12 @@ def test_leaves_that_are_not_floating_point_are_unchanged():
     np.testing.assert_array_equal(state.params["index"], [2, 0])
 
 
-def test_merging_undoes_partitioning_holes_included():
+def test_merge_inverts_partition_including_none_leaves():
     tree = {"a": np.ones(2), "b": None, "c": [np.zeros(1), np.array(3)]}
     for frozen in (lambda path: True, lambda path: False, lambda path: path == "c/0"):
-        again = merge(*partition(tree, frozen))
-        assert jax.tree.structure(again) == jax.tree.structure(tree)
-        assert [id(x) for x in jax.tree.leaves(again)] == [id(x) for x in jax.tree.leaves(tree)]
+        merged = merge(*partition(tree, frozen))
+        assert jax.tree.structure(merged) == jax.tree.structure(tree)
+        assert [id(x) for x in jax.tree.leaves(merged)] == [id(x) for x in jax.tree.leaves(tree)]
 
 
 def test_a_clip_value_that_is_not_positive_is_a_user_error():

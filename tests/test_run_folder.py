@@ -1,4 +1,4 @@
-"""Tests of config.json."""
+"""Reading of config.json."""
 
 import json
 

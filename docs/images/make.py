@@ -12,7 +12,7 @@ from jaxtrain.observe import Console
 from jaxtrain.observe.metrics import read_metrics
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import fit
+from jaxtrain.runner import run_training
 
 HERE = Path(__file__).parent
 WIDTH = 96
@@ -25,7 +25,7 @@ def main() -> None:
     console = Console(rich)
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run")
-        outcome = fit("gpt-stdlib", recipe, run, resume=False, console=console)
+        outcome = run_training("gpt-stdlib", recipe, run, resume=False, console=console)
         console.sample(outcome.sample or "")
         console.summary(read_metrics(run.metrics), outcome.references, {})
     svg = rich.export_svg(title="jaxtrain train")

@@ -19,7 +19,7 @@ from jaxtrain.observe.console import ProgressView
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import fit
+from jaxtrain.runner import run_training
 from parity.cli import main as parity
 from tests.observe.browser import Browser, browser
 
@@ -62,7 +62,7 @@ def main() -> None:
         svg = panel.rich.export_svg(title="jaxtrain train")
         # Remove the fonts that rich links to, so that the image has no external resources.
         (HERE / "live.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
-        train("digits-cnn", "digits", QuietConsole(), steps=150)
+        run_training("digits-cnn", "digits", QuietConsole(), steps=150)
         for command in ("eval digits --worst 12", "report digits", "report fp16 fp32 lr-0.03"):
             assert jaxtrain(command.split()) == 0
         assert parity(["run", "mlp", "cnn", "gpt2", "llama", "--html", "parity.html"]) == 0
@@ -77,7 +77,7 @@ def main() -> None:
 def train(name: str, out: str, console: Console, **settings: Any) -> None:
     """Train a recipe and write its report."""
     run = RunFolder(Path(out))
-    outcome = fit(name, dataclasses.replace(RECIPES[name], **settings), run, resume=False, console=console)
+    outcome = run_training(name, dataclasses.replace(RECIPES[name], **settings), run, resume=False, console=console)
     write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
     write_report(run.report, [read_record(run)])
 

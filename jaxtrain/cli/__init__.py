@@ -5,11 +5,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from jaxtrain.cli.user_code import print_own_traceback
 from jaxtrain.cpu.host_memory import keep_host_memory
 from jaxtrain.errors import UserError, is_out_of_memory
 
 COMMANDS = {
     "train": "train a recipe: jaxtrain train [RECIPE] [--out DIR] [--resume [auto]] [--from CONFIG] [--field value …]",
+    "new": "write a recipe to edit: jaxtrain new FILE.py [--from RECIPE]",
     "plan": "find settings that fit in memory, or size a mesh: jaxtrain plan RECIPE [--memory 16GiB] [--mesh M]",
     "launch": "train in several processes on this machine: jaxtrain launch -n N -- train …",
     "doctor": "check the installation and the devices, and suggest fixes",
@@ -25,7 +27,9 @@ COMMANDS = {
 
 _MAX_LENGTH = 1000  # characters of a printed error
 # Packages of the extra `run`; the base install is what `train_step` needs.
-_RUN_PACKAGES = frozenset({"flax", "grain", "jinja2", "orbax", "PIL", "rich", "safetensors", "tensorboardX", "tyro"})
+_RUN_PACKAGES = frozenset(
+    {"cloudpickle", "flax", "grain", "jinja2", "orbax", "PIL", "rich", "safetensors", "tensorboardX", "tyro"}
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxtrain: {_one_line(str(error))}", file=sys.stderr)
         return error.exit_status
     except Exception as error:
-        if debug or not is_out_of_memory(error):
+        if debug:
             raise
+        if not is_out_of_memory(error):
+            if not print_own_traceback(error):
+                raise
+            return 1
         reason = _one_line(str(error).partition("\n")[0])
         print(f"jaxtrain: out of memory ({reason}): reduce batch_size or the model's size", file=sys.stderr)
         return 1

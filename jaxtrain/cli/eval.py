@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtrain.cli.flags import parse, run_folder_argument
-from jaxtrain.data import subsample
 from jaxtrain.errors import UserError
-from jaxtrain.observe import ErrorAnalysis, error_summary, evaluate_examples, log_error_analysis, write_error_page
+from jaxtrain.observe import ErrorAnalysis, error_summary, log_error_analysis, write_error_page
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import read_recipe, restore_state
-from jaxtrain.tasks import build, evaluation_batches
+from jaxtrain.runner import analyze_errors, read_recipe, restore_state
 
 
 @dataclass(frozen=True)
@@ -59,26 +57,20 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def evaluate_run(run: RunFolder, split: str, max_examples: int | None = None) -> ErrorAnalysis:
+def evaluate_run(run: RunFolder, split: str) -> ErrorAnalysis:
     """Evaluate a run's newest checkpoint on a split, "validation" or "train".
 
     Args:
       run: Folder of the run.
       split: "validation" for the examples of the run's evaluations, "train" for as many training examples.
-      max_examples: Evaluate a fixed random subset of this size; None for all examples.
 
     Returns:
       The loss and the prediction of each example.
 
     Raises:
-      UserError: The folder holds no run, or the run has no checkpoint.
+      UserError: The folder holds no run, the run has no checkpoint, or its task no validation data or no `predict`.
     """
     name, recipe = read_recipe(run)
-    task = build(recipe)
+    task = recipe.task()
     state = restore_state(run.checkpoints, recipe, task)
-    source = task.validation if split == "validation" else subsample(task.train, task.eval_rows)
-    source = source if max_examples is None else subsample(source, max_examples)
-    means, predictions = evaluate_examples(
-        task, state, evaluation_batches(source, task, recipe), precision=recipe.precision
-    )
-    return ErrorAnalysis(name, int(state.step), split, task, source, means, predictions)
+    return analyze_errors(name, recipe, task, state, split)

@@ -12,13 +12,13 @@ from rich.console import Console
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
-from jaxtrain.export.inference import Inference, Input, build_inference
+from jaxtrain.export.inference import Inference, Input, build_inference, has_signature
+from jaxtrain.export.predict import predict_inference
 from jaxtrain.export.verify import Verification, make_trials, verify
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.step import TrainState, applied_updates
-from jaxtrain.tasks import Task, build
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Restored:
 
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
-        return build_inference(self.recipe, self.task, self.state.params, self.state.model_state)
+        build = build_inference if has_signature(self.recipe) else predict_inference
+        return build(self.recipe, self.task, self.state.params, self.state.model_state)
 
 
 def main(args: list[str]) -> int:
@@ -62,7 +63,7 @@ def main(args: list[str]) -> int:
     if not out.absolute().parent.is_dir():
         raise UserError(f"{out.parent} is not a folder: create it or choose another --out")
     with _atomic_output(out) as partial, Console(stderr=True).status(f"reading {folder}") as status:
-        task = build(recipe)
+        task = recipe.task()
         restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task))
         status.update(f"writing and verifying {out}")
         summary = write(partial, restored)
@@ -76,7 +77,8 @@ def _torch(path: Path, restored: Restored) -> str:
     run, task = restored.run, restored.task
     if task.names is None:
         raise UserError(
-            f"{run.path} holds a run of {restored.name}, which has no PyTorch parameter names: use another format"
+            f"{run.path} holds a run of {restored.name}, which has no PyTorch parameter names: define Task.names, or "
+            "use another format"
         )
     torch_run.write_run(path, run, restored.recipe, task, task.names, restored.state)
     return "model, optimizer, scheduler, scaler, step"
@@ -118,9 +120,10 @@ _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
 def _summary(found: Inference, result: Verification) -> str:
     """Return the exported function's signature and its difference from the run's outputs."""
     signature = ", ".join(
-        f"{name} {x.dtype.__name__}[{', '.join(['batch', *_sizes(x)])}]" for name, x in found.inputs.items()
+        f"{name} {x.dtype.__name__}[{', '.join([str(found.batch or 'batch'), *_sizes(x)])}]"
+        for name, x in found.inputs.items()
     )
-    return f"{signature} → logits, {result}"
+    return f"{signature} → logits, {result}" + (f"\n{found.note}" if found.note else "")
 
 
 def _sizes(x: Input) -> list[str]:

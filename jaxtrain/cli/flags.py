@@ -14,7 +14,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from jaxtrain.cli import nearest
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
-from jaxtrain.recipes import RECIPES, Recipe
+from jaxtrain.recipes import RECIPES
+from jaxtrain.run import Recipe, is_reference, load_recipe
 
 T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741
@@ -106,14 +107,18 @@ def recipe_name(args: list[str]) -> tuple[str, list[str]]:
     """Return the recipe named by the first argument, or the default one, and the arguments after it."""
     if not args or args[0].startswith("-"):
         return next(iter(RECIPES)), args
-    check_recipe_name(args[0])
-    return args[0], args[1:]
+    return check_recipe_name(args[0]), args[1:]
 
 
-def check_recipe_name(name: str) -> None:
-    """Raise `UserError` if no recipe has this name."""
+def check_recipe_name(name: str) -> str:
+    """Return the complete name of a recipe; raise `UserError` if there is none."""
+    if is_reference(name):
+        return load_recipe(name)[0]
     if name not in RECIPES:
-        raise UserError(f"no recipe {name!r}{nearest(name, list(RECIPES))}: choose one of {', '.join(RECIPES)}")
+        raise UserError(
+            f"no recipe {name!r}{nearest(name, list(RECIPES))}: choose one of {', '.join(RECIPES)}, or FILE.py::NAME"
+        )
+    return name
 
 
 def run_folder_argument(args: list[str], usage: str) -> tuple[str, list[str]]:

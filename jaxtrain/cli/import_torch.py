@@ -9,14 +9,13 @@ import jax
 import tyro
 
 from jaxtrain.cli.flags import check_recipe_name, parse_known, parse_with_recipe
-from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 from jaxtrain.interop import OPTIMIZER_CLASSES, TorchRun, read_torch, torch_run, write_metadata
 from jaxtrain.optim import Call, format_expression, parse_expression
-from jaxtrain.recipes import RECIPES, Recipe
-from jaxtrain.run_folder import RunFolder
+from jaxtrain.recipes import RECIPES, named_recipe
+from jaxtrain.run import Recipe, Task, task_batches
+from jaxtrain.run_folder import RunFolder, default_folder
 from jaxtrain.runner import Checkpoints, check_free, preflight, schedule_call, training_step
-from jaxtrain.tasks import Task, build
 
 COMMAND = "jaxtrain import-torch CKPT --model RECIPE"
 
@@ -36,13 +35,15 @@ class Import:
 def main(args: list[str]) -> int:
     """Parse, read, save."""
     path, name, options, recipe, explicit = _parse(args)
-    run = RunFolder(options.out or Path("runs") / name)
+    run = RunFolder(options.out) if options.out else default_folder(name)
     check_free(run)
     preflight.check_settings(recipe)
-    task = build(recipe)
-    params_like, state_like = jax.eval_shape(task.init)
+    task = recipe.task()
+    params_like, state_like = jax.eval_shape(task.initial)
     if task.names is None:
-        raise UserError(f"{name} has no table of PyTorch parameter names: choose one of {', '.join(RECIPES)}")
+        raise UserError(
+            f"{name} has no table of PyTorch parameter names: define Task.names, or choose one of {', '.join(RECIPES)}"
+        )
     theirs = torch_run(
         read_torch(path, task.names.torch_order(params_like)),
         task.names,
@@ -78,10 +79,10 @@ def _parse(args: list[str]) -> tuple[Path, str, Import, Recipe, set[str]]:
     options, rest = parse_known(Import(), flags, "jaxtrain import-torch CKPT")
     name = options.model or (next(iter(RECIPES)) if asks_help else None)
     if name is None:
-        raise UserError(f"--model is required: {COMMAND}, one of {', '.join(RECIPES)}")
-    check_recipe_name(name)
+        raise UserError(f"--model is required: {COMMAND}, one of {', '.join(RECIPES)}, or FILE.py::NAME")
+    name = check_recipe_name(name)
     prog = f"jaxtrain import-torch CKPT --model {name}"
-    recipe = parse_with_recipe(options, RECIPES[name], rest, prog, Import.__doc__).recipe
+    recipe = parse_with_recipe(options, named_recipe(name), rest, prog, Import.__doc__).recipe
     explicit = {flag.partition("=")[0].lstrip("-").replace("-", "_") for flag in rest if flag.startswith("--")}
     return path, name, options, recipe, explicit
 
@@ -91,7 +92,7 @@ def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRu
     preflight.check_settings(recipe)
     step = training_step(recipe, task.loss_fn)
     state = theirs.state(step, accumulate=recipe.accumulate, seed=recipe.seed)
-    position = {**Loader(task.train, recipe.batch_size, recipe.seed).state(), "next_batch": theirs.metadata.count}
+    position = {**task_batches(task, recipe).state(), "next_batch": theirs.metadata.count}
     run.make()
     if theirs.expression is not None:
         write_metadata(run.torch, theirs.metadata)

@@ -38,7 +38,8 @@ from jaxtrain.planning import (
     plan,
     virtual_devices,
 )
-from jaxtrain.recipes import RECIPES, Recipe, command
+from jaxtrain.recipes import command, named_recipe
+from jaxtrain.run import Recipe
 from jaxtrain.runner import check_settings
 
 
@@ -59,7 +60,7 @@ class PlanOptions:
 def main(args: list[str]) -> int:
     """Parse, compile, print."""
     name, flags = recipe_name(args)
-    parsed = parse_with_recipe(PlanOptions(), RECIPES[name], flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
+    parsed = parse_with_recipe(PlanOptions(), named_recipe(name), flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
     options, recipe = parsed.options, parsed.recipe
     if recipe.mesh is not None:
         return _plan_mesh(name, recipe, options)

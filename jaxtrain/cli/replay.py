@@ -17,7 +17,7 @@ from jaxtrain.distributed import bypass_compilation_cache, data_parallel_size, p
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import (
     Checkpoints,

@@ -9,10 +9,10 @@ import jax
 from rich.console import Console
 
 from jaxtrain.cli.flags import parse, run_folder_argument
+from jaxtrain.data import replace_unprintable
 from jaxtrain.errors import UserError
-from jaxtrain.recipes import LanguageRecipe
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import read_recipe, restore_params
+from jaxtrain.runner import read_recipe, restore_params, restore_state
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,23 @@ def main(args: list[str]) -> int:
     _check(options)
     run = RunFolder(Path(folder))
     name, recipe = read_recipe(run)
-    if not isinstance(recipe, LanguageRecipe):
-        raise UserError(f"{run.path} holds a run of {name}, which generates no text: use a run of a language model")
-    from jaxtrain.data import tokenizer
-    from jaxtrain.models import Sampling, stream
-    from jaxtrain.tasks.language import decoder
-    from jaxtrain.tasks.text_stream import decode_stream, replace_unprintable
-
-    texts = tokenizer(recipe.tokenizer)
-    prompt, sampling = texts.encode(options.prompt).tolist(), Sampling(options.temperature)
     with Console(stderr=True).status(f"reading {run.path}"):
-        model = decoder(recipe)
-        params = restore_params(run.checkpoints, jax.eval_shape(model.init))
-        tokens = stream(model.model, params, prompt, options.length, sampling=sampling, seed=options.seed)
-        first = next(tokens)  # compiles
-    for text in decode_stream(texts, prompt, itertools.chain([first], tokens)):
+        task = recipe.task()
+        if task.continue_text is None and task.sample is None:
+            raise UserError(
+                f"{run.path} holds a run of {name}, which continues no text: define Task.continue_text or Task.sample, "
+                "or use a run of a language model"
+            )
+        if task.continue_text is not None:
+            params = restore_params(run.checkpoints, jax.eval_shape(task.initial).params)
+            chunks = task.continue_text(
+                params, options.prompt, length=options.length, temperature=options.temperature, seed=options.seed
+            )
+        else:
+            assert task.sample is not None
+            chunks = iter([task.sample(restore_state(run.checkpoints, recipe, task), options.seed)])
+        begin = [*itertools.islice(chunks, 2)]  # the prompt and the first chunk, which compiles
+    for text in itertools.chain(begin, chunks):
         sys.stdout.write(replace_unprintable(text))
         sys.stdout.flush()
     sys.stdout.write("\n")

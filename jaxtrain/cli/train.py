@@ -1,6 +1,5 @@
 """`jaxtrain train`: train a recipe into a run folder."""
 
-import dataclasses
 import importlib.util
 import inspect
 import json
@@ -15,12 +14,11 @@ import tyro
 
 import jaxtrain
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
-from jaxtrain.cli.eval import evaluate_run
 from jaxtrain.cli.flags import optional_value, parse_known, parse_with_recipe, recipe_name
 from jaxtrain.cli.profile import print_time_table
 from jaxtrain.cost import device_memory, format_bytes
 from jaxtrain.distributed import processes
-from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.errors import UserError
 from jaxtrain.observe import (
     Console,
     JsonConsole,
@@ -28,28 +26,15 @@ from jaxtrain.observe import (
     QuietConsole,
     Tracker,
     WandB,
-    log_error_analysis,
-    log_final,
     read_metrics,
-    read_record,
     track_run,
-    write_report,
-    write_result,
 )
 from jaxtrain.planning import choice_notes, format_settings, plan
 from jaxtrain.profile import LoopTrace, newest_trace, time_table
-from jaxtrain.recipes import RECIPES, ImageRecipe, LanguageRecipe, Recipe
-from jaxtrain.run_folder import RunFolder, environment, read_config
-from jaxtrain.runner import Outcome, check_free, fit, stored_recipe
-
-# Misclassified examples shown in TensorBoard, and the number of validation examples they are taken from.
-_WORST, _EVALUATED = 8, 512
-# Settings that a resumed run may change; any other change would make it a different run.
-_CHANGEABLE = {
-    *("steps", "log_every", "eval_every", "save_every", "keep_last", "keep_best", "keep_every"),
-    *("histograms", "max_skips", "spike_factor", "on_spike", "stall_seconds", "allow_recompile"),
-    *("mesh", "accumulate"),
-}
+from jaxtrain.recipes import named_recipe
+from jaxtrain.run import Recipe
+from jaxtrain.run_folder import RunFolder, default_folder, environment, read_config, source_change
+from jaxtrain.runner import check_free, check_resumed, run_training, stored_recipe, write_end
 
 
 def _auto(value: str) -> str:
@@ -91,17 +76,18 @@ def main(args: list[str]) -> int:
 def _train(args: list[str]) -> int:
     """Parse, train, report."""
     name, flags = recipe_name(args)
-    named = name if args[:1] == [name] else None
+    named = name if args and not args[0].startswith("-") else None
     options, flags = parse_known(Train(), flags, "jaxtrain train")
+    base = None
     if options.from_:
-        name = _check_recipe(read_config(options.from_)[0], named, options.from_)
-    run = RunFolder(options.out or Path("runs") / name)
+        name, base = read_config(options.from_, named, f"--from {options.from_}")
+        _check_recipe(name, named, options.from_)
+    run = RunFolder(options.out) if options.out else default_folder(name)
     resumes = options.resume is True or (options.resume == "auto" and run.config.exists())
     if resumes:
         name, recipe = _resumed_recipe(run, named, options, flags)
     else:
-        base = read_config(options.from_)[1] if options.from_ else RECIPES[name]
-        recipe = parse_recipe(base, name, options, flags)
+        recipe = parse_recipe(base or named_recipe(name), name, options, flags)
     console, trackers = _console(options), _trackers(options)
     trace = _trace(options.profile, run, recipe) if options.profile and processes.is_first() else None
     device = jax.devices()[0]
@@ -112,13 +98,15 @@ def _train(args: list[str]) -> int:
     if options.from_:
         for difference in _environment_differences(json.loads(options.from_.read_text())):
             console.message(f"{options.from_} was written with {difference}: results may not be bit-identical")
+    if resumes and (change := source_change(run, name)):
+        console.message(change)
     if options.micro_batch and not resumes:
         recipe = _planned_recipe(recipe, run, console)
     with track_run(run, trackers, console.message) as ended:
-        outcome = fit(name, recipe, run, resume=options.resume, console=console, trace=trace)
+        outcome = run_training(name, recipe, run, resume=options.resume, console=console, trace=trace)
         if not processes.is_first():
             return outcome.exit_status
-        _write_end(run, recipe, outcome)
+        write_end(name, recipe, run, outcome)
         ended(outcome.exit_status)
     metrics = read_metrics(run.metrics)
     places = {
@@ -128,30 +116,14 @@ def _train(args: list[str]) -> int:
     }
     if outcome.sample:
         console.sample(outcome.sample)
-        if isinstance(recipe, LanguageRecipe):
+        if outcome.task.continue_text:
             places["more text"] = f"jaxtrain sample {run.path}"
-    console.summary(metrics, outcome.references, places)
+    console.summary(metrics, outcome.task.references, places)
     if trace:
         _report_trace(trace, run, console)
     if outcome.exit_status:
         console.message(f"stopped and saved at step {outcome.step}: jaxtrain train {name} --resume --out {run.path}")
     return outcome.exit_status
-
-
-def _write_end(run: RunFolder, recipe: Recipe, outcome: Outcome) -> None:
-    """Write the run's result, report and TensorBoard summary. Raises `RunFailed` if a file cannot be written."""
-    try:
-        write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
-        record = read_record(run)
-        log_final(run.tensorboard, record)
-        # With several processes, none can restore the checkpoint alone.
-        if not outcome.exit_status and isinstance(recipe, ImageRecipe) and processes.count() == 1:
-            log_error_analysis(run.tensorboard, evaluate_run(run, "validation", _EVALUATED), _WORST)
-        write_report(run.report, [record])
-    except OSError as error:
-        raise RunFailed(
-            f"{run.report} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
-        ) from error
 
 
 def parse_recipe(recipe: Recipe, name: str, options: Train, flags: list[str]) -> Recipe:
@@ -179,11 +151,10 @@ def _trackers(options: Train) -> list[Tracker]:
     return trackers if processes.is_first() else []
 
 
-def _check_recipe(name: str, named: str | None, where: Path) -> str:
+def _check_recipe(name: str, named: str | None, where: Path) -> None:
     """Return the recipe name found in `where`; raise `UserError` if the command line names another."""
     if named not in (None, name):
         raise UserError(f"{where} holds a run of {name}, not of {named}: omit {named}, or use another folder or config")
-    return name
 
 
 def _environment_differences(config: dict[str, Any]) -> list[str]:
@@ -198,17 +169,10 @@ def _environment_differences(config: dict[str, Any]) -> list[str]:
 
 def _resumed_recipe(run: RunFolder, named: str | None, options: Train, flags: list[str]) -> tuple[str, Recipe]:
     """Return the run's recipe, with the settings replaced that a resumed run may change."""
-    name, saved = stored_recipe(run)
+    name, saved = stored_recipe(run, named)
     _check_recipe(name, named, run.path)
     recipe = parse_recipe(saved, name, options, flags)
-    for field in dataclasses.fields(recipe):
-        before, after = getattr(saved, field.name), getattr(recipe, field.name)
-        after = after.absolute() if isinstance(after, Path) else after  # as it was saved
-        if before != after and field.name not in _CHANGEABLE:
-            raise UserError(
-                f"--{field.name.replace('_', '-')} {after} differs from the run's {before}: "
-                f"a resumed run may change only {', '.join(sorted(_CHANGEABLE))}"
-            )
+    check_resumed(saved, recipe)
     return name, recipe
 
 

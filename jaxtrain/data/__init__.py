@@ -1,17 +1,23 @@
-"""Sources of examples. `jaxtrain.data.loader` makes batches of them and is the only module that imports grain."""
+"""Sources of examples. `jaxtrain.data.batches` makes batches of them; its `loader` alone imports grain."""
 
 from jaxtrain.data.archive import check_zip as check_zip
 from jaxtrain.data.archive import is_zip as is_zip
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz
-from jaxtrain.data.dates import dates as dates
+from jaxtrain.data.baselines import bag_of_words_accuracy
+from jaxtrain.data.dates import dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
-from jaxtrain.data.images import ImageFolder, image_folder
+from jaxtrain.data.encoding import distinct_labels, encode_pair, encode_row, encode_text
+from jaxtrain.data.images import ImageFolder, image_folder, split_images
+from jaxtrain.data.kinds import Kind as Kind
+from jaxtrain.data.kinds import kind_of as kind_of
 from jaxtrain.data.packing import PackedRows, first_fit, pack, pad_tokens
-from jaxtrain.data.python_statements import KEYWORDS as KEYWORDS
-from jaxtrain.data.python_statements import python_statements as python_statements
+from jaxtrain.data.python_statements import KEYWORDS, python_statements
 from jaxtrain.data.rows import IndexedSource, MappedSource, Subset, split_source, subsample
+from jaxtrain.data.source import Batch as Batch
+from jaxtrain.data.source import Collate as Collate
 from jaxtrain.data.source import Example, Source
-from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, split_table, table
+from jaxtrain.data.source import Rows as Rows
+from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, split_columns, split_table, table
 from jaxtrain.data.text import (
     TokenWindows,
     split_contents,
@@ -21,11 +27,13 @@ from jaxtrain.data.text import (
     text_files,
     unigram_entropy,
 )
+from jaxtrain.data.text_stream import decode_stream, replace_unprintable
 from jaxtrain.data.token_cache import TokenizedDocuments
 from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer, Tokens, tokenizer
 from jaxtrain.data.tokens import Role as Role
 
 __all__ = [
+    "KEYWORDS",
     "Arrays",
     "ArrowRows",
     "ByteTokenizer",
@@ -43,8 +51,16 @@ __all__ = [
     "TokenizedDocuments",
     "Tokenizer",
     "Tokens",
+    "bag_of_words_accuracy",
+    "batches",
     "check_labels",
+    "dates",
+    "decode_stream",
     "digits",
+    "distinct_labels",
+    "encode_pair",
+    "encode_row",
+    "encode_text",
     "first_fit",
     "image_folder",
     "is_table",
@@ -52,9 +68,13 @@ __all__ = [
     "npz",
     "pack",
     "pad_tokens",
+    "python_statements",
+    "replace_unprintable",
+    "split_columns",
     "split_contents",
     "split_documents",
     "split_files",
+    "split_images",
     "split_source",
     "split_table",
     "split_text",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import share
 from jaxtrain.data.source import Source
+from jaxtrain.data.tables import is_table, split_table
 from jaxtrain.data.text import split_files, stdlib_files, text_files
 from jaxtrain.data.token_cache import TokenizedDocuments, file_identity, tokenized
 from jaxtrain.data.tokens import ByteTokenizer, FileTokenizer, Tokenizer
@@ -29,19 +30,28 @@ class _Range(NamedTuple):
     stop: int
 
 
-def split_documents(path: Path | None, texts: Tokenizer) -> tuple[TokenizedDocuments, TokenizedDocuments]:
-    """Tokenize the text files of a path, or of Python's standard library, one document per file.
+def split_documents(
+    path: Path | None, texts: Tokenizer, column: str = "text"
+) -> tuple[TokenizedDocuments, TokenizedDocuments]:
+    """Tokenize the text files of a path, or of Python's standard library, one document per file; or a table's rows.
 
     Args:
-      path: A text file or folder; None for the standard library. A single file is cut in two.
+      path: A text file or folder; None for the standard library. A single file is cut in two. Or a table.
       texts: Tokenizer.
+      column: Column of the texts, if the path is a table.
 
     Returns:
-      A tuple (train, validation), split as by `split_text`.
+      A tuple (train, validation), split as by `split_text`, or as by `split_table`.
 
     Raises:
       UserError: There is no text, or too little to split.
     """
+    if path is not None and is_table(path):
+        train_rows, validation_rows = split_table(path, [column])
+        return (
+            tokenized_rows(path, train_rows, column, texts, "train"),
+            tokenized_rows(path, validation_rows, column, texts, "validation"),
+        )
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     train, validation = _split(stdlib_files() if path is None else text_files(path), root)
     if not all(any(part.stop > part.start for part in parts) for parts in (train, validation)):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtrain.data.arrays import Arrays, digits, npz
 from jaxtrain.data.files import files_under
 from jaxtrain.data.holdout import Labels, stratified_split
 from jaxtrain.data.source import Example
@@ -51,6 +52,22 @@ class ImageFolder:
         with _opened(self.files[index]) as image:
             pixels = np.asarray(image.convert(self.mode), np.float32) / np.float32(255)
         return {"image": pixels.reshape(*pixels.shape[:2], -1), "label": self.labels[index]}
+
+
+def split_images(path: Path | None) -> tuple[Arrays | ImageFolder, Arrays | ImageFolder]:
+    """Load labeled images as (train, validation).
+
+    Args:
+      path: File for `npz`, or folder for `image_folder`; None for scikit-learn's `digits`.
+
+    Raises:
+      UserError: The path does not exist, or cannot be loaded.
+    """
+    if path is None:
+        return digits()
+    if not path.exists():
+        raise UserError(f"{path} does not exist: use an .npz file or a folder with one sub-folder of images per class")
+    return image_folder(path) if path.is_dir() else npz(path)
 
 
 def image_folder(path: str | os.PathLike[str]) -> tuple[ImageFolder, ImageFolder]:

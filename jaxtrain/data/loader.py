@@ -1,17 +1,22 @@
-"""Batches of a source: endless and resumable for training, one ordered pass for evaluation."""
+"""Batches of a source: endless, shuffled and resumable."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 import grain
+import jax
 import numpy as np
-from numpy.typing import NDArray
+from absl import flags
 
-from jaxtrain.data.source import Example, Source
+from jaxtrain.data.collate import Collator
+from jaxtrain.data.epoch import check_batch_size
+from jaxtrain.data.epoch import epoch_batches as epoch_batches
+from jaxtrain.data.position import check_position
+from jaxtrain.data.source import Batch as Batch
+from jaxtrain.data.source import Collate, Rows, Source
 from jaxtrain.errors import UserError
-
-Batch = dict[str, NDArray[Any]]  # name -> [batch_size, ...]
-Rows = Sequence[int] | NDArray[np.intp]  # row numbers in a batch
 
 
 class Loader:
@@ -21,7 +26,8 @@ class Loader:
     dropped. The order depends on `seed` only, not on threads.
 
     Args:
-      source: Source of examples.
+      source: Source of examples, which are dicts, or tuples named by `batch_keys`. If it has `__getitems__`, a batch is
+        read with one call of it.
       batch_size: Number of rows of a batch.
       seed: Seed of the permutations, at least 0.
       shuffle: Whether to permute the examples; otherwise they keep the order of the source.
@@ -29,9 +35,14 @@ class Loader:
       prefetch: Number of batches to read ahead.
       rows: Row numbers of a batch to read, as one of several processes needs them; None for all. The position of the
         loader is that of the whole batches.
+      workers: Number of processes that read and transform the examples, each a copy of the source; 0 reads in threads
+        of this process. A script that uses them needs the usual `if __name__ == "__main__":`.
+      collate: Function of the list of examples of a batch that returns the batch; None stacks their arrays.
+      batch_keys: Names for the values of examples that are tuples.
 
     Raises:
-      UserError: The source is smaller than a batch, or the batch size or the seed is out of range.
+      UserError: The source is smaller than a batch, or the batch size, the seed or the number of workers is out of
+        range. On access, if the examples do not form a batch, or the source cannot be copied to a worker.
 
     Example:
       >>> from jaxtrain.data import Arrays
@@ -57,14 +68,22 @@ class Loader:
         num_threads: int = 2,
         prefetch: int = 4,
         rows: Rows | None = None,
+        *,
+        workers: int = 0,
+        collate: Collate | None = None,
+        batch_keys: Sequence[str] | None = None,
     ) -> None:
-        _check_batch_size(batch_size)
+        check_batch_size(batch_size)
         if len(source) < batch_size:
             raise UserError(
                 f"batch_size must be at most the number of examples, {len(source)}, got {batch_size}: use a smaller one"
             )
         if seed < 0:
             raise UserError(f"the data seed must be at least 0, got {seed}")
+        if workers < 0:
+            raise UserError(f"the number of workers must be at least 0, got {workers}")
+        if prefetch < 0:
+            raise UserError(f"the number of batches to prefetch must be at least 0, got {prefetch}")
         self._order = {"examples": len(source), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         # Indices are permuted instead of examples, so that only the rows needed are read.
         # shuffle(seed) would add the epoch to the seed, so that seeds 0 and 1 share all epochs but one;
@@ -74,83 +93,85 @@ class Loader:
         # Batching precedes repeating, so that the remainder of an epoch stays out of the next one.
         batches = ordered.batch(batch_size, drop_remainder=True, batch_fn=np.array).repeat()
         self.rows = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
-        self._by_position = batches.map(lambda batch: _stack([source[int(i)] for i in batch[self.rows]]))
-        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        self._batches = iter(self._by_position.to_iter_dataset(options))
+        read = functools.partial(_read, source, self.rows, Collator(collate, batch_keys))
+        self._by_position = batches.map(read)
+        self._threads = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
+        self._processes = grain.MultiprocessingOptions(
+            num_workers=workers, per_worker_buffer_size=max(1, prefetch // max(1, workers))
+        )
+        self._next_batch = 0
+        self._batches: Any = None  # started by the first batch, and again after a failed one
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._start()
         try:
             batch: Batch = next(self._batches)
         except BaseException:
-            # grain has removed the batch from its queue without counting it: restart the queue there.
-            self._batches.set_state(self._batches.get_state())
+            # grain has removed the batch from its queue without counting it: start again there.
+            self.close()
+            if self._processes.num_workers:
+                _check_picklable(self._by_position)
             raise
+        self._next_batch += 1
+        if self._processes.num_workers:  # the arrays are in shared memory, which is freed with them
+            return {name: np.array(array) for name, array in batch.items()}
         return batch
 
     def peek(self) -> Batch:
         """Return the next batch without handing it out; only its examples are read, and nothing is prefetched."""
-        batch: Batch = self._by_position[self._batches.get_state()["next_index"]]
+        batch: Batch = self._by_position[self._next_batch]
         return batch
 
-    def state(self) -> dict[str, int]:
-        """Return the position after the last batch returned, as numbers that JSON can store."""
-        return {"next_batch": self._batches.get_state()["next_index"], **self._order}
+    def state(self) -> dict[str, Any]:
+        """Return the position after the last batch returned, as JSON."""
+        return {"next_batch": self._next_batch, **self._order}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a position from `state()`, so that the same batches follow.
 
         Raises:
           UserError: The number of examples, the batch size, the seed or the shuffling differs.
         """
-        for name, here in self._order.items():
-            if state[name] != here:
-                raise UserError(
-                    f"the data position was saved with {name} {state[name]}, not {here}:"
-                    f" resume with {name} {state[name]} or start a new run"
-                )
-        self._batches.set_state({"next_index": int(state["next_batch"])})
+        check_position(state, self._order)
+        self.close()
+        self._next_batch = int(state["next_batch"])
+
+    def close(self) -> None:
+        """Stop the threads or processes that read ahead; the next batch starts them again."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def _start(self) -> Any:
+        """Return an iterator over the batches from the position on."""
+        remaining = self._by_position[self._next_batch :]
+        if not self._processes.num_workers:
+            return iter(remaining.to_iter_dataset(self._threads))
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # grain reads its flags, which only an absl program parses
+        in_turn = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        configure = functools.partial(_configure_worker, jax.config.read("jax_enable_x64"))
+        return iter(remaining.to_iter_dataset(in_turn).mp_prefetch(self._processes, configure))
 
 
-def epoch_batches(
-    source: Source, batch_size: int, limit: int | None = None, rows: Rows | None = None
-) -> Iterator[Batch]:
-    """Iterate once over a source in its own order.
-
-    Args:
-      source: Source of examples.
-      batch_size: Number of rows of every batch, the last one included, so that a jitted step compiles once.
-      limit: Largest number of batches; None for all.
-      rows: Row numbers of a batch to read and return; None for all.
-
-    Returns:
-      An iterator of batches with a float32 "weight" [batch_size]: 1 for an example, 0 for padding in the last batch.
-
-    Raises:
-      UserError: `batch_size` is less than 1.
-
-    Example:
-      >>> from jaxtrain.data import Arrays
-      >>> source = Arrays(np.zeros((3, 2, 2, 1), np.float32), np.arange(3, dtype=np.int32))
-      >>> [batch["weight"].tolist() for batch in epoch_batches(source, batch_size=2)]
-      [[1.0, 1.0], [1.0, 0.0]]
-    """
-    _check_batch_size(batch_size)
-    row_numbers = np.arange(batch_size) if rows is None else np.asarray(rows)
-    for start in range(0, len(source), batch_size)[:limit]:
-        numbers = start + row_numbers
-        # Padding repeats a real example, because a model may return NaN for zeros, and NaN times weight 0 is NaN.
-        filled = np.minimum(numbers, len(source) - 1).tolist()
-        examples = {i: source[i] for i in dict.fromkeys(filled)}
-        yield {**_stack([examples[i] for i in filled]), "weight": (numbers < len(source)).astype(np.float32)}
+def _read(source: Source, rows: Any, collator: Collator, numbers: Any) -> Batch:
+    return collator.read(source, numbers[rows].tolist())
 
 
-def _stack(examples: Sequence[Example]) -> Batch:
-    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+def _check_picklable(batches: Any) -> None:
+    try:
+        cloudpickle.dumps(batches)
+    except Exception as error:
+        raise UserError(
+            f"the data cannot be copied to worker processes ({str(error).splitlines()[0]}): set workers to 0"
+        ) from None
 
 
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch_size}")
+def _configure_worker(x64: bool, index: int, count: int) -> None:
+    """Make a worker process convert as its parent does, and leave the accelerators to the parent."""
+    jax.config.update("jax_enable_x64", x64)
+    jax.config.update("jax_platforms", "cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxtrain.data.source import Example
 
 KEYWORDS = ("assert", "class", "def", "except", "for", "from", "if", "raise", "return", "with")
-"""Classes. `elif` and `while` are excluded, because the same text follows them as follows `if`."""
+"""Labels of `python_statements`. `elif` and `while` are excluded: the same text follows them as follows `if`."""
 
 _MIN_CHARACTERS = 8  # shorter lines do not determine the keyword
 

@@ -15,7 +15,8 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.data.archive import check_expansion
 from jaxtrain.data.files import files_under
-from jaxtrain.data.rows import split_source
+from jaxtrain.data.rows import MappedSource, split_source
 from jaxtrain.data.source import Example, Source
 from jaxtrain.errors import UserError
 
@@ -235,6 +236,28 @@ def split_table(
     if "train" not in splits or held_out is None:
         raise UserError(f"{root} has the splits {', '.join(splits)}: name them train and {_VALIDATION_SPLITS[0]}")
     return table(root / "train", columns), table(root / held_out, columns)
+
+
+def split_columns(path: str | os.PathLike[str], columns: Mapping[str, str]) -> tuple[Source, Source]:
+    """Open columns of a table under other names, as (train, validation), split as by `split_table`.
+
+    Args:
+      path: File or folder.
+      columns: Column by its name in an example.
+
+    Returns:
+      Two sources of examples {name: value of the column}.
+
+    Raises:
+      UserError: As `split_table`.
+    """
+    train, validation = split_table(path, [*columns.values()])
+    rename = partial(_rename, dict(columns))
+    return MappedSource(train, rename), MappedSource(validation, rename)
+
+
+def _rename(columns: Mapping[str, str], row: Example) -> Example:
+    return {name: row[column] for name, column in columns.items()}
 
 
 def is_table(path: Path) -> bool:

@@ -6,10 +6,8 @@ from jaxtrain.distributed.mesh import AXES as AXES
 from jaxtrain.distributed.mesh import DATA as DATA
 from jaxtrain.distributed.mesh import FSDP as FSDP
 from jaxtrain.distributed.mesh import TENSOR as TENSOR
-from jaxtrain.distributed.mesh import data_parallel_size as data_parallel_size
-from jaxtrain.distributed.mesh import make_mesh, run_mesh
+from jaxtrain.distributed.mesh import data_parallel_size, make_mesh, run_mesh, run_mesh_sizes
 from jaxtrain.distributed.mesh import parse_mesh as parse_mesh
-from jaxtrain.distributed.mesh import run_mesh_sizes as run_mesh_sizes
 from jaxtrain.distributed.processes import is_first as is_first
 from jaxtrain.distributed.processes import process_group as process_group
 from jaxtrain.distributed.program import constrain_shardings
@@ -22,6 +20,7 @@ __all__ = [
     "Rules",
     "StepMemory",
     "constrain_shardings",
+    "data_parallel_size",
     "local_rows",
     "make_mesh",
     "memory_per_device",
@@ -30,6 +29,7 @@ __all__ = [
     "place_whole_batch",
     "processes",
     "run_mesh",
+    "run_mesh_sizes",
     "shard",
     "state_shardings",
 ]

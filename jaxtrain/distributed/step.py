@@ -13,12 +13,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
+from jaxtrain.distributed.mesh import TENSOR
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
+from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import Step, TrainState, TrainStep, init_state, is_factory, limit_recompilation, window_step
 
 
+@user_facing
 def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
     """Run a training step on a mesh, with the same interface and, up to rounding, the same numbers.
 
@@ -45,6 +48,11 @@ def shard(step: TrainStep, mesh: Mesh, rules: Rules | None = None) -> TrainStep:
       >>> state.params.sharding.spec, float(metrics["loss"])
       (P('fsdp',), 1.0)
     """
+    if rules is None and mesh.shape.get(TENSOR, 1) > 1:
+        raise UserError(
+            f"mesh axis tensor={mesh.shape[TENSOR]} divides nothing without sharding rules, and repeats work on its "
+            "devices: give rules, or use data or fsdp"
+        )
     return ShardedStep(step, mesh, rules)
 
 
@@ -63,6 +71,7 @@ class ShardedStep(TrainStep):
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
         return _Jitted(limited, shardings, self._mesh)
 
+    @user_facing
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """As `TrainStep.init`, with parameters and state sharded from the start."""
         shapes = self.shapes(params, model_state=model_state, seed=seed, streaming=streaming)
@@ -74,6 +83,7 @@ class ShardedStep(TrainStep):
             state: TrainState = jax.jit(init, out_shardings=shardings)(params, model_state)
         return state
 
+    @user_facing
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """As `TrainStep.shapes`, each with its sharding."""
         shapes = super().shapes(params, model_state=model_state, seed=seed, streaming=streaming)
@@ -87,6 +97,7 @@ class ShardedStep(TrainStep):
         """Place a batch [k·B, …] on the mesh as the window that `jitted` takes."""
         return place_batch(batch, self._mesh, 1 if callable(self.parts.accumulate) else self.parts.accumulate)
 
+    @user_facing
     def compile(self, state: TrainState, batch: Any) -> Any:
         """As `TrainStep.compile`."""
         with bypass_compilation_cache(self._mesh):

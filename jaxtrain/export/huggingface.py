@@ -43,7 +43,8 @@ def write_huggingface(
     """
     config = getattr(model, "config", None)
     if config is None:
-        raise UserError(f"transformers has no {type(model).__name__}: export it as onnx, stablehlo or torch")
+        kind = "such model" if model is None else type(model).__name__
+        raise UserError(f"transformers has no {kind}: export it as onnx, stablehlo or torch")
     save_pretrained(folder, params, config, model_state=model_state)
     entries = read_json(folder, CONFIG)
     if "id2label" in entries and class_names:

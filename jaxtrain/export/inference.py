@@ -13,22 +13,14 @@ from jax.export import symbolic_shape
 
 from jaxtrain.data import tokenizer
 from jaxtrain.interop import leaves, unflatten
-from jaxtrain.models import GPT2, functional_with_state
-from jaxtrain.models.bert import Bert
-from jaxtrain.models.llama import Llama
+from jaxtrain.models import functional_with_state
 from jaxtrain.models.t5 import shift_right
-from jaxtrain.recipes import (
-    GPTRecipe,
-    ImageRecipe,
-    LanguageRecipe,
-    LlamaRecipe,
-    MaskedLanguageRecipe,
-    Recipe,
-    ResNetRecipe,
-    T5Recipe,
-    TextClassificationRecipe,
-)
-from jaxtrain.tasks import Task, classification, language, masked_language, seq2seq
+from jaxtrain.recipes.image import ImageRecipe
+from jaxtrain.recipes.language import LanguageRecipe
+from jaxtrain.recipes.masked_language import MaskedLanguageRecipe
+from jaxtrain.recipes.seq2seq import Seq2SeqRecipe
+from jaxtrain.recipes.text_classification import TextClassificationRecipe
+from jaxtrain.run import Recipe, Task
 
 ROWS = 8
 """Number of validation examples on which an export is verified."""
@@ -57,20 +49,25 @@ class Inference:
     """A function from weights and inputs to logits, with rows of the validation data to verify it on.
 
     Attributes:
-      model: The module, with shapes instead of arrays.
+      model: The module, with shapes instead of arrays; None if the function is the task's `predict`.
       weights: Parameters and BatchNorm's running statistics by path.
       inputs: The inputs by name.
-      logits: `logits(call, *inputs)` computes the logits, given the model's `call`.
+      logits: `logits(call, *inputs)` computes the logits, given the model's `call`; without a model
+        `logits(weights, *inputs)`.
       length_input: Name of the input whose length the logits have; None for logits per row.
       rows: Validation examples by input name, [ROWS, …].
+      batch: The only batch size; None for any.
+      note: Why the batch size is fixed.
     """
 
-    model: nnx.Module
+    model: nnx.Module | None
     weights: Mapping[str, Any]
     inputs: Mapping[str, Input]
     logits: Callable[..., Any]
     length_input: str | None
     rows: Mapping[str, np.ndarray]
+    batch: int | None = None
+    note: str = ""
 
     def __call__(self, weights: Mapping[str, Any], *inputs: Any) -> Any:
         """Return the logits of inputs of any batch size and any length up to the longest; shapes may be symbolic."""
@@ -81,12 +78,16 @@ class Inference:
 
     def apply(self, weights: Mapping[str, Any], *padded: Any) -> Any:
         """Return the logits of inputs of the longest length."""
+        if self.model is None:
+            return self.logits(weights, *padded)
         run, *likes = functional_with_state(self.model)
         trees = [unflatten(weights, like) for like in likes]
         return self.logits(lambda *inputs: run(*trees, *inputs)[0], *padded)
 
     def symbolic(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the inputs with symbolic batch size and lengths."""
+        """Return the shapes of the inputs, with symbolic lengths and batch size unless it is fixed."""
+        if self.batch is not None:
+            return [jax.ShapeDtypeStruct((self.batch, *x.shape), x.dtype) for x in self.inputs.values()]
         lengths = {x.length: x.shape[0] for x in self.inputs.values() if x.fill is not None}
         constraints = [f"{name} <= {longest}" for name, longest in lengths.items()]
         batch, *symbols = symbolic_shape(", ".join(["batch", *lengths]), constraints=constraints)
@@ -105,9 +106,14 @@ def _pad(kind: Input, x: Any) -> Any:
     return jnp.concatenate([x, jnp.full((rows, kind.shape[0] - length), kind.fill, x.dtype)], axis=1)
 
 
+def has_signature(recipe: Recipe) -> bool:
+    """Whether the task of a recipe is that of a built-in one, whose inputs `build_inference` knows."""
+    return type(recipe).task.__module__.startswith("jaxtrain.recipes.")
+
+
 def build_inference(recipe: Recipe, task: Task, params: Any, model_state: Any) -> Inference:
-    """Build the inference function of a run; float16 and bfloat16 weights become float32."""
-    model = nnx.eval_shape(lambda: _model(recipe, task, nnx.Rngs(0)))
+    """Build the inference function of a built-in recipe's run; float16 and bfloat16 weights become float32."""
+    model = nnx.eval_shape(lambda: _model(recipe, task))
     inputs, logits, length_input = _signature(recipe, task, model)
     examples = [task.validation[i] for i in range(min(ROWS, len(task.validation)))]
     rows = {
@@ -119,10 +125,11 @@ def build_inference(recipe: Recipe, task: Task, params: Any, model_state: Any) -
 
 def named_weights(params: Any, model_state: Any) -> dict[str, Any]:
     """Return the leaves of both pytrees by path, with float16 and bfloat16 as float32."""
-    return {path: _widen(leaf) for tree in (params, model_state) if tree is not None for path, leaf in leaves(tree)}
+    return {path: widen(leaf) for tree in (params, model_state) if tree is not None for path, leaf in leaves(tree)}
 
 
-def _widen(leaf: Any) -> Any:
+def widen(leaf: Any) -> Any:
+    """Return an array with float16 and bfloat16 as float32."""
     return leaf.astype(np.float32) if leaf.dtype in (jnp.bfloat16, np.float16) else leaf
 
 
@@ -134,7 +141,7 @@ def _signature(recipe: Recipe, task: Task, model: Any) -> tuple[dict[str, Input]
         # The padding follows the tokens, which do not attend to it.
         return {"tokens": Input((recipe.seq_len,), np.int32, 0)}, lambda call, tokens: call(tokens), "tokens"
     pad = model.config.pad_token_id
-    if isinstance(recipe, T5Recipe):
+    if isinstance(recipe, Seq2SeqRecipe):
         return (
             {
                 "source": Input((recipe.source_len,), np.int32, pad, "source_length"),
@@ -150,23 +157,17 @@ def _signature(recipe: Recipe, task: Task, model: Any) -> tuple[dict[str, Input]
     )
 
 
-def _model(recipe: Recipe, task: Task, rngs: nnx.Rngs) -> nnx.Module:
-    if isinstance(recipe, ResNetRecipe):
-        return classification.resnet_model(recipe, _image_shape(task))
+def _model(recipe: Recipe, task: Task) -> nnx.Module:
     if isinstance(recipe, ImageRecipe):
-        return classification.image_model(recipe, _image_shape(task))
-    if isinstance(recipe, GPTRecipe):
-        return GPT2(language.gpt2_config(recipe), rngs=rngs)
-    if isinstance(recipe, LlamaRecipe):
-        return Llama(language.llama_config(recipe), rngs=rngs)
+        return recipe.model(_image_shape(task))
+    if isinstance(recipe, LanguageRecipe) and task.classes is not None:
+        return recipe.model(task.classes)
     if isinstance(recipe, MaskedLanguageRecipe):
-        texts = tokenizer(recipe.tokenizer)
-        return Bert(masked_language.bert_config(recipe, texts, recipe.seq_len, num_labels=None), rngs=rngs)
+        return recipe.bert(tokenizer(recipe.tokenizer), recipe.seq_len, num_labels=None)
     if isinstance(recipe, TextClassificationRecipe):
-        texts, longest = tokenizer(recipe.tokenizer), recipe.seq_len + 2
-        return Bert(masked_language.bert_config(recipe, texts, longest, num_labels=task.classes), rngs=rngs)
-    if isinstance(recipe, T5Recipe):
-        return seq2seq.t5(recipe, tokenizer(recipe.tokenizer))[0]
+        return recipe.bert(tokenizer(recipe.tokenizer), recipe.seq_len + 2, num_labels=task.classes)
+    if isinstance(recipe, Seq2SeqRecipe):
+        return recipe.model(tokenizer(recipe.tokenizer))
     raise TypeError(f"no model for {type(recipe).__name__}")
 
 

@@ -16,11 +16,10 @@ from jaxtrain.interop import (
     write_torch,
 )
 from jaxtrain.optim import no_decay
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import loss_scale, optimizer_expression
 from jaxtrain.step import LossScaleState, TrainState, applied_updates, dynamic_loss_scale, state_dict
-from jaxtrain.tasks import Task
 
 
 def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> None:

@@ -70,7 +70,7 @@ def nll(
 ) -> jax.Array:
     """Negative log-likelihood, as `torch.nn.functional.nll_loss(reduction="none")`.
 
-    `cross_entropy(logits)` is `nll(jax.nn.log_softmax(logits))`.
+    `cross_entropy(logits)` is `nll(jax.nn.log_softmax(logits))`. As there, a label outside the classes gives NaN.
 
     Args:
       log_probs: float[..., classes].

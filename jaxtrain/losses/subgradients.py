@@ -15,21 +15,45 @@ from jax.typing import ArrayLike
 
 
 def abs(x: jax.Array) -> jax.Array:
-    """`torch.abs`: |x|, floating, of the shape and dtype of `x`; at 0 the gradient is 0 (JAX: 1).
+    """Absolute value, as `torch.abs`.
 
-    >>> float(jax.grad(abs)(0.0)), float(jax.grad(jnp.abs)(0.0))
-    (0.0, 1.0)
+    The gradient at 0 is 0 (JAX: 1).
+
+    Args:
+      x: float[...].
+
+    Returns:
+      float[...], of the dtype of `x`.
+
+    Example:
+      >>> float(jax.grad(abs)(0.0)), float(jax.grad(jnp.abs)(0.0))
+      (0.0, 1.0)
+
+    References:
+      `abs` in PyTorch's `derivatives.yaml`.
     """
     return jnp.where(x == 0, 0, jnp.abs(x))
 
 
 def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = None) -> jax.Array:
-    """`torch.clamp`: `x` floating, bounded by scalars or by arrays of its rank and dtype; `max` takes precedence.
+    """Bound `x` below and above, as `torch.clamp`; where `min` exceeds `max`, the result is `max`.
 
-    At a bound the gradient is that of `x`: 1 (JAX: 0.5).
+    At a bound the gradient with respect to `x` is 1 (JAX: 0.5).
 
-    >>> float(jax.grad(clamp)(1.0, max=1.0)), float(jax.grad(jnp.clip)(1.0, max=1.0))
-    (1.0, 0.5)
+    Args:
+      x: float[...].
+      min: Lower bound, a scalar or an array of the rank and dtype of `x`; None for no bound.
+      max: Upper bound, likewise.
+
+    Returns:
+      float[...], of the dtype of `x`.
+
+    Example:
+      >>> float(jax.grad(clamp)(1.0, max=1.0)), float(jax.grad(jnp.clip)(1.0, max=1.0))
+      (1.0, 0.5)
+
+    References:
+      `clamp_backward` and `clamp_backward_min_max` in PyTorch's `FunctionsManual.cpp`.
     """
     if min is None or max is None:
         bounded = x if min is None else jnp.where(x < min, min, x)
@@ -40,53 +64,114 @@ def clamp(x: jax.Array, min: ArrayLike | None = None, max: ArrayLike | None = No
 
 
 def hardtanh(x: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
-    """`torch.nn.functional.hardtanh` of floating `x`: at the bounds the gradient is 0 (JAX: 1).
+    """Bound `x` by two numbers, as `torch.nn.functional.hardtanh`.
 
-    >>> float(jax.grad(hardtanh)(1.0)), float(jax.grad(jax.nn.hard_tanh)(1.0))
-    (0.0, 1.0)
+    At the bounds the gradient is 0 (JAX: 1).
+
+    Args:
+      x: float[...].
+      min_val: Lower bound.
+      max_val: Upper bound.
+
+    Returns:
+      float[...], of the dtype of `x`.
+
+    Example:
+      >>> float(jax.grad(hardtanh)(1.0)), float(jax.grad(jax.nn.hard_tanh)(1.0))
+      (0.0, 1.0)
+
+    References:
+      `hardtanh` in PyTorch's `derivatives.yaml`.
     """
     return jnp.where(x <= min_val, min_val, jnp.where(x >= max_val, max_val, x))
 
 
 def leaky_relu(x: jax.Array, negative_slope: ArrayLike = 0.01) -> jax.Array:
-    """`torch.nn.functional.leaky_relu` of floating `x`: at 0 the gradient is the slope (JAX: 1).
+    """Leaky ReLU, as `torch.nn.functional.leaky_relu`, or `prelu` if the slope is an array.
 
-    With an array as slope it is `prelu`, whose gradient at 0 is the slope too.
+    At 0 the gradient with respect to `x` is the slope (JAX: 1).
 
-    >>> round(float(jax.grad(leaky_relu)(0.0)), 2), float(jax.grad(jax.nn.leaky_relu)(0.0))
-    (0.01, 1.0)
+    Args:
+      x: float[...].
+      negative_slope: Factor of negative values, a scalar or an array that broadcasts to the shape of `x`.
+
+    Returns:
+      float[...], of the dtype of `x`.
+
+    Example:
+      >>> round(float(jax.grad(leaky_relu)(0.0)), 2), float(jax.grad(jax.nn.leaky_relu)(0.0))
+      (0.01, 1.0)
+
+    References:
+      `leaky_relu` and `_prelu_kernel` in PyTorch's `derivatives.yaml`.
     """
     return jnp.where(x > 0, x, x * negative_slope)
 
 
 def max(x: jax.Array, axis: int) -> jax.Array:
-    """`torch.max(x, axis).values`: the first of equal maxima receives the whole gradient (JAX: they share it).
+    """Maximum along an axis, as `torch.max(x, axis).values`.
 
-    The result lacks that axis. `torch.max(x)` and `torch.amax` share it too, as `jnp.max` does.
+    The first of equal maxima receives the whole gradient (JAX: they share it). `torch.max(x)` and `torch.amax` share
+    it too: `jnp.max` has their gradient.
 
-    >>> jax.grad(max)(jnp.array([3.0, 1.0, 3.0]), 0).tolist()
-    [1.0, 0.0, 0.0]
+    Args:
+      x: float[...].
+      axis: Axis to reduce.
+
+    Returns:
+      The shape of `x` without `axis`, of the dtype of `x`.
+
+    Example:
+      >>> jax.grad(max)(jnp.array([3.0, 1.0, 3.0]), 0).tolist()
+      [1.0, 0.0, 0.0]
+
+    References:
+      `max.dim` in PyTorch's `derivatives.yaml`.
     """
     return _take(x, jnp.argmax(x, axis, keepdims=True), axis)
 
 
 def min(x: jax.Array, axis: int) -> jax.Array:
-    """`torch.min(x, axis).values`: the first of equal minima receives the whole gradient (JAX: they share it).
+    """Minimum along an axis, as `torch.min(x, axis).values`.
 
-    >>> jax.grad(min)(jnp.array([3.0, 1.0, 1.0]), 0).tolist()
-    [0.0, 1.0, 0.0]
+    The first of equal minima receives the whole gradient (JAX: they share it).
+
+    Args:
+      x: float[...].
+      axis: Axis to reduce.
+
+    Returns:
+      The shape of `x` without `axis`, of the dtype of `x`.
+
+    Example:
+      >>> jax.grad(min)(jnp.array([3.0, 1.0, 1.0]), 0).tolist()
+      [0.0, 1.0, 0.0]
+
+    References:
+      `min.dim` in PyTorch's `derivatives.yaml`.
     """
     return _take(x, jnp.argmin(x, axis, keepdims=True), axis)
 
 
 def median(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """`torch.median`: for an even number of values the lower of the middle two (JAX: their mean).
+    """Median, as `torch.median`: of an even number of values the lower of the middle two (JAX: their mean).
 
-    `x` floating. Along an axis the selected value receives the gradient, among equal ones the one that a stable sort
-    puts in the middle; over all of `x` (`axis` None) equal ones share it.
+    Along an axis, the selected value receives the gradient; among equal values, it is the one that a stable sort puts
+    in the middle. Over all of `x`, equal values share the gradient.
 
-    >>> float(median(jnp.array([3.0, 1.0, 4.0, 2.0]))), float(jnp.median(jnp.array([3.0, 1.0, 4.0, 2.0])))
-    (2.0, 2.5)
+    Args:
+      x: float[...].
+      axis: Axis to reduce; None for all.
+
+    Returns:
+      The shape of `x` without `axis`, or a scalar, of the dtype of `x`.
+
+    Example:
+      >>> float(median(jnp.array([3.0, 1.0, 4.0, 2.0]))), float(jnp.median(jnp.array([3.0, 1.0, 4.0, 2.0])))
+      (2.0, 2.5)
+
+    References:
+      `median` and `median.dim` in PyTorch's `derivatives.yaml`.
     """
     if axis is not None:
         middle = jnp.take(jnp.argsort(x, axis), jnp.array([(x.shape[axis] - 1) // 2]), axis)
@@ -98,13 +183,25 @@ def median(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 def norm(x: jax.Array, ord: float = 2.0, axis: int | None = None) -> jax.Array:
-    """`torch.linalg.vector_norm`: (Σ|x|^ord)^(1/ord) of floating `x`, `ord` positive or infinite.
+    """Vector norm (Σ|x|^ord)^(1/ord), as `torch.linalg.vector_norm`.
 
     The gradient of a zero vector and of a zero element is 0 (JAX: NaN for the vector; 1 or infinite for the element
     if `ord` is at most 1).
 
-    >>> jax.grad(norm)(jnp.zeros(2)).tolist(), jax.grad(jnp.linalg.norm)(jnp.zeros(2)).tolist()
-    ([0.0, 0.0], [nan, nan])
+    Args:
+      x: float[...].
+      ord: Order of the norm, positive or infinite.
+      axis: Axis to reduce; None for all.
+
+    Returns:
+      The shape of `x` without `axis`, or a scalar, of the dtype of `x`.
+
+    Example:
+      >>> jax.grad(norm)(jnp.zeros(2)).tolist(), jax.grad(jnp.linalg.norm)(jnp.zeros(2)).tolist()
+      ([0.0, 0.0], [nan, nan])
+
+    References:
+      `linalg_vector_norm_backward` in PyTorch's `FunctionsManual.cpp`.
     """
     if ord == math.inf:
         return jnp.max(abs(x), axis)
@@ -119,11 +216,24 @@ def norm(x: jax.Array, ord: float = 2.0, axis: int | None = None) -> jax.Array:
 
 
 def std(x: jax.Array, axis: int | None = None, correction: int = 1) -> jax.Array:
-    """`torch.std`: the root of Σ(x − mean)² / (n − correction) of floating `x`; the gradient of a constant is 0
-    (JAX: NaN).
+    """Standard deviation, the root of Σ(x − mean)² / (n − correction), as `torch.std`.
 
-    >>> jax.grad(std)(jnp.ones(2)).tolist(), jax.grad(jnp.std)(jnp.ones(2)).tolist()
-    ([0.0, 0.0], [nan, nan])
+    The gradient of a constant is 0 (JAX: NaN).
+
+    Args:
+      x: float[...].
+      axis: Axis to reduce; None for all.
+      correction: Subtracted from the number of values; 1 gives the unbiased variance.
+
+    Returns:
+      The shape of `x` without `axis`, or a scalar, of the dtype of `x`.
+
+    Example:
+      >>> jax.grad(std)(jnp.ones(2)).tolist(), jax.grad(jnp.std)(jnp.ones(2)).tolist()
+      ([0.0, 0.0], [nan, nan])
+
+    References:
+      `std_backward` in PyTorch's `FunctionsManual.cpp`.
     """
     along = x.reshape(-1) if axis is None else x
     # Shifted by its first value, a constant has an exact mean and variance 0; the result does not change.
@@ -132,13 +242,26 @@ def std(x: jax.Array, axis: int | None = None, correction: int = 1) -> jax.Array
 
 
 def cosine_similarity(a: jax.Array, b: jax.Array, axis: int = 1, eps: float = 1e-8) -> jax.Array:
-    """`torch.nn.functional.cosine_similarity` of floating `a` and `b` of one shape: a·b / (‖a‖ ‖b‖), each norm at
-    least `eps`, where the gradient ignores the bound.
+    """Cosine similarity a·b / (‖a‖ ‖b‖), as `torch.nn.functional.cosine_similarity`.
 
-    So the gradient at a zero vector is b / (eps ‖b‖), of the size of 1e8 (JAX's a·b / (‖a‖ ‖b‖): NaN).
+    Each norm is at least `eps`, and the gradient ignores this bound: at a zero vector it is b / (eps ‖b‖), about 1e8
+    (JAX's a·b / (‖a‖ ‖b‖): NaN).
 
-    >>> cosine_similarity(jnp.zeros((1, 2)), jnp.ones((1, 2))).tolist()
-    [0.0]
+    Args:
+      a: float[...].
+      b: float[...], of the shape of `a`.
+      axis: Axis to reduce.
+      eps: Least norm.
+
+    Returns:
+      The shape of `a` without `axis`, of the dtype of `a` and `b`.
+
+    Example:
+      >>> cosine_similarity(jnp.zeros((1, 2)), jnp.ones((1, 2))).tolist()
+      [0.0]
+
+    References:
+      `cosine_similarity` in PyTorch's `aten/src/ATen/native/Distance.cpp`.
     """
 
     def unit(x: jax.Array) -> jax.Array:
@@ -150,10 +273,23 @@ def cosine_similarity(a: jax.Array, b: jax.Array, axis: int = 1, eps: float = 1e
 
 
 def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
-    """`torch.atan2` of floating `y` and `x` of one shape: at the origin both gradients are 0 (JAX: NaN).
+    """Angle of the point (x, y), as `torch.atan2`.
 
-    >>> [float(g) for g in jax.grad(atan2, (0, 1))(0.0, 0.0)]
-    [0.0, 0.0]
+    At the origin both gradients are 0 (JAX: NaN).
+
+    Args:
+      y: float[...].
+      x: float[...], of the shape of `y`.
+
+    Returns:
+      float[...], in radians, of the dtype of `y` and `x`.
+
+    Example:
+      >>> [float(g) for g in jax.grad(atan2, (0, 1))(0.0, 0.0)]
+      [0.0, 0.0]
+
+    References:
+      `atan2_backward` in PyTorch's `FunctionsManual.cpp`.
     """
     origin = (x == 0) & (y == 0)
     # The angle of the origin depends on the zeros' signs.
@@ -162,11 +298,23 @@ def atan2(y: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def pow(x: ArrayLike, y: ArrayLike) -> jax.Array:
-    """`torch.pow`: x to the power y, floating, of one shape or one of them a Python number; of 0 to the power 0, which
-    is 1, both gradients are 0 (JAX: NaN for x).
+    """x to the power y, as `torch.pow`.
 
-    >>> [float(g) for g in jax.grad(pow, (0, 1))(0.0, 0.0)]
-    [0.0, 0.0]
+    0 to the power 0 is 1, and both of its gradients are 0 (JAX: NaN for x).
+
+    Args:
+      x: float[...], or a Python number.
+      y: float[...], of the shape of `x`, or a Python number.
+
+    Returns:
+      float[...].
+
+    Example:
+      >>> [float(g) for g in jax.grad(pow, (0, 1))(0.0, 0.0)]
+      [0.0, 0.0]
+
+    References:
+      `pow_backward_self` and `pow_backward_exponent` in PyTorch's `FunctionsManual.cpp`.
     """
     origin = jnp.equal(x, 0) & jnp.equal(y, 0)
     return jnp.where(origin, 1, jnp.power(jnp.where(origin, 1, x), y))

@@ -19,6 +19,7 @@ from jaxtrain.models.pretrained import from_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope
 from jaxtrain.models.t5 import T5, T5Config
+from jaxtrain.models.text import generate_texts, stream_text
 from jaxtrain.models.vit import ViT, ViTConfig
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "functional",
     "functional_with_state",
     "generate",
+    "generate_texts",
     "gpt2",
     "llama",
     "load_adapters",
@@ -63,6 +65,7 @@ __all__ = [
     "save_pretrained",
     "set_batch_norm_groups",
     "stream",
+    "stream_text",
     "t5",
     "vit",
 ]

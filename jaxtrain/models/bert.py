@@ -43,6 +43,9 @@ class BertConfig:
       pad_token_id: Token whose embedding gets no gradient as an input, as `torch.nn.Embedding(padding_idx=…)`; None
         for no such token.
       num_labels: Number of classes of the classifier; None for the masked-language-modeling head.
+
+    Raises:
+      UserError: The width is not divisible by the heads.
     """
 
     vocab_size: int = 30522
@@ -59,6 +62,13 @@ class BertConfig:
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
     num_labels: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}: "
+                "change one of them"
+            )
 
 
 class Bert(nnx.Module):

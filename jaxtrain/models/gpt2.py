@@ -40,6 +40,9 @@ class GPT2Config:
     """Configuration of a GPT-2, with the field names of `transformers.GPT2Config`.
 
     `dropout` stands for its `resid_pdrop`, `embd_pdrop` and `attn_pdrop`.
+
+    Raises:
+      UserError: The width is not divisible by the heads.
     """
 
     vocab_size: int = 50257
@@ -50,6 +53,10 @@ class GPT2Config:
     dropout: float = 0.0
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise UserError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: change one of them")
 
 
 class GPT2(nnx.Module):

@@ -91,7 +91,7 @@ class LlamaConfig:
         token.
 
     Raises:
-      UserError: A setting does not exist for the model type, or a per-layer setting has the wrong length or value.
+      UserError: A setting does not exist for the model type, a per-layer setting has the wrong length or value.
     """
 
     model_type: str = "llama"
@@ -240,11 +240,17 @@ class Llama(nnx.Module):
 
     Returns:
       Logits [B, T, vocab_size]; with a cache, a tuple (logits, the cache with these tokens appended).
+
+    Raises:
+      UserError: On creation, if the query heads are not divisible by the key and value heads.
     """
 
     feed_forward: ClassVar[Callable[..., Any]] = MLP
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
+        if heads % shared:
+            raise UserError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {shared}: change one")
         self.config = config
         normal = nnx.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)

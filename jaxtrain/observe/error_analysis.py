@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from jaxtrain.data import Source, Tokenizer
 from jaxtrain.observe.pictures import READABLE, image_of
-from jaxtrain.observe.predictions import Bin, Predictions, by_kind, by_position, calibration, confusion
-from jaxtrain.tasks import Task
+from jaxtrain.observe.predictions import Bin, Outputs, Predictions, by_kind, by_position, calibration, confusion
+from jaxtrain.run import Task
 
 _TEXT_WIDTH = 70  # characters of a text in the terminal
 _CONFUSIONS = 12  # most frequent confusions listed
@@ -55,7 +55,26 @@ class ErrorAnalysis:
     source: Source
     metrics: dict[str, float]
     """Means over all examples."""
-    predictions: Predictions
+    predictions: Predictions | Outputs
+
+    @property
+    def classes(self) -> Predictions:
+        """The predictions of classes or tokens."""
+        assert isinstance(self.predictions, Predictions)
+        return self.predictions
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether classes or tokens are predicted, rather than other outputs."""
+        return isinstance(self.predictions, Predictions)
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """Names of the classes, or their numbers; empty if tokens or other outputs are predicted."""
+        if self.predictions.is_per_token or not isinstance(self.predictions, Predictions):
+            return []
+        count = max(self.predictions.classes, int(self.predictions.target.max(initial=-1)) + 1)
+        return list(self.task.class_names) or [str(i) for i in range(count)]
 
     @cached_property
     def losses(self) -> NDArray[np.float64]:
@@ -65,23 +84,31 @@ class ErrorAnalysis:
     @cached_property
     def calibration(self) -> tuple[list[Bin], float]:
         """Reliability diagram and expected calibration error."""
-        return calibration(self.predictions)
+        return calibration(self.classes)
 
     def figures(self) -> dict[str, float]:
         """Return the metrics, perplexity and calibration error, by name."""
         perplexity = {"perplexity": math.exp(min(self.metrics["loss"], 700))} if self.predictions.is_per_token else {}
-        return {**self.metrics, **perplexity, "calibration error": self.calibration[1]}
+        error = {"calibration error": self.calibration[1]} if self.has_classes else {}
+        return {**self.metrics, **perplexity, **error}
 
     def describe(self, i: int) -> str:
         """Describe example `i` in one line."""
         if self.predictions.is_per_token:
             text = "".join(token.text for token in self.tokens(i))
             return repr(text if len(text) <= _TEXT_WIDTH else f"{text[:_TEXT_WIDTH]}…")
-        names, text = self.task.class_names, self.input_text(i)
+        text = self.input_text(i)
+        quoted = f": {text[:_TEXT_WIDTH]!r}" if text else ""
+        return f"{self.outcome(i)}{quoted}"
+
+    def outcome(self, i: int) -> str:
+        """Describe the prediction of example `i` in one line."""
+        if isinstance(self.predictions, Outputs):
+            return f"predicted {_brief(self.predictions.of(i))}"
+        names = self.class_names
         target, predicted = (names[int(x[i])] for x in (self.predictions.target, self.predictions.predicted))
         outcome = f"{target} predicted as {predicted}" if target != predicted else f"{target}, correct"
-        quoted = f": {text[:_TEXT_WIDTH]!r}" if text else ""
-        return f"{outcome}, confidence {self.predictions.confidence[i]:.0%}{quoted}"
+        return f"{outcome}, confidence {self.predictions.confidence[i]:.0%}"
 
     def input_text(self, i: int) -> str:
         """Return the text of example `i`; empty if it is not a text."""
@@ -89,8 +116,7 @@ class ErrorAnalysis:
 
     def tokens(self, i: int) -> list[TokenLoss]:
         """Return the tokens of example `i`, without special tokens that were not to be predicted."""
-        tokenizer, predictions = self.task.texts, self.predictions
-        assert tokenizer is not None
+        tokenizer, predictions = self.task.texts, self.classes
         found = []
         for t in range(predictions.target.shape[1]):
             is_predicted = predictions.weight[i, t] > 0
@@ -103,8 +129,8 @@ class ErrorAnalysis:
 
     def confusions(self) -> list[Confusion]:
         """Return the most frequent confusions, in descending order."""
-        names = self.task.class_names
-        counts = confusion(self.predictions, len(names))
+        names = self.class_names
+        counts = confusion(self.classes, len(names))
         np.fill_diagonal(counts, 0)
         order = np.argsort(-counts, axis=None, kind="stable")[:_CONFUSIONS]
         pairs = zip(*np.unravel_index(order, counts.shape), strict=True)
@@ -113,16 +139,19 @@ class ErrorAnalysis:
     def kinds(self) -> dict[str, tuple[int, float]]:
         """Return (tokens, mean loss) by kind of token."""
         tokenizer = self.task.texts
-        assert tokenizer is not None
-        texts = {int(token): tokenizer.decode([int(token)]) for token in np.unique(self.predictions.target)}
-        return by_kind(self.predictions, texts)
+        if tokenizer is None:
+            return {}
+        texts = {int(token): tokenizer.decode([int(token)]) for token in np.unique(self.classes.target)}
+        return by_kind(self.classes, texts)
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield one JSON object per example."""
-        predictions, names = self.predictions, self.task.class_names
+        predictions, names = self.predictions, self.class_names
         for i in range(len(predictions)):
             line = {"index": i, "loss": _finite(self.losses[i])}
-            if predictions.is_per_token:
+            if isinstance(predictions, Outputs):
+                yield {**line, "prediction": predictions.of(i)}
+            elif predictions.is_per_token:
                 counted = predictions.weight[i] > 0
                 yield {
                     **line,
@@ -143,23 +172,23 @@ def error_summary(analysis: ErrorAnalysis, worst: int) -> dict[str, Any]:
       analysis: The evaluated checkpoint.
       worst: Number of worst examples to list.
     """
-    bins, error = analysis.calibration
     predictions = analysis.predictions
     details: dict[str, Any] = {}
-    if predictions.is_per_token:
-        details["loss_by_position"] = by_position(predictions)
-        details["loss_by_kind"] = {kind: {"tokens": n, "loss": loss} for kind, (n, loss) in analysis.kinds().items()}
-    else:
-        details["classes"] = list(analysis.task.class_names)
-        details["confusion"] = confusion(predictions, len(analysis.task.class_names)).tolist()
+    if isinstance(predictions, Predictions):
+        bins, error = analysis.calibration
+        details = {"calibration_error": error, "calibration": [bin._asdict() for bin in bins]}
+        if predictions.is_per_token:
+            kinds = {kind: {"tokens": n, "loss": loss} for kind, (n, loss) in analysis.kinds().items()}
+            details |= {"loss_by_position": by_position(predictions), "loss_by_kind": kinds}
+        else:
+            names = analysis.class_names
+            details |= {"classes": names, "confusion": confusion(predictions, len(names)).tolist()}
     return {
         "recipe": analysis.recipe,
         "step": analysis.step,
         "split": analysis.split,
         "examples": len(predictions),
         **{name: _finite(value) for name, value in analysis.metrics.items()},
-        "calibration_error": error,
-        "calibration": [bin._asdict() for bin in bins],
         **details,
         "worst": [{"index": int(i), "loss": float(analysis.losses[i])} for i in predictions.worst(worst)],
     }
@@ -180,22 +209,22 @@ def write_error_page(path: Path, analysis: ErrorAnalysis, worst: int) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    per_token, classes = predictions.is_per_token, len(task.class_names)
+    per_token, classes = predictions.is_per_token, len(analysis.class_names)
     indices = [int(i) for i in predictions.worst(worst)]
     page = template.render(
         analysis=analysis,
         predictions=predictions,
-        class_names=task.class_names,
+        class_names=analysis.class_names,
         figures=analysis.figures(),
         references=task.references,
         worst=indices,
         pictures={i: _picture(analysis.source[i]) for i in indices},
-        scale=math.log(task.classes),
-        bins=analysis.calibration[0],
-        positions=_curve(by_position(predictions)) if per_token else None,
+        scale=math.log(task.classes or 10),
+        bins=analysis.calibration[0] if analysis.has_classes else [],
+        positions=_curve(by_position(analysis.classes)) if per_token else None,
         kinds=analysis.kinds() if per_token else {},
-        confusion=confusion(predictions, classes) if not per_token and classes <= READABLE else None,
-        confusions=[] if per_token else analysis.confusions(),
+        confusion=confusion(analysis.classes, classes) if 0 < classes <= READABLE else None,
+        confusions=analysis.confusions() if classes else [],
     )
     _write(path, page)
     _write(path.with_suffix(".worst.json"), json.dumps(_worst(analysis, worst)))
@@ -221,8 +250,13 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def decode(tokenizer: Tokenizer, token: int) -> str:
-    """Decode one token for display; a byte that is not a character by itself is shown as its number."""
+def decode(tokenizer: Tokenizer | None, token: int) -> str:
+    """Decode one token for display; a byte that is not a character by itself is shown as its number.
+
+    Without a tokenizer every token is shown as its number.
+    """
+    if tokenizer is None:
+        return f"{token} "
     text = tokenizer.decode([token])
     return f"⟨{token:02x}⟩" if text == "\ufffd" else text
 
@@ -249,6 +283,19 @@ def _curve(losses: list[float | None]) -> dict[str, Any]:
         "high": high,
         "last": len(losses),
     }
+
+
+def _brief(values: Any) -> str:
+    """Format the numbers of an output with four digits, abbreviated to one line."""
+    if isinstance(values, float):
+        return f"{values:.4g}"
+    if isinstance(values, dict):
+        text = ", ".join(f"{name} {_brief(value)}" for name, value in values.items())
+    elif isinstance(values, list | tuple):
+        text = f"[{', '.join(map(_brief, values[:_TEXT_WIDTH]))}]"
+    else:
+        text = str(values)
+    return text if len(text) <= _TEXT_WIDTH else f"{text[:_TEXT_WIDTH]}…"
 
 
 def _finite(value: Any) -> float | None:

@@ -22,7 +22,7 @@ def log_error_analysis(folder: Path, analysis: ErrorAnalysis, worst: int) -> Non
     """Write the worst examples as text and, where they have any, images; and the confusion matrix as an image."""
     predictions, step, split = analysis.predictions, analysis.step, analysis.split
     indices = [int(i) for i in predictions.worst(worst)]
-    names = analysis.task.class_names
+    names = analysis.class_names
     with Events(folder) as events:
         lines = [f"{i}: loss {analysis.losses[i]:.3f}, {analysis.describe(i)}" for i in indices]
         events.text(step, f"{split}/worst", "\n".join(lines))
@@ -31,5 +31,6 @@ def log_error_analysis(folder: Path, analysis: ErrorAnalysis, worst: int) -> Non
             if pixels is not None:
                 # TensorBoard itself names several images of one tag like this.
                 events.image(step, f"{split}/worst/image/{rank}", pixels)
-        if not predictions.is_per_token and len(names) <= READABLE:
-            events.image(step, f"{split}/confusion", confusion_picture(confusion(predictions, len(names)), names))
+        if 0 < len(names) <= READABLE:
+            counts = confusion(analysis.classes, len(names))
+            events.image(step, f"{split}/confusion", confusion_picture(counts, names))

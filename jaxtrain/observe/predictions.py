@@ -1,7 +1,8 @@
 """Evaluate a model example by example: loss, predicted class or token, and confidence."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,34 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.loader import Batch
+from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
+from jaxtrain.run import EvaluationSums, Task, means
+from jaxtrain.run import Predictions as ClassLogits
 from jaxtrain.step import TrainState, eval_step
-from jaxtrain.tasks import Task, means
 from jaxtrain.transforms import policy
 
 BINS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Predictions:
-    """Predictions of each example, [N], or of each of its tokens, [N, T]."""
+class Evaluated:
+    """The loss of each example, [N], or of each of its tokens, [N, T]."""
 
     loss: NDArray[np.float32]
-    """In nats."""
+    """In nats for classes and tokens."""
     weight: NDArray[np.float32]
     """0 where there is nothing to predict."""
-    target: NDArray[np.int32]
-    predicted: NDArray[np.int32]
-    """The most probable class or token."""
-    confidence: NDArray[np.float32]
-    """Its probability."""
 
     def __len__(self) -> int:
         return len(self.loss)
 
     @property
     def is_per_token(self) -> bool:
-        """Whether every token is predicted, rather than one class per example."""
+        """Whether every token is predicted, rather than once per example."""
         return self.loss.ndim == 2
 
     def means(self) -> NDArray[np.float64]:
@@ -53,6 +51,31 @@ class Predictions:
         return order[: min(count, int(np.isfinite(means).sum()))]
 
 
+@dataclass(frozen=True, eq=False)
+class Predictions(Evaluated):
+    """Predicted class of each example, [N], or of each of its tokens, [N, T]."""
+
+    target: NDArray[np.int32]
+    predicted: NDArray[np.int32]
+    """The most probable class or token."""
+    confidence: NDArray[np.float32]
+    """Its probability."""
+    classes: int = 0
+    """Number of classes of the logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs(Evaluated):
+    """What a `predict` returns that predicts no classes."""
+
+    values: Any
+    """Pytree of arrays, [N, ...]."""
+
+    def of(self, i: int) -> Any:
+        """Return the output of example `i`, as numbers and lists."""
+        return jax.tree.map(lambda x: x[i].tolist(), self.values)
+
+
 class Bin(NamedTuple):
     """Predictions of similar confidence."""
 
@@ -64,7 +87,7 @@ class Bin(NamedTuple):
 
 def evaluate_examples(
     task: Task, state: TrainState, batches: Iterable[Batch], *, precision: str
-) -> tuple[dict[str, float], Predictions]:
+) -> tuple[dict[str, float], Predictions | Outputs]:
     """Evaluate a state on batches, example by example.
 
     The means equal those of the run's own evaluation: the same programs on the same batches.
@@ -76,24 +99,42 @@ def evaluate_examples(
       precision: Precision of the run.
 
     Returns:
-      A tuple (means of the loss and of the task's metrics, predictions of each example).
+      A tuple (means of the loss and of the task's metrics, predictions of each example; its outputs if `predict` does
+      not return `jaxtrain.Predictions`).
+
+    Raises:
+      UserError: The task has no `predict`.
     """
+    model = task.predict
+    if model is None:
+        raise UserError("the task has no `predict`, which returns a batch's predictions: define Task.predict")
     evaluate = eval_step(task.loss_fn, precision=precision)
-    predict = jax.jit(policy(precision).apply(lambda params, batch, model: _predict(task, params, batch, model)))
-    sums, parts = [], []
+    batch_sums, compute = EvaluationSums(evaluate), policy(precision).apply(model)
+    sums: list[Any] = []
+    parts: list[Any] = []
+    classes = None
     for batch in batches:
-        sums.append(jax.device_get(evaluate(state, batch)))
+        if not sums:
+            found = jax.eval_shape(compute, state.params, batch, state.model_state)
+            classes = found.logits.shape[-1] if isinstance(found, ClassLogits) else None
+            # The losses of logits are computed in the dtypes of the run's evaluation.
+            scored = policy(precision).apply(partial(_classes, model))
+            examples = jax.jit(partial(_outputs, compute, evaluate) if classes is None else partial(_of_state, scored))
+        sums.append(batch_sums(state, batch))
         rows = int(batch["weight"].sum())
-        arrays = jax.device_get(predict(state.params, batch, state.model_state))
-        parts.append({name: x[:rows] for name, x in arrays.items()})
+        parts.append(jax.tree.map(lambda x, n=rows: x[:n], jax.device_get(examples(state, batch))))
     metrics = means(sums)
     loss = {"loss": metrics.pop("loss")}  # comes first
-    predictions = Predictions(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-    return loss | metrics, predictions
+    arrays = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    return loss | metrics, Outputs(**arrays) if classes is None else Predictions(**arrays, classes=classes)
 
 
-def _predict(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str, jax.Array]:
-    logits, targets, weight = task.predict(params, batch, model_state)
+def _of_state(compute: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+    return compute(state.params, batch, state.model_state)
+
+
+def _classes(predict: Callable[..., Any], params: Any, batch: Any, model_state: Any) -> dict[str, jax.Array]:
+    logits, targets, weight = predict(params, batch, model_state)
     return {
         "loss": cross_entropy(logits, targets),
         "weight": weight,
@@ -101,6 +142,14 @@ def _predict(task: Task, params: Any, batch: Any, model_state: Any) -> dict[str,
         "predicted": logits.argmax(-1).astype(np.int32),
         "confidence": jnp.exp(jax.nn.log_softmax(logits, axis=-1).max(-1)),
     }
+
+
+def _outputs(compute: Callable[..., Any], evaluate: Any, state: TrainState, batch: Any) -> dict[str, Any]:
+    """Return the outputs of a batch, and the loss that each example has in a batch of its own."""
+    each = jax.vmap(lambda row: evaluate(state, jax.tree.map(lambda x: x[None], row))["loss"])
+    total, weight = each(batch)
+    loss = total / jnp.where(weight > 0, weight, 1)
+    return {"loss": loss, "weight": weight, "values": compute(state.params, batch, state.model_state)}
 
 
 def confusion(predictions: Predictions, classes: int) -> NDArray[np.int64]:

@@ -5,10 +5,12 @@ The algorithm is optax's, the defaults are PyTorch's.
 
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
+@optimizer
 def adadelta(
     learning_rate: LearningRate = 1.0,
     rho: float = 0.9,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.step import rate_at
 
@@ -32,6 +33,7 @@ class AdafactorState(NamedTuple):
     variance: Any
 
 
+@optimizer
 def adafactor(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     beta2_decay: float = -0.8,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
@@ -26,6 +27,7 @@ class AdagradState(NamedTuple):
     sum: Any
 
 
+@optimizer
 def adagrad(
     learning_rate: LearningRate = 1e-2,
     lr_decay: float = 0.0,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import average, one_minus_power, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
@@ -29,6 +30,7 @@ class AdamaxState(NamedTuple):
     norm: Any
 
 
+@optimizer
 def adamax(
     learning_rate: LearningRate = 2e-3,
     b1: optax.ScalarOrSchedule = 0.9,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import Mask, gradient_preprocessing
 from jaxtrain.optim.moments import average, one_minus_power, squares, value_at
 from jaxtrain.step import LearningRate, scale_by_learning_rate
@@ -49,6 +50,7 @@ class AmsgradState(NamedTuple):
     nu_max: Any
 
 
+@optimizer
 def adam(
     learning_rate: LearningRate = 1e-3,
     b1: optax.ScalarOrSchedule = 0.9,
@@ -93,6 +95,7 @@ def adam(
     )
 
 
+@optimizer
 def adamw(
     learning_rate: LearningRate = 1e-3,
     b1: optax.ScalarOrSchedule = 0.9,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import zeros
 from jaxtrain.step import descend, rate_at
@@ -30,6 +31,7 @@ class AsgdState(NamedTuple):
     ax: Any
 
 
+@optimizer
 def asgd(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     lambd: float = 1e-4,

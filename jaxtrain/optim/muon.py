@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.moments import average, value_at, zeros
 from jaxtrain.optim.sgd import MomentumState
 from jaxtrain.step import LearningRate, scale_by_learning_rate
@@ -23,6 +24,7 @@ _SCALES = {
 }
 
 
+@optimizer
 def muon(
     learning_rate: LearningRate = 1e-3,
     weight_decay: float = 0.1,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import with_weight_decay
 from jaxtrain.optim.moments import average, one_minus_power, squares, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
@@ -32,6 +33,7 @@ class NadamState(NamedTuple):
     nu: Any
 
 
+@optimizer
 def nadam(
     learning_rate: LearningRate = 2e-3,
     b1: optax.ScalarOrSchedule = 0.9,

@@ -13,11 +13,13 @@ import numpy as np
 import optax
 
 from jaxtrain.optim.adamw import AdamState
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import with_weight_decay
 from jaxtrain.optim.moments import average, one_minus_power, squares, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
 
 
+@optimizer
 def radam(
     learning_rate: LearningRate = 1e-3,
     b1: optax.ScalarOrSchedule = 0.9,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import average, squares, value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
@@ -32,6 +33,7 @@ class RmspropState(NamedTuple):
     momentum_buffer: Any
 
 
+@optimizer
 def rmsprop(
     learning_rate: LearningRate = 1e-2,
     alpha: float = 0.99,

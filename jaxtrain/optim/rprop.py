@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import gradient_preprocessing
 from jaxtrain.optim.moments import zeros
 from jaxtrain.step import rate_at
@@ -27,6 +28,7 @@ class RpropState(NamedTuple):
     step_size: Any
 
 
+@optimizer
 def rprop(
     learning_rate: optax.ScalarOrSchedule = 1e-2,
     etas: tuple[float, float] = (0.5, 1.2),

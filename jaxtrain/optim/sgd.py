@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from jaxtrain.errors import UserError
+from jaxtrain.optim.arguments import optimizer
 from jaxtrain.optim.gradient import Mask, gradient_preprocessing
 from jaxtrain.optim.moments import value_at, zeros
 from jaxtrain.step import LearningRate, scale_by_learning_rate
@@ -25,6 +26,7 @@ class MomentumState(NamedTuple):
     momentum_buffer: Any
 
 
+@optimizer
 def sgd(
     learning_rate: LearningRate = 1e-3,
     momentum: optax.ScalarOrSchedule = 0.0,

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.cost import Ceilings, ceilings, equation_flops, estimate_seconds, format_bytes
 from jaxtrain.cpu.workspace import cpu_workspace
+from jaxtrain.data import Kind, kind_of
 from jaxtrain.distributed import make_mesh, parse_mesh, run_mesh, shard, window_sharding
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe, Task, task_batches
 from jaxtrain.runner import check_settings, training_step
 from jaxtrain.step import TrainState, TrainStep, split_batch
-from jaxtrain.tasks import Task, build
 
 REMATS = ("none", "dots", "full")
 """Settings of rematerialization, from the fastest to the one with the least memory."""
@@ -104,7 +103,7 @@ def plan(
       RunFailed: Nothing fits.
     """
     check_settings(recipe)
-    task = build(recipe)
+    task = recipe.task()
     if (state := _least_bytes(recipe, task, devices)) > memory:
         raise RunFailed(
             f"nothing fits {format_bytes(memory)}: parameters and optimizer state alone take {format_bytes(state)}: "
@@ -126,7 +125,9 @@ def plan(
         )
     same_numbers = [c for c in fitting if c.recipe.precision == own.recipe.precision]
     chosen = min(same_numbers or fitting, key=lambda c: c.seconds)
-    return Plan(memory, list(search.done.values()), chosen, batch_norm=jax.eval_shape(task.init)[1] is not None)
+    return Plan(
+        memory, list(search.done.values()), chosen, batch_norm=jax.eval_shape(task.initial).model_state is not None
+    )
 
 
 class Traced(NamedTuple):
@@ -196,13 +197,19 @@ def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> i
 
 def abstract_state(step: TrainStep, task: Task) -> TrainState:
     """Return the shapes of the initial state of a run."""
-    return step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1])
+    return step.shapes(lambda: task.initial().params, model_state=lambda: task.initial().model_state)
 
 
 def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a batch of the task's examples."""
-    row = {name: np.asarray(x) for name, x in task.train[0].items()}
-    return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape), x.dtype) for name, x in row.items()}
+    """Return the shapes of a training batch."""
+    # A plan may be for larger batches than the source has examples: one of them shows the shapes.
+    is_stacked = kind_of(task.train)[0] is Kind.SOURCE and task.collate is None
+    batches = task_batches(task, dataclasses.replace(recipe, batch_size=1) if is_stacked else recipe)
+    try:
+        batch = batches.peek()
+    finally:
+        batches.close()
+    return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
 
 def _window(batch: Any, mesh: Mesh, accumulate: int) -> Any:

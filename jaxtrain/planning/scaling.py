@@ -20,9 +20,8 @@ from jaxtrain.cost import Ceilings, Communication, communication, equation_flops
 from jaxtrain.distributed import AXES, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.planning.plan import abstract_batch, abstract_state, peak_bytes, trace_step
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step
-from jaxtrain.tasks import build
 
 MAX_DEVICES = 1024
 """Number of devices of the largest mesh that `plan` compiles for."""
@@ -194,7 +193,7 @@ class Scaling:
 
     def _compile(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
-        task, mesh = build(recipe), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
+        task, mesh = recipe.task(), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
         _, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
         # Axes that do not shard rows shard the arithmetic of each row.
@@ -213,7 +212,7 @@ class Scaling:
     def _unsharded_cost(self) -> tuple[int, float]:
         """FLOPs and seconds of a device that computes its rows alone."""
         alone = dataclasses.replace(recipe_on_mesh(self._recipe, parse_mesh("data=1")), mesh=None)
-        task = build(alone)
+        task = alone.task()
         step = training_step(alone, task.loss_fn)
         jaxpr = jax.make_jaxpr(step.pure)(abstract_state(step, task), abstract_batch(alone, task)).jaxpr
         return sum(map(equation_flops, jaxpr.eqns)), estimate_seconds(jaxpr, self._device)

@@ -1,15 +1,43 @@
-"""Recipes of causal language models."""
+"""Causal language modeling: a decoder that predicts the next token; tokens are bytes by default."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from jaxtrain.recipes.recipe import Recipe
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.data import (
+    Source,
+    Tokenizer,
+    TokenWindows,
+    is_table,
+    pack,
+    replace_unprintable,
+    split_documents,
+    subsample,
+    tokenizer,
+    unigram_entropy,
+)
+from jaxtrain.models import Sampling, functional, stream, stream_text
+from jaxtrain.run import row_weights
+
+BYTES = 256
+PROMPT = "def "
+SAMPLE_TOKENS = 300
+TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageRecipe(Recipe):
+class LanguageRecipe(jt.Recipe):
     """A causal language model."""
 
+    data: Path | None = None
+    """Path of your own data, instead of the recipe's."""
     steps: int = 600
     batch_size: int = 16
     lr: float = 4e-3
@@ -24,34 +52,65 @@ class LanguageRecipe(Recipe):
     eval_sequences: int = 128
     """Number of validation sequences per evaluation."""
 
+    def model(self, vocab_size: int) -> nnx.Module:
+        """Return the model, called as `model(tokens, rng, positions, segments)`."""
+        raise NotImplementedError
 
-@dataclass(frozen=True, kw_only=True)
-class GPTRecipe(LanguageRecipe):
-    """A byte-level GPT-2 on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, or a TABLE
-    (Parquet, Arrow, a saved dataset)."""
+    def task(self) -> jt.Task:
+        """Read the data and build the model."""
+        texts = tokenizer(self.tokenizer)
+        vocab_size = BYTES if self.tokenizer is None else texts.size
+        train, validation, entropy = self.rows(texts)
+        model = nnx.eval_shape(lambda: self.model(vocab_size))
+        apply, _ = functional(model)
 
-    n_layer: int = 4
-    """Number of transformer blocks."""
-    n_embd: int = 128
-    """Width of the hidden states."""
-    n_head: int = 4
-    """Number of attention heads."""
-    dropout: float = 0.0
-    """Dropout rate of embeddings, attention and residuals."""
+        def predict(params: Any, batch: Any, rng: Any) -> jt.Predictions:
+            if "segments" in batch:
+                inputs, targets = batch["tokens"], batch["targets"]
+                real = batch["segments"] > 0
+                logits = apply(params, inputs, rng, batch["positions"], batch["segments"])
+            else:
+                inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+                real = jnp.ones_like(targets, bool)
+                logits = apply(params, inputs, rng)
+            weight = jnp.where(real, row_weights(batch, len(targets))[:, None], 0)
+            return jt.Predictions(logits, targets, weight)
 
+        def sample(state: jt.TrainState, seed: int) -> str:
+            prompt = texts.encode(PROMPT).tolist()
+            tokens = stream(model, state.params, prompt, SAMPLE_TOKENS, sampling=Sampling(TEMPERATURE), seed=seed)
+            return replace_unprintable(texts.decode([*prompt, *tokens]))
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaRecipe(LanguageRecipe):
-    """A byte-level Llama on the source of Python's standard library, or on --data: a FILE_OR_FOLDER of text, or a
-    TABLE (Parquet, Arrow, a saved dataset)."""
+        def continue_text(params: Any, prompt: str, *, length: int, temperature: float, seed: int) -> Iterator[str]:
+            return stream_text(model, params, texts, prompt, length, sampling=Sampling(temperature), seed=seed)
 
-    num_hidden_layers: int = 4
-    """Number of transformer blocks."""
-    hidden_size: int = 128
-    """Width of the hidden states."""
-    intermediate_size: int = 352
-    """Width of the MLP's hidden layer."""
-    num_attention_heads: int = 4
-    """Number of query heads."""
-    num_key_value_heads: int = 2
-    """Number of key and value heads, each shared by the same number of query heads."""
+        return jt.Task(
+            init=jax.jit(lambda: functional(self.model(vocab_size))[1]),
+            loss_fn=lambda params, batch, rng: (predict(params, batch, rng).loss(), {}),
+            predict=lambda params, batch, _: predict(params, batch, None),
+            texts=texts,
+            train=train,
+            validation=validation,
+            eval_rows=min(self.eval_sequences, len(validation)),
+            classes=vocab_size,
+            unit="tokens",
+            units_per_row=self.seq_len,
+            bounds={"segments": self.seq_len + 1, "positions": self.seq_len},
+            description={
+                "text": str(self.data) if self.data else "the source of Python's standard library",
+                "rows": f"{len(train):,} for training, {len(validation):,} for validation",
+            },
+            references={"unigram entropy": entropy},
+            sample=sample,
+            continue_text=continue_text,
+        )
+
+    def rows(self, texts: Tokenizer) -> tuple[Source, Source, float]:
+        """Return (train, validation, unigram entropy of the validation tokens): windows over all text, or packed."""
+        train, validation = split_documents(self.data, texts, self.text_column)
+        if not self.packing and (self.data is None or not is_table(self.data)):
+            windows = TokenWindows(train.tokens, self.seq_len), TokenWindows(validation.tokens, self.seq_len)
+            return *windows, unigram_entropy(validation.tokens)
+        packed = subsample(pack(validation, self.seq_len, pad=0), self.eval_sequences)
+        targets = [packed[i]["targets"][packed[i]["segments"] > 0] for i in range(len(packed))]
+        return pack(train, self.seq_len, pad=0), packed, unigram_entropy(np.concatenate(targets))

@@ -1,27 +1,33 @@
-"""Recipes of bidirectional encoders and of masked language modeling."""
+"""Masked language modeling (Devlin et al. 2018): a BERT that predicts masked tokens."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-from jaxtrain.recipes.recipe import Recipe
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderRecipe(Recipe):
-    """A BERT encoder."""
-
-    num_hidden_layers: int = 2
-    """Number of transformer blocks."""
-    hidden_size: int = 128
-    """Width of the hidden states."""
-    num_attention_heads: int = 4
-    """Number of attention heads."""
-    dropout: float = 0.0
-    """Dropout rate of embeddings, attention and residuals."""
-    tokenizer: Path | None = None
-    """Path of a tokenizer.json; without one, tokens are bytes."""
-    text_column: str = "text"
-    """Text column, when --data is a table."""
+import jaxtrain as jt
+from jaxtrain.data import (
+    IndexedSource,
+    MappedSource,
+    Source,
+    Tokenizer,
+    TokenWindows,
+    encode_row,
+    is_table,
+    split_columns,
+    split_documents,
+    subsample,
+    tokenizer,
+    unigram_entropy,
+)
+from jaxtrain.losses import mask_tokens
+from jaxtrain.models import bert, functional
+from jaxtrain.recipes.encoder import EncoderRecipe
+from jaxtrain.run import row_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +46,74 @@ class MaskedLanguageRecipe(EncoderRecipe):
     """Probability that a token is masked and predicted."""
     eval_sequences: int = 512
     """Number of validation sequences per evaluation."""
+
+    def task(self) -> jt.Task:
+        """Read the data and build the model."""
+        texts = tokenizer(self.tokenizer)
+        pad, mask = texts.special("pad"), texts.special("mask")
+        special = np.array([pad, texts.special("start"), texts.special("end")], np.int32)
+        train_rows, validation_rows = self.rows(texts)
+        train, validation = IndexedSource(train_rows), IndexedSource(subsample(validation_rows, self.eval_sequences))
+        create = partial(self.bert, texts, self.seq_len, num_labels=None)
+        model = nnx.eval_shape(create)
+        apply, _ = functional(model)
+
+        def mask_batch(batch: Any, rng: Any) -> tuple[jax.Array, jax.Array]:
+            # Evaluation has no key: its mask depends on the example's index alone.
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if rng is None else rng, batch["index"])
+            mask_row = partial(mask_tokens, mask=mask, vocabulary=texts.size, share=self.masked)
+            maskable = jnp.isin(batch["tokens"], special, invert=True)
+            return jax.vmap(mask_row)(keys, batch["tokens"], maskable)
+
+        def predict(params: Any, batch: Any, rng: Any) -> jt.Predictions:
+            mask_rng, rng = (None, None) if rng is None else jax.random.split(rng)
+            tokens = batch["tokens"]
+            inputs, predicted = mask_batch(batch, mask_rng)
+            weight = jnp.where(predicted, row_weights(batch, len(tokens))[:, None], 0)
+            return jt.Predictions(apply(params, inputs, tokens != pad, None, rng), tokens, weight)
+
+        def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+            predictions = predict(params, batch, rng)
+            return predictions.loss(), {"accuracy": predictions.accuracy()}
+
+        def sample(state: jt.TrainState, seed: int) -> str:
+            example = validation[int(np.random.default_rng(seed).integers(len(validation)))]
+            inputs, (predicted,) = mask_batch({name: np.asarray(value)[None] for name, value in example.items()}, None)
+            tokens = example["tokens"]
+            (filled,) = apply(state.params, inputs, tokens[None] != pad, None, None).argmax(-1)
+            shown = ("█" if gap else texts.decode([token]) for token, gap in zip(tokens, predicted, strict=True))
+            return f"{''.join(shown)}\n→\n{texts.decode(np.where(predicted, filled, tokens))}"
+
+        targets = np.concatenate([validation[i]["tokens"] for i in range(len(validation))])
+        return jt.Task(
+            init=jax.jit(lambda: functional(create())[1]),
+            loss_fn=loss_fn,
+            predict=lambda params, batch, _: predict(params, batch, None),
+            texts=texts,
+            train=train,
+            validation=validation,
+            eval_rows=len(validation),
+            classes=texts.size,
+            unit="tokens",
+            units_per_row=self.seq_len,
+            bounds={"index": max(len(train), len(validation))},
+            description={
+                "text": str(self.data) if self.data else "the source of Python's standard library",
+                "sequences": f"{len(train):,} for training, {len(validation):,} for validation",
+            },
+            references={"unigram entropy": unigram_entropy(targets[targets != pad])},
+            sample=sample,
+            sharding=bert.SHARDING,
+            names=bert.torch_names(model.config),
+        )
+
+    def rows(self, texts: Tokenizer) -> tuple[Source, Source]:
+        """Return (train, validation): windows over the text of files, or a table's rows, of `seq_len` tokens each."""
+        if self.seq_len < 3:
+            raise jt.UserError(f"seq_len must be at least 3, got {self.seq_len}: use 3 or more")
+        if self.data is None or not is_table(self.data):
+            train, validation = split_documents(self.data, texts)
+            return TokenWindows(train.tokens, self.seq_len - 1), TokenWindows(validation.tokens, self.seq_len - 1)
+        encode = partial(encode_row, texts, length=self.seq_len)
+        rows, validation_rows = split_columns(self.data, {"text": self.text_column})
+        return MappedSource(rows, encode), MappedSource(validation_rows, encode)

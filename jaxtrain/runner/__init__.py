@@ -6,13 +6,17 @@ from jaxtrain.runner.checkpoint import Checkpoints, Retention
 from jaxtrain.runner.checkpoint import restore_params as restore_params
 from jaxtrain.runner.checkpoint import restore_state as restore_state
 from jaxtrain.runner.checkpoint import saved_steps as saved_steps
+from jaxtrain.runner.finish import analyze_errors as analyze_errors
+from jaxtrain.runner.finish import write_end as write_end
+from jaxtrain.runner.fit import Fit, fit
 from jaxtrain.runner.guards import Guard as Guard
 from jaxtrain.runner.guards import SavedStep as SavedStep
 from jaxtrain.runner.guards import find_nonfinite_array as find_nonfinite_array
 from jaxtrain.runner.guards import read_batch as read_batch
 from jaxtrain.runner.interval import Interval as Interval
 from jaxtrain.runner.lock import check_free as check_free
-from jaxtrain.runner.loop import Outcome, fit
+from jaxtrain.runner.loop import Outcome as Outcome
+from jaxtrain.runner.loop import run_training as run_training
 from jaxtrain.runner.optimizer import loss_scale as loss_scale
 from jaxtrain.runner.optimizer import optimizer_expression as optimizer_expression
 from jaxtrain.runner.optimizer import schedule_call as schedule_call
@@ -20,7 +24,8 @@ from jaxtrain.runner.optimizer import training_step as training_step
 from jaxtrain.runner.preflight import check_settings as check_settings
 from jaxtrain.runner.preflight import read_recipe as read_recipe
 from jaxtrain.runner.preflight import stored_recipe as stored_recipe
+from jaxtrain.runner.resume import check_resumed as check_resumed
 from jaxtrain.runner.training import Training as Training
 from jaxtrain.runner.training import build_training as build_training
 
-__all__ = ["Checkpoints", "Outcome", "Retention", "fit", "preflight"]
+__all__ = ["Checkpoints", "Fit", "Retention", "fit", "preflight"]

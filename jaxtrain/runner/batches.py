@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from jaxtrain.data.loader import Batch, Loader
+from jaxtrain.data import Batch
+from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.distributed import processes
 from jaxtrain.profile import INPUT
 
@@ -45,7 +46,9 @@ class Batches:
       message: Prints one line.
     """
 
-    def __init__(self, loader: Loader, source: str, stall_seconds: float, message: Callable[[str], None]) -> None:
+    def __init__(
+        self, loader: TrainingBatches, source: str, stall_seconds: float, message: Callable[[str], None]
+    ) -> None:
         self._loader, self._source, self._limit, self._message = loader, source, stall_seconds, message
         self._next_batch = loader.state()["next_batch"]
         self._waiting_since: float | None = None
@@ -61,6 +64,7 @@ class Batches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._loader.close()
         self._ended.set()
         if self._limit:
             self._thread.join()

@@ -30,11 +30,10 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.step import TrainState
-from jaxtrain.tasks import Task
 
 _PARTIAL = ".partial"
 _STATE, _RUN = "state", "run.json"
@@ -219,7 +218,8 @@ class Checkpoints:
             if saved.get(name) != expected.get(name):
                 raise UserError(
                     f"{folder} has {saved.get(name, 'nothing')} at {name} where this recipe's state has "
-                    f"{expected.get(name, 'nothing')}: it was saved by another version, or config.json was changed"
+                    f"{expected.get(name, 'nothing')}: the recipe, config.json or jaxtrain has changed since: undo "
+                    "that, or start a new run with another --out"
                 )
         item = _abstract(like)
         shardings = ocp.checkpoint_utils.construct_restore_args(item)
@@ -332,7 +332,7 @@ def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
     step = training_step(recipe, task.loss_fn)
-    like = step.shapes(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+    like = step.shapes(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed)
     with Checkpoints(path) as checkpoints:
         state, _ = checkpoints.restore(like)
     return state

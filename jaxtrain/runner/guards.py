@@ -18,7 +18,7 @@ from jaxtrain.data.loader import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Rollback
 from jaxtrain.paths import path_name
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe
 from jaxtrain.runner.batches import DispatchedStep
 from jaxtrain.step import TrainState, current_scale, finite_leaves, leaf_name
 

@@ -10,14 +10,12 @@ import numpy as np
 from jaxtrain.cost import peak_memory_bytes
 from jaxtrain.observe import LogLine, Rollback, Throughput
 from jaxtrain.optim import used_learning_rate, used_learning_rates
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.batches import DispatchedStep
-from jaxtrain.tasks import Task
+from jaxtrain.step import STEP_METRICS
 
 # A healthy fp16 run settles at a loss scale in the thousands or above; below this, small gradients underflow.
 LOW_SCALE = 1024
-# The metrics of a step that a line is computed from.
-_LOGGED = ("loss", "weight", "grad_norm", "loss_scale", "skipped", "nonfinite_micro_batch", "nonfinite_leaf")
 
 
 class Interval:
@@ -76,6 +74,7 @@ class Interval:
             lr=lr,
             group_lrs=group_lrs,
             rollback=self._rollback,
+            other={name: float(np.mean([m[name] for m in steps if name in m])) for name in last.keys() - STEP_METRICS},
         )
         self._restored, self._metrics, self._rollback = [], [], None
         self._seconds, self._wait_s, self._since = 0.0, 0.0, time.perf_counter()
@@ -112,7 +111,7 @@ class Interval:
 
     def _on_host(self) -> list[dict[str, float]]:
         """The numbers of every step. A float32 is exact as a Python float, so that a restart changes no mean."""
-        ran = [{name: m[name].item() for name in _LOGGED} for m in jax.device_get(self._metrics)]
+        ran = [{name: x.item() for name, x in m.items()} for m in jax.device_get(self._metrics)]
         return [*self._restored, *ran]
 
 

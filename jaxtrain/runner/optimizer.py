@@ -17,7 +17,7 @@ from jaxtrain.optim import (
     no_decay,
     parse_expression,
 )
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe
 from jaxtrain.step import LossFn, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -84,13 +84,29 @@ def schedule_call(recipe: Recipe) -> Call:
 
 
 def optimizer_expression(recipe: Recipe) -> Expression:
-    """Return the recipe's optimizer as an expression, completed from the recipe's other settings."""
+    """Return the recipe's optimizer as an expression, completed from the recipe's other settings.
+
+    Raises:
+      UserError: The recipe defines a method `optimizer`, or names no optimizer.
+    """
+    if defines_optimizer(recipe):
+        raise UserError(
+            f"{type(recipe).__name__} defines its optimizer in Python, which has no equivalent in PyTorch: use the "
+            "setting optimizer instead of a method"
+        )
     defaults = {"learning_rate": schedule_call(recipe), "b2": recipe.beta2, "weight_decay": recipe.weight_decay}
     return complete_expression(parse_expression(recipe.optimizer), OPTIMIZERS, defaults)
 
 
+def defines_optimizer(recipe: Recipe) -> bool:
+    """Whether the recipe has a method `optimizer` in place of the setting."""
+    return callable(recipe.optimizer)
+
+
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
+    if callable(recipe.optimizer):
+        return optax.with_extra_args_support(recipe.optimizer())
     return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
 
 

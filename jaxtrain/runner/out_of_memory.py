@@ -8,7 +8,8 @@ import contextlib
 from collections.abc import Iterator
 
 from jaxtrain.errors import RunFailed, UserError, is_out_of_memory
-from jaxtrain.recipes import Recipe, command
+from jaxtrain.recipes import command
+from jaxtrain.run import Recipe
 from jaxtrain.run_folder import RunFolder
 
 

@@ -9,6 +9,7 @@ from jaxtrain.observe import Gauges, LogLine, Rollback
 from jaxtrain.runner.batches import Batches, DispatchedStep
 from jaxtrain.runner.guards import Guard, Spike
 from jaxtrain.runner.interval import Interval
+from jaxtrain.runner.patience import Patience
 from jaxtrain.runner.training import Training, build_gauges
 from jaxtrain.step import LossScaleState, TrainState, consecutive_skips
 
@@ -20,6 +21,7 @@ class Position:
     batches: Batches
     interval: Interval
     guard: Guard
+    patience: Patience
     gauges: Gauges
 
     @classmethod
@@ -33,6 +35,7 @@ class Position:
             Batches(training.loader, source, recipe.stall_seconds, message),
             Interval(recipe, training.task, warn_low_scale=has_dynamic_scale),
             Guard(recipe, state.params),
+            Patience(recipe.patience, training.task.best_metric, is_highest_best=training.task.is_highest_best),
             build_gauges(training, state, batch),
         )
 
@@ -61,13 +64,19 @@ class Position:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, as JSON; waits for the last step."""
-        return {**self.batches.state(), "interval": self.interval.state(), "guard": self.guard.state()}
+        return {
+            **self.batches.state(),
+            "interval": self.interval.state(),
+            "guard": self.guard.state(),
+            "patience": self.patience.state(),
+        }
 
     def restore(self, saved: Mapping[str, Any], state: TrainState) -> None:
         """Continue from `state()`, at the checkpoint that holds the training state `state`."""
         self.batches.restore(saved)
         self.interval.restore(saved.get("interval"))
         self.guard.restore(saved.get("guard"), skips=int(consecutive_skips(state.loss_scale)))
+        self.patience.restore(saved.get("patience"))
 
     def roll_back(self, saved: Mapping[str, Any], state: TrainState, spike: Spike) -> Rollback | None:
         """Return to a checkpoint, but in the data to after the spike; None after too many rollbacks to it."""
@@ -78,4 +87,5 @@ class Position:
         rollback = Rollback(spike.step.step, target, loss, next_batch - saved["next_batch"])
         self.batches.restore({**saved, "next_batch": next_batch})
         self.interval.restore(saved.get("interval"), rollback)
+        self.patience.restore(saved.get("patience"))
         return rollback

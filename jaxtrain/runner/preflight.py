@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import threading
 from collections.abc import Iterator
@@ -15,14 +16,13 @@ from jaxtrain.distributed import data_parallel_size, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder, read_config
-from jaxtrain.runner.optimizer import loss_scale, optimizer_expression, schedule, schedule_call
+from jaxtrain.runner.optimizer import defines_optimizer, loss_scale, optimizer_expression, schedule, schedule_call
 from jaxtrain.step import TrainState
-from jaxtrain.tasks import Task
 from jaxtrain.transforms import remat
 
-_MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best"}
+_MAY_BE_ZERO = {"warmup_steps", "seed", "allow_recompile", "keep_best", "workers"}
 _OF_RUN = {field.name for field in dataclasses.fields(Recipe)}
 # Steps are counted in int32. Larger sizes of a model are mistakes that would be traced or allocated.
 _MOST_OF_RUN, _MOST_WIDE = 2**31 - 1, 2**20
@@ -57,18 +57,19 @@ def read_recipe(run: RunFolder) -> tuple[str, Recipe]:
     return name, recipe
 
 
-def stored_recipe(run: RunFolder) -> tuple[str, Recipe]:
+def stored_recipe(run: RunFolder, named: str | None = None) -> tuple[str, Recipe]:
     """Read the name and settings of a run without checking them, for a caller that changes and then checks them.
 
     Args:
       run: The folder of the run.
+      named: FILE.py::NAME that replaces the recorded reference, as in `read_config`.
 
     Raises:
       UserError: The folder holds no run.
     """
     if not run.config.exists():
         raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
-    return read_config(run.config)
+    return read_config(run.config, named)
 
 
 def check_settings(recipe: Recipe) -> None:
@@ -82,9 +83,9 @@ def check_settings(recipe: Recipe) -> None:
     """
     if wrong := type_errors(recipe):
         raise UserError(f"{wrong[0]}: fix it")
+    ours = _our_fields(type(recipe))
     for name, hint in get_type_hints(type(recipe)).items():
-        value = getattr(recipe, name)
-        if value is not None and int in (hint, *get_args(hint)):
+        if name in ours and (value := getattr(recipe, name)) is not None and int in (hint, *get_args(hint)):
             _check_number(name, value)
     if recipe.batch_size % recipe.accumulate:
         raise UserError(
@@ -98,10 +99,10 @@ def check_settings(recipe: Recipe) -> None:
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate} × the {n} devices of "
             f"mesh {recipe.mesh!r} that rows are sharded over: use a multiple of {n * recipe.accumulate}"
         )
-    for name in ("beta2", "dropout"):
-        if not 0 <= (value := getattr(recipe, name, 0)) < 1:
+    for name in sorted({"beta2", "dropout"} & ours):
+        if not 0 <= (value := getattr(recipe, name)) < 1:
             raise UserError(f"{name} must be in [0, 1), got {value}")
-    if not 0 < (masked := getattr(recipe, "masked", 0.5)) < 1:
+    if "masked" in ours and not 0 < (masked := getattr(recipe, "masked", 0.5)) < 1:
         raise UserError(f"masked must be in (0, 1), got {masked}")
     for name in ("lr", "clip_norm"):
         if (value := getattr(recipe, name)) is not None and not _is_positive(value):
@@ -114,6 +115,12 @@ def check_settings(recipe: Recipe) -> None:
         raise UserError(f"stall_seconds must be at least 0, got {recipe.stall_seconds}: 0 never warns")
     remat(lambda: None, recipe.remat)
     _check_expressions(recipe)
+
+
+def _our_fields(kind: type[Recipe]) -> set[str]:
+    """Return the fields that this package's classes define: a user's own may have any value of their type."""
+    ours = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "jaxtrain")
+    return {name for base in ours for name in inspect.get_annotations(base)}
 
 
 def _check_number(name: str, value: int) -> None:
@@ -140,6 +147,8 @@ def _check_expressions(recipe: Recipe) -> None:
         # A plateau schedule is not a function of the step: the optimizer applies it.
         if callable(rate := schedule(recipe)):
             jax.eval_shape(rate, jax.ShapeDtypeStruct((), np.int32))
+    if defines_optimizer(recipe):
+        return
     with _naming("optimizer", recipe.optimizer):
         groups = optimizer_expression(recipe)
         for member in [groups] if isinstance(groups, Call) else groups.values():
@@ -218,7 +227,7 @@ def check_labels_in_batch(task: Task, batch: dict[str, np.ndarray]) -> None:
     """Raise `UserError` for an integer array of a batch with values out of range."""
     for name, x in batch.items():
         bound = task.bounds.get(name, task.classes)
-        if np.issubdtype(x.dtype, np.integer) and not (x.min() >= 0 and x.max() < bound):
+        if bound is not None and np.issubdtype(x.dtype, np.integer) and not (x.min() >= 0 and x.max() < bound):
             raise UserError(f"{name} must be in 0..{bound - 1}, got {x.min()} to {x.max()}: fix the data")
 
 
@@ -226,8 +235,10 @@ def check_first_loss(loss: float, task: Task) -> dict[str, str]:
     """Compare the first loss to that of a uniform prediction. Raises `UserError` if it is not finite."""
     if not math.isfinite(loss):
         raise UserError(f"the first loss is {loss}: check the data for inf or NaN")
+    references = {name: f"{value:.3f} (to be beaten)" for name, value in task.references.items()}
+    if task.classes is None:
+        return {"first loss": f"{loss:.3f}", **references}
     uniform = math.log(task.classes)
     is_near = abs(loss - uniform) <= _SUSPECT * uniform
     advice = "" if is_near else ", which is far from it: check initialization, labels and loss"
-    references = {name: f"{value:.3f} (to be beaten)" for name, value in task.references.items()}
     return {"first loss": f"{loss:.3f}; a uniform guess is log({task.classes}) = {uniform:.3f}{advice}", **references}

@@ -1,20 +1,20 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
-from jaxtrain.data.loader import Loader
+from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.distributed import constrain_shardings, local_rows, place_whole_batch, run_mesh, shard
 from jaxtrain.observe import Gauges
-from jaxtrain.recipes import Recipe
+from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
-from jaxtrain.tasks import Task, build, check_memory, evaluation_batches, means
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 
@@ -25,17 +25,18 @@ class Training:
 
     recipe: Recipe
     task: Task
-    loader: Loader
+    loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Returns the means of loss and metrics over the validation rows."""
+    """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
 
 
-def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
+def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> tuple[Training, TrainState]:
     """Build the parts of a run and its initial state.
 
     Args:
       recipe: The settings of the run.
+      message: Prints one line.
 
     Returns:
       A tuple (the parts, the initial state); on a mesh the state is initialized in shards.
@@ -43,18 +44,20 @@ def build_training(recipe: Recipe) -> tuple[Training, TrainState]:
     Raises:
       UserError: The recipe's data or model cannot be built.
     """
-    mesh, task = run_mesh(recipe.mesh), build(recipe)
+    mesh, task = run_mesh(recipe.mesh), recipe.task()
     step = training_step(recipe, task.loss_fn)
     rows = None
     if mesh is None:
         state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
     else:
-        check_memory(task.init, mesh.shape["fsdp"] * mesh.shape["tensor"])
+        check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"])
         step = shard(step, mesh, task.sharding)
         # Initialized in shards, never whole on one device.
-        state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+        state = step.init(
+            lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed
+        )
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
-    loader = Loader(task.train, recipe.batch_size, recipe.seed, rows=rows)
+    loader = task_batches(task, recipe, rows, message)
     return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh)), state
 
 
@@ -73,12 +76,21 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
-    step = eval_step(loss_fn, precision=recipe.precision)
+    place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
+    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision), place)
+    custom = task.evaluate
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        batches: Any = evaluation_batches(task.validation, task, recipe)
-        if mesh is not None:
-            batches = (place_whole_batch(batch, mesh) for batch in batches)
-        return means([jax.device_get(step(state, batch)) for batch in batches])
+        if task.validation is None:
+            # An evaluation that generates samples needs no data.
+            return {} if custom is None else _floats(custom(state, iter(())))
+        batches = evaluation_batches(task.validation, task, recipe)
+        if custom is not None:
+            return _floats(custom(state, map(place, batches)))
+        return means([sums(state, batch) for batch in batches])
 
     return evaluate
+
+
+def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

@@ -19,6 +19,7 @@ from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
 from jaxtrain.step.nonfinite import finite_leaves as finite_leaves
 from jaxtrain.step.nonfinite import leaf_name
+from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS
 from jaxtrain.step.objective import Loss
 from jaxtrain.step.objective import LossFn as LossFn
 from jaxtrain.step.objective import validated as validated

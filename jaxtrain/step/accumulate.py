@@ -93,8 +93,10 @@ def split_batch(batch: Any, k: int) -> Any:
         return batch
 
     def split(path: Any, x: Any) -> Any:
+        name = path_name(path) or "batch"
+        if isinstance(x, list):
+            raise UserError(f"{name} is a list of {len(x)} numbers, not an array: pass numpy.asarray(...) of it")
         if np.ndim(x) == 0:
-            name = path_name(path) or "batch"
             raise UserError(
                 f"{name} is a scalar, which cannot be split into {k} micro-batches: "
                 "give every array of the batch a leading axis of rows, or use accumulate=1"
@@ -103,7 +105,10 @@ def split_batch(batch: Any, k: int) -> Any:
             raise UserError(f"batch_size {x.shape[0]} is not divisible by accumulate {k}: use a multiple of {k}")
         return x.reshape(k, x.shape[0] // k, *x.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(split, batch)
+    def is_list_of_numbers(x: Any) -> bool:
+        return isinstance(x, list) and bool(x) and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(x))
+
+    return jax.tree_util.tree_map_with_path(split, batch, is_leaf=is_list_of_numbers)
 
 
 def nonzero_weight(weight: jax.Array) -> jax.Array:

@@ -7,13 +7,17 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
+from jaxtrain.step.diagnosis import diagnosed
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
+from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
 from jaxtrain.step.objective import LossFn
+from jaxtrain.step.options import check_options
+from jaxtrain.step.rebuilding import Uses, warn_of_rebuilding
 from jaxtrain.step.retrace import limit_recompilation
 from jaxtrain.step.state import TrainState, materialize
 from jaxtrain.step.step import Metrics, Step, StepParts, batch_step, init_state
@@ -32,6 +36,7 @@ class TrainStep:
 
     def __init__(self, parts: StepParts, allow_recompile: int | None) -> None:
         self.parts, self.allow_recompile = parts, allow_recompile
+        self._uses = Uses(location_of(parts.loss.loss_fn))
         self.pure: Step = partial(batch_step, parts)
         self.jitted = self._jit(self.pure, "state", "batch")
         self._micro = self._jit(partial(micro_step, parts), "state", "micro_batch")
@@ -40,6 +45,7 @@ class TrainStep:
     def _jit(self, step: Step, *names: str) -> Any:
         return jax.jit(limit_recompilation(step, names, self.allow_recompile), donate_argnums=0)
 
+    @user_facing
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """Create the state before the first update, around a copy of `params`.
 
@@ -57,6 +63,7 @@ class TrainStep:
         """
         return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
 
+    @user_facing
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated."""
 
@@ -65,6 +72,7 @@ class TrainStep:
 
         return jax.eval_shape(init)
 
+    @user_facing
     def compile(self, state: TrainState, batch: Any) -> Any:
         """Compile `self(state, batch)`.
 
@@ -122,15 +130,17 @@ class TrainStep:
         return self._call(self._flush, state)
 
     def _call(self, step: Callable[..., Any], state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
+        self._uses.calls += 1
+        if self._uses.calls == 1:
+            warn_of_rebuilding(self._uses, state)
         try:
             new: tuple[TrainState, Metrics] = step(state, *batch)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if cause := _argument_error(state, batch):
-                raise UserError(cause) from error
-            raise
+        except Exception as error:
+            raise diagnosed(error, state, batch[0] if batch else {}, self.parts)  # noqa: B904
         return new
 
 
+@user_facing
 def train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
@@ -167,7 +177,8 @@ def train_step(
       unroll: Whether to compile the layers that the model scans over one by one: slower to compile, faster to run.
       loss_scale: A loss scaler. None for `dynamic_loss_scale()` in fp16 and no scaling otherwise.
       hooks: Functions of the gradient, by parameter path or by `checkpoint_name` of a value.
-      allow_recompile: Number of further compilations allowed for other shapes or dtypes. None allows any number.
+      allow_recompile: Number of further compilations allowed for other shapes or dtypes. None allows any number, and
+        warns once of a batch with fewer rows.
 
     Returns:
       A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -187,14 +198,19 @@ def train_step(
       >>> float(metrics["loss"]), int(metrics["applied"])
       (1.0, 1)
     """
-    _check_optimizer(optimizer)
-    if not callable(accumulate) and (not isinstance(accumulate, int) or accumulate < 1):
-        raise UserError(f"accumulate must be an integer of at least 1, or a schedule, got {accumulate!r}")
-    for name, bound in {"clip_norm": clip_norm, "clip_value": clip_value}.items():
-        if bound is not None and not bound > 0:
-            raise UserError(f"{name} must be positive, got {bound}: use None for no clipping")
-    if ema is not None and not 0 <= ema < 1:
-        raise UserError(f"ema must be in [0, 1), got {ema}: use None for no average")
+    check_loss_fn(loss_fn)
+    check_optimizer(optimizer)
+    check_options(
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        frozen=frozen,
+        ema=ema,
+        remat=remat,
+        loss_scale=loss_scale,
+        hooks=hooks,
+        allow_recompile=allow_recompile,
+    )
     numerics = policy(precision)
     loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
     parts = StepParts(
@@ -209,26 +225,3 @@ def train_step(
         ema=ema,
     )
     return TrainStep(parts, allow_recompile)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
-        return
-    kind = type(optimizer)
-    remedy = "use one of jaxtrain.optim or optax, such as jaxtrain.optim.adamw(1e-3)"
-    if kind.__module__.partition(".")[0] == "torch":
-        remedy = "convert it with jaxtrain.interop.from_torch, or " + remedy
-    elif callable(optimizer):
-        remedy = f"call it, as in {getattr(optimizer, '__name__', 'optimizer')}(1e-3)"
-    raise UserError(f"optimizer must be an optax.GradientTransformation, got {kind.__name__}: {remedy}")
-
-
-def _argument_error(state: Any, batch: tuple[Any, ...]) -> str | None:
-    """Return what is wrong with a step's arguments, looked for once the call has failed."""
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
-        return "the state was donated to an earlier call and no longer exists: use the state which that call returned"
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch[0] if batch else None):
-        if type(leaf).__module__.partition(".")[0] == "torch":
-            name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
-            return f"the batch must hold NumPy or JAX arrays, got a torch.Tensor at {name}: pass tensor.numpy()"
-    return None

@@ -1,16 +1,21 @@
 """The evaluation step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jaxtrain.errors import user_facing
+from jaxtrain.step.diagnosis import diagnosed
 from jaxtrain.step.loss_program import LossProgram
+from jaxtrain.step.mistakes import check_loss_fn
 from jaxtrain.step.objective import Loss, LossFn
 from jaxtrain.step.state import TrainState, require_state
 from jaxtrain.transforms import Policy, policy
 
 
+@user_facing
 def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
     """Build the jitted evaluation of one batch.
 
@@ -22,11 +27,22 @@ def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[
       A function (state, batch) → dict of `Loss`es, `loss` and the loss_fn's metrics: add them over the batches, then
       divide each total by its weight.
     """
+    check_loss_fn(loss_fn)
     compute_loss = LossProgram(loss_fn, policy(precision)).compute()
 
     def evaluate(state: TrainState, batch: Any) -> dict[str, Loss]:
-        require_state(state)
+        require_state(state, batch)
         loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)
         return {"loss": loss, **metrics}
 
-    return jax.jit(evaluate)
+    jitted = jax.jit(evaluate)
+
+    @functools.wraps(evaluate)
+    def call(state: TrainState, batch: Any) -> dict[str, Loss]:
+        try:
+            sums: dict[str, Loss] = jitted(state, batch)
+        except Exception as error:
+            raise diagnosed(error, state, batch)  # noqa: B904
+        return sums
+
+    return call

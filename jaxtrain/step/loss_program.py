@@ -38,7 +38,7 @@ class LossProgram(NamedTuple):
         """Return the transforms in order of application: each rewrites the program of all before it."""
         return [
             # Innermost, so that an error about the loss_fn's result names what the loss_fn itself returned.
-            validated,
+            partial(validated, differentiable=True),
             # Before any cast: the mesh recognizes parameters by identity.
             self.constrain,
             # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, warn_user
+from jaxtrain.step.means import averaged_elements
+from jaxtrain.step.mistakes import call_note, describe, is_number, location_of, loss_fn_error, same_structure
 
 LossFn = Callable[..., Any]
 """`loss_fn(params, batch, rng) -> (Loss, metrics)`, or, for a model with state (BatchNorm),
@@ -60,12 +62,14 @@ class Loss(NamedTuple):
           >>> float(loss.total), float(loss.weight)
           (6.0, 3.0)
         """
+        if not is_number(losses):
+            raise UserError(f"Loss.of takes an array of losses, got {describe(losses)}: pass jnp.asarray(losses)")
         if jnp.ndim(losses) == 0:
             raise UserError(
                 "Loss.of takes losses per example or per token, got a scalar: pass them before taking the mean, "
                 "or use Loss(total, weight) for a sum"
             )
-        dtype = np.promote_types(losses.dtype, np.float32)
+        dtype = jax.dtypes.canonicalize_dtype(np.promote_types(losses.dtype, np.float32))
         flat = losses.reshape(-1).astype(dtype)
         if mask is None:
             return cls(flat.sum(), losses.size)
@@ -76,36 +80,96 @@ class Loss(NamedTuple):
         return cls(jnp.where(weights == 0, 0, flat * weights).sum(), weights.sum())
 
 
-def validated(loss_fn: LossFn) -> Compute:
-    """Give `loss_fn` one signature, with or without model state, and validate what it returns."""
+def validated(loss_fn: LossFn, *, differentiable: bool = False) -> Compute:
+    """Give `loss_fn` one signature, with or without model state, and validate what it returns.
+
+    If it is to be `differentiable`, a traced total must be floating-point: the gradient of a count is silently 0.
+    """
+    warned = False
 
     def compute(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Loss, dict[str, Any], Any]:
-        if model_state is None:
-            result = loss_fn(params, batch, rng)
-            expected = "(jaxtrain.Loss(total, weight), metrics)"
-        else:
-            result = loss_fn(params, batch, rng, model_state)
-            expected = "(jaxtrain.Loss(total, weight), metrics, model_state)"
-        parts = 2 if model_state is None else 3
-        match result:
-            case (Loss() as loss, Mapping() as metrics, *rest) if len(result) == parts:
-                pass
-            case _:
-                raise UserError(f"loss_fn must return {expected}, got {_describe(result)}")
-        if rest and _structure(rest[0]) != _structure(model_state):
-            raise UserError(f"loss_fn must return model_state {_describe(model_state)}, got {_describe(rest[0])}")
-        if not _is_scalar(loss):
-            raise UserError(
-                f"loss_fn must return a scalar total and weight, got {_describe(loss)}: use Loss.of(losses)"
-            )
+        nonlocal warned
+        args = (params, batch, rng) if model_state is None else (params, batch, rng, model_state)
+        try:
+            result = loss_fn(*args)
+        except UserError:
+            raise
+        except Exception as error:
+            if message := loss_fn_error(error, loss_fn, args):
+                raise UserError(message).with_traceback(error.__traceback__) from error
+            error.add_note(call_note(params, batch))
+            raise
+        loss, metrics, *rest = _parts(result, with_state=model_state is not None)
+        if rest and not same_structure(rest[0], model_state):
+            raise UserError(f"loss_fn must return model_state {describe(model_state)}, got {describe(rest[0])}")
+        _check_loss(loss)
+        if differentiable:
+            _check_differentiable(loss.total)
         for name, value in metrics.items():
-            if name in STEP_METRICS:
-                raise UserError(f"metric {name!r} is reserved for the step: use another name")
-            if not _is_scalar(value):
-                raise UserError(f"metric {name!r} must be a scalar or a jaxtrain.Loss, got {_describe(value)}")
+            _check_metric(name, value)
+        if not warned and (size := averaged_elements(loss)):
+            warned = True
+            warn_user(
+                f"loss_fn at {location_of(loss_fn)} returns Loss(total, weight={loss.weight}), where total is a mean "
+                f"over {size} elements: the step divides by the weight again, so that the loss and its gradient are "
+                f"{loss.weight} times too small. Use Loss.of(losses) with the losses before the mean"
+            )
         return loss, dict(metrics), rest[0] if rest else None
 
     return compute
+
+
+def _parts(result: Any, with_state: bool) -> Any:
+    expected = (
+        "(jaxtrain.Loss(total, weight), metrics, model_state)"
+        if with_state
+        else "(jaxtrain.Loss(total, weight), metrics)"
+    )
+    match result:
+        case (Loss(), Mapping(), *_) if len(result) == (3 if with_state else 2):
+            return result
+        case Loss():
+            remedy = "return a dict of metrics too, as in return loss, {}"
+        case (Loss(), Mapping(), *_) if len(result) == 2:
+            remedy = "return the new model_state too"
+        case (Loss(), Mapping(), *_):
+            remedy = "return metrics in one dict; a model_state is first given to step.init(params, model_state=...)"
+        case (Loss(), *_):
+            remedy = "return the metrics as a dict, which may be empty"
+        case _:
+            remedy = "return Loss.of(losses), {} with the losses before their mean"
+    raise UserError(f"loss_fn must return {expected}, got {describe(result)}: {remedy}")
+
+
+def _check_loss(loss: Loss) -> None:
+    if not (is_number(loss.total) and is_number(loss.weight) and np.shape(loss.total) == np.shape(loss.weight) == ()):
+        raise UserError(f"loss_fn must return a scalar total and weight, got {describe(loss)}: use Loss.of(losses)")
+    if isinstance(loss.weight, int | float | np.number) and not loss.weight >= 0:
+        raise UserError(
+            f"the weight of a Loss must not be negative or NaN, got {loss.weight}: use the number of examples or tokens"
+        )
+
+
+def _check_differentiable(total: Any) -> None:
+    # A Python number is a constant on purpose, as in a loss_fn that only returns metrics.
+    if not isinstance(total, int) and not jnp.issubdtype(jnp.result_type(total), np.floating):
+        raise UserError(
+            f"loss_fn must return a floating-point total, got {describe(total)}, which has no real gradient: "
+            "sum losses, not counts, and use .real of complex numbers"
+        )
+
+
+def _check_metric(name: Any, value: Any) -> None:
+    if not isinstance(name, str):
+        raise UserError(f"the names of metrics must be strings, got {name!r}: use {str(name)!r}")
+    if name in STEP_METRICS:
+        raise UserError(f"metric {name!r} is reserved for the step: use another name")
+    numbers = value if isinstance(value, Loss) else (value,)
+    if not all(is_number(x) and np.shape(x) == () for x in numbers):
+        raise UserError(
+            f"metric {name!r} must be a scalar or a jaxtrain.Loss, got {describe(value)}: "
+            "return its mean, or leave it out"
+        )
 
 
 def losses_in_float32(compute: Compute) -> Compute:
@@ -135,15 +199,3 @@ def _widen(loss: Loss) -> Loss:
     """Convert to float32, or float64 if the total is; the weight has no gradient."""
     dtype = np.float64 if jnp.result_type(loss.total) == np.float64 else np.float32
     return Loss(jnp.asarray(loss.total, dtype), lax.stop_gradient(jnp.asarray(loss.weight, dtype)))
-
-
-def _is_scalar(value: Any) -> bool:
-    return all(jnp.shape(leaf) == () for leaf in jax.tree.leaves(value))
-
-
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)
-
-
-def _describe(x: Any) -> str:
-    return str(jax.tree.map(lambda leaf: f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}", x)).replace("'", "")

@@ -4,12 +4,13 @@
 `chex.assert_max_traces` (0.1.92) names only the function.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, warn_user
 from jaxtrain.paths import path_name
 
 
@@ -19,7 +20,7 @@ def limit_recompilation(fn: Callable[..., Any], names: tuple[str, ...], allowed:
     Args:
       fn: The function.
       names: Names of its arguments.
-      allowed: Number of kinds allowed after the first; None allows any number.
+      allowed: Number of kinds allowed after the first; None allows any number, and warns of a shorter batch.
 
     Returns:
       `fn`, which raises `UserError` when it is traced for one kind of shapes and dtypes too many.
@@ -35,14 +36,21 @@ def limit_recompilation(fn: Callable[..., Any], names: tuple[str, ...], allowed:
       ...     print(error)
       recompilation: batch is float32[4], was float32[3]; use one shape and dtype, or allow_recompile 1
     """
-    if allowed is None:
-        return fn
     history: list[dict[str, str]] = []
+    warned = False
 
     def limited(*args: Any) -> Any:
+        nonlocal warned
         kinds = _kinds(names, args)
         if kinds not in history:
-            if len(history) > allowed:
+            if allowed is None:
+                if history and not warned and (shorter := _shorter(history[0], kinds)):
+                    warned = True
+                    warn_user(
+                        f"the step is compiled again for a shorter batch: {shorter}. Drop the last batch of an epoch "
+                        "or pad it with rows of weight 0; allow_recompile=1 allows it without this warning"
+                    )
+            elif len(history) > allowed:
                 raise UserError(
                     f"recompilation: {_change(history[-1], kinds)}; use one shape and dtype, "
                     f"or allow_recompile {len(history)}"
@@ -60,6 +68,19 @@ def _kinds(names: tuple[str, ...], args: tuple[Any, ...]) -> dict[str, str]:
         for name, arg in zip(names, args, strict=True)
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
     }
+
+
+def _shorter(before: dict[str, str], now: dict[str, str]) -> str | None:
+    """Return the change from `before` to `now` if it is only that arrays have fewer rows, in the same proportion."""
+    changed = [name for name in now if now[name] != before.get(name)]
+    rows = set()
+    for name in changed:
+        old, new = (re.fullmatch(r"(\w+\[)(\d+)(.*)", kinds.get(name, "")) for kinds in (before, now))
+        if old is None or new is None or (old[1], old[3]) != (new[1], new[3]):
+            return None
+        rows.add((int(old[2]), int(new[2])))
+    is_shorter = len(rows) == 1 and before.keys() == now.keys() and all(new < old for old, new in rows)
+    return _change(before, now) if is_shorter else None
 
 
 def _change(before: dict[str, str], now: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, none_frozen, partition, path_name
 from jaxtrain.step.accumulate import Window
 from jaxtrain.step.loss_scale import skipped_updates
+from jaxtrain.step.mistakes import called, check_container, check_params
 
 
 class TrainState(NamedTuple):
@@ -57,17 +58,30 @@ def materialize(tree: Any) -> Any:
     >>> materialize({"w": 1.0}) == materialize(lambda: {"w": 1.0})
     True
     """
-    return tree() if is_factory(tree) else tree
+    check_container(tree)
+    return called(tree) if is_factory(tree) else tree
 
 
-def require_state(state: Any) -> None:
+def require_state(state: Any, batch: Any = None) -> None:
     """Raise `UserError` unless `state` is a `TrainState`."""
-    if not isinstance(state, TrainState):
-        raise UserError(f"state must be a jaxtrain.TrainState, got {type(state).__name__}: use step.init(params)")
+    if isinstance(state, TrainState):
+        return
+    if isinstance(state, tuple) and state and isinstance(state[0], TrainState):
+        raise UserError(
+            "state must be a jaxtrain.TrainState, got the tuple (state, metrics): "
+            "unpack it, as in state, metrics = step(state, batch)"
+        )
+    if isinstance(batch, TrainState):
+        raise UserError("the state was given as the batch: call step(state, batch), the state first")
+    remedy = "use step.init(params)"
+    if callable(state):
+        remedy = "pass the state that step.init(params) returned"
+    raise UserError(f"state must be a jaxtrain.TrainState, got {type(state).__name__}: {remedy}")
 
 
 def require_trainable(params: Any, frozen: Frozen) -> None:
     """Raise `UserError` for parameters of which none would be trained, or one would be skipped silently."""
+    check_params(params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
         if isinstance(leaf, int):

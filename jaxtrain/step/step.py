@@ -32,6 +32,7 @@ from jaxtrain.step.ema import update_ema
 from jaxtrain.step.learning_rate import used_learning_rate
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import current_scale, found_inf
+from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
@@ -91,6 +92,8 @@ class Gradient(NamedTuple):
 
 def init_state(parts: StepParts, params: Any, model_state: Any, seed: int, streaming: bool) -> TrainState:
     """Return the state before the first update."""
+    if not jnp.issubdtype(jnp.result_type(seed), np.integer):
+        raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
     require_trainable(params, parts.frozen)
     params = parts.loss.policy.cast_params(params)
     trained, _ = partition(params, parts.frozen)
@@ -109,6 +112,29 @@ def init_state(parts: StepParts, params: Any, model_state: Any, seed: int, strea
     )
 
 
+def require_fitting(parts: StepParts, state: Any, batch: Any = None) -> None:
+    """Raise `UserError` for a state of a step with other options, which this one would misread."""
+    require_state(state, batch)
+    trained, _ = partition(state.params, parts.frozen)
+    expected = jax.eval_shape(parts.scaler.init, trained)
+    if not same_structure(expected, state.loss_scale):
+        has, expects = (_loss_scale_name(tree) for tree in (state.loss_scale, expected))
+        raise UserError(
+            f"the state has {has}, but this step expects {expects}: create it with this step's init(params), "
+            "or give both steps the same precision and loss_scale"
+        )
+    if (state.ema is None) != (parts.ema is None):
+        has = "no moving average" if state.ema is None else "a moving average"
+        raise UserError(
+            f"the state has {has} of the parameters, but this step has ema={parts.ema}: create it with this step's "
+            f"init(params), or use state._replace(ema={'state.params' if state.ema is None else None})"
+        )
+
+
+def _loss_scale_name(loss_scale: Any) -> str:
+    return f"a loss scale ({type(loss_scale).__name__})" if jax.tree.leaves(loss_scale) else "no loss scale"
+
+
 def batch_step(parts: StepParts, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     """Apply one update computed from an effective batch [k·B, …]."""
     return window_step(parts, state, batch if callable(parts.accumulate) else split_batch(batch, parts.accumulate))
@@ -116,7 +142,7 @@ def batch_step(parts: StepParts, state: TrainState, batch: Any) -> tuple[TrainSt
 
 def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tuple[TrainState, Metrics]:
     """Apply one update computed from the micro-batches of a window [k, B, …]; [B, …] where k is 1."""
-    require_state(state)
+    require_fitting(parts, state, micro_batches)
     if callable(parts.accumulate):
         raise UserError("accumulate is a schedule: pass its micro-batches one by one to step.micro")
     if state.window is not None:

@@ -15,6 +15,7 @@ from jaxtrain.step.step import (
     StepParts,
     empty_window,
     micro_gradient,
+    require_fitting,
     update,
     update_metrics,
     weighted_means,
@@ -24,6 +25,7 @@ from jaxtrain.step.step import (
 
 def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
     """Add a micro-batch [B, …] to the state's window, and apply the update if that completes it."""
+    require_fitting(parts, state, micro_batch)
     window = _window(state)
     if parts.accumulate == 1:
         new, metrics = window_step(parts, state._replace(window=None), micro_batch)

@@ -129,6 +129,19 @@ def _traceback_frames() -> bool:
     return all(hasattr(frame, name) for name in ("file_name", "line_num", "function_name"))
 
 
+def _parents_are_recorded() -> bool:
+    found: list[Any] = []
+
+    def mean(x: jax.Array) -> jax.Array:
+        found.append(jnp.mean(x))
+        return found[0]
+
+    jax.make_jaxpr(jax.grad(mean))(jnp.ones(3))
+    equation = found[0].primal.parent
+    literal = equation.in_tracers[1]
+    return equation.primitive.name == "div" and float(getattr(literal.val, "val", literal.val)) == 3
+
+
 def _name_stack_parts() -> bool:
     scoped = jax.named_scope("scope")(jnp.sin)
     return [part.name for part in _equation(scoped).source_info.name_stack.stack] == ["scope"]
@@ -154,6 +167,7 @@ INTERNALS: tuple[Internal, ...] = (
         ),
     ),
     Internal("JaxprEqn.source_info.traceback.frames", "debug.first_nonfinite", _traceback_frames),
+    Internal("Tracer.primal, parent.primitive, parent.in_tracers, val.val", "step.means", _parents_are_recorded),
     Internal("JaxprEqn.source_info.name_stack.stack", _jaxpr, _name_stack_parts),
     Internal("JaxprEqn.ctx.manager", _jaxpr, _has(lambda: _equation().ctx, "manager")),
     Internal(

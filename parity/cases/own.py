@@ -1,4 +1,4 @@
-"""A user's own case: `path/to/file.py::name`."""
+"""A user's own case: `path/to/file.py::name`, of a case, a function that returns one, or a recipe."""
 
 import importlib.util
 import inspect
@@ -11,7 +11,7 @@ from parity.case import Case
 
 
 def own_case(spec: str, **options: Any) -> Case:
-    """Return the `Case` of that name in a file, or the result of the function of that name, called with `options`.
+    """Return the `Case` of that name in a file, of the recipe of that name, or of a function called with `options`.
 
     Raises:
       UserError: There is no such file or name, or the function does not take an option.
@@ -25,7 +25,9 @@ def own_case(spec: str, **options: Any) -> Case:
     found = getattr(module, name, None)
     if isinstance(found, Case) and options:
         raise UserError(f"{spec} has no {next(iter(options))}: define it as a function with that argument")
-    if callable(found):
+    if is_recipe(found):
+        found = _recipe_case(spec, found, options)
+    elif callable(found):
         for option in options.keys() - inspect.signature(found).parameters.keys():
             raise UserError(f"{spec} has no {option}: leave it out, or add the argument to the function")
         found = found(**options)
@@ -34,6 +36,22 @@ def own_case(spec: str, **options: Any) -> Case:
         there = f"its cases are {', '.join(cases)}" if cases else "it has no parity.Case"
         raise UserError(f"{name!r} in {path} is not a case: {there}")
     return found
+
+
+def is_recipe(found: Any) -> bool:
+    """Whether `found` is a subclass of `jaxtrain.Recipe`."""
+    # What defines a recipe has imported it; other cases run without its dependencies.
+    run = sys.modules.get("jaxtrain.run")
+    return run is not None and inspect.isclass(found) and issubclass(found, run.Recipe)
+
+
+def _recipe_case(spec: str, kind: Any, options: dict[str, Any]) -> Case:
+    from jaxtrain.errors import UserError
+    from parity.cases.recipe import recipe_case
+
+    for option in options.keys() - kind.__dataclass_fields__.keys():
+        raise UserError(f"{spec} has no {option}: leave it out, or add the field to the recipe")
+    return recipe_case(kind(**options))
 
 
 def _imported(path: Path) -> ModuleType:

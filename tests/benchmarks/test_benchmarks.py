@@ -1,4 +1,4 @@
-"""Engines, features, updates and inputs do the work that they name, and figures are computed as documented."""
+"""Engines, features, updates and inputs do the specified work, and figures are computed as documented."""
 
 import dataclasses
 
@@ -19,11 +19,11 @@ from jaxtrain.recipes import RECIPES
 
 SIZES = {"vocab_size": 17, "width": 8, "depth": 1, "heads": 2, "rows": 4, "length": 4}
 EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-7}
-# A forward and twice as much backward: blocks and logits, and attention's two products.
+# The backward pass takes twice the FLOPs of the forward pass: blocks, logits and the two products of attention.
 FLOPS = 3 * 2 * 4 * 4 * (12 * 8**2 + 17 * 8 + 2 * 4 * 8)
 
 
-def short(engine_name, **settings):
+def small_job(engine_name, **settings):
     return Job("gpt2-tiny", engine_name, sizes=SIZES, **settings)
 
 
@@ -33,7 +33,7 @@ def timing(job, wall):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "job", [short("jax", accumulate=2), short("jax", remat="full"), short("jax", precision="bf16")]
+    "job", [small_job("jax", accumulate=2), small_job("jax", remat="full"), small_job("jax", precision="bf16")]
 )
 def test_engines_take_the_same_steps_under_every_setting(job):
     ours, theirs = (engine(each, WORKLOADS[job.workload]) for each in (job, job.with_engine("torch_eager")))
@@ -47,8 +47,8 @@ def test_engines_take_the_same_steps_under_every_setting(job):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("feature", [*FEATURES, "bare"])
-def test_features_change_no_loss_but_for_clipping(feature):
-    plain, other = (engine(short("jax", feature=f), WORKLOADS["gpt2-tiny"]) for f in ("no clipping", feature))
+def test_features_change_the_losses_only_by_clipping(feature):
+    plain, other = (engine(small_job("jax", feature=f), WORKLOADS["gpt2-tiny"]) for f in ("no clipping", feature))
     for _ in range(2):
         plain.step()
         other.step()
@@ -58,19 +58,19 @@ def test_features_change_no_loss_but_for_clipping(feature):
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_is_reported_by_its_last_line():
+def test_a_failed_engine_is_reported_with_its_last_line_of_output():
     with pytest.raises(RunFailed, match=r"by torch_eager.*remat 'dots' has no counterpart"):
-        time_jobs([short("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)
+        time_jobs([small_job("torch_eager", remat="dots")], 1, Budget(300), lambda _: None)
 
 
-def test_a_ratio_is_of_lower_deciles_and_the_best_is_the_fastest():
+def test_ratios_compare_lower_deciles_and_the_best_engine_is_the_fastest():
     walls = {"jax": [2.0, 2.0, 9.0], "torch_eager": [3.0] * 3, "torch_compile": [1.0, 50.0, 50.0]}
-    (ratio,) = ratios([timing(short(name), wall) for name, wall in walls.items()])
+    (ratio,) = ratios([timing(small_job(name), wall) for name, wall in walls.items()])
     assert ratio["jax_vs_best"] == ratio["jax_vs_eager"] == 1.5
     assert ratio["jax_vs_compile"] == pytest.approx((1.0 + 49.0 * 0.2) / 2)
 
 
-def test_an_exponent_is_the_slope_of_the_logarithms():
+def test_exponents_are_slopes_of_logarithms():
     timings = [timing(Job("gpt2-tiny", "jax", sizes={"rows": n}), [3.0 * n**1.5]) for n in (2, 4, 8)]
     timings += [timing(Job("gpt2-tiny", "jax", accumulate=k, sizes={"rows": 12 * k}), [2.0 * k]) for k in (2, 4)]
     windows, rows = exponents(timings)
@@ -79,21 +79,21 @@ def test_an_exponent_is_the_slope_of_the_logarithms():
 
 
 @pytest.mark.slow
-def test_state_falls_as_devices_grow(monkeypatch):
+def test_memory_of_the_state_is_inversely_proportional_to_the_number_of_devices(monkeypatch):
     monkeypatch.setattr(devices, "SIZES", {**devices.SIZES, "width": 32, "depth": 1})
     (one, two) = (devices._memory_on(n) for n in (1, 2))
     assert slope([(1, one["state"]), (2, two["state"])]) == pytest.approx(-1, abs=0.01)
 
 
-def test_pytorch_refuses_a_policy_without_counterpart():
+def test_a_remat_policy_without_a_counterpart_in_pytorch_is_refused():
     with pytest.raises(UserError, match="no counterpart"):
-        engine(short("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])
+        engine(small_job("torch_eager", remat="dots"), WORKLOADS["gpt2-tiny"])
 
 
 @pytest.mark.slow
-def test_a_window_is_its_micro_steps_and_an_update():
+def test_a_window_equals_separate_micro_steps():
     window, micro_steps = (
-        engine(short("jax", accumulate=2, feature=feature), WORKLOADS["gpt2-tiny"]) for feature in ("", MICRO_STEPS)
+        engine(small_job("jax", accumulate=2, feature=feature), WORKLOADS["gpt2-tiny"]) for feature in ("", MICRO_STEPS)
     )
     for _ in range(3):
         window.step()
@@ -103,9 +103,10 @@ def test_a_window_is_its_micro_steps_and_an_update():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("feature", sorted({*run.STEPS, *run.SAVES}))
-def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
+def test_runs_with_guards_and_saves_can_be_timed(feature, monkeypatch):
     small = {"n_layer": 1, "n_embd": 8, "n_head": 1, "seq_len": 8, "batch_size": 2, "log_every": 2}
-    monkeypatch.setitem(RECIPES, run.RECIPE, dataclasses.replace(RECIPES[run.RECIPE], **small))
+    recipes = {run.RECIPE: dataclasses.replace(RECIPES[run.RECIPE], **small)}
+    monkeypatch.setattr("jaxtrain.recipes.RECIPES", recipes)
     built = run.engine(Job(run.WORKLOAD, "jax", feature=feature))
     for _ in range(3):
         built.prepare()
@@ -114,14 +115,14 @@ def test_a_run_is_timed_with_guards_and_with_saves(feature, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", updates.UPDATES)
-def test_an_update_is_timed_in_every_engine_on_as_many_parameters(update):
+def test_updates_run_in_every_engine_on_the_documented_number_of_parameters(update):
     sizes = {"vocab_size": 16, "width": 8, "depth": 2, "length": 4}
     with jax.numpy_dtype_promotion("standard"):  # as optax expects it
         for engine_name in updates.ENGINES:
             built = updates.engine(Job(update, engine_name, sizes=sizes))
             built.step()
             built.step()
-    # Embeddings, a norm, and 12 n² + 13 n a block.
+    # Embeddings, a norm, and 12 n² + 13 n per block.
     assert updates.parameters(sizes) == 16 * 8 + 4 * 8 + 2 * 8 + 2 * (12 * 64 + 13 * 8)
     assert updates.parameters(SMALL) == 124_475_904
 

@@ -1,4 +1,4 @@
-"""A suite ends within its time limit on any machine: slow work is reduced or skipped, with a line for each."""
+"""A suite ends within its time limit on any machine: slow work is reduced or skipped, which is reported in one line."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ HOUR = 3600.0
 
 
 class Clock:
-    """A clock that only work advances."""
+    """A clock that advances only by simulated work."""
 
     now = 0.0
 
@@ -81,7 +81,7 @@ def run(clock, monkeypatch):
     return run
 
 
-def test_a_job_over_the_limit_is_skipped_by_one_line_and_the_others_are_measured(run, clock):
+def test_a_job_over_the_limit_is_skipped_with_a_note_and_the_others_are_measured(run, clock):
     def seconds(job):
         return 60.0 if job.precision == "bf16" and job.engine == "torch_eager" else 0.02
 
@@ -98,7 +98,7 @@ def test_a_job_over_the_limit_is_skipped_by_one_line_and_the_others_are_measured
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_every_suite_ends_in_time_where_nothing_ever_ends(run, clock, name):
+def test_every_suite_ends_in_time_if_no_job_finishes(run, clock, name):
     results = run(SUITES[name], lambda job: HOUR)
     assert clock.now <= 600
     assert not results.timings
@@ -113,7 +113,7 @@ def test_a_workload_whose_check_does_not_end_is_not_timed(run, clock):
     assert len([line for line in results.notes if line.startswith("skipped")]) == 3
 
 
-def test_rounds_are_reduced_to_the_limit(run, clock):
+def test_rounds_are_reduced_to_meet_the_limit(run, clock):
     results = run(SUITES["cpu"], lambda job: 2.0)
     assert clock.now <= 600
     assert len(results.timings) == sum(map(len, SUITES["cpu"].groups))
@@ -121,7 +121,7 @@ def test_rounds_are_reduced_to_the_limit(run, clock):
     assert any("rounds, for the time limit" in line for line in results.notes)
 
 
-def test_a_turn_that_hangs_skips_its_job_alone(clock, monkeypatch):
+def test_a_hanging_turn_skips_only_its_job(clock, monkeypatch):
     jobs = [Job("gpt2-tiny", "jax"), Job("gpt2-tiny", "torch_eager")]
     workers = {job.engine: FakeWorker(clock, 0.1, 0.1) for job in jobs}
     monkeypatch.setattr(timing, "start_worker", lambda job: workers[job.engine])
@@ -141,7 +141,7 @@ def test_a_turn_that_hangs_skips_its_job_alone(clock, monkeypatch):
 
 
 @pytest.mark.parametrize(("step_s", "first_s"), [(0.1, HOUR), (0.1, 60.0), (HOUR, 0.1), (10.0, 10.0)])
-def test_a_skipped_job_does_not_run_beside_the_others(clock, monkeypatch, step_s, first_s):
+def test_a_skipped_job_is_killed_before_the_others_are_timed(clock, monkeypatch, step_s, first_s):
     jobs = [Job("gpt2-tiny", "torch_eager"), Job("gpt2-tiny", "jax")]
     workers = {"torch_eager": FakeWorker(clock, step_s, first_s), "jax": FakeWorker(clock, 0.1, 0.1)}
     monkeypatch.setattr(timing, "start_worker", lambda job: workers[job.engine])
@@ -157,7 +157,7 @@ def test_a_skipped_job_does_not_run_beside_the_others(clock, monkeypatch, step_s
 
 
 @pytest.mark.parametrize(("flop_rate", "side"), [(1e12, 2048), (5e9, 1024), (1e8, 256), (1.0, 128)])
-def test_the_product_is_reduced_to_what_the_machine_can_do(clock, flop_rate, side):
+def test_the_product_is_reduced_on_slow_machines(clock, flop_rate, side):
     def product(n):
         def call():
             clock.now += 2 * n**3 / flop_rate
@@ -178,7 +178,7 @@ def test_a_slow_product_is_never_tried_at_full_size():
     assert max(tried) == 256
 
 
-def test_shares_add_up_to_less_than_the_whole(clock):
+def test_shares_of_a_budget_add_up_to_the_budget(clock):
     budget = Budget(600, clock)
     for parts in range(16, 0, -1):
         share = budget.share(parts).remaining()
@@ -188,21 +188,21 @@ def test_shares_add_up_to_less_than_the_whole(clock):
     assert budget.remaining() == pytest.approx(0)
 
 
-def test_a_process_that_does_not_answer_is_given_up():
+def test_a_process_that_does_not_answer_times_out():
     with timing.Process("silent", "-c", "import time; time.sleep(60)") as process, pytest.raises(OutOfTime):
         process.receive(0.01)
 
 
-def test_a_process_that_ends_is_reported_by_its_last_line():
-    code = "raise ValueError('all is lost')"
+def test_a_failed_process_is_reported_with_its_last_line_of_output():
+    code = "raise ValueError('no device')"
     with (
         timing.Process("broken", "-S", "-c", code) as process,
-        pytest.raises(RunFailed, match=r"^broken: ValueError: all is lost$"),
+        pytest.raises(RunFailed, match=r"^broken: ValueError: no device$"),
     ):
         process.ask("turn 1 0", 60.0)
 
 
-def test_answers_are_the_json_lines():
+def test_only_json_lines_are_answers():
     code = "print('noise'); print('{\"a\": 1}'); print('{\"b\": 2}'); input(); print('{\"c\": 3}')"
     with timing.Process("talker", "-S", "-c", code) as process:
         assert process.receive(60.0) == {"a": 1}

@@ -1,4 +1,4 @@
-"""The command: rows chosen by flags, and figures that survive whatever ends the measurement."""
+"""The command: flags select rows, and figures are kept if the measurement is aborted."""
 
 import json
 
@@ -17,7 +17,7 @@ FLOPS = 3 * 2 * 4 * 4 * (12 * 8**2 + 17 * 8 + 2 * 4 * 8)
 
 @pytest.fixture
 def fake_timing(monkeypatch):
-    """Replace measurements by a second a step; `fake_timing[workload]` is raised instead of timing it."""
+    """Replace measurements by one second per step; `fake_timing[workload]` is an error to raise instead."""
     errors = {}
 
     def time_jobs(jobs, rounds, budget, report):
@@ -33,7 +33,7 @@ def fake_timing(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "status"), [(RunFailed("resnet18 by jax in fp32: it failed"), 1), (KeyboardInterrupt(), 130)]
 )
-def test_figures_are_kept_when_a_later_workload_ends_the_command(fake_timing, error, status, tmp_path, capsys):
+def test_figures_are_kept_if_a_later_workload_aborts_the_command(fake_timing, error, status, tmp_path, capsys):
     fake_timing["resnet18"] = error
     path, page = tmp_path / "f.json", tmp_path / "f.html"
     assert cli.main(["cpu", "--json", str(path), "--html", str(page)]) == status
@@ -95,7 +95,7 @@ def test_a_combination_without_rows_is_refused():
         (["cpu", "--json", "{}/nowhere/f.json"], "create the folder"),
     ],
 )
-def test_wrong_usage_is_one_line_with_the_remedy(arguments, known, tmp_path, capsys):
+def test_wrong_usage_is_a_one_line_error_with_the_remedy(arguments, known, tmp_path, capsys):
     assert cli.main([argument.format(tmp_path) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

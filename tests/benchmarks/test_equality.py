@@ -1,4 +1,4 @@
-"""Equality of the work is a matter of float64 losses, once per workload, before anything is timed."""
+"""Engines must compute equal losses in float64, which is checked once per workload before anything is timed."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ JAX, TORCH = Job("gpt2-tiny", "jax", "fp64"), Job("gpt2-tiny", "torch_eager", "f
 
 
 class InThisProcess:
-    """Runs the check of `benchmarks.equality` where the test is."""
+    """Run the check of `benchmarks.equality` in the process of the test."""
 
     def __init__(self, label, *arguments):
         self.line = arguments[-1]
@@ -51,8 +51,8 @@ def test_the_check_is_in_float64_and_compares_jax_with_pytorch(name):
         assert all(job.sizes["rows"] % job.accumulate == 0 for job in checks)
 
 
-def test_losses_of_different_rounding_are_the_same_work():
-    # In float32 the second one was 0.000511642 on another CPU.
+def test_losses_that_differ_by_rounding_are_accepted():
+    # In float32, the second loss was 0.000511642 on another CPU.
     losses = [0.51, 0.000511597, 0.1745156]
     check_same_work([JAX, TORCH], [losses, [x * (1 + 1e-10) for x in losses]])
 
@@ -113,7 +113,7 @@ def test_a_loss_that_is_a_millionth_larger_is_refused(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-def test_different_work_is_refused(monkeypatch, capsys):
+def test_a_different_model_is_refused(monkeypatch, capsys):
     def make(**sizes):
         from jaxtrain.models import GPT2Config
         from parity.cases import gpt2

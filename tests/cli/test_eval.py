@@ -18,8 +18,8 @@ SMALL = "--batch-size 8 --steps 4 --log-every 2 --eval-every 4 --save-every 4"
 ENCODER = "--num-hidden-layers 1 --hidden-size 8 --num-attention-heads 2"
 RUNS = {
     "digits-mlp": "--hidden 8 --precision bf16",
-    "digits-resnet": "--width 4",
     "gpt-stdlib": "--data texts --seq-len 16 --n-layer 1 --n-embd 8 --n-head 2 --eval-sequences 5",
+    "digits-resnet": "--width 4",
     "llama-stdlib": "--data texts --packing --num-hidden-layers 1 --hidden-size 8 --intermediate-size 8"
     " --num-attention-heads 2 --num-key-value-heads 1 --seq-len 16",
     "bert-stdlib": f"--data texts --seq-len 16 --masked 0.05 {ENCODER}",
@@ -29,7 +29,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def root(tmp_path_factory):
     """A working folder with a folder of texts."""
     root = tmp_path_factory.mktemp("eval")
     (root / "texts").mkdir()
@@ -45,19 +45,19 @@ def write_table(path):
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def run(request, place):
+def run(request, root):
     """The folder of a recipe trained and evaluated."""
-    folder = trained(place, request.param)
+    folder = trained(root, request.param)
     assert main(["eval", str(folder), "--worst", "3", "--json", f"{folder}.json"]) == 0
     return folder
 
 
-def trained(place, name):
-    folder = place / name
+def trained(root, name):
+    folder = root / name
     if "table.parquet" in RUNS[name]:
-        write_table(place / "table.parquet")
+        write_table(root / "table.parquet")
     if not folder.exists():
-        flags = [str(place / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
+        flags = [str(root / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
         assert main(["train", name, *flags, *SMALL.split(), "--out", str(folder)]) == 0
     return folder
 
@@ -67,37 +67,37 @@ def lines(file):
 
 
 @pytest.mark.slow
-def test_the_metrics_equal_the_runs_and_the_examples_sum_to_them(run):
-    written = json.loads(run.with_suffix(".json").read_text())
-    own = lines(run / "metrics.jsonl")[-1]
-    assert written["step"] == own["step"] == 4
-    for metric in [key for key in own if key.startswith("eval_")]:
-        assert written[metric.removeprefix("eval_")] == own[metric]
+def test_metrics_equal_those_of_the_run_and_the_means_over_examples(run):
+    result = json.loads(run.with_suffix(".json").read_text())
+    logged = lines(run / "metrics.jsonl")[-1]
+    assert result["step"] == logged["step"] == 4
+    for metric in [key for key in logged if key.startswith("eval_")]:
+        assert result[metric.removeprefix("eval_")] == logged[metric]
     examples = lines(run / "eval" / "step-4-validation.jsonl")
-    assert len(examples) == written["examples"]
+    assert len(examples) == result["examples"]
     weights = [example.get("tokens", 1) for example in examples]
     losses = [example["loss"] or 0.0 for example in examples]
     # Each loss is rounded once to float32; the run sums batches.
-    assert np.average(losses, weights=weights) == pytest.approx(written["loss"], rel=1e-6)
+    assert np.average(losses, weights=weights) == pytest.approx(result["loss"], rel=1e-6)
     for example in examples:
         if "losses" in example:
             mean = np.mean(example["losses"]) if example["tokens"] else None
             assert example["loss"] == (None if mean is None else pytest.approx(mean, rel=1e-6))
             assert len(example["target"]) == example["tokens"]
     finite = [example["loss"] for example in examples if example["loss"] is not None]
-    assert [worst["loss"] for worst in written["worst"]] == sorted(finite, reverse=True)[:3]
-    if "confusion" in written:
-        matrix = np.array(written["confusion"])
+    assert [worst["loss"] for worst in result["worst"]] == sorted(finite, reverse=True)[:3]
+    if "confusion" in result:
+        matrix = np.array(result["confusion"])
         assert matrix.sum() == len(examples)
-        assert np.trace(matrix) / matrix.sum() == pytest.approx(written["accuracy"], rel=1e-6)
+        assert np.trace(matrix) / matrix.sum() == pytest.approx(result["accuracy"], rel=1e-6)
         hits = [example["target"] == example["predicted"] for example in examples]
-        assert np.mean(hits) == pytest.approx(written["accuracy"], rel=1e-6)
-    if "loss_by_kind" in written:
-        kinds = written["loss_by_kind"].values()
+        assert np.mean(hits) == pytest.approx(result["accuracy"], rel=1e-6)
+    if "loss_by_kind" in result:
+        kinds = result["loss_by_kind"].values()
         assert sum(kind["tokens"] for kind in kinds) == sum(weights)
-        whole = sum(kind["tokens"] * kind["loss"] for kind in kinds) / sum(weights)
-        assert whole == pytest.approx(written["loss"], rel=1e-6)
-    assert sum(bin["predictions"] for bin in written["calibration"]) == sum(weights)
+        overall = sum(kind["tokens"] * kind["loss"] for kind in kinds) / sum(weights)
+        assert overall == pytest.approx(result["loss"], rel=1e-6)
+    assert sum(bin["predictions"] for bin in result["calibration"]) == sum(weights)
 
 
 class Page(HTMLParser):
@@ -120,15 +120,15 @@ class Page(HTMLParser):
 
 
 @pytest.mark.sampled(2)
-def test_the_page_stands_alone_and_shows_the_worst(run):
+def test_the_page_is_self_contained_and_shows_the_worst_examples(run):
     page = Page((run / "eval" / "step-4-validation.html").read_text())
-    written = json.loads(run.with_suffix(".json").read_text())
+    result = json.loads(run.with_suffix(".json").read_text())
     assert not page.links
     assert "script" not in page.tags
     assert "i" not in page.tags
-    for worst in written["worst"]:
+    for worst in result["worst"]:
         assert f"example {worst['index']} · loss {worst['loss']:.3f}" in page.text
-    tokens = "loss_by_kind" in written
+    tokens = "loss_by_kind" in result
     assert bool(page.titles) == tokens
     assert ("predicted as" in page.text) != tokens
     assert len(page.images) == (3 if run.name.startswith("digits") else 0)
@@ -138,17 +138,16 @@ def test_the_page_stands_alone_and_shows_the_worst(run):
         assert "yes & no" in page.text
 
 
-def test_a_picture_is_the_image_itself(run):
-    if run.name != "digits-mlp":
-        pytest.skip("has no images")
+@pytest.mark.parametrize("run", ["digits-mlp"], indirect=True)
+def test_an_image_on_the_page_equals_that_of_the_example(run):
     page = Page((run / "eval" / "step-4-validation.html").read_text())
     worst = json.loads(run.with_suffix(".json").read_text())["worst"][0]["index"]
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(page.images[0].partition(",")[2]))))
     np.testing.assert_array_equal(shown, np.round(digits()[1][worst]["image"][..., 0] * 255))
 
 
-def test_the_terminal_output_and_training_examples(place, capsys):
-    folder = trained(place, "digits-mlp")
+def test_eval_of_the_training_split_prints_a_summary(root, capsys):
+    folder = trained(root, "digits-mlp")
     capsys.readouterr()
     assert main(["eval", str(folder), "--worst", "2", "--split", "train", "--out", "page.html"]) == 0
     out = capsys.readouterr().out
@@ -168,8 +167,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("command", BAD)
-def test_bad_input_is_one_line_and_exit_2(command, place, capsys):
-    folder = trained(place, "digits-mlp")
+def test_bad_input_is_a_one_line_error_with_exit_status_2(command, root, capsys):
+    folder = trained(root, "digits-mlp")
     capsys.readouterr()
     assert main(command.replace("digits-mlp", str(folder)).split()) == 2
     err = capsys.readouterr().err
@@ -177,7 +176,8 @@ def test_bad_input_is_one_line_and_exit_2(command, place, capsys):
     assert BAD[command] in err
 
 
-def test_tensorboard_shows_what_a_run_gets_wrong(run):
+@pytest.mark.sampled(2)
+def test_tensorboard_shows_the_worst_examples_and_the_confusion_matrix(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0, "tensors": 0})

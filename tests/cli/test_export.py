@@ -1,4 +1,4 @@
-"""`jaxtrain export`: other programs compute the same outputs as the run's evaluation."""
+"""`jaxtrain export`: exported models compute the same outputs in other programs as the run's evaluation."""
 
 import contextlib
 import functools
@@ -25,9 +25,8 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints, restore_state
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.tasks import build
 
-ENDINGS = {"torch": ".pt", "onnx": ".onnx", "stablehlo": "-stablehlo", "huggingface": "-huggingface"}
+SUFFIXES = {"torch": ".pt", "onnx": ".onnx", "stablehlo": "-stablehlo", "huggingface": "-huggingface"}
 ENCODER = "--num-hidden-layers 2 --hidden-size 8 --num-attention-heads 2"
 RUNS = {
     "digits-cnn": "--width 2",
@@ -40,8 +39,8 @@ RUNS = {
     "bert-keywords": f"--data table.parquet --seq-len 12 {ENCODER}",
     "t5-dates": "--num-layers 2 --d-model 8 --num-heads 2 --eval-pairs 20",
 }
-DEFAULT = ("digits-cnn", "gpt-stdlib")
-REST = [pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in DEFAULT]
+QUICK = ("digits-cnn", "gpt-stdlib")
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name not in QUICK]
 NEEDED = {"onnx": ("onnx", "onnxruntime"), "stablehlo": ("flatbuffers",)}
 IN_TRANSFORMERS = {
     "gpt-stdlib": "AutoModelForCausalLM",
@@ -53,7 +52,7 @@ IN_TRANSFORMERS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("export")
     (root / "texts").mkdir()
     for i in range(4):
@@ -62,42 +61,42 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exported(place):
+def exported(root):
     """(run folder, exported path, printed output) by recipe and format."""
     done = {}
 
     def export(name, form):
         for needed in NEEDED.get(form, ()):
             pytest.importorskip(needed)
-        folder = place / name
+        folder = root / name
         if not folder.exists():
-            begin(place, name)
+            create_run(root, name)
         if (name, form) not in done:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 assert main(["export", str(folder), "--format", form]) == 0
             done[name, form] = printed.getvalue()
-        return folder, place / f"{name}{ENDINGS[form]}", done[name, form]
+        return folder, root / f"{name}{SUFFIXES[form]}", done[name, form]
 
     return export
 
 
-def begin(place, name):
-    """A run whose weights, biases and statistics are all different and not initial values."""
+def create_run(root, name):
+    """Create a run whose weights, biases and statistics all differ from each other and from their initial values."""
     if "table.parquet" in RUNS[name]:
-        write_table(place / "table.parquet")
-    flags = [str(place / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
+        write_table(root / "table.parquet")
+    flags = [str(root / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
     recipe = parse(RECIPES[name], flags, "train")
-    task = build(recipe)
+    task = recipe.task()
     state = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=0)
     generator = np.random.default_rng(0)
 
-    def moved(x):
+    def shifted(x):
         floating = jnp.issubdtype(x.dtype, np.floating)
         return x + abs(0.1 * generator.normal(size=x.shape)).astype(x.dtype) if floating else x
 
-    params, model_state = jax.tree.map(moved, (state.params, state.model_state))
-    run = RunFolder(place / name)
+    params, model_state = jax.tree.map(shifted, (state.params, state.model_state))
+    run = RunFolder(root / name)
     run.create(name, recipe)
     with Checkpoints(run.checkpoints) as checkpoints:
         checkpoints.save(state._replace(params=params, model_state=model_state), {})
@@ -113,15 +112,15 @@ def batch_of(task, rows):
     return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
-def widened(tree, dtype):
+def cast(tree, dtype):
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, np.floating) else x, tree)
 
 
 @functools.cache
 def evaluated(folder):
-    """Return (inputs, their logits in float64 and in float32) of the evaluation, with its mask if the model masks."""
+    """Return (inputs, logits in float64, logits in float32) of the evaluation, with its mask if the model takes one."""
     _, recipe = read_recipe(RunFolder(folder))
-    task = build(recipe)
+    task = recipe.task()
     state = restore_state(RunFolder(folder).checkpoints, recipe, task)
     found = build_inference(recipe, task, state.params, state.model_state)
     batch = batch_of(task, 5)
@@ -129,8 +128,8 @@ def evaluated(folder):
 
     def logits(dtype):
         if "index" in batch or "segments" in batch:
-            return np.asarray(found.apply(widened(found.weights, dtype), *inputs), np.float64)
-        trees = widened((state.params, batch, state.model_state), dtype)
+            return np.asarray(found.apply(cast(found.weights, dtype), *inputs), np.float64)
+        trees = cast((state.params, batch, state.model_state), dtype)
         return np.asarray(task.predict(*trees).logits, np.float64)
 
     ours = logits(np.float32)
@@ -145,7 +144,7 @@ def assert_same(got, truth, ours):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", [*DEFAULT, *REST])
+@pytest.mark.parametrize("name", [*QUICK, *REST])
 def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "onnx")
     import onnx
@@ -159,7 +158,7 @@ def test_onnx_runtime_gives_the_logits_of_the_evaluation(name, exported):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", [*DEFAULT, *REST])
+@pytest.mark.parametrize("name", [*QUICK, *REST])
 def test_stablehlo_gives_the_logits_of_the_evaluation(name, exported):
     folder, out, _ = exported(name, "stablehlo")
     inputs, truth, ours = evaluated(folder)
@@ -200,7 +199,7 @@ def test_the_command_prints_the_signature_and_the_error(exported):
 
 
 def perturbed(module, name, monkeypatch):
-    """Patch `module.name` so that its numbers are larger by a thousandth."""
+    """Patch `module.name` so that its arguments are larger by a thousandth."""
     right = getattr(module, name)
 
     def wrong(*args, **kwargs):
@@ -221,30 +220,30 @@ BREAKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["onnx", "torch", "huggingface", pytest.param("stablehlo", marks=pytest.mark.slow)])
-def test_an_export_that_computes_something_else_is_not_written(form, exported, place, monkeypatch, capsys):
+def test_an_export_with_different_outputs_is_not_written(form, exported, root, monkeypatch, capsys):
     for needed in NEEDED.get(form, ()):
         pytest.importorskip(needed)
     folder, *_ = exported("gpt-stdlib", "huggingface")
     BREAKS[form](monkeypatch)
-    before = sorted(place.iterdir())
+    before = sorted(root.iterdir())
     capsys.readouterr()
-    assert main(["export", str(folder), "--format", form, "--out", str(place / "broken")]) == RunFailed.exit_status
+    assert main(["export", str(folder), "--format", form, "--out", str(root / "broken")]) == RunFailed.exit_status
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.endswith(": not written\n")
     assert form == "torch" or re.search(
         r"differs from the logits in float64 by \d\.\de-0\d in a batch of \d; the bound is", err
     )
-    assert sorted(place.iterdir()) == before
+    assert sorted(root.iterdir()) == before
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeypatch, capsys):
+def test_an_impossible_export_is_a_one_line_error(exported, root, monkeypatch, capsys):
     folder, out, _ = exported("digits-cnn", "torch")
-    before = sorted(place.iterdir())
+    before = sorted(root.iterdir())
     for flags, message in {
         f"--format onnx --out {out}": f"{out} already exists: choose another --out",
-        f"--format huggingface --out {place}/new": "transformers has no CNN: export it as onnx, stablehlo or torch",
-        f"--format onnx --out {place}/a/b": f"{place}/a is not a folder: create it or choose another --out",
+        f"--format huggingface --out {root}/new": "transformers has no CNN: export it as onnx, stablehlo or torch",
+        f"--format onnx --out {root}/a/b": f"{root}/a is not a folder: create it or choose another --out",
         "--format tflite": "invalid choice",
     }.items():
         capsys.readouterr()
@@ -253,6 +252,6 @@ def test_what_cannot_be_exported_is_refused_in_one_line(exported, place, monkeyp
         assert err.count("\n") == 1
         assert message in err
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert main(["export", str(folder), "--format", "onnx", "--out", f"{place}/new"]) == 2
+    assert main(["export", str(folder), "--format", "onnx", "--out", f"{root}/new"]) == 2
     assert "onnx is not installed: pip install 'jaxtrain[onnx]'" in capsys.readouterr().err
-    assert sorted(place.iterdir()) == before
+    assert sorted(root.iterdir()) == before

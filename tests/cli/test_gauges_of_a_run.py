@@ -1,4 +1,4 @@
-"""Device utilization and parameter histograms of a run, on a CPU that stands in for a GPU."""
+"""Device utilization and parameter histograms of a run, on a CPU with the properties of a GPU."""
 
 import json
 import types
@@ -12,7 +12,7 @@ from jaxtrain.observe import gauges
 
 
 @pytest.mark.slow
-def test_a_run_logs_its_share_of_the_peak_and_its_histograms(monkeypatch, capsys):
+def test_a_run_on_a_gpu_logs_its_utilization_and_histograms(monkeypatch, capsys):
     busy = types.SimpleNamespace(mean=lambda: 0.25, close=lambda: None)
     monkeypatch.setattr(gauges, "peak_flops", lambda device, precision: 1e12)
     monkeypatch.setattr(gauges, "GpuUtilization", lambda: busy)
@@ -34,7 +34,7 @@ def test_a_run_logs_its_share_of_the_peak_and_its_histograms(monkeypatch, capsys
     assert "GPU utilization" in Path("run/report.html").read_text()
 
 
-def test_a_run_on_a_cpu_logs_neither(capsys):
+def test_a_run_on_a_cpu_logs_no_utilization(capsys):
     flags = "--steps 2 --hidden 32 --batch-size 16 --log-every 1 --out run"
     assert main(["train", "digits-mlp", *flags.split()]) == 0
     assert not {"mfu", "gpu_utilisation"} & set(json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1]))

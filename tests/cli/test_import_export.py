@@ -1,4 +1,4 @@
-"""`jaxtrain import-torch` and `export`: runs moved between PyTorch's loop and `jaxtrain train`."""
+"""`jaxtrain import-torch` and `export`: runs converted between a PyTorch loop and `jaxtrain train`."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,6 @@ from jaxtrain.data.loader import Loader, epoch_batches
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.optimizer import schedule
-from jaxtrain.tasks import build
 
 MLP = "--model digits-mlp --hidden 8 --batch-size 16 --clip-norm 0.5 --steps 6"
 LOGGING = "--log-every 1 --eval-every 6"
@@ -63,7 +62,7 @@ def assert_close(model, path, rtol):
 
 
 @pytest.mark.slow
-def test_a_run_moved_to_jax_and_back_equals_pytorchs(capsys):
+def test_a_run_imported_and_exported_again_equals_a_pytorch_run(capsys):
     model, optimizer = mlp()
     scheduler = OneCycleLR(optimizer, 1e-2, total_steps=10)
     loader = Loader(digits()[0], 16, 0)
@@ -81,20 +80,20 @@ def test_a_run_moved_to_jax_and_back_equals_pytorchs(capsys):
     assert run("export run --out six.pt") == 0
     train(model, optimizer, scheduler, batches[3:6])
     assert_close(model, "six.pt", 1e-4)
-    back, own = mlp()
-    position = OneCycleLR(own, 1e-2, total_steps=10)
+    restored, restored_optimizer = mlp()
+    restored_scheduler = OneCycleLR(restored_optimizer, 1e-2, total_steps=10)
     saved = torch.load("six.pt", weights_only=True)
-    for part, name in ((back, "model"), (own, "optimizer"), (position, "scheduler")):
+    for part, name in ((restored, "model"), (restored_optimizer, "optimizer"), (restored_scheduler, "scheduler")):
         part.load_state_dict(saved[name])
-    assert position.state_dict() == scheduler.state_dict()
-    for run_on in ((model, optimizer, scheduler), (back, own, position)):
-        train(*run_on, batches[6:])
-    for ours, theirs in zip(back.parameters(), model.parameters(), strict=True):
+    assert restored_scheduler.state_dict() == scheduler.state_dict()
+    for parts in ((model, optimizer, scheduler), (restored, restored_optimizer, restored_scheduler)):
+        train(*parts, batches[6:])
+    for ours, theirs in zip(restored.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_run_started_here_continues_in_pytorch():
+def test_a_run_started_in_jaxtrain_continues_in_pytorch():
     flags = "--steps 6 --hidden 8 --batch-size 16 --clip-norm 0.5 --schedule linear --warmup-steps 2 --weight-decay 0.1"
     assert run(f"train digits-mlp --precision fp16 {flags} --out fp16 {LOGGING}") == 0
     assert run("export fp16 --out fp16.pt") == 0
@@ -127,7 +126,7 @@ def gpt():
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 
 
-def test_gpt2_of_transformers_is_the_default_recipes(text_folder, capsys):
+def test_a_checkpoint_of_gpt2_from_transformers_is_unchanged_by_import_and_export(text_folder, capsys):
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(16)[None]).logits.sum().backward()
@@ -154,7 +153,7 @@ def test_gpt2_of_transformers_is_the_default_recipes(text_folder, capsys):
     assert run("sample run --length 3") == 0
 
 
-def test_weights_alone_begin_a_run(capsys):
+def test_a_run_starts_from_weights_without_optimizer_state(capsys):
     model, _ = mlp()
     save("weights.pt", model)
     assert run(f"import-torch weights.pt {MLP} --out run") == 0
@@ -166,8 +165,8 @@ def test_weights_alone_begin_a_run(capsys):
 RESNET = "--model digits-resnet --width 4 --batch-size 16 --clip-norm 0.5 --steps 6"
 
 
-class Pictures(torch.nn.Module):
-    """The recipe's ResNet built from transformers' parts, taking images in the loader's layout."""
+class ImageClassifier(torch.nn.Module):
+    """The recipe's ResNet built from the parts of transformers, for images in the layout of the loader."""
 
     def __init__(self):
         super().__init__()
@@ -183,14 +182,14 @@ class Pictures(torch.nn.Module):
 
 @pytest.mark.slow
 def test_running_statistics_are_converted_in_both_directions():
-    pictures = Pictures()
-    # Without eps, a bias before a BatchNorm, whose gradient is pure rounding error, would move by lr per step.
-    optimizer = torch.optim.AdamW(pictures.parameters(), lr=1e-2, eps=1e-4)
+    classifier = ImageClassifier()
+    # Without eps, a bias before a BatchNorm, whose gradient is only rounding error, would change by lr per step.
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=1e-2, eps=1e-4)
     scheduler = LambdaLR(optimizer, lambda t: 1 - t / 10)
     loader = Loader(digits()[0], 16, 0)
     batches = [next(loader) for _ in range(6)]
-    train(pictures, optimizer, scheduler, batches[:3])
-    save("three.pt", pictures.model, optimizer, scheduler)
+    train(classifier, optimizer, scheduler, batches[:3])
+    save("three.pt", classifier.model, optimizer, scheduler)
     decay = "wsd(lr=0.01, warmup_steps=0, stable_steps=0, decay_steps=10)"
     assert main([*f"import-torch three.pt {RESNET} --out run --schedule".split(), decay]) == 0
     assert run("export run --out same.pt") == 0
@@ -201,27 +200,27 @@ def test_running_statistics_are_converted_in_both_directions():
         assert same[name].dtype == tensor.dtype
     assert run("train --resume --out run " + LOGGING) == 0
     assert run("export run --out six.pt") == 0
-    train(pictures, optimizer, scheduler, batches[3:])
-    assert_close(pictures.model, "six.pt", 1e-3)
-    counts = [x for name, x in pictures.model.state_dict().items() if name.endswith("num_batches_tracked")]
+    train(classifier, optimizer, scheduler, batches[3:])
+    assert_close(classifier.model, "six.pt", 1e-3)
+    counts = [x for name, x in classifier.model.state_dict().items() if name.endswith("num_batches_tracked")]
     assert counts
     assert all(count == 6 for count in counts)
 
 
 @pytest.mark.slow
-def test_running_statistics_of_a_run_started_here_are_pytorchs():
+def test_exported_running_statistics_give_the_evaluation_loss_in_pytorch():
     assert run(f"train digits-resnet --width 4 --batch-size 16 --steps 3 --out run {LOGGING}") == 0
     assert run("export run --out three.pt") == 0
     saved = torch.load("three.pt", weights_only=True)["model"]
-    pictures = Pictures()
-    pictures.model.load_state_dict(saved)
+    classifier = ImageClassifier()
+    classifier.model.load_state_dict(saved)
     recipe = read_recipe(RunFolder(Path("run")))[1]
-    task = build(recipe)
+    task = recipe.task()
     evaluated = 0.0
-    pictures.eval()
+    classifier.eval()
     with torch.no_grad():
         for batch in epoch_batches(task.validation, 16):
-            logits = pictures(torch.from_numpy(batch["image"]))
+            logits = classifier(torch.from_numpy(batch["image"]))
             losses = torch.nn.functional.cross_entropy(
                 logits, torch.from_numpy(batch["label"]).long(), reduction="none"
             )
@@ -252,7 +251,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("command", BAD, ids=lambda c: c.replace(" ", "_"))
-def test_bad_input_is_one_line_and_exit_2_and_nothing_written(command, capsys):
+def test_bad_input_is_a_one_line_error_with_exit_status_2_and_writes_nothing(command, capsys):
     model, optimizer = mlp()
     save("good.pt", model, optimizer)
     with torch.no_grad():

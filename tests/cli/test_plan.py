@@ -1,4 +1,4 @@
-"""`jaxtrain plan` and `train --micro-batch auto` as a user drives them."""
+"""`jaxtrain plan` and `train --micro-batch auto` from the command line."""
 
 import json
 import shlex
@@ -17,14 +17,14 @@ from .conftest import TINY_GPT
 IMAGES = "digits-resnet --width 8 --batch-size 16"
 
 
-def ran(capsys, command):
+def run_command(capsys, command):
     status = main(shlex.split(command))
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
 
-def test_a_plan_is_a_table_and_a_line_to_paste(capsys):
-    status, out, _ = ran(capsys, f"plan {IMAGES} --json --memory 16GiB")
+def test_a_plan_has_a_table_and_the_command_to_run(capsys):
+    status, out, _ = run_command(capsys, f"plan {IMAGES} --json --memory 16GiB")
     assert status == 0
     found = json.loads(out)
     assert found["memory_bytes"] == 16 * 2**30
@@ -39,8 +39,8 @@ def test_a_plan_is_a_table_and_a_line_to_paste(capsys):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_cut_into_micro_batches(capsys, text_folder):
-    status, out, _ = ran(capsys, f"plan gpt-stdlib {TINY_GPT} --data {text_folder} --memory 250KB")
+def test_a_batch_that_does_not_fit_is_split_into_micro_batches(capsys, text_folder):
+    status, out, _ = run_command(capsys, f"plan gpt-stdlib {TINY_GPT} --data {text_folder} --memory 250KB")
     assert status == 0
     lines = out.splitlines()
     assert lines[0] == "gpt-stdlib · cpu · 244 KiB"
@@ -49,12 +49,11 @@ def test_what_does_not_fit_is_cut_into_micro_batches(capsys, text_folder):
     assert ["✗", "8", "1", "none", "fp32"] in [row[:5] for row in rows]
     (chosen,) = (row for row in rows if row[0] == "→")
     assert (chosen[1], chosen[2]) == ("2", "4")
-    assert lines[-1].startswith("jaxtrain train gpt-stdlib --batch-size 8 --data ")
-    assert " --accumulate 4 " in lines[-1]
+    assert lines[-1].startswith("jaxtrain train gpt-stdlib --batch-size 8 --accumulate 4 --data ")
 
 
-def test_nothing_fits_in_one_line(capsys):
-    status, _, err = ran(capsys, f"plan {IMAGES} --memory 10KiB")
+def test_a_plan_in_which_nothing_fits_is_a_one_line_error(capsys):
+    status, _, err = run_command(capsys, f"plan {IMAGES} --memory 10KiB")
     assert status == 1
     assert err.startswith("jaxtrain: nothing fits 10.0 KiB: parameters and optimizer state alone take ")
     assert err.count("\n") == 1
@@ -71,18 +70,18 @@ def test_nothing_fits_in_one_line(capsys):
         (f"train {IMAGES} --micro-batch 8", "invalid choice '8' for argument '--micro-batch'"),
     ],
 )
-def test_wrong_usage_is_one_line(command, message, capsys):
-    status, _, err = ran(capsys, command)
+def test_wrong_usage_is_a_one_line_error(command, message, capsys):
+    status, _, err = run_command(capsys, command)
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
+def test_micro_batch_auto_chooses_a_size_that_fits(monkeypatch, capsys, text_folder):
     recipe = f"gpt-stdlib {TINY_GPT} --data {text_folder} --steps 2 --accumulate 8"
     monkeypatch.setattr(train_command, "device_memory", lambda: 250_000)
-    status, out, _ = ran(capsys, f"train {recipe} --micro-batch auto --out run")
+    status, out, _ = run_command(capsys, f"train {recipe} --micro-batch auto --out run")
     assert status == 0, out
     chosen = read_recipe(RunFolder(Path("run")))[1]
     assert 1 <= chosen.accumulate < 8
@@ -90,10 +89,10 @@ def test_training_chooses_its_own_micro_batch(monkeypatch, capsys, text_folder):
     assert chosen.precision == "fp32"
     assert f"chosen: micro-batch {8 // chosen.accumulate} × {chosen.accumulate}, remat {chosen.remat}, fp32: " in out
     # An existing run is rejected before anything is compiled; a resumed run keeps its settings.
-    status, out, err = ran(capsys, f"train {recipe} --micro-batch auto --out run")
+    status, out, err = run_command(capsys, f"train {recipe} --micro-batch auto --out run")
     assert (status, "compiling" in out) == (2, False)
     assert "already holds a run" in err
-    status, out, _ = ran(capsys, "train --resume --out run --micro-batch auto --steps 3")
+    status, out, _ = run_command(capsys, "train --resume --out run --micro-batch auto --steps 3")
     assert (status, "chosen:" in out) == (0, False)
     assert read_recipe(RunFolder(Path("run")))[1].accumulate == chosen.accumulate
     assert jax.config.jax_compilation_cache_dir

@@ -1,4 +1,4 @@
-"""`jaxtrain profile` and `train --profile` as a user drives them."""
+"""`jaxtrain profile` and `train --profile` from the command line."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from jaxtrain.cli import main
 SMALL = "--hidden 32 --batch-size 16 --log-every 2 --eval-every 4 --save-every 4"
 
 
-def test_a_run_is_profiled_while_it_trains_and_afterwards(capsys):
+def test_a_run_is_profiled_during_training_and_afterwards(capsys):
     assert main(f"train digits-mlp --steps 8 {SMALL} --profile 3:6 --out run".split()) == 0
     out = capsys.readouterr().out
     assert " ms per step, in traced operations" in out
@@ -65,7 +65,7 @@ def test_a_trace_without_operations_is_replaced_by_an_estimate(capsys, monkeypat
         ("train digits-mlp --steps 8 --profile 5:90", "must be a range A:B of steps from 1 to 8, got '5:90'"),
     ],
 )
-def test_wrong_usage_is_one_line(command, message, capsys):
+def test_wrong_usage_is_a_one_line_error(command, message, capsys):
     assert main(command.split()) == 2
     err = capsys.readouterr().err
     assert message in err

@@ -9,10 +9,9 @@ import pytest
 
 from jaxtrain import Loss
 from jaxtrain.cli import main
-from jaxtrain.runner import training
-from jaxtrain.tasks import build
+from jaxtrain.recipes.image import ImageRecipe
 
-from ..runner.test_guards import RECIPE, plant
+from ..runner.test_guards import RECIPE, scale_images
 from .conftest import TINY_GPT
 
 SMALL = "--hidden 8 --batch-size 8 --log-every 1 --eval-every 40 --save-every 5 --steps 12"
@@ -74,15 +73,16 @@ def test_an_overflow_is_attributed_to_the_runs_precision(capsys):
     assert "forward       the loss, the gradient of layers/0/" in out
 
 
-def with_more(loss_of):
-    """Return a `build` whose task adds a loss of its parameters."""
+def with_added_loss(added):
+    """Return a method `task` whose loss adds `added(params)`."""
+    original = ImageRecipe.task
 
     def patched(recipe):
-        task = build(recipe)
+        task = original(recipe)
 
         def loss_fn(params, batch, rng):
             loss, metrics = task.loss_fn(params, batch, rng)
-            return Loss(loss.total + loss_of(params), loss.weight), metrics
+            return Loss(loss.total + added(params), loss.weight), metrics
 
         return dataclasses.replace(task, loss_fn=loss_fn)
 
@@ -94,8 +94,8 @@ def root_of_bias(params):
 
 
 @pytest.mark.slow
-def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypatch):
-    monkeypatch.setattr(training, "build", with_more(root_of_bias))
+def test_a_nonfinite_gradient_is_reported_with_its_source_line(capsys, monkeypatch):
+    monkeypatch.setattr(ImageRecipe, "task", with_added_loss(root_of_bias))
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --out run") == 1
     message = capsys.readouterr().err
     assert "step 1: the loss is 2." in message
@@ -107,8 +107,8 @@ def test_a_derivative_that_is_not_finite_is_named_with_its_line(capsys, monkeypa
 
 
 @pytest.mark.slow
-def test_the_recorded_batch_is_used_after_the_data_are_fixed(capsys, monkeypatch):
-    changed = plant(monkeypatch, {8: float("nan")})
+def test_the_recorded_batch_is_replayed_after_the_data_have_changed(capsys, monkeypatch):
+    changed = scale_images(monkeypatch, {8: float("nan")})
     assert run(f"train digits-mlp {SMALL} --out run") == 1
     changed.factors.clear()
     out = replayed(capsys, "run 8", 1)
@@ -123,8 +123,8 @@ def test_the_recorded_batch_is_used_after_the_data_are_fixed(capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_steps_after_a_rollback_have_the_batches_they_had(capsys, monkeypatch):
-    plant(monkeypatch, {23: 3e3}, dataclasses.replace(RECIPE, lr=1e-3))
+def test_steps_after_a_rollback_are_replayed_with_their_original_batches(capsys, monkeypatch):
+    scale_images(monkeypatch, {23: 3e3}, dataclasses.replace(RECIPE, lr=1e-3))
     command = f"train digits-mlp {SMALL} --lr 1e-3 --spike-factor 30 --on-spike rollback --out run"
     assert run(command.replace("--steps 12", "--steps 28 --keep-last 9")) == 0
     assert lines("run")[21]["batches_skipped"] == 3

@@ -16,7 +16,7 @@ def run(command: str) -> int:
     return main(command.split())
 
 
-def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
+def test_one_run_is_reported_in_its_folder_and_several_in_the_working_folder(capsys):
     write_run(Path("a"))
     write_run(Path("b"), lr=0.1)
     assert run("report a") == 0
@@ -46,7 +46,7 @@ def test_a_run_has_its_page_in_its_folder_and_several_have_one_here(capsys):
         ("report a --serve x", "--serve: "),
     ],
 )
-def test_invalid_usage_is_one_line(command, error_line, capsys):
+def test_invalid_usage_is_a_one_line_error(command, error_line, capsys):
     write_run(Path("a"))
     assert run(command) == 2
     error = capsys.readouterr().err
@@ -58,18 +58,18 @@ def test_invalid_usage_is_one_line(command, error_line, capsys):
 def served(monkeypatch):
     """A run, and a function that sends requests to the server started by `jaxtrain report a --serve 0`."""
     folder = write_run(Path("a").absolute(), steps=30)
-    begun, servers = threading.Event(), []
+    started, servers = threading.Event(), []
     start = serve.report_server
 
-    def noted(*args):
+    def recorded(*args):
         servers.append(start(*args))
-        begun.set()
+        started.set()
         return servers[-1]
 
-    monkeypatch.setattr(report, "report_server", noted)
+    monkeypatch.setattr(report, "report_server", recorded)
     thread = threading.Thread(target=run, args=("report a --serve 0",))
     thread.start()
-    assert begun.wait(20)
+    assert started.wait(20)
     port = servers[0].server_address[1]
 
     def ask(path="/", **headers):
@@ -84,7 +84,7 @@ def served(monkeypatch):
     assert not thread.is_alive()
 
 
-def test_a_served_page_follows_its_run(served):
+def test_a_served_page_is_updated_with_its_run(served):
     folder, _, ask = served
     status, page, tag = ask()
     assert status == 200
@@ -99,7 +99,7 @@ def test_a_served_page_follows_its_run(served):
     assert ask()[0] == 503
 
 
-def test_only_this_machine_under_its_own_name_is_answered(served):
+def test_requests_for_other_hosts_and_paths_are_rejected(served):
     _, port, ask = served
     assert ask(Host=f"localhost:{port}")[0] == 200
     assert ask(Host="evil.example")[0] == 403

@@ -22,7 +22,6 @@ from jaxtrain.runner import interval, loop, read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.lock import RunLock
 from jaxtrain.runner.optimizer import schedule
-from jaxtrain.tasks import build
 
 from .conftest import TINY_GPT
 
@@ -43,11 +42,11 @@ def lines(folder: str) -> list[dict]:
 
 def final_params(folder: str):
     recipe = read_recipe(RunFolder(Path(folder)))[1]
-    return restore_params(Path(folder, "checkpoints"), build(recipe).params)
+    return restore_params(Path(folder, "checkpoints"), recipe.task().params)
 
 
 def stop_after(step: int, monkeypatch) -> None:
-    """Send SIGINT to this process during that step."""
+    """Send SIGINT to this process during the given step."""
     add, seen = interval.Interval.add, []
 
     def signalling(self, metrics):
@@ -59,7 +58,7 @@ def stop_after(step: int, monkeypatch) -> None:
     monkeypatch.setattr(interval.Interval, "add", signalling)
 
 
-def test_a_run_leaves_everything_the_folder_promises(capsys):
+def test_a_run_writes_config_metrics_checkpoints_and_report(capsys):
     assert run(f"train digits-mlp --steps 10 --hidden 32 {SMALL}") == 0
     out = capsys.readouterr().out
     folder = Path("runs/digits-mlp")
@@ -94,7 +93,7 @@ def test_tensorboard_reads_the_scalars():
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_resumes_to_the_same_bits(monkeypatch, capsys):
+def test_resuming_an_interrupted_run_is_bit_identical(monkeypatch, capsys):
     command = f"train digits-cnn --steps 9 --width 4 --accumulate 2 --precision fp16 {SMALL}"
     assert run(f"{command} --out whole") == 0
     with monkeypatch.context() as patched:
@@ -130,7 +129,7 @@ def test_a_killed_run_logs_no_step_twice(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_finished_run_reports_it_and_can_be_extended(capsys):
+def test_resuming_a_finished_run_reports_it_and_may_extend_it(capsys):
     assert run(f"train digits-mlp --steps 4 --hidden 16 {SMALL}") == 0
     assert run("train digits-mlp --resume") == 0
     assert "step 4 of 4 is done" in capsys.readouterr().out
@@ -148,7 +147,7 @@ def test_the_logged_learning_rate_is_the_one_used():
 
 
 @pytest.mark.slow
-def test_a_gpt_learns_its_own_text_and_writes_some(text_folder, capsys):
+def test_a_gpt_learns_its_text_and_generates_samples(text_folder, capsys):
     command = f"train --data {text_folder} --steps 30 --eval-every 15 --lr 1e-2 --warmup-steps 3 --dropout 0.1"
     assert run(f"{command} --remat full {TINY_GPT} --out run") == 0
     out = capsys.readouterr().out
@@ -165,7 +164,7 @@ def test_a_gpt_learns_its_own_text_and_writes_some(text_folder, capsys):
 
 
 @pytest.mark.slow
-def test_own_arrays_and_image_folders_train(tmp_path, capsys):
+def test_arrays_and_image_folders_of_the_user_train(tmp_path, capsys):
     rng = np.random.default_rng(0)
     np.savez("own.npz", x=rng.integers(0, 255, (40, 6, 5), np.uint8), y=rng.integers(0, 3, 40))
     assert run(f"train digits-mlp --data own.npz --classes 3 --steps 2 --hidden 8 {SMALL} --out a") == 0
@@ -178,7 +177,7 @@ def test_own_arrays_and_image_folders_train(tmp_path, capsys):
     assert "float32 [16, 6, 7, 3]" in capsys.readouterr().out
 
 
-def shown(folder: str) -> list[dict]:
+def untimed(folder: str) -> list[dict]:
     """Return the lines without values that differ between any two runs."""
     timed = ("step_time_s", "examples_per_s", "input_wait_s", "peak_memory_bytes")
     return [{k: v for k, v in m.items() if k not in timed} for m in lines(folder)]
@@ -193,8 +192,8 @@ TINY = f"train digits-mlp --steps 6 --hidden 8 {SMALL}"
 
 
 @pytest.mark.slow
-def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
-    """Started, killed before its first checkpoint, started again, stopped, resumed, finished."""
+def test_resume_auto_continues_after_every_kind_of_interruption(monkeypatch, capsys):
+    """The run is killed before its first checkpoint, restarted, stopped, resumed and finished."""
     command = f"{TINY} --log-every 3 --resume auto --out looped"
     assert run(f"{TINY} --log-every 3 --out whole") == 0
     with monkeypatch.context() as patched:
@@ -213,14 +212,14 @@ def test_resume_auto_is_all_that_a_restart_loop_needs(monkeypatch, capsys):
     assert [m["step"] for m in lines("looped")] == [0, 3, 4]
     assert run(command) == 0
     assert same_bits("whole", "looped")
-    assert shown("whole") == shown("looped")
+    assert untimed("whole") == untimed("looped")
     capsys.readouterr()
     assert run(command) == 0
     assert "step 6 of 6 is done" in capsys.readouterr().out
-    assert shown("whole") == shown("looped")
+    assert untimed("whole") == untimed("looped")
 
 
-def test_a_cut_short_import_is_not_begun_again_from_random_weights(capsys):
+def test_an_incomplete_import_is_not_restarted_from_random_weights(capsys):
     assert run(f"{TINY} --out imported") == 0
     shutil.rmtree("imported/checkpoints")
     Path("imported/torch.pt").touch()
@@ -229,14 +228,14 @@ def test_a_cut_short_import_is_not_begun_again_from_random_weights(capsys):
     assert "imported was not imported completely" in capsys.readouterr().err
 
 
-def test_config_json_repeats_a_run_to_the_same_bits(capsys):
+def test_a_run_repeated_from_config_json_is_bit_identical(capsys):
     settings = "--lr 2e-3 --seed 3 --accumulate 2 --optimizer sgd(momentum=0.9) --schedule linear"
     assert run(f"{TINY} {settings} --out first") == 0
     capsys.readouterr()
     assert run("train --from first/config.json --out second") == 0
     assert "bit-identical" not in capsys.readouterr().out
     assert same_bits("first", "second")
-    assert shown("first") == shown("second")
+    assert untimed("first") == untimed("second")
     config = json.loads(Path("first/config.json").read_text())
     assert json.loads(Path("second/config.json").read_text())["settings"] == config["settings"]
     # Other flags override settings; differences of the environment are reported.
@@ -264,7 +263,7 @@ def test_config_json_repeats_a_run_to_the_same_bits(capsys):
 
 
 @pytest.mark.slow
-def test_retention_is_a_setting_that_may_change_on_resume(capsys):
+def test_retention_settings_may_change_on_resume(capsys):
     kept = "--batch-size 16 --log-every 1 --eval-every 2 --save-every 1 --keep-last 1 --keep-best 0"
     command = f"train digits-mlp --hidden 8 {kept} --keep-every 4 --out kept"
     assert run(f"{command} --steps 6") == 0
@@ -278,7 +277,7 @@ def test_retention_is_a_setting_that_may_change_on_resume(capsys):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_restored(capsys):
     assert run(f"{TINY} --out whole") == 0
     assert run(f"{TINY} --out hurt") == 0
     (data,) = Path("hurt/checkpoints/6/state/d").iterdir()
@@ -290,7 +289,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
     assert f"step 6 is damaged (state/d/{data.name} does not match its checksum): moved to" in printed
     assert "resuming hurt at step 4" in printed
     assert same_bits("whole", "hurt")
-    assert shown("whole") == shown("hurt")
+    assert untimed("whole") == untimed("hurt")
     for step in saved_steps(Path("hurt/checkpoints")):
         Path(f"hurt/checkpoints/{step}/run.json").unlink()
     for command in ("train --resume --out hurt", "train --resume auto --out hurt"):
@@ -298,7 +297,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(capsys):
         assert "hurt has no intact checkpoint left" in capsys.readouterr().err
 
 
-def test_a_folder_in_use_is_refused_by_name_and_untouched(capsys):
+def test_a_folder_in_use_is_refused_and_unchanged(capsys):
     assert run(f"{TINY} --out used") == 0
     with RunLock(Path("used")) as lock:
         lock.take()
@@ -310,7 +309,7 @@ def test_a_folder_in_use_is_refused_by_name_and_untouched(capsys):
     assert run("train --resume --out used --steps 8") == 0
 
 
-def test_a_report_that_cannot_be_written_costs_nothing_but_the_report(capsys):
+def test_a_report_that_cannot_be_written_does_not_affect_the_run(capsys):
     Path("full/report.html").mkdir(parents=True)
     assert run(f"{TINY} --out full") == 1
     assert capsys.readouterr().err == (
@@ -322,7 +321,7 @@ def test_a_report_that_cannot_be_written_costs_nothing_but_the_report(capsys):
 
 
 @pytest.mark.slow
-def test_checkpoints_without_their_config_are_not_written_over(capsys):
+def test_checkpoints_without_their_config_are_not_overwritten(capsys):
     assert run(f"{TINY} --out lost") == 0
     Path("lost/config.json").unlink()
     for how in ("", "--resume auto"):
@@ -357,7 +356,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("command", BAD, ids=lambda c: c.replace(" ", "_"))
-def test_bad_input_is_one_line_and_exit_2_and_nothing_written(command, capsys):
+def test_bad_input_is_a_one_line_error_with_exit_status_2_and_writes_nothing(command, capsys):
     Path("empty").mkdir()
     Path("a_file").touch()
     np.savez("outside.npz", x=np.zeros((20, 4, 4), np.uint8), y=np.array([0, 1, 2, 10] * 5))
@@ -385,7 +384,7 @@ def test_a_folder_with_a_run_is_never_overwritten(capsys):
     assert {p: p.read_bytes() for p in Path("mine").rglob("*") if p.is_file()} == before
 
 
-def test_a_damaged_config_is_one_line(capsys):
+def test_a_damaged_config_is_a_one_line_error(capsys):
     assert run(f"train digits-mlp --steps 2 --hidden 8 {SMALL} --out mine") == 0
     capsys.readouterr()
     Path("mine/config.json").write_text("{")
@@ -407,7 +406,7 @@ def test_ctrl_c_in_a_real_process_saves_and_exits_130(tmp_path):
     assert lines(str(tmp_path / "runs/digits-mlp"))[-1]["step"] >= 20
 
 
-def test_every_recipe_states_each_of_its_fields():
+def test_every_recipe_has_a_docstring():
     for recipe in RECIPES.values():
         assert type(recipe).__doc__
 

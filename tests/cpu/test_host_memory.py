@@ -16,7 +16,7 @@ import jax, jax.numpy as jnp
 
 # The product's operand and result are temporaries, 32 MiB each.
 step = jax.jit(lambda x: (jnp.sin(jnp.arange(2**23, dtype=jnp.float32) * x).reshape(-1, 8) @ jnp.ones((8, 8)))[-1])
-for i in range(30):  # the heap finds its size
+for i in range(30):  # until the heap has its final size
     step(float(i)).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for i in range(3):

@@ -1,4 +1,4 @@
-"""Rewritten products have the values and gradients of XLA's own, for all shapes."""
+"""Rewritten convolutions and products have the values and gradients of XLA's own, for all shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -51,17 +51,19 @@ def test_rewritten_products_agree_to_rounding(convolution):
         rng = np.random.default_rng(0)
         args = jnp.array(rng.normal(size=x)), jnp.array(rng.normal(size=kernel))
 
-        def own(x, kernel):
+        def convolve(x, kernel):
             return lax.conv_general_dilated(x, kernel, **options)
 
-        rewritten = cpu_products(own)
-        assert "conv_general_dilated" not in str(jax.make_jaxpr(rewritten)(*args)) or out_size(own, args) > 16
-        in_loops = loop_convolutions(lambda *args: gradients(own, *args))
+        rewritten = cpu_products(convolve)
+        assert "conv_general_dilated" not in str(jax.make_jaxpr(rewritten)(*args)) or out_size(convolve, args) > 16
+        in_loops = loop_convolutions(lambda *args: gradients(convolve, *args))
         assert set(layouts(jax.make_jaxpr(in_loops)(*args))) == {CHANNELS_LAST[len(kernel) - 2]}
-        all_three = jax.jit(lambda *args: (gradients(rewritten, *args), in_loops(*args), gradients(own, *args)))(*args)
-        for ours, looped, xlas in zip(*all_three, strict=True):
-            np.testing.assert_allclose(looped, xlas, rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(ours, xlas, rtol=1e-12, atol=1e-12)
+        all_three = jax.jit(lambda *args: (gradients(rewritten, *args), in_loops(*args), gradients(convolve, *args)))(
+            *args
+        )
+        for ours, looped, expected in zip(*all_three, strict=True):
+            np.testing.assert_allclose(looped, expected, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 CHANNELS_LAST = {
@@ -78,7 +80,7 @@ def layouts(closed):
             yield from layouts(jax.extend.core.ClosedJaxpr(inner, ()))
 
 
-def test_in_a_window_every_convolution_has_the_layout_that_the_backend_has_a_library_for():
+def test_convolutions_in_a_window_have_the_layout_of_the_backend_library():
     def loss_fn(params, batch, rng):
         del rng
         y = lax.conv_general_dilated(batch, params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -90,7 +92,7 @@ def test_in_a_window_every_convolution_has_the_layout_that_the_backend_has_a_lib
         state = step.init(jnp.ones((3, 3, 2, 2)), seed=0)
         found[k] = set(layouts(jax.make_jaxpr(step.pure)(state, jnp.ones((4, 6, 6, 2)))))
     assert found[2] == {CHANNELS_LAST[2]}
-    assert len(found[1]) == 2  # outside of loops XLA sees to it
+    assert len(found[1]) == 2  # outside of loops XLA chooses the layout
 
 
 def out_size(fn, args):
@@ -104,16 +106,16 @@ def products(x, kernel, **options):
     return "conv_general_dilated" not in traced
 
 
-def test_which_convolutions_become_products():
+def test_convolutions_with_at_most_as_many_positions_as_taps_become_products():
     assert products((2, 4, 4, 8), (3, 3, 8, 8))
     assert products((2, 4, 5, 8), (5, 5, 8, 8))  # positions 20, taps 25
     assert not products((2, 5, 5, 8), (3, 3, 8, 8))
-    # Left to XLA: groups, and transposed convolutions.
+    # Grouped and transposed convolutions are left to XLA.
     assert not products((2, 4, 4, 8), (3, 3, 1, 8), feature_group_count=8)
     assert not products((2, 2, 2, 8), (3, 3, 8, 8), lhs_dilation=(2, 2), padding=((1, 1), (1, 1)))
 
 
-def test_a_low_precision_keeps_its_dtype():
+def test_low_precision_results_keep_their_dtype():
     fn = cpu_products(
         lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     )
@@ -123,15 +125,15 @@ def test_a_low_precision_keeps_its_dtype():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
-def test_low_precision_products_are_rounded_as_xlas_own(dtype):
-    # Integers, whose products and sums are exact in float32, and not all of them in the low dtype.
+def test_low_precision_products_are_rounded_like_those_of_xla(dtype):
+    # The products and sums of these integers are exact in float32, but not all of them in the low dtype.
     rng = np.random.default_rng(0)
     x, w = (jnp.array(rng.integers(-20, 20, shape), dtype) for shape in ((7, 5), (5, 3)))
     rewritten = cpu_products(jnp.dot)
     assert "preferred_element_type=float32" in str(jax.make_jaxpr(rewritten)(x, w))
-    for ours, xlas in zip(gradients(rewritten, x, w), gradients(jnp.dot, x, w), strict=True):
-        assert ours.dtype == xlas.dtype == dtype
-        np.testing.assert_array_equal(ours, xlas)
+    for ours, expected in zip(gradients(rewritten, x, w), gradients(jnp.dot, x, w), strict=True):
+        assert ours.dtype == expected.dtype == dtype
+        np.testing.assert_array_equal(ours, expected)
     overflowing = jnp.full((1, 2), 300.0, np.float16)
     assert np.isinf(rewritten(overflowing, overflowing.T)).all()
 

@@ -31,7 +31,7 @@ SEEDS = st.integers(0, 2**40)
 
 @settings(max_examples=25, deadline=None)
 @given(SIZES, SEEDS, st.booleans(), st.integers(0, 30), st.integers(0, 8))
-def test_resume_at_any_point_equals_never_having_stopped(
+def test_resuming_at_any_position_equals_an_uninterrupted_loader(
     sizes: tuple[int, int], seed: int, shuffle: bool, stop: int, read_past: int
 ) -> None:
     length, batch_size = sizes
@@ -83,14 +83,14 @@ def test_batches_stack_examples_row_by_row() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_writing_into_a_batch_leaves_the_source_alone(batch_size: int) -> None:
+def test_writing_into_a_batch_does_not_change_the_source(batch_size: int) -> None:
     source = numbered(2)
     for batches in (Loader(source, batch_size, 0, shuffle=False), epoch_batches(source, batch_size)):
         next(batches)["image"][:] = -1
     assert source.images[:, 0].tolist() == [0, 1]
 
 
-def test_batches_are_read_in_the_background_before_they_are_asked_for() -> None:
+def test_batches_are_read_in_the_background_before_they_are_requested() -> None:
     third_was_read = threading.Event()
 
     class Watched(Arrays):
@@ -105,34 +105,34 @@ def test_batches_are_read_in_the_background_before_they_are_asked_for() -> None:
     assert third_was_read.wait(timeout=5)
 
 
-def test_a_batch_that_failed_is_the_next_one_again() -> None:
+def test_a_failed_batch_is_retried() -> None:
     class Flaky(Arrays):
         def __getitem__(self, index: int, /) -> Example:
             if index == 2 and not failures:
                 failures.append(index)
-                raise UserError("the disk is away")
+                raise UserError("the disk is unavailable")
             return super().__getitem__(index)
 
     failures: list[int] = []
     source = numbered(6)
     loader = Loader(Flaky(source.images, source.labels), 1, seed=0, shuffle=False)
     assert labels(loader, 2) == [[0], [1]]
-    with pytest.raises(UserError, match="the disk is away"):
+    with pytest.raises(UserError, match="the disk is unavailable"):
         next(loader)
     assert loader.state()["next_batch"] == 2
     assert labels(loader, 3) == [[2], [3], [4]]
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "seed", "says"),
+    ("batch_size", "seed", "message"),
     [(4, 0, "number of examples, 3, got 4"), (0, 0, "at least 1, got 0"), (1, -1, "seed must be at least 0, got -1")],
 )
-def test_a_loader_that_cannot_be_is_refused(batch_size: int, seed: int, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_arguments_of_a_loader_are_refused(batch_size: int, seed: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         Loader(numbered(3), batch_size, seed)
 
 
-def test_a_position_in_another_order_is_refused() -> None:
+def test_a_position_of_a_different_order_is_refused() -> None:
     state = Loader(numbered(8), 2, seed=0).state()
     others = {
         "examples": Loader(numbered(9), 2, seed=0),
@@ -146,7 +146,7 @@ def test_a_position_in_another_order_is_refused() -> None:
 
 
 @given(st.integers(0, 20), st.integers(1, 8))
-def test_evaluation_sees_each_example_once_in_batches_of_one_shape(length: int, batch_size: int) -> None:
+def test_evaluation_reads_each_example_once_in_batches_of_one_shape(length: int, batch_size: int) -> None:
     batches = list(epoch_batches(numbered(length), batch_size))
     assert len(batches) == -(-length // batch_size)
     for batch in batches:
@@ -161,7 +161,7 @@ def test_evaluation_sees_each_example_once_in_batches_of_one_shape(length: int, 
 
 @st.composite
 def shares(draw: st.DrawFn, of: int) -> list[list[int]]:
-    """The positions of a batch of `of`, each given to one of some processes or to several of them."""
+    """Draw the rows of each process: every row of a batch of `of` belongs to one or several processes."""
     shares: list[list[int]] = [[] for _ in range(draw(st.integers(1, 4)))]
     for position in range(of):
         for process in draw(st.sets(st.sampled_from(range(len(shares))), min_size=1)):
@@ -172,10 +172,10 @@ def shares(draw: st.DrawFn, of: int) -> list[list[int]]:
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(64, 100), st.integers(1, 12), SEEDS, st.integers(0, 12))
-def test_the_rows_of_all_processes_are_the_batch_and_any_number_of_them_goes_on(
+def test_the_rows_of_all_processes_form_the_batch_and_any_number_of_processes_continues(
     data: st.DataObject, length: int, batch_size: int, seed: int, stop: int
 ) -> None:
-    """In whatever way the rows are shared out, before a restart and after it."""
+    """This holds for any division of the rows, before and after a restart."""
     whole = labels(Loader(numbered(length), batch_size, seed, num_threads=0), stop + 4)
     saved = Loader(numbered(length), batch_size, seed).state()
     for begin, count in ((0, stop), (stop, 4)):
@@ -190,7 +190,7 @@ def test_the_rows_of_all_processes_are_the_batch_and_any_number_of_them_goes_on(
         saved = positions[0]
 
 
-def test_a_process_reads_no_more_than_its_rows() -> None:
+def test_a_process_reads_only_its_rows() -> None:
     read: list[int] = []
 
     class Watched(Arrays):
@@ -213,7 +213,7 @@ def test_evaluation_stops_at_its_limit_of_batches() -> None:
     assert [b["label"].tolist() for b in epoch_batches(numbered(9), 2, limit=2)] == [[0, 1], [2, 3]]
 
 
-def test_evaluation_with_an_impossible_batch_size_is_refused() -> None:
+def test_evaluation_with_an_invalid_batch_size_is_refused() -> None:
     with pytest.raises(UserError, match="batch_size must be at least 1, got 0"):
         next(epoch_batches(numbered(2), 0))
 
@@ -223,7 +223,7 @@ def test_importing_the_loader_emits_no_warning() -> None:
     assert subprocess.run(program, capture_output=True, check=True).stderr == b""
 
 
-def test_peeking_reads_one_batch_and_moves_nothing():
+def test_peek_reads_one_batch_and_keeps_the_position():
     class Recording:
         def __init__(self):
             self.read = []
@@ -238,7 +238,7 @@ def test_peeking_reads_one_batch_and_moves_nothing():
     source = Recording()
     loader = Loader(source, batch_size=2, seed=0)
     peeked = loader.peek()
-    time.sleep(0.2)  # a prefetch would read on
+    time.sleep(0.2)  # a prefetch would continue to read
     assert sorted(source.read) == sorted(peeked["index"].tolist())
     assert loader.state()["next_batch"] == 0
     first = next(loader)

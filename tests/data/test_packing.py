@@ -16,12 +16,12 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(lambda le
 
 
 def numbered(lengths: list[int]) -> list[np.ndarray]:
-    """Documents whose tokens say which document they are of, and where in it."""
+    """Return documents whose tokens encode their document and their position in it."""
     return [1000 * (d + 1) + np.arange(length, dtype=np.int32) for d, length in enumerate(lengths)]
 
 
 @given(LENGTHS, st.integers(1, 12))
-def test_every_prediction_of_every_document_is_in_one_row_once(lengths: list[int], length: int) -> None:
+def test_every_pair_of_successive_tokens_is_packed_exactly_once(lengths: list[int], length: int) -> None:
     packed = pack(numbered(lengths), length, pad=0)
     rows = [packed[i] for i in range(len(packed))]
     found = sorted(
@@ -35,7 +35,9 @@ def test_every_prediction_of_every_document_is_in_one_row_once(lengths: list[int
 
 
 @given(LENGTHS, st.integers(1, 12))
-def test_a_segment_is_one_run_of_one_document_counted_from_nought(lengths: list[int], length: int) -> None:
+def test_a_segment_is_a_contiguous_part_of_one_document_with_positions_from_zero(
+    lengths: list[int], length: int
+) -> None:
     packed = pack(numbered(lengths), length, pad=-7)
     for i in range(len(packed)):
         row = packed[i]
@@ -43,18 +45,18 @@ def test_a_segment_is_one_run_of_one_document_counted_from_nought(lengths: list[
         assert (np.diff(row["segments"][row["segments"] > 0]) >= 0).all()
         assert set(row["segments"].tolist()) - {0} == set(range(1, count + 1))
         for segment in range(1, count + 1):
-            (places,) = np.nonzero(row["segments"] == segment)
-            assert (np.diff(places) == 1).all()
-            assert (np.diff(row["tokens"][places]) == 1).all()  # the same document, in its order
-            assert row["positions"][places].tolist() == list(range(len(places)))
+            (indices,) = np.nonzero(row["segments"] == segment)
+            assert (np.diff(indices) == 1).all()
+            assert (np.diff(row["tokens"][indices]) == 1).all()  # one document, in order
+            assert row["positions"][indices].tolist() == list(range(len(indices)))
         empty = row["segments"] == 0
         assert (row["tokens"][empty] == -7).all()
         assert not row["positions"][empty].any()
-        assert not empty[: empty.argmax()].any() or not empty.any()  # what is left of a row is its end
+        assert not empty[: empty.argmax()].any() or not empty.any()  # padding is at the end of a row
 
 
 @given(st.lists(st.integers(1, 9), max_size=60), st.integers(9, 14))
-def test_first_fit_is_first_fit(sizes: list[int], capacity: int) -> None:
+def test_first_fit_equals_a_direct_implementation(sizes: list[int], capacity: int) -> None:
     expected: list[list[int]] = []
     for i, size in enumerate(sizes):
         room = (b for b in expected if sum(sizes[j] for j in b) + size <= capacity)
@@ -64,7 +66,7 @@ def test_first_fit_is_first_fit(sizes: list[int], capacity: int) -> None:
 
 @settings(max_examples=15)
 @given(LENGTHS, st.integers(2, 12), st.integers(0, 5))
-def test_packed_rows_come_in_an_order_of_the_seed_that_can_be_returned_to(
+def test_the_order_of_packed_rows_depends_on_the_seed_and_can_be_restored(
     lengths: list[int], length: int, seed: int
 ) -> None:
     def batches(count: int, position: dict | None = None) -> list[list]:
@@ -88,7 +90,7 @@ def test_padding_keeps_the_tokens_that_fit(tokens: list[int], length: int) -> No
     assert (row.dtype, row.shape) == (np.int32, (length,))
 
 
-def test_packed_documents_survive_pickling_and_end() -> None:
+def test_packed_documents_can_be_pickled_and_check_their_bounds() -> None:
     packed = pack(numbered([5, 9, 2]), 4, pad=0)
     copy = pickle.loads(pickle.dumps(packed))
     assert isinstance(copy, PackedRows)
@@ -100,7 +102,7 @@ def test_packed_documents_survive_pickling_and_end() -> None:
             packed[outside]
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
+def test_documents_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(UserError, match="length of a row must be at least 1, got 0"):
         pack(numbered([3]), 0, pad=0)
     with pytest.raises(UserError, match="none of 2 texts has two tokens"):

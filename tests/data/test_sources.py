@@ -64,7 +64,7 @@ def test_targets_of_the_windows_tile_the_text(content: bytes, data: st.DataObjec
     assert all(w.dtype == np.int32 and w.shape == (seq_len + 1,) for w in windows)
 
 
-def test_text_ends_where_its_length_says() -> None:
+def test_token_windows_check_their_bounds() -> None:
     text = TokenWindows(as_bytes(b"abcdefg"), 2)
     assert len(text) == 3
     for outside in (3, -1):
@@ -73,15 +73,15 @@ def test_text_ends_where_its_length_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "seq_len", "says"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len must be at least 1, got 0")]
+    ("content", "seq_len", "message"), [(b"ab", 2, "2 tokens"), (b"ab", 0, "seq_len must be at least 1, got 0")]
 )
-def test_text_without_a_window_is_refused(content: bytes, seq_len: int, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_a_text_shorter_than_a_window_is_refused(content: bytes, seq_len: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         TokenWindows(as_bytes(content), seq_len)
 
 
 @given(content=st.binary(min_size=1, max_size=200))
-def test_unigram_entropy_lies_between_certain_and_uniform(content: bytes) -> None:
+def test_unigram_entropy_is_between_zero_and_the_log_of_the_alphabet(content: bytes) -> None:
     entropy = unigram_entropy(as_bytes(content))
     assert 0 <= entropy <= np.log(len(set(content))) + 1e-12
 
@@ -118,7 +118,7 @@ def test_nul_after_the_first_8_kib_does_not_make_a_file_binary(tmp_path: Path) -
     assert text_files(tmp_path) == files
 
 
-def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         text_files(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no readable text"):
@@ -128,7 +128,7 @@ def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=12), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
-def test_split_puts_every_file_whole_on_one_side(
+def test_split_assigns_every_file_to_one_side(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], fraction: float
 ) -> None:
     root = tmp_path_factory.mktemp("split")
@@ -153,11 +153,11 @@ def test_split_is_the_same_in_another_process_and_folder(tmp_path: Path) -> None
     command = [sys.executable, "-c", program, str(tmp_path / "two")]
     elsewhere = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
     files = [tmp_path / "one" / name for name in contents]
-    # f0, whose one byte is NUL, is no text to the other process: leave it out here too.
+    # The other process skips f0 as a binary file, because its only byte is NUL.
     assert split_text(sorted(files[1:]), tmp_path / "one")[1].tobytes() == elsewhere
 
 
-def test_split_holds_out_the_files_it_always_held_out(tmp_path: Path) -> None:
+def test_split_holds_out_the_same_files_in_every_release(tmp_path: Path) -> None:
     files = write_files(tmp_path, {f"f{i}": bytes([i]) for i in range(10)})
     assert split_text(files, tmp_path, 0.3)[1].tolist() == [6, 8, 9]
 
@@ -185,9 +185,9 @@ def test_digits_are_split_by_class_and_lie_in_the_unit_interval() -> None:
     assert train.images.shape[1:] == validation.images.shape[1:] == (8, 8, 1)
     assert (train.images.dtype, train.labels.dtype) == (np.float32, np.int32)
     assert (train.images.min(), train.images.max()) == (0, 1)
-    of_train, of_validation = np.bincount(train.labels), np.bincount(validation.labels)
+    train_counts, validation_counts = np.bincount(train.labels), np.bincount(validation.labels)
     assert len(train) + len(validation) == 1797
-    assert (of_validation == np.round((of_train + of_validation) * 0.2)).all()
+    assert (validation_counts == np.round((train_counts + validation_counts) * 0.2)).all()
     assert (digits(0.2)[1].images == validation.images).all()
 
 
@@ -206,14 +206,14 @@ def test_npz_holds_out_a_tenth_of_each_class(tmp_path: Path, keys: tuple[str, st
     assert np.bincount(validation.labels).tolist() == [2, 2]
     seen = np.concatenate([train.images, validation.images])[:, 0, 0, 0]
     assert sorted(np.round(seen * 255).astype(int)) == list(range(40))
-    # Pinned: an example that crossed over in a later release would spoil every comparison with an older run.
+    # Pinned: a different split in a later release would invalidate comparisons with older runs.
     assert np.round(validation.images[:, 0, 0, 0] * 255).astype(int).tolist() == [2, 3, 23, 36]
     assert train.images.shape == (36, 3, 3, 1)
     assert (train[0]["image"].dtype, train[0]["label"].dtype) == (np.float32, np.int32)
 
 
 @pytest.mark.parametrize("keys", [("x_test", "y_test"), ("x_val", "y_val")])
-def test_npz_with_its_own_validation_keeps_it(tmp_path: Path, keys: tuple[str, str]) -> None:
+def test_validation_arrays_of_an_npz_are_used(tmp_path: Path, keys: tuple[str, str]) -> None:
     held_out: dict[str, Any] = {keys[0]: np.full((1, 5), 7.0), keys[1]: np.array([1])}
     np.savez(tmp_path / "d.npz", x=np.zeros((2, 5)), y=np.array([0, 1]), **held_out)
     train, validation = npz(tmp_path / "d.npz")
@@ -224,7 +224,7 @@ OBJECTS = np.array([None, "a"], object)
 
 
 @pytest.mark.parametrize(
-    ("arrays", "says"),
+    ("arrays", "message"),
     [
         ({"a": np.ones(1), "b": np.ones(1)}, "no array 'x', only a, b"),
         ({"x": np.ones((2, 3))}, "no array 'y', only x"),
@@ -238,14 +238,14 @@ OBJECTS = np.array([None, "a"], object)
         ({"x": np.ones((2, 3)), "y": np.arange(2)}, "none for validation"),
     ],
 )
-def test_npz_mistakes_are_named(tmp_path: Path, arrays: dict[str, Any], says: str) -> None:
+def test_invalid_arrays_of_an_npz_are_reported(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "d.npz", **arrays)
-    with pytest.raises(UserError, match=says) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         npz(tmp_path / "d.npz")
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_npz_is_refused(tmp_path: Path) -> None:
+def test_files_other_than_npz_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.ones(3))
     with pytest.raises(UserError, match="not an npz"):
         npz(tmp_path / "one.npy")
@@ -264,17 +264,17 @@ def test_damaged_npz_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(-3, 8), max_size=8), st.integers(1, 6))
-def test_labels_pass_exactly_when_all_lie_within_the_classes(labels: list[int], classes: int) -> None:
+def test_labels_are_accepted_exactly_if_all_are_within_the_classes(labels: list[int], classes: int) -> None:
     outside = [label for label in labels if not 0 <= label < classes]
     if outside:
-        said = f"label {outside[0]} is outside 0..{classes - 1} ({len(outside)} of {len(labels)} labels are)"
-        with pytest.raises(UserError, match=re.escape(said)):
+        message = f"label {outside[0]} is outside 0..{classes - 1} ({len(outside)} of {len(labels)} labels are)"
+        with pytest.raises(UserError, match=re.escape(message)):
             check_labels(np.array(labels, np.int32), classes)
     else:
         check_labels(np.array(labels, np.int32), classes)
 
 
-def test_arrays_of_two_lengths_are_refused() -> None:
+def test_arrays_of_different_lengths_are_refused() -> None:
     with pytest.raises(UserError, match="got 2 images and 3 labels: lengths must match"):
         Arrays(np.zeros((2, 1), np.float32), np.zeros(3, np.int32))
 
@@ -308,7 +308,7 @@ def test_images_are_decoded_to_float32_in_the_unit_interval(tmp_path: Path, mode
     assert np.allclose(example["image"], expected / 255)
 
 
-def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
+def test_invalid_image_folders_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder"):
         image_folder(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no sub-folders"):
@@ -328,7 +328,7 @@ def test_image_folder_mistakes_are_named(tmp_path: Path) -> None:
         image_folder(tmp_path)
 
 
-def test_an_image_cut_short_is_named_when_it_is_decoded(tmp_path: Path) -> None:
+def test_a_truncated_image_is_reported_when_it_is_decoded(tmp_path: Path) -> None:
     write_images(tmp_path, ["a/1.png", "a/2.png"], size=(64, 64))
     for file in (tmp_path / "a").iterdir():
         file.write_bytes(file.read_bytes()[:60])
@@ -340,7 +340,7 @@ def test_an_image_cut_short_is_named_when_it_is_decoded(tmp_path: Path) -> None:
 # --- all sources --------------------------------------------------------------------------------------------
 
 
-def test_every_source_survives_pickling(tmp_path: Path) -> None:
+def test_every_source_can_be_pickled(tmp_path: Path) -> None:
     write_images(tmp_path, ["a/1.png", "a/2.png"])
     arrays = Arrays(np.ones((2, 3), np.float32), np.array([0, 1], np.int32))
     sources: list[Source] = [TokenWindows(as_bytes(b"abcdef"), 2), arrays, image_folder(tmp_path)[0]]
@@ -351,7 +351,7 @@ def test_every_source_survives_pickling(tmp_path: Path) -> None:
             assert np.array_equal(copy[0][name], value)
 
 
-def test_importing_the_sources_imports_no_reader() -> None:
+def test_importing_the_sources_imports_no_optional_dependency() -> None:
     program = (
         "import sys, jaxtrain.data;"
         "assert not {'grain', 'sklearn', 'PIL', 'pyarrow', 'datasets', 'tokenizers'} & set(sys.modules)"

@@ -61,7 +61,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / request.param
 
 
-def test_each_row_is_that_row(path: Path) -> None:
+def test_rows_are_read_in_any_order(path: Path) -> None:
     rows = table(path)
     assert len(rows) == 10
     for i in (7, 0, 9, 3, 4):
@@ -81,13 +81,13 @@ def test_columns_are_chosen_by_name(path: Path) -> None:
         table(path, ["colour"])
 
 
-def test_tables_survive_pickling(path: Path) -> None:
+def test_tables_can_be_pickled(path: Path) -> None:
     rows = table(path, ["label"])
     rows[5]
     assert pickle.loads(pickle.dumps(rows))[6] == {"label": 6}
 
 
-def test_tables_can_be_loaded_in_any_order(path: Path) -> None:
+def test_a_shuffled_loader_reads_every_row_of_a_table(path: Path) -> None:
     loader = Loader(table(path, ["label", "vector"]), batch_size=5, seed=3)
     epoch = [next(loader) for _ in range(2)]
     assert sorted(np.concatenate([batch["label"] for batch in epoch]).tolist()) == list(range(10))
@@ -104,28 +104,28 @@ def test_a_folder_of_files_is_one_table(tmp_path: Path, name: str) -> None:
     assert [rows[i]["label"] for i in range(len(rows))] == list(range(9))
 
 
-def test_parquet_keeps_only_as_many_row_groups_as_fit(tmp_path: Path) -> None:
+def test_the_parquet_cache_keeps_only_row_groups_that_fit(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", columns(12))
     one_group = parquet.ParquetFile(tmp_path / "a.parquet").read_row_group(0).nbytes
     rows = ParquetRows([tmp_path / "a.parquet"], cache_bytes=one_group * 5 // 2)
     for i in (0, 5, 1, 11):
         assert rows[i]["label"] == i
-    assert list(rows._cache) == [0, 2]  # the last used
+    assert list(rows._cache) == [0, 2]  # the most recently used
     narrow = ParquetRows([tmp_path / "a.parquet"], ["label"], cache_bytes=0)
     assert [narrow[i]["label"] for i in (9, 3, 9)] == [9, 3, 9]
     assert list(narrow._cache) == [2]
     assert narrow._cache[2].column_names == ["label"]
 
 
-def test_parquet_answers_several_threads(tmp_path: Path) -> None:
+def test_parquet_rows_can_be_read_by_several_threads(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", columns(200))
     rows = ParquetRows([tmp_path / "a.parquet"], ["label"], cache_bytes=200)
-    asked = np.random.RandomState(0).randint(200, size=2000).tolist()
+    indices = np.random.RandomState(0).randint(200, size=2000).tolist()
     with ThreadPoolExecutor(4) as threads:
-        assert [int(row["label"]) for row in threads.map(rows.__getitem__, asked)] == asked
+        assert [int(row["label"]) for row in threads.map(rows.__getitem__, indices)] == indices
 
 
-def test_a_row_group_is_decoded_once_while_cached_ones_and_others_are_read(
+def test_a_row_group_is_decoded_once_without_blocking_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_parquet(tmp_path / "a.parquet", columns(12))
@@ -152,15 +152,15 @@ def test_a_row_group_is_decoded_once_while_cached_ones_and_others_are_read(
 
 @settings(max_examples=20)
 @given(st.integers(2, 60), st.sampled_from([0.01, 0.1, 0.5, 0.99]))
-def test_a_split_puts_every_row_on_one_side(count: int, fraction: float) -> None:
+def test_a_split_assigns_every_row_to_one_side(count: int, fraction: float) -> None:
     train, validation = split_source([{"label": i} for i in range(count)], fraction)
-    of_train, of_validation = ([part[i]["label"] for i in range(len(part))] for part in (train, validation))
-    assert sorted(of_train + of_validation) == list(range(count))
-    assert of_train == sorted(of_train)
-    assert len(of_validation) == min(max(1, round(count * fraction)), count - 1)
+    train_labels, validation_labels = ([part[i]["label"] for i in range(len(part))] for part in (train, validation))
+    assert sorted(train_labels + validation_labels) == list(range(count))
+    assert train_labels == sorted(train_labels)
+    assert len(validation_labels) == min(max(1, round(count * fraction)), count - 1)
 
 
-def test_a_split_holds_out_the_rows_it_always_held_out(path: Path) -> None:
+def test_a_split_holds_out_the_same_rows_in_every_release(path: Path) -> None:
     _, validation = split_table(path, ["label"], 0.3)
     assert [int(validation[i]["label"]) for i in range(len(validation))] == [2, 4, 8]
 
@@ -178,21 +178,21 @@ def test_a_saved_dataset_keeps_its_own_splits(tmp_path: Path) -> None:
         split_table(tmp_path / "alone")
 
 
-def test_values_that_are_no_examples_are_named(tmp_path: Path) -> None:
+def test_unsupported_values_are_reported(tmp_path: Path) -> None:
     kinds: dict[str, list] = {"missing": [None, "a"], "large": [2**31, 0]}
     kinds |= {"nested": [{"a": 1}, {"a": 2}], "ragged": [[[1], [2, 3]], [[1]]]}
     parquet.write_table(pyarrow.table(kinds), tmp_path / "a.parquet")
-    for name, says in {
+    for name, message in {
         "missing": "is missing",
         "nested": "is a dict",
         "ragged": "is a list",
         "large": "is 2147483648, beyond int32",
     }.items():
-        with pytest.raises(UserError, match=rf"'{name}' in row 0 of .*a\.parquet {says}"):
+        with pytest.raises(UserError, match=rf"'{name}' in row 0 of .*a\.parquet {message}"):
             table(tmp_path / "a.parquet", [name])[0]
 
 
-def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_invalid_tables_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
     (tmp_path / "a.arrow").write_text("no arrow")
     for name in ("a.parquet", "a.arrow"):
@@ -209,14 +209,14 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         table(tmp_path / "b", ["label"])
 
 
-def test_tables_without_their_readers_name_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_without_pyarrow_raise_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet", columns(2))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"tables need pyarrow: pip install 'jaxtrain\[data\]'"):
         table(tmp_path / "a.parquet")
 
 
-def test_tables_are_told_from_other_data(path: Path, tmp_path: Path) -> None:
+def test_tables_are_distinguished_from_other_data(path: Path, tmp_path: Path) -> None:
     assert is_table(path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("text")

@@ -34,32 +34,32 @@ return {x}
 '''
 
 
-def test_a_date_is_written_so_that_it_can_be_read() -> None:
-    """By the standard library's own reader, wherever that has a directive for it."""
-    readers = {
+def test_written_dates_are_parsed_by_strptime() -> None:
+    """This covers the formats for which strptime has directives."""
+    directives = {
         0: "%A, %d %B %Y", 1: "%a %b %d %Y", 2: "%B %d, %Y", 6: "%d.%m.%y", 7: "%m/%d/%y", 8: "%b %d '%y", 9: "%d%b%Y"
     }  # fmt: skip
-    every = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1))
-    for index in range(0, len(every), 997):
-        for way, reader in readers.items():
-            pair = every[index - index % len(FORMATS) + way]
-            assert datetime.strptime(pair["source"], reader).date().isoformat() == pair["target"]
+    all_dates = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1))
+    for index in range(0, len(all_dates), 997):
+        for number, directive in directives.items():
+            pair = all_dates[index - index % len(FORMATS) + number]
+            assert datetime.strptime(pair["source"], directive).date().isoformat() == pair["target"]
 
 
 @pytest.mark.parametrize(
     ("day", "ordinal"), [(1, "1st"), (2, "2nd"), (3, "3rd"), (11, "11th"), (22, "22nd"), (30, "30th")]
 )
-def test_the_ways_no_directive_reads(day: int, ordinal: str) -> None:
-    written = [way(date(2026, 11, day)) for way in FORMATS]
+def test_date_formats_without_a_strptime_directive(day: int, ordinal: str) -> None:
+    written = [write(date(2026, 11, day)) for write in FORMATS]
     assert written[3:6] == [f"the {ordinal} of November 2026", f"NOVEMBER 2026, {ordinal}", f"{day}. XI. 2026"]
 
 
 @pytest.mark.slow
-def test_no_way_of_writing_makes_two_days_one() -> None:
-    every = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1, 3))
+def test_no_text_stands_for_two_different_days() -> None:
+    all_dates = Dates(np.arange(FIRST.toordinal(), LAST.toordinal() + 1, 3))
     written: dict[str, str] = {}
-    for i in range(len(every)):
-        assert written.setdefault(every[i]["source"], every[i]["target"]) == every[i]["target"]
+    for i in range(len(all_dates)):
+        assert written.setdefault(all_dates[i]["source"], all_dates[i]["target"]) == all_dates[i]["target"]
 
 
 def test_a_day_held_out_is_never_trained_on() -> None:
@@ -71,7 +71,7 @@ def test_a_day_held_out_is_never_trained_on() -> None:
             train[outside]
 
 
-def test_statements_are_those_of_the_parser() -> None:
+def test_statements_are_extracted_as_parsed() -> None:
     assert list(statements(PROGRAM)) == [
         ("class", "A(Base, metaclass=Meta):"),
         ("return", "é  # a remark"),
@@ -86,13 +86,13 @@ def test_statements_are_those_of_the_parser() -> None:
     ]
 
 
-def test_every_keyword_begins_statements_of_the_library() -> None:
+def test_every_keyword_has_examples_in_the_standard_library() -> None:
     train, validation = python_statements([Path(argparse.__file__), Path(typing.__file__)], [Path(ast.__file__)])
     assert {train[i]["label"] for i in range(len(train))} == set(KEYWORDS)
     assert {validation[i]["label"] for i in range(len(validation))} <= set(KEYWORDS)
 
 
-def test_a_rest_of_a_line_is_there_once(tmp_path: Path) -> None:
+def test_duplicate_lines_are_removed_within_and_across_splits(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         (tmp_path / name).write_text(f"if in_every_file: pass\nif only_in_{name}: pass\nreturned = 1\nif short: x\n")
     (tmp_path / "broken").write_text("def f(:\n")
@@ -108,7 +108,7 @@ def test_a_rest_of_a_line_is_there_once(tmp_path: Path) -> None:
     assert [text for _, text in validation.lines] == ["only_in_three: pass"]
 
 
-def test_sources_of_sources_end_where_they_do() -> None:
+def test_wrapped_sources_keep_indices_and_bounds() -> None:
     labels = [{"label": i} for i in range(20)]
     few = subsample(labels, 5)
     numbers = [few[i]["label"] for i in range(len(few))]

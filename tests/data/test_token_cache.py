@@ -1,4 +1,4 @@
-"""Tokens are computed once for all processes and commands, and the cache never gives others."""
+"""Tokens are computed once for all processes and commands, and the cache never returns stale ones."""
 
 import json
 import mmap
@@ -32,7 +32,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Every text that the byte tokenizer encodes."""
+    """The texts that the byte tokenizer has encoded."""
     texts = []
     for name in ("encode", "encode_file"):
         encode = getattr(ByteTokenizer, name)
@@ -41,13 +41,13 @@ def encoded(monkeypatch):
 
 
 def root_of(array):
-    """The object that owns an array's memory."""
+    """Return the object that owns the memory of an array."""
     while getattr(array, "base", None) is not None:
         array = array.base
     return array.obj if isinstance(array, memoryview) else array
 
 
-def of(*lists):
+def documents_of(*lists):
     return lambda: (np.array(tokens) for tokens in lists)
 
 
@@ -63,7 +63,7 @@ def test_files_are_tokenized_once(cache, corpus, encoded):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_the_rows_of_a_table_are_tokenized_once_and_not_again_when_they_are_packed(cache, corpus, encoded):
+def test_rows_of_a_table_are_tokenized_once_when_they_are_packed(cache, corpus, encoded):
     rows = [{"text": "row " * i} for i in range(2, 12)]
     for _ in range(2):
         packed = pack(tokenized_rows(corpus, rows, "text", ByteTokenizer(), "train"), 8, pad=0)
@@ -72,7 +72,7 @@ def test_the_rows_of_a_table_are_tokenized_once_and_not_again_when_they_are_pack
     assert len(encoded) == 10
 
 
-def test_another_content_tokenizer_or_part_is_tokenized_again(cache, corpus, encoded, tmp_path):
+def test_a_different_content_tokenizer_or_split_is_tokenized_again(cache, corpus, encoded, tmp_path):
     def read():
         return split_documents(corpus, ByteTokenizer())[0].tokens.tolist()
 
@@ -90,7 +90,7 @@ def test_another_content_tokenizer_or_part_is_tokenized_again(cache, corpus, enc
     for vocabulary in ({"ab": 0, "?": 1}, {"?": 0, "ab": 300}):
         model = tokenizers.models.WordLevel({**{str(i): i for i in range(2, 300)}, **vocabulary}, unk_token="?")
         tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-        if 1 not in vocabulary.values():  # numbered without a gap
+        if 1 not in vocabulary.values():  # without gaps in the token ids
             content = json.loads((tmp_path / "tokenizer.json").read_text())
             content["model"]["vocab"]["!"] = 1
             (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -101,21 +101,21 @@ def test_another_content_tokenizer_or_part_is_tokenized_again(cache, corpus, enc
     assert found == [(np.uint16, [0]), (np.uint16, [300])]
 
 
-def test_no_documents_and_empty_documents_keep_their_places(cache):
+def test_empty_corpora_and_empty_documents_are_cached(cache):
     for lists in ([], [[]], [[1], [], [2, 3]]):
         for _ in range(2):
-            documents = tokenized(["key", str(lists)], of(*lists), np.uint16)
+            documents = tokenized(["key", str(lists)], documents_of(*lists), np.uint16)
             assert [x.tolist() for x in documents] == lists
             assert documents.tokens.dtype == np.uint16
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign"])
 def test_a_damaged_file_is_replaced(cache, damage):
-    tokenized(["key"], of([1, 2, 3], [4]), np.uint8)
+    tokenized(["key"], documents_of([1, 2, 3], [4]), np.uint8)
     (file,) = cache.iterdir()
     content = file.read_bytes()
     file.write_bytes({"cut": content[:-8], "empty": b"", "foreign": b"x" * len(content)}[damage])
-    assert [x.tolist() for x in tokenized(["key"], of([1, 2, 3], [4]), np.uint8)] == [[1, 2, 3], [4]]
+    assert [x.tolist() for x in tokenized(["key"], documents_of([1, 2, 3], [4]), np.uint8)] == [[1, 2, 3], [4]]
     assert file.read_bytes() == content
 
 
@@ -130,45 +130,45 @@ def test_a_failure_leaves_no_file(cache):
 
 
 @pytest.mark.parametrize("setting", ["off", "/dev/null/nowhere"])
-def test_without_a_folder_the_tokens_are_in_memory(monkeypatch, setting):
+def test_tokens_are_kept_in_memory_without_a_cache_folder(monkeypatch, setting):
     monkeypatch.setenv("JAXTRAIN_TOKEN_CACHE", setting)
-    assert [x.tolist() for x in tokenized(["key"], of([1, 2], [3]), np.uint8)] == [[1, 2], [3]]
+    assert [x.tolist() for x in tokenized(["key"], documents_of([1, 2], [3]), np.uint8)] == [[1, 2], [3]]
 
 
-def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
+def test_the_default_folder_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXTRAIN_TOKEN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tokenized(["key"], of([1]), np.uint8)
+    tokenized(["key"], documents_of([1]), np.uint8)
     assert [p.suffix for p in (tmp_path / "jaxtrain" / "tokens").iterdir()] == [".tokens"]
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache("tokens") == Path.home() / ".cache" / "jaxtrain" / "tokens"
 
 
-def test_without_a_home_directory_the_tokens_are_in_memory(monkeypatch):
+def test_tokens_are_kept_in_memory_without_a_home_directory(monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("JAXTRAIN_TOKEN_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    assert tokenized(["key"], of([1, 2]), np.uint8).tokens.tolist() == [1, 2]
+    assert tokenized(["key"], documents_of([1, 2]), np.uint8).tokens.tolist() == [1, 2]
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
         user_cache("xla")
 
 
 def test_the_least_recently_used_files_are_removed(cache, monkeypatch):
     for i in range(3):
-        tokenized([str(i)], of([i] * 1000), np.uint8)
+        tokenized([str(i)], documents_of([i] * 1000), np.uint8)
         for file in cache.iterdir():  # a day passes
             os.utime(file, (file.stat().st_mtime - 86400,) * 2)
-    tokenized(["0"], of([9]), np.uint8)
+    tokenized(["0"], documents_of([9]), np.uint8)
     monkeypatch.setattr(token_cache, "MAX_BYTES", 2500)
-    tokenized(["3"], of([3] * 1000), np.uint8)
+    tokenized(["3"], documents_of([3] * 1000), np.uint8)
     assert sorted(file.stat().st_size for file in cache.iterdir()) == [1064, 1064]
-    assert [tokenized([str(i)], of([9]), np.uint8).tokens[0] for i in range(4)] == [0, 9, 9, 3]
+    assert [tokenized([str(i)], documents_of([9]), np.uint8).tokens[0] for i in range(4)] == [0, 9, 9, 3]
 
 
-def test_pruning_keeps_what_is_protected_and_ignores_a_missing_folder(tmp_path):
+def test_pruning_keeps_the_protected_file_and_ignores_a_missing_folder(tmp_path):
     for i in range(3):
         (tmp_path / f"{i}.tokens").write_bytes(bytes(100))
     prune(tmp_path, "*.tokens", 100, protected=tmp_path / "0.tokens")
@@ -191,7 +191,7 @@ def _tokenize(folder, log, barrier):
 
 # The forked processes do not use JAX, which warns if it was used before.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_of_several_processes_one_tokenizes(cache, tmp_path):
+def test_only_one_of_several_processes_tokenizes(cache, tmp_path):
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
     arguments = (str(cache), str(tmp_path / "log"), barrier)

@@ -39,17 +39,17 @@ def test_bytes_decode_to_the_text_they_encode(text: str) -> None:
     assert bytewise.decode(around) == text
 
 
-def test_no_special_token_is_a_byte_or_another() -> None:
+def test_special_tokens_are_distinct_and_no_bytes() -> None:
     special = {ByteTokenizer().special(role) for role in ("pad", "start", "end", "mask")}
     assert special == {256, 257, 258, 259}
     assert ByteTokenizer().size == 260
 
 
-def test_a_tokenizer_file_is_read_as_it_was_made(file: Path) -> None:
+def test_a_tokenizer_file_encodes_and_decodes_text(file: Path) -> None:
     words = tokenizer(file)
     assert isinstance(words, FileTokenizer)
     tokens = words.encode("few words")
-    assert len(tokens) == 2  # without the template's
+    assert len(tokens) == 2  # without the special tokens of the template
     assert words.decode([words.special("start"), *tokens, words.special("end")]) == "few words"
     assert [words.special(role) for role in ("pad", "start", "end", "mask")] == [1, 2, 3, 4]
     assert words.size == 5 + len(set(TEXT.split()))
@@ -57,7 +57,7 @@ def test_a_tokenizer_file_is_read_as_it_was_made(file: Path) -> None:
     assert isinstance(tokenizer(None), ByteTokenizer)
 
 
-def test_tokenizers_that_will_not_do_are_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_tokenizers_are_reported(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"nowhere\.json is not a file"):
         FileTokenizer(tmp_path / "nowhere.json")
     (tmp_path / "broken.json").write_text("{}")
@@ -71,7 +71,7 @@ def test_tokenizers_that_will_not_do_are_named(file: Path, tmp_path: Path, monke
         FileTokenizer(file)
 
 
-def test_documents_are_the_split_text_file_by_file(tmp_path: Path) -> None:
+def test_split_documents_concatenate_to_the_split_text(tmp_path: Path) -> None:
     for i in range(12):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i + 65]) * (i + 1) + b"\xe9")
     for path in (tmp_path, tmp_path / "3.txt"):

@@ -45,7 +45,7 @@ def test_every_check_runs_on_this_machine(capsys):
         assert by_name[str(device)]["status"] == "fine"
 
 
-def test_the_text_reports_the_same(capsys):
+def test_the_text_output_reports_the_findings(capsys):
     main([])
     text = capsys.readouterr().out
     assert "python" in text

@@ -109,7 +109,7 @@ def in_custom_vjp(x):
         ),  # a backward rule has the line of its call
     ],
 )
-def test_through_control_flow(fn, operation, line):
+def test_the_origin_is_found_through_control_flow(fn, operation, line):
     places, value = origin(fn, X)
     assert places[0] == (operation, line)
     assert not np.isfinite(value)
@@ -136,7 +136,7 @@ def test_a_nonfinite_input_is_reported_as_the_origin():
 
 
 LARGE = 4099
-"""Number of elements, unlike that of arrays of any other test."""
+"""Number of elements, which the arrays of no other test have."""
 
 
 @pytest.mark.sampled(1)
@@ -205,7 +205,7 @@ def test_wide_evaluates_the_same_program_in_float64():
         loss, grads = jax.tree.unflatten(jax.tree.structure(shapes), [out.value for out in outs])
         assert loss.dtype == grads["w"].dtype == np.float64
 
-        def true(w):
+        def reference(w):
             h = jnp.where(keep, np.float64(x) @ w, 0.0)
             h = h @ w + jnp.zeros((4, 4)).at[jnp.array([0, 0, 1])].add(h[:3])
             for i in range(4):
@@ -215,7 +215,7 @@ def test_wide_evaluates_the_same_program_in_float64():
             pooled = lax.reduce_window(image, -np.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
             return jnp.sum(pooled**2) + jax.nn.logsumexp(h) + 1.0
 
-        expected, gradient = jax.value_and_grad(true)(jnp.asarray(np.float64(params["w"])))
+        expected, gradient = jax.value_and_grad(reference)(jnp.asarray(np.float64(params["w"])))
     # Constants (of gelu, 1/3) are rounded to float32: a relative error of 6e-8.
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     np.testing.assert_allclose(grads["w"], gradient, rtol=1e-5, atol=1e-6)

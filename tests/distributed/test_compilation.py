@@ -39,7 +39,7 @@ def test_making_a_mesh_leaves_the_settings_of_jax_as_they_were():
 
 def test_a_step_on_a_mesh_is_compiled_outside_the_cache_and_other_programs_in_it(cached):
     before = dict(jax.config.values)
-    step = shard(jt.train_step(loss_fn, optax.sgd(0.1)), make_mesh("data=2,fsdp=2"))
+    step = shard(jt.train_step(loss_fn, optax.sgd(0.1), allow_recompile=1), make_mesh("data=2,fsdp=2"))
     state, batch = step.init(jnp.zeros(4)), jnp.ones((8, 4))
     step.compile(state, batch)
     for rows in (8, 4):  # the second batch compiles inside a call

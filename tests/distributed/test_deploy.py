@@ -54,8 +54,8 @@ def test_the_job_set_stops_retrying_only_on_wrong_usage() -> None:
     assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
     # A pod failure policy requires both.
     assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
-    (of_set,) = jobset["failurePolicy"]["rules"]
-    assert (of_set["action"], of_set["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    (set_rule,) = jobset["failurePolicy"]["rules"]
+    assert (set_rule["action"], set_rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     mounted = {m["name"] for m in job["template"]["spec"]["containers"][0]["volumeMounts"]}
     assert mounted == {v["name"] for v in job["template"]["spec"]["volumes"]}
 

@@ -13,7 +13,7 @@ from jaxtrain.cli.launch import Launch, Processes, _gpus, _settings
 from jaxtrain.errors import UserError
 
 LONG = 30
-"""Seconds that no process of these tests takes."""
+"""Seconds, longer than any process of these tests takes."""
 
 
 def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:

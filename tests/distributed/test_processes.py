@@ -10,9 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -62,9 +61,9 @@ class Unsupervised:
                 started = subprocess.Popen(command, cwd=folder, env=environment(**place), stdout=out, stderr=out)
             self.processes.append(started)
 
-    def until(self, happened: Any) -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
         begin = time.monotonic()
-        while not happened():
+        while not condition():
             assert time.monotonic() < begin + TIMEOUT, [path.read_text() for path in self.outputs]
             assert all(process.poll() is None for process in self.processes), [p.read_text() for p in self.outputs]
             time.sleep(0.02)

@@ -12,7 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.observe import Console
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import fit, preflight
+from jaxtrain.runner import preflight, run_training
 from jaxtrain.runner.checkpoint import saved_steps
 from tests.distributed.test_sharding_step import run_with_devices
 
@@ -34,7 +34,9 @@ class RecordingConsole(Console):
 
 def train_recipe(folder, resume=False, **settings):
     console = RecordingConsole()
-    fit("digits-mlp", dataclasses.replace(RECIPE, **settings), RunFolder(folder), resume=resume, console=console)
+    run_training(
+        "digits-mlp", dataclasses.replace(RECIPE, **settings), RunFolder(folder), resume=resume, console=console
+    )
     return console.recorded
 
 

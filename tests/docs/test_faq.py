@@ -94,7 +94,7 @@ def raisers():
     ]
 
 
-def test_our_messages_are_those_of_the_code():
+def test_quoted_messages_of_this_project_exist_in_the_code():
     candidates = list(
         templates(*(path for package in ("jaxtrain", "parity") for path in (ROOT / package).rglob("*.py")))
     )
@@ -104,7 +104,7 @@ def test_our_messages_are_those_of_the_code():
         assert matched_length(candidates, message) > len(message) / 3, message
 
 
-def test_jaxs_messages_are_those_of_jax():
+def test_quoted_messages_of_jax_are_raised_by_jax():
     no_gpu, *messages = quoted(JAXS)
     assert any(template.values(no_gpu) for template in templates(Path(xla_bridge.__file__)))
     for message, raiser in zip(messages, raisers(), strict=True):

@@ -1,4 +1,4 @@
-"""The README: its code runs, its pictures exist, and it names every command and recipe."""
+"""The README: its code runs, its images exist, and it names every command and recipe."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_its_python_runs(capsys):
+def test_the_python_code_of_the_readme_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     assert blocks
     for block in blocks:
@@ -20,19 +20,19 @@ def test_its_python_runs(capsys):
     assert capsys.readouterr().out
 
 
-def test_it_names_every_command_and_recipe():
+def test_the_readme_names_every_command_and_recipe():
     for name in COMMANDS:
         assert f"`jaxtrain {name}" in README
     for name in RECIPES:
         assert f"`{name}`" in README
 
 
-def test_its_pictures_exist():
+def test_the_images_of_the_readme_exist():
     for path in re.findall(r"!\[.*?\]\((.*?)\)", README):
         assert (ROOT / path).stat().st_size > 1000
 
 
-def test_the_console_scripts_answer():
+def test_the_console_scripts_print_help():
     for module in ("jaxtrain.cli", "parity.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=False)
         assert done.returncode == 0

@@ -1,7 +1,7 @@
-"""Read malicious files in a process of bounded memory: `python -m tests.fuzz.importers COUNT SEED [KIND …]`.
+"""Read mutated files in a process with bounded memory: `python -m tests.fuzz.importers COUNT SEED [KIND …]`.
 
-Of each kind of file that jaxtrain reads, a sound one is changed again and again. Reading it must end in an array or in
-a `UserError`, within seconds and within `ROOM` bytes. The first that does not is shown with its traceback, and kept.
+A valid file of each kind that jaxtrain reads is mutated repeatedly. Reading it must return arrays or raise `UserError`
+within `SECONDS` and `MEMORY_BYTES`. The first file that does neither is kept, and reported with its traceback.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from jaxtrain.interop.metadata import CheckpointMetadata, read_metadata, write_m
 from jaxtrain.interop.torch_file import read_torch
 from jaxtrain.interop.torch_run import torch_run
 from jaxtrain.models import from_pretrained, save_pretrained
-from tests.fuzz.mutations import NASTY, damaged, replanted, rezipped
+from tests.fuzz.mutations import NASTY, damaged, mutated_archive, mutated_tree
 
 SECONDS = 10
-ROOM = 2 * 2**30
+MEMORY_BYTES = 2 * 2**30
 TABLE = NameTable({"w": TorchParam("fc.weight", LINEAR), "b": TorchParam("fc.bias")})
 LIKE = {"w": jax.ShapeDtypeStruct((3, 2), np.float32), "b": jax.ShapeDtypeStruct((2,), np.float32)}
-STRAY = [
+UNUSUAL_VALUES = [
     torch.ones(2), torch.ones(()), torch.zeros(1).expand(10**15), torch.tensor([float("nan"), 1.0]),
     torch.tensor(float("inf")), torch.ones(2, 3, dtype=torch.int64), torch.ones(2, device="meta"), torch.zeros(0, 3),
     torch.eye(2).to_sparse(), torch.ones((), dtype=torch.complex64),
@@ -65,14 +65,14 @@ class Hang(BaseException):
     """Reading a file takes too long for its size."""
 
 
-def of_json(valid: bytes) -> st.SearchStrategy[bytes]:
-    """A JSON file, mutated as JSON or as bytes."""
-    trees = replanted(json.loads(valid)).map(lambda tree: json.dumps(tree).encode())
+def mutated_json(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Mutate a JSON file as JSON or as bytes."""
+    trees = mutated_tree(json.loads(valid)).map(lambda tree: json.dumps(tree).encode())
     return st.one_of(trees, trees, trees, damaged(valid))
 
 
-def of_safetensors(valid: bytes) -> st.SearchStrategy[bytes]:
-    """A safetensors file with a mutated header or mutated bytes."""
+def mutated_safetensors(valid: bytes) -> st.SearchStrategy[bytes]:
+    """Mutate the header or the bytes of a safetensors file."""
     length = int.from_bytes(valid[:8], "little")
     header, body = json.loads(valid[8 : 8 + length]), valid[8 + length :]
 
@@ -80,12 +80,12 @@ def of_safetensors(valid: bytes) -> st.SearchStrategy[bytes]:
         text = json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text + body
 
-    return st.one_of(damaged(valid), replanted(header).map(packed))
+    return st.one_of(damaged(valid), mutated_tree(header).map(packed))
 
 
 @cache
 def checkpoint(kind: str) -> dict[str, Any]:
-    """A PyTorch checkpoint after three updates."""
+    """Return a PyTorch checkpoint after three updates."""
     model = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 2)})
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
     one_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=9, cycle_momentum=False)
@@ -108,11 +108,11 @@ def written(content: Any) -> bytes:
 
 
 def torch_contents() -> st.SearchStrategy[bytes]:
-    values = st.one_of(NASTY, st.sampled_from(STRAY))
+    values = st.one_of(NASTY, st.sampled_from(UNUSUAL_VALUES))
     runs = [checkpoint(kind) for kind in ("AdamW", "SGD", "RMSprop")]
-    trees = st.one_of(*(replanted({**run, "model": dict(run["model"])}, values) for run in runs)).map(written)
+    trees = st.one_of(*(mutated_tree({**run, "model": dict(run["model"])}, values) for run in runs)).map(written)
     valid = written(runs[0])
-    return st.one_of(trees, trees, trees, damaged(valid), rezipped(valid))
+    return st.one_of(trees, trees, trees, damaged(valid), mutated_archive(valid))
 
 
 def read_run(folder: Path) -> None:
@@ -132,7 +132,7 @@ def safetensors_contents() -> st.SearchStrategy[bytes]:
     from safetensors.numpy import save
 
     valid = save({"fc.weight": np.ones((2, 3), np.float32), "fc.bias": np.ones(2, np.float16)}, {"format": "pt"})
-    return of_safetensors(valid)
+    return mutated_safetensors(valid)
 
 
 METADATA = CheckpointMetadata(["fc.weight"], [{"lr": 0.1, "params": [0]}], [["fc.weight"]], {"last_epoch": 1}, {}, 3, 1)
@@ -142,8 +142,8 @@ def metadata_contents() -> st.SearchStrategy[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         write_metadata(Path(folder, "x.pt"), METADATA)
         valid = Path(folder, "x.pt").read_bytes()
-    trees = replanted(vars(METADATA), st.one_of(NASTY, st.sampled_from(STRAY))).map(written)
-    return st.one_of(trees, trees, damaged(valid), rezipped(valid))
+    trees = mutated_tree(vars(METADATA), st.one_of(NASTY, st.sampled_from(UNUSUAL_VALUES))).map(written)
+    return st.one_of(trees, trees, damaged(valid), mutated_archive(valid))
 
 
 def npz_contents() -> st.SearchStrategy[bytes]:
@@ -162,7 +162,7 @@ def npz_contents() -> st.SearchStrategy[bytes]:
         ]
     )  # fmt: skip
 
-    def of_npy(member: bytes) -> st.SearchStrategy[bytes]:
+    def mutated_npy(member: bytes) -> st.SearchStrategy[bytes]:
         version = st.sampled_from([b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x09"])
 
         def npy(header: bytes, version: bytes) -> bytes:
@@ -172,7 +172,7 @@ def npz_contents() -> st.SearchStrategy[bytes]:
 
         return st.one_of(damaged(member), st.builds(npy, headers, version))
 
-    return st.one_of(rezipped(valid, of_npy), rezipped(valid, of_npy), damaged(valid))
+    return st.one_of(mutated_archive(valid, mutated_npy), mutated_archive(valid, mutated_npy), damaged(valid))
 
 
 def read_npz(folder: Path) -> None:
@@ -219,7 +219,7 @@ def save_dataset(folder: Path) -> None:
 def dataset_contents(name: str) -> st.SearchStrategy[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         save_dataset(Path(folder))
-        return (damaged if name.endswith(".arrow") else of_json)(Path(folder, name).read_bytes())
+        return (damaged if name.endswith(".arrow") else mutated_json)(Path(folder, name).read_bytes())
 
 
 def tokenizer_contents() -> st.SearchStrategy[bytes]:
@@ -236,7 +236,7 @@ def tokenizer_contents() -> st.SearchStrategy[bytes]:
     for tokenizer in made:
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.add_special_tokens(["[MASK]"])
-    return st.one_of(*(of_json(tokenizer.to_str().encode()) for tokenizer in made))
+    return st.one_of(*(mutated_json(tokenizer.to_str().encode()) for tokenizer in made))
 
 
 def read_tokenizer(folder: Path) -> None:
@@ -302,7 +302,7 @@ def family_contents(name: str, file: str, **options: Any) -> st.SearchStrategy[b
     with tempfile.TemporaryDirectory() as folder:
         save_family(name, Path(folder) / "m", **options)
         content = Path(folder, "m", file).read_bytes()
-    return of_safetensors(content) if file.endswith(".safetensors") else of_json(content)
+    return mutated_safetensors(content) if file.endswith(".safetensors") else mutated_json(content)
 
 
 def model_kind(name: str, file: str = "config.json", share: float = 0.25, **options: Any) -> Kind:
@@ -343,7 +343,7 @@ KINDS = {
 
 def fuzz(name: str, count: int, number: int) -> dict[str, Any]:
     """Read `count` files of a kind; exit the process with a description if one is neither read nor rejected."""
-    kind, ends, slowest = KINDS[name], Counter[str](), 0.0
+    kind, outcomes, slowest = KINDS[name], Counter[str](), 0.0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         kind.prepare(folder)
@@ -366,13 +366,13 @@ def fuzz(name: str, count: int, number: int) -> dict[str, Any]:
                 warnings.simplefilter("ignore")
                 try:
                     kind.read(folder)
-                    ends["read"] += 1
+                    outcomes["read"] += 1
                 except jt.UserError as error:
-                    ends["refused"] += 1
-                    why = chain(error)
-                    blown = [e for e in why if isinstance(e, MemoryError) or "allocate" in str(e)]
-                    # Arrow allocates the stated size of a compressed column, which fails before it is used.
-                    assert all(type(e).__name__ == "ArrowMemoryError" for e in blown), blown
+                    outcomes["refused"] += 1
+                    causes = chain(error)
+                    memory_errors = [e for e in causes if isinstance(e, MemoryError) or "allocate" in str(e)]
+                    # Arrow allocates the declared size of a compressed column, which fails before it is used.
+                    assert all(type(e).__name__ == "ArrowMemoryError" for e in memory_errors), memory_errors
             slowest = max(slowest, time.perf_counter() - start)
 
         try:
@@ -380,20 +380,20 @@ def fuzz(name: str, count: int, number: int) -> dict[str, Any]:
         except BaseException as error:
             kept = Path(tempfile.gettempdir(), f"jaxtrain-fuzz-{name.replace(' ', '-')}")
             kept.write_bytes(file.read_bytes())
-            error.__notes__ = [f"by {kept}"]  # Hypothesis would print the strategy with all its files
+            error.__notes__ = [f"file: {kept}"]  # Hypothesis would print the strategy with all its files
             raise
-    return {**ends, "slowest_s": round(slowest, 2)}
+    return {**outcomes, "slowest_s": round(slowest, 2)}
 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
     """Raise `Hang` after `SECONDS` of CPU time; terminate the process if C code blocks the signal."""
 
-    def ring(number: int, frame: Any) -> None:
+    def time_out(number: int, frame: Any) -> None:
         raise Hang
 
     faulthandler.dump_traceback_later(30 * SECONDS, exit=True)
-    signal.signal(signal.SIGPROF, ring)
+    signal.signal(signal.SIGPROF, time_out)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
@@ -410,13 +410,13 @@ def chain(error: BaseException | None) -> list[BaseException]:
 def main(count: int, number: int, *names: str) -> None:
     """Divide `count` files among the kinds and print the results as JSON."""
     chosen = names or tuple(KINDS)
-    whole = sum(KINDS[name].share for name in chosen)
+    total = sum(KINDS[name].share for name in chosen)
     result = {}
     for name in chosen:
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.RLIM_INFINITY))
         print(name, file=sys.stderr, flush=True)
-        result[name] = fuzz(name, max(1, round(count * KINDS[name].share / whole)), number)
+        result[name] = fuzz(name, max(1, round(count * KINDS[name].share / total)), number)
     print(json.dumps(result))
 
 

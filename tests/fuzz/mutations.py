@@ -1,4 +1,4 @@
-"""Hypothesis strategies that damage or manipulate valid files."""
+"""Hypothesis strategies that mutate valid files."""
 
 import copy
 import io
@@ -48,46 +48,48 @@ def damaged(draw: st.DrawFn, valid: bytes) -> bytes:
 
 
 @st.composite
-def replanted(draw: st.DrawFn, valid: Any, nasty: st.SearchStrategy[Any] = NASTY) -> Any:
+def mutated_tree(draw: st.DrawFn, valid: Any, nasty: st.SearchStrategy[Any] = NASTY) -> Any:
     """Replace, remove, rename or duplicate a few branches of a tree of dictionaries and lists."""
     root = [copy.deepcopy(valid)]
     for _ in range(draw(st.integers(1, 3))):
-        places = list(_places(root))
-        branch, key = draw(st.sampled_from(places)) if places else (root, 0)
-        match draw(st.sampled_from(["other", "other", "other", "gone", "renamed", "elsewhere"])):
+        branches = list(_branches(root))
+        branch, key = draw(st.sampled_from(branches)) if branches else (root, 0)
+        match draw(st.sampled_from(["other", "other", "other", "removed", "renamed", "elsewhere"])):
             case "other":
                 branch[key] = copy.deepcopy(draw(nasty))
-            case "gone" if branch is not root:
+            case "removed" if branch is not root:
                 del branch[key]
             case "renamed" if isinstance(branch, dict):
                 branch[draw(st.sampled_from(["x", "", "../x", "__metadata__", *map(str, branch)]))] = branch.pop(key)
             case "elsewhere":
-                there, other = draw(st.sampled_from(places))
+                there, other = draw(st.sampled_from(branches))
                 branch[key] = copy.deepcopy(there[other])
             case _:
                 branch[key] = copy.deepcopy(draw(nasty))
     return root[0]
 
 
-def _places(tree: Any) -> Any:
+def _branches(tree: Any) -> Any:
     """Yield (container, key) of every branch."""
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(entries):
         yield tree, key
-        yield from _places(value)
+        yield from _branches(value)
 
 
 @st.composite
-def rezipped(draw: st.DrawFn, valid: bytes, inside: Callable[[bytes], st.SearchStrategy[bytes]] = damaged) -> bytes:
+def mutated_archive(
+    draw: st.DrawFn, valid: bytes, inside: Callable[[bytes], st.SearchStrategy[bytes]] = damaged
+) -> bytes:
     """Damage, remove, rename, duplicate or compress members of a valid archive."""
     with zipfile.ZipFile(io.BytesIO(valid)) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
     chosen = draw(st.integers(0, len(members) - 1))
     name, content = members[chosen]
-    match draw(st.sampled_from(["damaged", "damaged", "damaged", "gone", "renamed", "twice", "long", "same"])):
+    match draw(st.sampled_from(["damaged", "damaged", "damaged", "removed", "renamed", "twice", "long", "same"])):
         case "damaged":
             members[chosen] = name, draw(inside(content))
-        case "gone":
+        case "removed":
             del members[chosen]
         case "renamed":
             members[chosen] = draw(st.sampled_from(["x", "../x", "/x", name + "x", "\n"])), content

@@ -1,4 +1,4 @@
-"""Invalid files that fuzzing found to be accepted or to crash, as regression tests."""
+"""Regression tests of invalid files, found by fuzzing, that were accepted or crashed the process."""
 
 import json
 import struct
@@ -22,7 +22,7 @@ from jaxtrain.models.folder import read_json, read_tensors
 from tests.fuzz.importers import LIKE, TABLE, checkpoint
 
 
-def refused(message, read, *args):
+def assert_refused(message, read, *args):
     start = time.process_time()
     with pytest.raises(UserError, match=message) as error:
         read(*args)
@@ -42,34 +42,34 @@ def two_members(path, **second):
 
 
 @pytest.mark.parametrize("reader", [npz, read_torch])
-def test_members_that_share_bytes(reader, tmp_path):
+def test_overlapping_members_of_an_archive_are_refused(reader, tmp_path):
     two_members(tmp_path / "a.pt", header_offset=0)
-    refused("overlaps the next member", reader, tmp_path / "a.pt")
+    assert_refused("overlaps the next member", reader, tmp_path / "a.pt")
 
 
-def test_an_archive_over_several_disks(tmp_path):
+def test_a_multi_disk_archive_is_refused(tmp_path):
     two_members(tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     locator = b"PK\x06\x07" + struct.pack("<LQL", 7, 0, 9)
     end = whole.rindex(b"PK\x05\x06")
     (tmp_path / "a.pt").write_bytes(whole[:end] + locator + whole[end:])
-    refused("is not a readable zip archive", read_torch, tmp_path / "a.pt")
+    assert_refused("is not a readable zip archive", read_torch, tmp_path / "a.pt")
 
 
-def test_what_unpacks_to_far_more_than_it_is(tmp_path, monkeypatch):
+def test_a_zip_bomb_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((10, 50, 50, 50), np.uint8), y=np.arange(10) % 2)
     assert len(npz(tmp_path / "a.npz")[0]) > 0
     monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 10**6)
-    refused("'x.npy' unpacks .* bytes to 1,250,128: possible zip bomb", npz, tmp_path / "a.npz")
+    assert_refused("'x.npy' unpacks .* bytes to 1,250,128: possible zip bomb", npz, tmp_path / "a.npz")
 
 
-def test_a_checkpoint_that_is_compressed(tmp_path):
-    """Memory-mapped tensors would be the compressed bytes."""
+def test_a_compressed_checkpoint_is_refused(tmp_path):
+    """A memory-mapped tensor would contain the compressed bytes."""
     torch.save({"w": torch.arange(9999.0)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as whole, zipfile.ZipFile(tmp_path / "b.pt", "w", 8) as out:
         for name in whole.namelist():
             out.writestr(name, whole.read(name))
-    refused("is compressed, which torch.save never does", read_torch, tmp_path / "b.pt")
+    assert_refused("is compressed, which torch.save never does", read_torch, tmp_path / "b.pt")
 
 
 # --- arrays -------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def write_npz(path, header, data=bytes(640)):
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [
         ("(1000000000000000,)", r"float32 \[1000000000000000\] by its header, but has 640 bytes"),
         ("(-1, -160)", r"\[-1, -160\] by its header, but has 640 bytes"),
@@ -91,13 +91,13 @@ def write_npz(path, header, data=bytes(640)):
         ("(", r"'x' cannot be read"),
     ],
 )
-def test_a_header_with_a_wrong_shape(shape, said, tmp_path):
+def test_an_array_header_with_a_wrong_shape_is_refused(shape, message, tmp_path):
     write_npz(tmp_path / "a.npz", f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}")
-    refused(said, npz, tmp_path / "a.npz")
+    assert_refused(message, npz, tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "said"),
+    ("x", "y", "message"),
     [
         (np.full((4, 2), np.nan), [0, 1, 0, 1], "holds inf or NaN"),
         (np.full((4, 2), 1e300), [0, 1, 0, 1], "holds inf or NaN in float32"),
@@ -105,9 +105,9 @@ def test_a_header_with_a_wrong_shape(shape, said, tmp_path):
         (np.zeros((4, 2)), [0, 1, 0, -(2**63)], "beyond int32"),
     ],
 )
-def test_numbers_that_would_become_others(x, y, said, tmp_path):
+def test_numbers_outside_the_range_of_the_target_dtype_are_refused(x, y, message, tmp_path):
     np.savez(tmp_path / "a.npz", x=x, y=np.array(y, np.int64))
-    refused(said, npz, tmp_path / "a.npz")
+    assert_refused(message, npz, tmp_path / "a.npz")
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -123,47 +123,49 @@ def texts(tmp_path):
     return tmp_path / "a.arrow"
 
 
-def test_offsets_out_of_a_files_memory(texts):
-    """Arrow itself follows them, which crashed the process."""
+def test_arrow_offsets_outside_the_file_are_refused(texts):
+    """Arrow does not check them, which crashed the process."""
     offsets, wrong = struct.pack("<5i", 0, 2, 4, 6, 8), struct.pack("<5i", 0, 2, 2**31 - 1, 6, 8)
     content = texts.read_bytes()
     assert content.count(offsets) == 1
     texts.write_bytes(content.replace(offsets, wrong))
     rows = table(texts)
     assert rows[0] == {"text": "ab"}
-    refused("row 1 of .* is not a row that can be read", rows.__getitem__, 1)
+    assert_refused("row 1 of .* is not a row that can be read", rows.__getitem__, 1)
 
 
-def test_a_column_whose_name_is_no_text(texts):
+def test_a_column_name_that_is_not_utf8_is_refused(texts):
     texts.write_bytes(texts.read_bytes().replace(b"text", b"te\x80t"))
-    refused("is not an Arrow file that can be read", table, texts)
+    assert_refused("is not an Arrow file that can be read", table, texts)
 
 
-def test_a_parquet_page_that_is_damaged(tmp_path):
+def test_a_damaged_parquet_page_is_refused(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(99)]}), tmp_path / "a.parquet")
     content = bytearray((tmp_path / "a.parquet").read_bytes())
     content[60:80] = bytes(20)
     (tmp_path / "a.parquet").write_bytes(content)
-    refused("is not a parquet file that can be read", table(tmp_path / "a.parquet").__getitem__, 0)
+    assert_refused("is not a parquet file that can be read", table(tmp_path / "a.parquet").__getitem__, 0)
 
 
-def test_a_row_group_that_decodes_to_far_more_than_the_file(tmp_path, monkeypatch):
+def test_a_row_group_that_decodes_to_far_more_than_the_file_is_refused(tmp_path, monkeypatch):
     """A dictionary with one long text, referenced by two thousand rows."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 2000}), tmp_path / "a.parquet")
     rows = table(tmp_path / "a.parquet")
     monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 10**6)
-    refused("row group 0 of .* unpacks .* bytes to 10,", rows.__getitem__, 0)
+    assert_refused("row group 0 of .* unpacks .* bytes to 10,", rows.__getitem__, 0)
     monkeypatch.undo()
     assert rows[1999] == {"text": "x" * 10_000}
 
 
-@pytest.mark.parametrize("said", [{}, [], {"_data_files": None}, {"_data_files": [{"filename": "../a.arrow"}]}, None])
-def test_a_saved_dataset_that_names_no_neighbour(said, texts, tmp_path):
+@pytest.mark.parametrize(
+    "dataset_state", [{}, [], {"_data_files": None}, {"_data_files": [{"filename": "../a.arrow"}]}, None]
+)
+def test_a_saved_dataset_with_an_invalid_list_of_files_is_refused(dataset_state, texts, tmp_path):
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "state.json").write_text(json.dumps(said))
-    refused("save the dataset again", table, tmp_path / "set")
+    (tmp_path / "set" / "state.json").write_text(json.dumps(dataset_state))
+    assert_refused("save the dataset again", table, tmp_path / "set")
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------
@@ -175,15 +177,15 @@ def write_tokenizer(path, vocabulary, **options):
     return path
 
 
-def test_tokens_beyond_the_number_of_tokens(tmp_path):
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
     """An embedding has as many rows as tokens, and JAX clamps larger indices to its last row."""
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 10**6}, unk_token="a")
-    refused("has 2 tokens numbered up to 1000000", FileTokenizer, path)
+    assert_refused("has 2 tokens numbered up to 1000000", FileTokenizer, path)
 
 
-def test_a_tokenizer_that_cannot_take_a_text(tmp_path):
+def test_a_tokenizer_that_cannot_encode_a_text_raises_an_error(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "b": 1})
-    refused("cannot encode 'x'", FileTokenizer(path).encode, "x")
+    assert_refused("cannot encode 'x'", FileTokenizer(path).encode, "x")
 
 
 # --- images -------------------------------------------------------------------------------------------------
@@ -200,14 +202,14 @@ def write_png(path, width, height):
 
 
 @pytest.mark.parametrize("size", [(5000, 5000), (10000, 10000), (50000, 50000), (2**31 - 1, 2**31 - 1)])
-def test_pictures_of_more_pixels_than_can_be_held(size, tmp_path):
+def test_images_with_too_many_pixels_are_refused(size, tmp_path):
     write_png(tmp_path / "a" / "1.png", *size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in a user's Python
-        refused("1.png (is .*, more than 16,777,216 pixels|cannot be decoded)", image_folder, tmp_path)
+        assert_refused("1.png (is .*, more than 16,777,216 pixels|cannot be decoded)", image_folder, tmp_path)
 
 
-def test_a_chunk_longer_than_the_file(tmp_path):
+def test_a_png_chunk_longer_than_the_file_allocates_little_memory(tmp_path):
     write_png(tmp_path / "a" / "1.png", 8, 8)
     content = (tmp_path / "a" / "1.png").read_bytes()
     start = content.index(b"IDAT") - 4
@@ -222,17 +224,17 @@ def test_a_chunk_longer_than_the_file(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_picture_that_only_calls_itself_png(tmp_path):
+def test_an_image_of_another_format_than_its_suffix_is_refused(tmp_path):
     (tmp_path / "a").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "a" / "1.png", "eps")
-    refused("1.png is not a readable png, jpg or bmp image", image_folder, tmp_path)
+    assert_refused("1.png is not a readable png, jpg or bmp image", image_folder, tmp_path)
 
 
 # --- PyTorch's checkpoints ----------------------------------------------------------------------------------
 
 
 def endless():
-    """A tuple of a hundred objects whose repr has 2¹⁰⁰ words."""
+    """Return a tuple of a hundred objects whose repr has 2¹⁰⁰ words."""
     value = ("x",)
     for _ in range(100):
         value = (value, value)
@@ -245,7 +247,7 @@ def changed(part, **entries):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (lambda: {(1, 2): torch.ones(1)}, "contains a tuple where names must be"),
         (lambda: {"model": {3: torch.ones(1)}}, "contains a int where names must be"),
@@ -262,44 +264,44 @@ def changed(part, **entries):
         (lambda: changed("optimizer", param_groups=[]), "not as torch writes it"),
     ],
 )  # fmt: skip
-def test_a_run_whose_parts_are_not_torchs(content, said, tmp_path):
+def test_a_checkpoint_with_invalid_parts_is_refused(content, message, tmp_path):
     torch.save(content(), tmp_path / "a.pt")
 
     def read():
         run = torch_run(read_torch(tmp_path / "a.pt"), TABLE, LIKE)
         run.optimizer(), run.loss_scale()
 
-    refused(said, read)
+    assert_refused(message, read)
 
 
-def test_an_outline_of_other_kinds(tmp_path):
+def test_metadata_of_wrong_types_is_refused(tmp_path):
     torch.save({"model_names": 3, "param_groups": [], "group_names": [], "scheduler": None, "scaler": None, "count": 1},
                tmp_path / "a.pt")  # fmt: skip
-    refused("model_names must be list, got 3", read_metadata, tmp_path / "a.pt")
+    assert_refused("model_names must be list, got 3", read_metadata, tmp_path / "a.pt")
 
 
 # --- folders of models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_numbers_that_json_has_not(number, tmp_path):
+def test_numbers_outside_the_json_standard_are_refused(number, tmp_path):
     (tmp_path / "config.json").write_text(f'{{"layer_norm_eps": {number}}}')
-    refused("is not valid JSON", read_json, tmp_path, "config.json")
+    assert_refused("is not valid JSON", read_json, tmp_path, "config.json")
 
 
-def test_a_link_from_a_snapshot_to_what_is_no_blob(tmp_path):
+def test_a_link_from_a_snapshot_to_a_file_outside_blobs_is_refused(tmp_path):
     """The Hub's cache consists of such links, but only to blobs/."""
     snapshot = tmp_path / "cache" / "snapshots" / "1"
     snapshot.mkdir(parents=True)
     (tmp_path / "cache" / "secret").write_text("{}")
     (snapshot / "config.json").symlink_to("../../secret")
-    refused("links out of its folder", read_json, snapshot, "config.json")
+    assert_refused("links out of its folder", read_json, snapshot, "config.json")
     (tmp_path / "cache" / "blobs").mkdir()
     (tmp_path / "cache" / "blobs" / "1").write_text("{}")
     (snapshot / "other.json").symlink_to("../../blobs/1")
     assert read_json(snapshot, "other.json") == {}
 
 
-def test_a_link_to_itself(tmp_path):
+def test_a_link_to_itself_is_refused(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("model.safetensors")
-    refused("is a broken link", read_tensors, tmp_path)
+    assert_refused("is a broken link", read_tensors, tmp_path)

@@ -39,13 +39,13 @@ MALFORMED = st.sampled_from(
 )  # fmt: skip
 
 
-def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
-    """Texts that are not a value of the field."""
+def invalid_values(recipe: Any, field: str) -> st.SearchStrategy[str]:
+    """Return a strategy of texts that are not valid values of the field."""
     hint = get_type_hints(type(recipe))[field]
     kinds = set(get_args(hint)) if get_origin(hint) not in (None, Literal) else {hint}
     numbers = st.sampled_from(["nan", "inf", "-inf", "-1", "1e400", "-1e-9", "1e39"])
     if int in kinds:
-        least = -1 if field in ("warmup_steps", "seed", "allow_recompile", "keep_best") else 0
+        least = -1 if field in ("warmup_steps", "seed", "allow_recompile", "keep_best", "workers") else 0
         integers = st.one_of(st.integers(max_value=least), st.integers(min_value=2**31)).map(str)
         return st.one_of(integers, numbers, st.sampled_from(["0.5", "1e3", "", "x", "१x", "None None"]))
     if float in kinds:
@@ -62,10 +62,10 @@ def bad_for(recipe: Any, field: str) -> st.SearchStrategy[str]:
 
 
 @st.composite
-def bad_flags(draw: st.DrawFn) -> tuple[str, str, str]:
+def invalid_flags(draw: st.DrawFn) -> tuple[str, str, str]:
     """Draw (recipe, field, invalid value)."""
-    name, field = draw(st.sampled_from([(n, f) for n, f in FIELDS if not bad_for(RECIPES[n], f).is_empty]))
-    return name, field, draw(bad_for(RECIPES[name], field))
+    name, field = draw(st.sampled_from([(n, f) for n, f in FIELDS if not invalid_values(RECIPES[n], f).is_empty]))
+    return name, field, draw(invalid_values(RECIPES[name], field))
 
 
 @pytest.fixture
@@ -75,12 +75,13 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was created for invalid settings")
 
-    for task in ("language", "classification", "masked_language", "seq2seq"):
-        monkeypatch.setattr(f"jaxtrain.tasks.{task}.functional", compiled)
+    for recipe in ("image", "language", "masked_language", "text_classification", "seq2seq"):
+        monkeypatch.setattr(f"jaxtrain.recipes.{recipe}.functional", compiled)
+    monkeypatch.setattr("jaxtrain.recipes.resnet.functional_with_state", compiled)
 
 
-def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one-line error."""
+def refusal(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one-line error of a command."""
     before = sorted(Path().rglob("*"))
     assert main(args) == 2, args
     out, err = capsys.readouterr()
@@ -92,7 +93,7 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def names(message: str, field: str) -> bool:
+def mentions(message: str, field: str) -> bool:
     """Return whether the message names the field, as a setting or as a flag."""
     return re.search(rf"\b{field}\b|--{field.replace('_', '-')}\b", message) is not None
 
@@ -106,21 +107,21 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("nothing_compiled", "empty")
 @pytest.mark.parametrize("count", [COUNT, pytest.param(10 * COUNT, marks=pytest.mark.slow)])
-def test_a_bad_flag_is_refused_by_its_name(count, capsys):
+def test_an_invalid_flag_is_refused_by_name(count, capsys):
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(bad_flags())
-    def refuses(case: tuple[str, str, str]) -> None:
+    @given(invalid_flags())
+    def check(case: tuple[str, str, str]) -> None:
         name, field, value = case
-        message = refused(["train", name, f"--{field.replace('_', '-')}={value}", "--out", "run"], capsys)
-        assert names(message, field) or (field in ("data", "tokenizer") and value[:40] in message), message
+        message = refusal(["train", name, f"--{field.replace('_', '-')}={value}", "--out", "run"], capsys)
+        assert mentions(message, field) or (field in ("data", "tokenizer") and value[:40] in message), message
 
-    refuses()
+    check()
 
 
 @pytest.mark.usefixtures("nothing_compiled", "empty")
 @pytest.mark.parametrize("value", ["\x1e\x85", "\u2028x", "a\n--\nb", "\r", "\x0b\x0c1", "\x1b[31m", "│", "--"])
-def test_a_bad_value_with_line_breaks_is_refused_by_its_name(value, capsys):
-    message = refused(["train", "bert-keywords", f"--on-spike={value}"], capsys)
+def test_an_invalid_value_with_line_breaks_is_a_one_line_error(value, capsys):
+    message = refusal(["train", "bert-keywords", f"--on-spike={value}"], capsys)
     assert message.endswith("Expected one of ('stop', 'rollback'); see jaxtrain train bert-keywords --help\n")
 
 
@@ -134,7 +135,7 @@ WRONG: dict[Any, list[Any]] = {
 }
 
 
-def doctored() -> Iterator[tuple[str, str, Any]]:
+def invalid_configs() -> Iterator[tuple[str, str, Any]]:
     """Yield (recipe, field, value) of invalid values that a config.json could hold."""
     for name, field in FIELDS:
         hint = get_type_hints(type(RECIPES[name]))[field]
@@ -150,31 +151,31 @@ def write_config(name: str, field: str, value: Any) -> None:
 
 
 @pytest.mark.usefixtures("empty")
-def test_a_doctored_config_is_refused_by_the_setting_that_is_wrong():
-    for name, field, value in doctored():
+def test_an_invalid_config_is_refused_with_the_name_of_the_setting():
+    for name, field, value in invalid_configs():
         write_config(name, field, value)
-        with pytest.raises(UserError) as refusal:
+        with pytest.raises(UserError) as raised:
             read_recipe(RunFolder(Path("run")))
-        message = str(refusal.value)
-        assert names(message, field) or "run/config.json" in message, (name, field, value, message)
+        message = str(raised.value)
+        assert mentions(message, field) or "run/config.json" in message, (name, field, value, message)
 
 
 @pytest.mark.usefixtures("nothing_compiled", "empty")
-def test_every_command_refuses_a_doctored_config(capsys):
+def test_every_command_refuses_an_invalid_config(capsys):
     commands = ["train --resume --out run", "export run", "sample run", "eval run", "replay run 1"]
 
     @settings(max_examples=COUNT // 2, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(list(doctored())), st.sampled_from(commands))
-    def refuses(case: tuple[str, str, Any], command: str) -> None:
+    @given(st.sampled_from(list(invalid_configs())), st.sampled_from(commands))
+    def check(case: tuple[str, str, Any], command: str) -> None:
         write_config(*case)
-        message = refused(command.split(), capsys)
-        assert names(message, case[1]) or "run/config.json" in message, (command, message)
+        message = refusal(command.split(), capsys)
+        assert mentions(message, case[1]) or "run/config.json" in message, (command, message)
 
-    refuses()
+    check()
 
 
-def sensible(recipe: Any, field: str) -> st.SearchStrategy[Any]:
-    """Valid values of the field."""
+def valid_values(recipe: Any, field: str) -> st.SearchStrategy[Any]:
+    """Return a strategy of valid values of the field."""
     hint = get_type_hints(type(recipe))[field]
     if field in ("optimizer",):
         return st.sampled_from([*OPTIMIZERS, "sgd(momentum=0.9, nesterov=True)", "adamw(eps=1e-6, amsgrad=True)"])
@@ -218,7 +219,7 @@ def sensible(recipe: Any, field: str) -> st.SearchStrategy[Any]:
 @given(st.data())
 def test_valid_settings_are_accepted(data):
     name, field = data.draw(st.sampled_from(FIELDS))
-    value = data.draw(sensible(RECIPES[name], field))
+    value = data.draw(valid_values(RECIPES[name], field))
     recipe = dataclasses.replace(RECIPES[name], **{field: value})
     if field == "accumulate":
         recipe = dataclasses.replace(recipe, batch_size=3 * value)
@@ -235,12 +236,12 @@ HUGE = {
 
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize("flags", HUGE)
-def test_a_model_that_cannot_be_held_is_refused_and_nothing_allocated(flags, capsys):
-    assert HUGE[flags] in refused(["train", *flags.split(), "--out", "run"], capsys)
+def test_a_model_too_large_for_memory_is_refused_before_allocation(flags, capsys):
+    assert HUGE[flags] in refusal(["train", *flags.split(), "--out", "run"], capsys)
 
 
 @pytest.mark.usefixtures("empty")
-def test_out_of_memory_is_one_line(monkeypatch, capsys):
+def test_out_of_memory_is_a_one_line_error(monkeypatch, capsys):
     def exhausted(args: list[str]) -> int:
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory allocating 9 bytes\nmore")
 
@@ -250,11 +251,11 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
         "jaxtrain: out of memory (RESOURCE_EXHAUSTED: out of memory allocating 9 bytes): reduce batch_size or the "
         "model's size\n"
     )
-    monkeypatch.setattr("jaxtrain.cli.sample.main", lambda args: {}["not ours to hide"])
+    monkeypatch.setattr("jaxtrain.cli.sample.main", lambda args: {}["a bug"])
     with pytest.raises(KeyError):
         main(["sample", "run"])
 
 
 @pytest.mark.usefixtures("empty")
 def test_control_characters_in_an_error_are_escaped(capsys):
-    assert "holds no run" in refused(["sample", "\x1b[31mred\nline"], capsys)
+    assert "holds no run" in refusal(["sample", "\x1b[31mred\nline"], capsys)

@@ -1,4 +1,4 @@
-"""The name table: exact in both directions, PyTorch's meaning of every layout, all mismatches in one message."""
+"""The name table: exact round trips, PyTorch's meaning of every layout, and all mismatches in one message."""
 
 import jax
 import numpy as np
@@ -48,7 +48,7 @@ def assert_same(a, b):
 
 
 @given(st.lists(st.tuples(LAYOUTS, DTYPES, st.integers(0, 3)), min_size=1, max_size=4))
-def test_there_and_back_is_exact(leaves):
+def test_round_trip_is_exact(leaves):
     params, tensors, like = {}, {}, {}
     for i, ((layout, shape), dtype, layers) in enumerate(leaves):
         torch_name = f"h.{{layer}}.p{i}" if layers else f"p{i}"
@@ -64,13 +64,13 @@ def test_there_and_back_is_exact(leaves):
     assert_same(table.to_jax(table.to_torch(in_jax), like={"outer": like})["outer"], in_jax["outer"])
 
 
-def test_linear_means_torchs_linear():
+def test_linear_equals_torch_linear():
     weight, x = np.random.default_rng(0).normal(size=(3, 4)), np.random.default_rng(1).normal(size=(5, 4))
     expected = torch.nn.functional.linear(torch.tensor(x), torch.tensor(weight))
     np.testing.assert_allclose(x @ LINEAR.to_jax(weight), expected, rtol=1e-13)
 
 
-def test_conv_means_torchs_conv2d():
+def test_conv_equals_torch_conv2d():
     weight, x = np.random.default_rng(0).normal(size=(3, 2, 3, 2)), np.random.default_rng(1).normal(size=(1, 5, 6, 2))
     expected = torch.nn.functional.conv2d(torch.tensor(x.transpose(0, 3, 1, 2)), torch.tensor(weight))
     with jax.enable_x64(True):
@@ -79,7 +79,7 @@ def test_conv_means_torchs_conv2d():
     np.testing.assert_allclose(ours, expected.permute(0, 2, 3, 1), rtol=1e-12, atol=1e-14)
 
 
-def test_linear_after_flatten_means_torchs_over_channels_first():
+def test_linear_after_flatten_equals_torch_on_channels_first_inputs():
     weight, x = np.random.default_rng(0).normal(size=(3, 24)), np.random.default_rng(1).normal(size=(5, 2, 3, 4))
     expected = torch.nn.functional.linear(torch.tensor(x).flatten(1), torch.tensor(weight))
     ours = x.transpose(0, 2, 3, 1).reshape(5, 24) @ linear_after_flatten(2, 3, 4).to_jax(weight)
@@ -97,7 +97,7 @@ TABLE = NameTable(
 LIKE = {"wte": np.zeros((5, 4)), "blocks": {"fc": np.zeros((2, 4, 3))}, "head": np.zeros((4, 2))}
 
 
-def fitting():
+def valid_tensors():
     return {
         "wte.weight": numbered((5, 4), np.float32),
         "h.0.fc.weight": numbered((3, 4), np.float32),
@@ -106,27 +106,27 @@ def fitting():
     }
 
 
-def faults(tensors):
+def mismatches(tensors):
     with pytest.raises(jt.UserError) as error:
         TABLE.to_jax(tensors, like=LIKE)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_all_faults_are_named_at_once():
-    tensors = fitting()
+def test_all_mismatches_are_reported_at_once():
+    tensors = valid_tensors()
     del tensors["wte.weight"], tensors["h.1.fc.weight"]
-    message = faults(
+    message = mismatches(
         {**tensors, "head.weight": np.zeros((3, 4)), "h.2.fc.weight": np.zeros((3, 4)), "extra": np.ones(1)}
     )
-    for fault in (
+    for mismatch in (
         "missing wte.weight",
         "missing h.1.fc.weight",
         "mis-shaped head.weight: (3, 4) for head (4, 2)",
         "unexpected extra",
         "unexpected h.2.fc.weight",
     ):
-        assert fault in message
+        assert mismatch in message
     assert "h.0.fc.weight" not in message
 
 
@@ -139,28 +139,28 @@ def test_all_faults_are_named_at_once():
         (LINEAR, (3,), (4, 3)),
     ],
 )
-def test_a_tensor_of_the_wrong_rank_or_size_is_a_fault_like_any_other(layout, wrong, like):
+def test_a_tensor_of_the_wrong_rank_or_size_is_reported_with_the_other_mismatches(layout, wrong, like):
     table = NameTable({"p": TorchParam("p.weight", layout), "q": TorchParam("q.weight")})
     with pytest.raises(jt.UserError, match=r"mis-shaped p\.weight.*; unexpected r") as error:
         table.to_jax({"p.weight": np.zeros(wrong), "r": np.zeros(1)}, like={"p": np.zeros(like), "q": np.zeros(1)})
     assert "missing q.weight" in str(error.value)
 
 
-def test_layers_of_different_shapes_are_a_fault_like_any_other():
-    assert "mis-shaped h." in faults({**fitting(), "h.1.fc.weight": np.zeros((3, 5))})
+def test_layers_of_different_shapes_are_reported():
+    assert "mis-shaped h." in mismatches({**valid_tensors(), "h.1.fc.weight": np.zeros((3, 5))})
 
 
-def test_a_tied_tensor_may_be_there_or_not_but_must_agree():
-    tensors = fitting()
+def test_a_tied_tensor_is_optional_but_must_be_equal():
+    tensors = valid_tensors()
     without = TABLE.to_jax(tensors, like=LIKE)
     tied = TABLE.to_jax({**tensors, "lm_head.weight": tensors["wte.weight"].copy()}, like=LIKE)
     np.testing.assert_array_equal(without["wte"], tied["wte"])
     assert "lm_head.weight" not in TABLE.to_torch(tied)
-    message = faults({**tensors, "lm_head.weight": tensors["wte.weight"] + 1})
+    message = mismatches({**tensors, "lm_head.weight": tensors["wte.weight"] + 1})
     assert "untied lm_head.weight: differs from wte.weight" in message
 
 
-def test_a_table_that_does_not_fit_the_model_says_both_sides():
+def test_a_table_that_does_not_match_the_model_names_unmatched_leaves_and_entries():
     with pytest.raises(jt.UserError, match=r"without an entry \['new'\], without a leaf \['head'\]"):
         TABLE.to_torch({"wte": LIKE["wte"], "blocks": LIKE["blocks"], "new": np.zeros(1)})
 

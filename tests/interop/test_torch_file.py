@@ -1,4 +1,4 @@
-"""PyTorch's files: what is read, and the one-line message of what is refused."""
+"""PyTorch's files: formats that are read, and one-line messages for files that are refused."""
 
 import pickle
 import sys
@@ -48,7 +48,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("key", [None, "model", "state_dict", "model_state_dict"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_every_usual_form_is_the_same_model(key, prefix, path):
+def test_every_common_format_gives_the_same_model(key, prefix, path):
     tensors = OrderedDict((prefix + name, x) for name, x in model().items())
     torch.save(tensors if key is None else {key: tensors}, path)
     read = params(path)
@@ -56,7 +56,7 @@ def test_every_usual_form_is_the_same_model(key, prefix, path):
     np.testing.assert_array_equal(read["fc"][1], model()["h.1.fc.weight"].T)
 
 
-def test_a_compiled_submodule_is_understood_and_a_module_of_that_name_kept(path):
+def test_prefixes_of_wrappers_are_removed_unless_a_known_name_has_them(path):
     torch.save({"h.0._orig_mod.fc.weight": torch.ones(1), "module.out": torch.ones(1)}, path)
     assert set(read_torch(path).model) == {"h.0.fc.weight", "out"}
     assert set(read_torch(path, known=["module.out"]).model) == {"h.0.fc.weight", "module.out"}
@@ -95,7 +95,7 @@ class Evil:
 
 
 def huge():
-    """A tensor of a petabyte, as one number stored."""
+    """Return a tensor of petabytes that stores one number."""
     return torch.zeros(1).expand(10**15)
 
 
@@ -106,16 +106,16 @@ REFUSED = {
     "no model": ({"weights": {"w": torch.ones(1)}}, "contains weights, but no model"),
     "two models": ({"model": model(), "state_dict": model()}, "has both model and state_dict: keep one"),
     "a list of optimizers": ({"model": model(), "optimizer": [{}]}, "optimizer in .* is a list"),
-    "an optimizer that is none": ({"model": model(), "optimizer": {"lr": 1}}, "no state and param_groups"),
-    "a step that is none": ({"model": model(), "step": -1}, "step in .* must be a count of at least 0, got -1"),
+    "an invalid optimizer": ({"model": model(), "optimizer": {"lr": 1}}, "no state and param_groups"),
+    "an invalid step": ({"model": model(), "step": -1}, "step in .* must be a count of at least 0, got -1"),
     "code": ({"model": model(), "hook": Evil()}, "contains more than tensors"),
-    "what is no tensor": (
+    "values other than tensors": (
         {"model": model(bias="text", scale=2.0)},
         r"other values than tensors, bias \(str\), scale \(float\)",
     ),
     "NaN": ({"model": model(**{"out.weight": NAN})}, "out.weight contains inf or NaN"),
     "a petabyte": ({"model": model(**{"out.weight": huge()})}, r"mis-shaped out.weight: \(1000000000000000,\)"),
-    "a petabyte more": ({"model": model(extra=huge())}, "unexpected extra"),
+    "an additional petabyte": ({"model": model(extra=huge())}, "unexpected extra"),
     "a sparse tensor": ({"model": model(**{"out.weight": torch.eye(2).to_sparse()})}, "out.weight is a tensor of"),
     "a complex tensor": ({"model": model(**{"out.weight": torch.ones(2, dtype=torch.complex64)})}, "torch.complex64"),
     "a tensor without data": ({"model": model(**{"out.weight": torch.ones(2, device="meta")})}, "without data"),
@@ -123,9 +123,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_sound_checkpoint_is_refused_in_one_line(what, path, capsys):
-    content, message = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_invalid_checkpoint_is_refused_in_one_line(case, path, capsys):
+    content, message = REFUSED[case]
     torch.save(content, path)
     with pytest.raises(jt.UserError, match=message) as error:
         params(path)
@@ -133,7 +133,7 @@ def test_what_is_no_sound_checkpoint_is_refused_in_one_line(what, path, capsys):
     assert "run!" not in capsys.readouterr().out
 
 
-def test_missing_unexpected_and_mis_shaped_are_listed_at_once(path):
+def test_missing_unexpected_and_mis_shaped_tensors_are_listed_at_once(path):
     changed = {"wte.weight": torch.ones(4, 3), "head.weight": None, "h.1.fc.weight": None, "extra": torch.ones(1)}
     torch.save(model(**changed), path)
     with pytest.raises(jt.UserError) as error:
@@ -158,15 +158,15 @@ def test_other_files_are_refused_in_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_safetensors_header_that_lies_about_shapes_is_refused(tmp_path):
-    path = tmp_path / "lying.safetensors"
+def test_a_safetensors_header_with_false_shapes_is_refused(tmp_path):
+    path = tmp_path / "invalid.safetensors"
     header = b'{"out.weight":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,8]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     with pytest.raises(jt.UserError, match="is not a safetensors file"):
         read_torch(path)
 
 
-def test_without_torch_only_its_own_files_are_out_of_reach(tmp_path, monkeypatch):
+def test_without_torch_safetensors_files_are_still_read(tmp_path, monkeypatch):
     safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -177,7 +177,7 @@ def test_without_torch_only_its_own_files_are_out_of_reach(tmp_path, monkeypatch
         write_torch(tmp_path / "y.pt", TorchCheckpoint({}))
 
 
-def test_tensors_are_read_one_by_one_each_gone_before_the_next(path):
+def test_tensors_are_read_one_at_a_time_and_each_is_freed_before_the_next(path):
     leaf = 2**20
     table = NameTable({f"p{i}": TorchParam(f"p{i}") for i in range(8)} | {"h": TorchParam("h.{layer}")})
     like = {f"p{i}": jax.ShapeDtypeStruct((leaf // 4,), np.float32) for i in range(8)}
@@ -189,11 +189,11 @@ def test_tensors_are_read_one_by_one_each_gone_before_the_next(path):
     table.to_jax(checkpoint.model, like, put=lambda array, leaf: float(array.astype(leaf.dtype).sum()))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # A stack is filled in one array, and cast in another.
+    # A stack is filled in one array and cast into another.
     assert peak < 2.5 * leaf
 
 
-def test_a_run_of_weights_alone_starts_anew(path):
+def test_a_checkpoint_of_weights_only_has_no_optimizer(path):
     torch.save(model(), path)
     run = torch_run(read_torch(path), TABLE, LIKE)
     with pytest.raises(jt.UserError, match="has no optimizer"):

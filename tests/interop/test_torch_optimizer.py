@@ -32,7 +32,7 @@ def double(monkeypatch):
 
 
 def gradient(p):
-    """Of both frameworks' arrays."""
+    """Return the gradient at `p`, an array of either framework."""
     return p**3 - 0.5 * p + 0.1
 
 
@@ -70,7 +70,7 @@ def run_both(optimizer, scheduler, p, metric=False, **extra):
 # Muon's matrices are transposed by a name table, below.
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "muon"])
-def test_every_optimizer_with_every_argument(name, options):
+def test_every_optimizer_and_argument_equals_pytorch(name, options):
     p = torch_params(3, 4)
     run_both(OPTIMIZERS[name][0]([p], **options), None, p)
 
@@ -104,7 +104,7 @@ SCHEDULERS = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_every_scheduler(scheduler, kind):
+def test_every_scheduler_equals_pytorch(scheduler, kind):
     p = torch_params(3)
     optimizer = kind([p], lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     run_both(optimizer, SCHEDULERS[scheduler](optimizer), p)
@@ -117,7 +117,7 @@ def test_reduce_on_plateau():
     assert float(used_learning_rate(state)) < 1e-4
 
 
-def test_a_tensor_is_a_learning_rate_too():
+def test_a_tensor_is_accepted_as_a_learning_rate():
     p = torch_params(3)
     run_both(torch.optim.Adam([p], lr=torch.tensor(1e-2), weight_decay=0.1), None, p)
 
@@ -162,7 +162,7 @@ def test_groups_under_one_scheduler(names):
     np.testing.assert_allclose(rates["1"], 10 * rates["0"])
 
 
-def test_what_the_optimizer_was_not_given_stays_and_what_muon_was_given_is_transposed(monkeypatch):
+def test_parameters_outside_the_optimizer_are_unchanged_and_muons_are_transposed(monkeypatch):
     in_double = functools.partial(muon, dtype=np.float64)
     monkeypatch.setitem(expression.OPTIMIZERS, "muon", in_double)
     model = module()
@@ -200,19 +200,19 @@ def layers():
     return model, [list(layer.parameters()) for layer in model]
 
 
-def stacked_apart():
+def stacked_layers_in_two_groups():
     model, (first, second) = layers()
     return from_torch(torch.optim.SGD([{"params": first}, {"params": second}]), model=model, names=STACKED)
 
 
-def whole(kind, table):
+def convert_one_parameter(kind, table):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     optimizer = kind([next(model.parameters())])
     return from_torch(optimizer, model=model, names=table)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("call", "message"),
     [
         (lambda: from_torch(torch.optim.LBFGS([torch_params(2)])), "LBFGS is not supported: use one of"),
         (lambda: from_torch(Mine([torch_params(2)])), "Mine is not supported: use one of"),
@@ -226,7 +226,7 @@ def whole(kind, table):
         (lambda: from_torch(sgd_of(torch_params(1), torch_params(1))), "SGD has 2 parameter groups: pass names"),
         (lambda: from_torch(sgd_of(), names={}), "parameter 0 of group 0 has no name"),
         (lambda: from_torch(torch.optim.SGD([("w", torch_params(1))]), names={}), "w of group 0 is not in names"),
-        (stacked_apart, "bias stacks parameters|kernel stacks parameters"),
+        (stacked_layers_in_two_groups, "bias stacks parameters|kernel stacks parameters"),
         (
             lambda: from_torch(*scheduled(lambda o: theirs.LambdaLR(o, lambda t: min(1, t)))),
             "lr_lambda must be a JAX function",
@@ -235,9 +235,9 @@ def whole(kind, table):
             lambda: from_torch(*scheduled(lambda o: theirs.SequentialLR(o, [theirs.OneCycleLR(o, 0.1, 9)], []))),
             "cycle_momentum of a OneCycleLR in a SequentialLR",
         ),
-        (lambda: whole(torch.optim.Muon, STACKED), "kernel does not have the layout of {layer}.weight"),
+        (lambda: convert_one_parameter(torch.optim.Muon, STACKED), "kernel does not have the layout of {layer}.weight"),
         (
-            lambda: whole(torch.optim.Adafactor, NameTable({"k": TorchParam("0.weight", CONV)})),
+            lambda: convert_one_parameter(torch.optim.Adafactor, NameTable({"k": TorchParam("0.weight", CONV)})),
             "k does not have the layout of 0.weight",
         ),
         (
@@ -248,9 +248,9 @@ def whole(kind, table):
         ),
     ],
 )
-def test_what_is_not_honoured_is_named(wrong, message):
+def test_an_unsupported_setting_is_named(call, message):
     with pytest.raises(UserError, match=message):
-        wrong()
+        call()
 
 
 def test_stacked_layers_of_one_group_are_one_leaf():

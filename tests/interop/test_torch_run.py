@@ -1,4 +1,4 @@
-"""Runs imported from PyTorch and exported: bit for bit, and after more updates as PyTorch's own."""
+"""Runs imported from PyTorch and exported again: to the bit, and after further updates equal to PyTorch's."""
 
 import copy
 import functools
@@ -129,7 +129,7 @@ class Run:
         return self
 
 
-def taken_over(path, matrix=False, like=None, **options):
+def imported(path, matrix=False, like=None, **options):
     table, own = (MATRIX, MATRIX_LIKE) if matrix else (TABLE, LIKE)
     return torch_run(read_torch(path), table, like or own, **options)
 
@@ -146,13 +146,13 @@ def step_of(run, precision="fp32"):
     return jt.train_step(loss_fn, run.optimizer(), precision=precision, loss_scale=run.loss_scale())
 
 
-def given_back(run, state, path):
+def exported(run, state, path):
     write_torch(path, to_torch(state, run.metadata, run.expression, run.names))
     return torch.load(path, weights_only=True)
 
 
 def assert_same(a, b, close=None, where=""):
-    """Bit for bit, types included; or tensors and floats as `close` as that."""
+    """Assert equality to the bit and of types; with `close`, tensors and floats within this relative tolerance."""
     assert (isinstance(a, dict) and isinstance(b, dict)) or type(a) is type(b), (where, a, b)
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
@@ -174,16 +174,16 @@ def assert_same(a, b, close=None, where=""):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_there_and_back_is_bit_equal_for_every_optimizer_and_scaler(schedule, tmp_path):
+def test_round_trip_is_bit_equal_for_every_optimizer_and_scaler(schedule, tmp_path):
     for name, options in OPTIMIZER_CASES:
         for scaler in (False, True):
             theirs = Run(name, options, schedule, scaler).step(3)
-            run = taken_over(theirs.save(tmp_path / "in.pt"), name == "Muon")
+            run = imported(theirs.save(tmp_path / "in.pt"), name == "Muon")
             if schedule == "plateau" and name in READ_THEIR_RATE:
                 with pytest.raises(jt.UserError, match="reduce_lr_on_plateau is not supported by an optimizer"):
                     run.state(step_of(run))
                 continue
-            back = given_back(run, run.state(step_of(run)), tmp_path / "out.pt")
+            back = exported(run, run.state(step_of(run)), tmp_path / "out.pt")
             assert_same(back, torch.load(tmp_path / "in.pt", weights_only=True), where=f"{name} {options}")
 
 
@@ -194,23 +194,23 @@ BATCH = {"x": X.astype(np.float64), "y": Y.astype(np.float64)}
 
 @pytest.fixture
 def double():
-    torch.set_default_dtype(torch.float64)  # that of the numbers an optimizer keeps
+    torch.set_default_dtype(torch.float64)  # the dtype of an optimizer's scalars
     with jax.enable_x64(True):
         yield
     torch.set_default_dtype(torch.float32)
 
 
-def carried_on(name, options, schedule, scaler, tmp_path, **understood):
-    """PyTorch's 3 updates, 4 of ours, and 3 of PyTorch's again, beside PyTorch's 7 and 10."""
+def continue_run(name, options, schedule, scaler, tmp_path, **options_of_import):
+    """Return states after 3 updates in PyTorch and 4 in JAX, PyTorch's after 7, and both after 3 more in PyTorch."""
     theirs = Run(name, options, schedule, scaler, torch.float64).step(3)
     matrix = name == "Muon"
     like = MATRIX_DOUBLE if matrix else DOUBLE
-    run = taken_over(theirs.save(tmp_path / "in.pt"), matrix, like, **understood)
+    run = imported(theirs.save(tmp_path / "in.pt"), matrix, like, **options_of_import)
     step = step_of(run, "fp64")
     state = run.state(step)
     for _ in range(4):
         state, _ = step(state, BATCH)
-    back = given_back(run, state, tmp_path / "out.pt")
+    back = exported(run, state, tmp_path / "out.pt")
     again = copy.deepcopy(back)
     resumed = Run(name, options, schedule, scaler, torch.float64).load(back).step(3)
     return again, copy.deepcopy(theirs.step(4).parts()), resumed.parts(), theirs.step(3).parts()
@@ -219,26 +219,26 @@ def carried_on(name, options, schedule, scaler, tmp_path, **understood):
 @pytest.mark.sampled(6)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("name", "options"), OPTIMIZER_CASES)
-def test_every_optimizer_goes_on_in_both_directions(name, options, tmp_path, monkeypatch):
-    if name == "Muon":  # which iterates in bfloat16
+def test_every_optimizer_continues_in_both_directions(name, options, tmp_path, monkeypatch):
+    if name == "Muon":  # PyTorch's iterates in bfloat16
         monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.double().clone())
         monkeypatch.setitem(expression.OPTIMIZERS, "muon", functools.partial(muon, dtype=np.float64))
-    ours, theirs, ours_on, theirs_on = carried_on(name, options, "one cycle", True, tmp_path)
-    for mine, other in ((ours, theirs), (ours_on, theirs_on)):
+    ours, theirs, ours_resumed, theirs_resumed = continue_run(name, options, "one cycle", True, tmp_path)
+    for mine, other in ((ours, theirs), (ours_resumed, theirs_resumed)):
         assert_same(mine, {**other, "step": mine["step"]}, close=1e-10, where=name)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULERS if s != "plateau"])
-def test_every_schedule_goes_on_in_both_directions(schedule, tmp_path):
-    ours, theirs, ours_on, theirs_on = carried_on("SGD", {"momentum": 0.9}, schedule, False, tmp_path)
-    for mine, other in ((ours, theirs), (ours_on, theirs_on)):
+def test_every_schedule_continues_in_both_directions(schedule, tmp_path):
+    ours, theirs, ours_resumed, theirs_resumed = continue_run("SGD", {"momentum": 0.9}, schedule, False, tmp_path)
+    for mine, other in ((ours, theirs), (ours_resumed, theirs_resumed)):
         assert_same(mine, {**other, "step": mine["step"]}, close=1e-10)
 
 
 class Net(torch.nn.Module):
-    """Shapes that repeat: two matrices alike, and biases and scales of one size."""
+    """A model with repeated shapes: two equal matrices, and biases and scales of one size."""
 
     def __init__(self):
         super().__init__()
@@ -265,7 +265,7 @@ NET_LIKE = {
 
 
 def saved_net(path, groups, *, kind=torch.optim.AdamW, steps=2, wrap=lambda model: model, **options):
-    """A Net after some updates; `groups(net)` are what its optimizer is made of."""
+    """Save a Net after some updates of an optimizer over the groups `groups(net)`; return both."""
     net = wrap(Net())
     optimizer = kind(groups(net), lr=0.01, **options)
     for i in range(steps):
@@ -286,7 +286,7 @@ def by_layer(net):
     return [{"params": named, "lr": 0.1}, {"params": list(net.norm.named_parameters(prefix="norm"))}]
 
 
-def test_groups_by_the_decay_rule_are_told_apart_by_their_shapes(tmp_path):
+def test_groups_of_the_decay_rule_are_matched_by_shape(tmp_path):
     net, optimizer = saved_net(tmp_path / "in.pt", decay_rule)
     run = torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
     assert list(run.expression) == ["a/kernel b/kernel", "a/bias norm/scale norm/bias b/bias"]
@@ -294,11 +294,11 @@ def test_groups_by_the_decay_rule_are_told_apart_by_their_shapes(tmp_path):
     state = run.state(step_of(run))
     kernel = state.opt_state.inner_states["0"].inner_state[0].mu["b"]["kernel"]
     np.testing.assert_array_equal(kernel.T, optimizer.state[net.b.weight]["exp_avg"])
-    back = given_back(run, state, tmp_path / "out.pt")
+    back = exported(run, state, tmp_path / "out.pt")
     assert_same({k: back[k] for k in ("model", "optimizer")}, torch.load(tmp_path / "in.pt", weights_only=True))
 
 
-def test_named_groups_need_no_shapes_and_may_leave_parameters_out(tmp_path):
+def test_named_groups_are_matched_by_name_and_may_omit_parameters(tmp_path):
     net, optimizer = saved_net(tmp_path / "in.pt", lambda net: by_layer(net)[1:])
     run = torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
     assert list(run.expression) == ["norm/scale norm/bias"]
@@ -310,7 +310,7 @@ def test_named_groups_need_no_shapes_and_may_leave_parameters_out(tmp_path):
     assert [call.arguments["learning_rate"] for call in run.expression.values()] == [0.1, 0.01]
 
 
-def test_prefixes_of_the_groups_names_are_understood(tmp_path):
+def test_prefixes_in_the_names_of_groups_are_removed(tmp_path):
     def wrap(net):
         return torch.nn.ModuleDict({"module": net})
 
@@ -325,11 +325,11 @@ def test_prefixes_of_the_groups_names_are_understood(tmp_path):
     ]
 
 
-def biases_apart(net):
+def ambiguous_groups(net):
     return [[net.a.weight, net.a.bias, net.b.weight], [net.norm.weight, net.norm.bias, net.b.bias]]
 
 
-def lr_of(path, change):
+def edit_saved(path, change):
     saved = torch.load(path, weights_only=True)
     change(saved)
     torch.save(saved, path)
@@ -354,30 +354,33 @@ def without(key):
     return change
 
 
-DAMAGED = {
+INVALID = {
     "another step": (changed("step", torch.tensor(7.0)), "was updated 2 times and a.weight 7 times"),
     "half a step": (
         lambda saved: [of.update(step=torch.tensor(1.5)) for of in saved["optimizer"]["state"].values()],
         "number of updates must be a count, got 1.5",
     ),
-    "a text for a step": (changed("step", "two"), "'two' where a number must be"),
+    "a string as step": (changed("step", "two"), "'two' where a number must be"),
     "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 contains inf or NaN"),
     "too large a moment": (changed("exp_avg_sq", torch.zeros(1).expand(10**15)), "exp_avg_sq of the optimizer: .*mis-"),
-    "a moment gone": (
+    "a missing moment": (
         lambda saved: saved["optimizer"]["state"][3].pop("exp_avg"),
         "exp_avg of the .* missing norm.bias",
     ),
-    "a moment unknown": (changed("trust", torch.ones(1)), "trust of a.weight is not a state of adamw"),
-    "a parameter more": (
+    "an unknown moment": (changed("trust", torch.ones(1)), "trust of a.weight is not a state of adamw"),
+    "an additional parameter": (
         lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(6),
         "7 parameters and the",
     ),
-    "a number twice": (lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(0), "is in two groups"),
+    "a parameter in two groups": (
+        lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(0),
+        "is in two groups",
+    ),
     "no lr": (without("lr"), "has no params and lr"),
-    "an option of nobody's": (grouped("lr_scale", 2.0), "AdamW's lr_scale=2.0 in group 0 is not supported"),
+    "an unknown option": (grouped("lr_scale", 2.0), "AdamW's lr_scale=2.0 in group 0 is not supported"),
     "a scheduler not saved": (grouped("initial_lr", 0.1), "AdamW has a scheduler: pass it too"),
     "an older AdamW": (without("decoupled_weight_decay"), "equal states for Adam and AdamW: set --optimizer"),
-    "an optimizer of nobody's": (
+    "an unknown optimizer": (
         lambda saved: saved["optimizer"].update(param_groups=[{"lr": 1.0, "params": [*range(6)], "speed": 3}]),
         "with the settings lr, params, speed is not supported",
     ),
@@ -391,83 +394,81 @@ DAMAGED = {
         ),
         "does not contain its lr_lambda: set --schedule",
     ),
-    "a scheduler of nobody's": (
+    "an unknown scheduler": (
         lambda saved: saved.update(scheduler={"tempo": 3}),
         "a scheduler with the state tempo is not supported",
     ),
-    "a scaler cut short": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
+    "an incomplete scaler": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGED)
-def test_what_cannot_be_honoured_is_named_in_one_line(what, tmp_path):
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_or_unsupported_state_is_named_in_one_line(case, tmp_path):
     path = tmp_path / "in.pt"
     saved_net(path, lambda net: net.parameters())
-    change, message = DAMAGED[what]
-    lr_of(path, change)
+    change, message = INVALID[case]
+    edit_saved(path, change)
 
-    def take_over():
+    def import_run():
         run = torch_run(read_torch(path), NET, NET_LIKE)
         run.state(step_of(run))
 
     with pytest.raises(jt.UserError, match=message) as error:
-        take_over()
+        import_run()
     assert "\n" not in str(error.value)
 
 
-def test_groups_that_could_be_dealt_in_two_ways_are_refused(tmp_path):
-    saved_net(tmp_path / "in.pt", lambda net: [{"params": group} for group in biases_apart(net)])
+def test_groups_that_match_the_parameters_in_several_ways_are_refused(tmp_path):
+    saved_net(tmp_path / "in.pt", lambda net: [{"params": group} for group in ambiguous_groups(net)])
     with pytest.raises(jt.UserError, match="the model's in 3 ways: create the optimizer from model"):
         torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
 
 
-def test_an_older_adamw_is_said(tmp_path):
+def test_the_kind_of_an_older_adam_can_be_specified(tmp_path):
     saved_net(tmp_path / "in.pt", lambda net: net.parameters())
-    lr_of(tmp_path / "in.pt", without("decoupled_weight_decay"))
+    edit_saved(tmp_path / "in.pt", without("decoupled_weight_decay"))
     for kind, function in (("AdamW", "adamw"), ("Adam", "adam")):
         assert torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE, kind=kind).expression.function == function
 
 
-def test_a_schedule_that_no_file_holds_is_said(tmp_path):
+def test_a_schedule_that_is_not_in_the_file_can_be_specified(tmp_path):
     theirs = Run("AdamW", {}, "none")
     theirs.scheduler = S.LambdaLR(theirs.optimizer, lambda t: 0.5**t)
-    run = taken_over(
-        theirs.step(3).save(tmp_path / "in.pt"), schedule=Call("exponential_lr", {"lr": 1e-2, "gamma": 0.5})
-    )
+    run = imported(theirs.step(3).save(tmp_path / "in.pt"), schedule=Call("exponential_lr", {"lr": 1e-2, "gamma": 0.5}))
     step = step_of(run)
     state, metrics = step(run.state(step), {"x": X, "y": Y})
     assert float(metrics["lr"]) == pytest.approx(1e-2 * 0.5**3)
-    back = given_back(run, state, tmp_path / "out.pt")
+    back = exported(run, state, tmp_path / "out.pt")
     assert back["scheduler"] == {**theirs.step(1).scheduler.state_dict(), "_last_lr": [pytest.approx(1e-2 * 0.5**4)]}
 
 
-def test_a_scheduler_that_ran_ahead_of_the_skipped_updates_stays_ahead(tmp_path):
+def test_a_scheduler_that_is_ahead_by_skipped_updates_stays_ahead(tmp_path):
     theirs = Run("SGD", {"momentum": 0.9}, "one cycle").step(3)
     theirs.scheduler.step()
-    run = taken_over(theirs.save(tmp_path / "in.pt"), updates=3)
+    run = imported(theirs.save(tmp_path / "in.pt"), updates=3)
     assert run.expression.arguments["learning_rate"].function == "shifted"
     step = step_of(run)
     state, metrics = step(run.state(step), {"x": X, "y": Y})
     assert float(metrics["lr"]) == pytest.approx(theirs.scheduler.get_last_lr()[0])
-    assert given_back(run, state, tmp_path / "out.pt")["scheduler"]["last_epoch"] == 5
+    assert exported(run, state, tmp_path / "out.pt")["scheduler"]["last_epoch"] == 5
 
 
-def test_the_plateau_goes_on(tmp_path):
+def test_reduce_on_plateau_continues(tmp_path):
     theirs = Run("SGD", {}, "plateau").step(3)
-    run = taken_over(theirs.save(tmp_path / "in.pt"))
+    run = imported(theirs.save(tmp_path / "in.pt"))
     state = run.state(step_of(run))
     plateau = state.opt_state[-1]
     scheduler = theirs.scheduler
     assert (float(plateau.best), int(plateau.bad)) == (scheduler.best, scheduler.num_bad_epochs)
     assert float(plateau.next_rate) == pytest.approx(theirs.optimizer.param_groups[0]["lr"])
-    updates, moved = run.optimizer().update(state.params, state.opt_state, state.params, value=1.0)
+    updates, opt_state = run.optimizer().update(state.params, state.opt_state, state.params, value=1.0)
     del updates
-    back = given_back(run, state._replace(opt_state=moved, step=state.step + 1), tmp_path / "out.pt")
+    back = exported(run, state._replace(opt_state=opt_state, step=state.step + 1), tmp_path / "out.pt")
     expected = theirs.step(1).parts()
     assert back["scheduler"] == {**expected["scheduler"], "_last_lr": pytest.approx(expected["scheduler"]["_last_lr"])}
 
 
-def test_arrays_of_the_state_are_there_once(tmp_path, monkeypatch):
+def test_arrays_of_the_state_are_allocated_once(tmp_path, monkeypatch):
     leaf = 2**18
     table = NameTable({f"p{i}": TorchParam(f"p{i}") for i in range(4)})
     like = {f"p{i}": jax.ShapeDtypeStruct((leaf // 4,), np.float32) for i in range(4)}
@@ -492,7 +493,7 @@ def test_arrays_of_the_state_are_there_once(tmp_path, monkeypatch):
     assert 12 * leaf <= max(most) < 12.5 * leaf
 
 
-def test_buffers_come_in_and_go_out(tmp_path):
+def test_buffers_are_imported_and_exported(tmp_path):
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
     net(torch.from_numpy(X))
     torch.save(net.state_dict(), tmp_path / "in.pt")
@@ -510,14 +511,14 @@ def test_buffers_come_in_and_go_out(tmp_path):
     assert list(back.model) == list(net.state_dict())
 
 
-def test_nothing_is_rounded_on_the_way(tmp_path):
+def test_values_that_would_be_rounded_are_refused(tmp_path):
     theirs = Run("AdamW", dtype=torch.float64).step(1)
-    run = taken_over(theirs.save(tmp_path / "in.pt"))
+    run = imported(theirs.save(tmp_path / "in.pt"))
     step = step_of(run)
     with pytest.raises(jt.UserError, match="float64 values would be rounded to float32"):
         run.state(step)
     for part in (theirs.model.state_dict(), *theirs.optimizer.state_dict()["state"].values()):
         for tensor in part.values():
             tensor.copy_(tensor.detach().float())
-    halves = taken_over(theirs.save(tmp_path / "in.pt")).state(step)
-    np.testing.assert_array_equal(halves.params["fc"]["bias"], theirs.model.fc.bias.detach())
+    restored = imported(theirs.save(tmp_path / "in.pt")).state(step)
+    np.testing.assert_array_equal(restored.params["fc"]["bias"], theirs.model.fc.bias.detach())

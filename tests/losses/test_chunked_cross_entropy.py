@@ -30,7 +30,7 @@ def value_and_gradients(fn, hidden, projection, labels):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"ignore_index": 3}])
 @pytest.mark.parametrize(("shape", "chunk"), [((12,), 4), ((2, 5), 4), ((3, 2, 2), 1), ((7,), 100)])
-def test_it_is_the_plain_loss_in_float64(shape, chunk, options):
+def test_values_and_gradients_equal_cross_entropy_in_float64(shape, chunk, options):
     hidden, projection, labels = draw(*shape)
     with jax.enable_x64(True):
         ours = jax.jit(
@@ -52,7 +52,7 @@ def test_an_invalid_label_gives_nan_and_no_tokens_give_no_losses():
     assert chunked_cross_entropy(hidden[:0], projection, labels[:0]).shape == (0,)
 
 
-def test_it_differentiates_twice():
+def test_second_derivatives_equal_cross_entropy():
     hidden, projection, labels = draw(6)
 
     def curvature(fn):
@@ -86,7 +86,7 @@ def test_at_a_vocabulary_of_32768_temporaries_are_under_a_quarter(precision, tie
     plain = temporaries(lambda h, w, y: cross_entropy(h @ w, y))
     chunked = temporaries(lambda h, w, y: chunked_cross_entropy(h, w, y, chunk=chunk))
     print(f"temporaries: plain {plain / 1e6:.0f} MB, chunked {chunked / 1e6:.0f} MB")
-    # The plain one holds all logits at least; else the quarter proves nothing.
+    # The plain loss must hold at least all logits for the comparison to be meaningful.
     assert plain >= tokens * vocabulary * 4
     assert chunked <= plain / 4
 
@@ -99,14 +99,14 @@ def products(traced):
             yield from products(inner)
 
 
-def test_under_autocast_its_products_are_low_and_its_weight_gradient_is_summed_in_float32():
+def test_under_autocast_products_are_bfloat16_and_the_weight_gradient_is_summed_in_float32():
     hidden, projection, labels = (jnp.asarray(x) for x in draw(6))
 
     def total(hidden, projection):
         return chunked_cross_entropy(hidden, projection, labels, chunk=2).sum()
 
     traced = jax.make_jaxpr(jax.grad(autocast(total, jnp.bfloat16), argnums=(0, 1)))(hidden, projection)
-    # Forward, again in the backward pass, and the two gradients.
+    # The forward product, its recomputation in the backward pass, and the two gradients.
     assert list(products(traced.jaxpr)) == [{"bfloat16"}] * 4
     carries = [
         v.aval
@@ -119,7 +119,7 @@ def test_under_autocast_its_products_are_low_and_its_weight_gradient_is_summed_i
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
-def test_a_training_step_that_accumulates_takes_the_steps_of_the_plain_loss(remat):
+def test_training_with_accumulation_equals_training_with_cross_entropy(remat):
     hidden, projection, labels = draw(8)
 
     def trained(loss):

@@ -34,7 +34,7 @@ def log_probs(rng, *shape):
 
 
 def labels(rng, *shape):
-    """Labels of which one in four is ignored."""
+    """Return labels, about one in four of them ignored."""
     return np.where(rng.random(shape) < 0.25, -100, rng.integers(CLASSES, size=shape))
 
 
@@ -159,7 +159,7 @@ LOSSES = {
 
 
 def ours_and_theirs(loss, inputs):
-    """The values, and the gradient of each input that is differentiated, of both."""
+    """Return pairs (ours, PyTorch's): the values, and the gradient of each differentiated input."""
     wanted = [i for i, draw in enumerate(loss.draw) if draw not in (labels, signs, class_weight)]
     wanted = [i for i in wanted if inputs[i].dtype == np.float64]
     tensors = [torch.tensor(x, requires_grad=i in wanted) for i, x in enumerate(inputs)]
@@ -190,7 +190,7 @@ def compiled(loss, fn):
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=20)
 @given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 2**32 - 1))
-def test_value_and_gradients_are_pytorchs(name, shape, seed):
+def test_values_and_gradients_equal_pytorch(name, shape, seed):
     rng, loss = np.random.default_rng(seed), LOSSES[name]
     for ours, theirs in ours_and_theirs(loss, [draw(rng, *shape) for draw in loss.draw]):
         assert ours.dtype == np.float64
@@ -199,7 +199,7 @@ def test_value_and_gradients_are_pytorchs(name, shape, seed):
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), smoothing=st.sampled_from([0.0, 0.1]), weigh=st.booleans())
-def test_the_sum_over_the_weights_is_pytorchs_mean(seed, smoothing, weigh):
+def test_the_sum_divided_by_the_weights_equals_pytorchs_mean(seed, smoothing, weigh):
     rng = np.random.default_rng(seed)
     logits, y = scores(rng, 8), np.append(labels(rng, 7), 1)
     weight = class_weight(rng) + 0.25 if weigh else None
@@ -216,7 +216,7 @@ def test_the_sum_over_the_weights_is_pytorchs_mean(seed, smoothing, weigh):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_common_offset_of_the_logits_costs_no_digits(smoothing):
+def test_a_common_offset_of_the_logits_does_not_reduce_precision(smoothing):
     rng = np.random.default_rng(0)
     logits, y = (scores(rng, 50) + 1000).astype(np.float32), rng.integers(CLASSES, size=50)
     theirs, truth = (
@@ -234,7 +234,7 @@ def test_the_cosine_loss_has_pytorchs_gradient_at_the_margin():
         np.testing.assert_allclose(ours, theirs, rtol=1e-14)
 
 
-def test_clip_is_that_of_transformers():
+def test_clip_equals_transformers():
     rng = np.random.default_rng(0)
     similarities = rng.standard_normal((5, 5)) * 4
     theirs = torch.tensor(similarities, requires_grad=True)
@@ -246,7 +246,7 @@ def test_clip_is_that_of_transformers():
     np.testing.assert_allclose(gradient, theirs.grad, rtol=1e-12, atol=1e-15)
 
 
-def test_info_nce_takes_negatives_of_no_row():
+def test_info_nce_accepts_additional_negatives():
     similarities = np.random.default_rng(0).standard_normal((3, 5))
     with jax.enable_x64(True):
         ours = losses.info_nce(jnp.asarray(similarities))
@@ -302,7 +302,7 @@ def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
     (values, expected), (gradient, expected_gradient) = values_and_gradients(x)
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, expected)
-    # Rounded once, and no sum of rounded parts.
+    # Rounded once: it is not a sum of rounded parts.
     np.testing.assert_array_equal(gradient, expected_gradient.astype(jnp.bfloat16).astype(np.float32))
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's value and gradient, exactly at the kinks and to rounding elsewhere; and JAX's own gradient."""
+"""Values and gradients equal PyTorch's, exactly at the kinks and to rounding elsewhere; and JAX's own gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -19,10 +19,10 @@ INF = float("inf")
 class Kink(NamedTuple):
     ours: Callable
     theirs: Callable
-    jaxs: Callable
+    jax_fn: Callable
     at: tuple
-    jaxs_gradients: tuple
-    """JAX's own gradients, one per input: this fails if JAX changes them."""
+    jax_gradients: tuple
+    """JAX's own gradients, one per input; a test fails if JAX changes them."""
 
 
 def naive_cosine(a, b):
@@ -183,27 +183,27 @@ def in_jax(fn, points):
 
 
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
-def test_at_a_kink_value_and_gradient_are_pytorchs(kink):
+def test_values_and_gradients_at_a_kink_equal_pytorch(kink):
     value, grads = in_torch(kink.theirs, kink.at)
     our_value, our_grads = in_jax(kink.ours, kink.at)
     np.testing.assert_array_equal(our_value, value)
     for ours, theirs in zip(our_grads, grads, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-15, atol=0)
-    assert not all(np.array_equal(t, j) for t, j in zip(grads, kink.jaxs_gradients, strict=True)), "no difference"
+    assert not all(np.array_equal(t, j) for t, j in zip(grads, kink.jax_gradients, strict=True)), "no difference"
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
-def test_jaxs_own_gradient_is_the_other_one(kink):
-    _, grads = in_jax(kink.jaxs, kink.at)
-    for found, known in zip(grads, kink.jaxs_gradients, strict=True):
+def test_the_gradient_of_the_jax_function_at_a_kink_is_the_recorded_one(kink):
+    _, grads = in_jax(kink.jax_fn, kink.at)
+    for found, known in zip(grads, kink.jax_gradients, strict=True):
         np.testing.assert_allclose(found, np.array(known, float), rtol=1e-15, atol=0)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SMOOTH)
 @pytest.mark.parametrize("seed", range(2))
-def test_elsewhere_they_agree_to_rounding(case, seed):
+def test_values_and_gradients_away_from_kinks_equal_pytorch_to_rounding(case, seed):
     ours, theirs, shapes = SMOOTH[case]
     rng = np.random.default_rng(seed)
     points = [np.abs(p) if case == "pow" else p for p in (2 * rng.standard_normal(shape) for shape in shapes)]
@@ -215,7 +215,7 @@ def test_elsewhere_they_agree_to_rounding(case, seed):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["max", "min", "median of equals", "median along an axis"])
-def test_among_equal_values_the_same_one_is_selected(case):
+def test_the_same_one_of_equal_values_is_selected_as_in_pytorch(case):
     rng = np.random.default_rng(0)
     for n in range(2, 12):
         points = [rng.integers(0, 3, n)]
@@ -232,7 +232,7 @@ def test_nan_is_propagated(case):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
-def test_they_are_differentiated_twice_batched_and_compiled(kink):
+def test_functions_support_second_derivatives_vmap_and_jit(kink):
     inputs = [jnp.asarray(x, np.float64) for x in kink.at]
 
     def gradient(*xs):
@@ -247,7 +247,7 @@ def test_they_are_differentiated_twice_batched_and_compiled(kink):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)
-def test_under_autocast_they_keep_their_gradient(kink):
+def test_gradients_under_autocast_equal_pytorch(kink):
     def gradient(*xs):
         return jax.grad(lambda *xs: kink.ours(*xs).astype(np.float32).sum(), tuple(range(len(xs))))(*xs)
 
@@ -257,18 +257,18 @@ def test_under_autocast_they_keep_their_gradient(kink):
         np.testing.assert_allclose(ours.astype(np.float64), theirs, rtol=1e-2)
 
 
-def test_the_norm_of_a_short_float16_product_does_not_overflow_backwards():
+def test_the_gradient_of_the_norm_of_a_small_float16_product_does_not_overflow():
     def loss(x, norm):
         return 4096 * norm(x @ jnp.eye(2, dtype=np.float32))
 
     with jax.enable_x64(False):
         x = jnp.array([0.01, 0.02], np.float32)
-        ours, jaxs = (
+        ours, jax_fn = (
             jax.grad(jaxtrain.autocast(lambda x, norm=norm: loss(x, norm), np.float16))(x)
             for norm in (sub.norm, jnp.linalg.norm)
         )
     np.testing.assert_allclose(ours, 4096 * x / np.linalg.norm(x), rtol=1e-3)
-    assert not np.isfinite(jaxs).all()
+    assert not np.isfinite(jax_fn).all()
 
 
 SECOND = {
@@ -284,7 +284,7 @@ SECOND = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SECOND)
-def test_second_derivatives_are_pytorchs(case):
+def test_second_derivatives_equal_pytorch(case):
     kink, points = KINKS[case], SECOND[case]
     inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in points]
     first = torch.autograd.grad((kink.theirs(*inputs) ** 2).sum(), inputs, create_graph=True)
@@ -299,8 +299,8 @@ def test_second_derivatives_are_pytorchs(case):
         np.testing.assert_allclose(a, b.numpy(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_constant_has_deviation_0_whatever_its_mean_rounds_to():
-    # PyTorch's own is 2e-17 here, and its gradient of that not 0.
+def test_the_std_of_a_constant_is_0_despite_the_rounding_of_its_mean():
+    # PyTorch gives 2e-17 here, and its gradient is not 0.
     value, (grad,) = in_jax(sub.std, ([0.1] * 3,))
     assert value == 0
     assert not grad.any()

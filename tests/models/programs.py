@@ -1,4 +1,4 @@
-"""Helpers: parameters of the size of trained ones, float64 trees, and equations of traced programs."""
+"""Helpers: larger initial parameters, float64 trees, and equations of traced programs."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 
 def enlarged(model):
-    """Return (jitted apply, params) with parameters as large as trained ones, so that no layer is near the identity."""
+    """Return (jitted apply, params), with parameters scaled up so that no layer is close to the identity."""
     apply, params = functional(model)
     return jax.jit(apply), jax.tree.map(lambda p: p * 5, params)
 

@@ -26,7 +26,7 @@ def with_gradients(q, k, v, cotangent, **options):
     return [np.asarray(x) for x in (out, *vjp(cotangent))]
 
 
-def torchs(q, k, v, cotangent, *, mask=None, causal=False, scale=None):
+def torch_attention(q, k, v, cotangent, *, mask=None, causal=False, scale=None):
     tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
     heads_first = [x.transpose(1, 2) for x in tensors]
     mask = None if mask is None else torch.tensor(mask)
@@ -61,10 +61,10 @@ CASES = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [N, 2, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_pytorchs_in_float64(case, heads):
+def test_values_and_gradients_equal_pytorch_in_float64(case, heads):
     arrays = inputs(heads=heads)
     with jax.enable_x64(True):
-        assert_same(with_gradients(*arrays, **CASES[case]), torchs(*arrays, **CASES[case]))
+        assert_same(with_gradients(*arrays, **CASES[case]), torch_attention(*arrays, **CASES[case]))
 
 
 @pytest.mark.sampled(1)
@@ -72,25 +72,25 @@ def test_values_and_gradients_are_pytorchs_in_float64(case, heads):
 def test_causal_is_aligned_top_left(t, s):
     arrays = inputs(t, s, heads=2)
     with jax.enable_x64(True):
-        assert_same(with_gradients(*arrays, causal=True), torchs(*arrays, causal=True))
+        assert_same(with_gradients(*arrays, causal=True), torch_attention(*arrays, causal=True))
 
 
-def test_causal_and_a_mask_are_both_heeded():
-    # The first query sees nothing by both together.
+def test_causal_and_a_mask_are_combined():
+    # Together they mask every key of the first query.
     arrays, mask = inputs(), padding() & (np.arange(S) != 0)
     both = mask & np.tril(np.ones((T, S), bool))[None, None]
     with jax.enable_x64(True):
-        assert_same(with_gradients(*arrays, mask=mask, causal=True), torchs(*arrays, mask=both))
+        assert_same(with_gradients(*arrays, mask=mask, causal=True), torch_attention(*arrays, mask=both))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [N, 2])
-def test_a_row_that_sees_nothing_is_zero_and_gives_no_gradient(heads):
+def test_a_fully_masked_row_is_zero_and_has_no_gradient(heads):
     arrays, mask = inputs(heads=heads), np.ones((B, 1, T, S), bool)
     mask[0, :, 3] = False
     with jax.enable_x64(True):
         ours = with_gradients(*arrays, mask=mask)
-    assert_same(ours, torchs(*arrays, mask=mask))
+    assert_same(ours, torch_attention(*arrays, mask=mask))
     assert not ours[0][0, 3].any()
     assert not ours[1][0, 3].any()
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -102,7 +102,7 @@ def test_a_row_that_sees_nothing_is_zero_and_gives_no_gradient(heads):
 
 
 @pytest.mark.slow
-def test_packed_segments_are_the_sequences_apart():
+def test_packed_segments_equal_separate_sequences():
     q, k, v, cotangent = inputs(6, 6, heads=2)
     segments = np.array([[1, 1, 1, 1, 2, 2], [1, 1, 2, 2, 2, 0]])
     with jax.enable_x64(True):
@@ -112,7 +112,7 @@ def test_packed_segments_are_the_sequences_apart():
             assert_same([x[row : row + 1, part] for x in packed], alone)
 
 
-def test_a_dropped_weight_is_the_same_for_all_that_the_key_says():
+def test_the_dropout_mask_is_determined_by_the_key():
     q, k, v, _ = inputs(dtype=np.float32)
     key = jax.random.key(0)
     v = np.broadcast_to(np.eye(S, H, dtype=np.float32)[None, :, None], v.shape)
@@ -124,14 +124,14 @@ def test_a_dropped_weight_is_the_same_for_all_that_the_key_says():
     np.testing.assert_array_equal(attention(q, k, v, rng=key), attention(q, k, v))
 
 
-def test_heads_that_make_no_groups_are_refused():
+def test_query_heads_not_divisible_by_key_heads_are_refused():
     q, k, v, _ = inputs(heads=3)
     with pytest.raises(UserError, match="4 query heads are not divisible by 3 key heads"):
         attention(q, k, v)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_under_autocast_products_are_low_and_the_softmax_is_float32(dtype):
+def test_under_autocast_products_are_in_low_precision_and_the_softmax_in_float32(dtype):
     arrays = inputs(heads=2, dtype=np.float32)
     cast = autocast(lambda q, k, v: attention(q, k, v, causal=True).astype(np.float32).sum(), dtype)
     found = list(equations(jax.make_jaxpr(jax.grad(cast, argnums=(0, 1, 2)))(*arrays[:3]).jaxpr))
@@ -144,11 +144,11 @@ def test_under_autocast_products_are_low_and_the_softmax_is_float32(dtype):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("heads", [N, 2])
-def test_low_precision_is_as_near_the_truth_as_pytorchs(dtype, heads):
+def test_the_low_precision_error_is_at_most_twice_pytorchs(dtype, heads):
     big = np.random.default_rng(1)
     shapes = (4, 32, N, 16), (4, 32, heads, 16), (4, 32, heads, 16), (4, 32, N, 16)
     q, k, v, cotangent = arrays = [big.standard_normal(shape).astype(np.float32) for shape in shapes]
-    truth = torchs(*(x.astype(np.float64) for x in arrays), causal=True)
+    truth = torch_attention(*(x.astype(np.float64) for x in arrays), causal=True)
     cast = autocast(lambda q, k, v: attention(q, k, v, causal=True), jnp.dtype(dtype), "cpu")
     out, vjp = jax.vjp(cast, q, k, v)
     ours = [np.asarray(x, np.float64) for x in (out, *vjp(cotangent.astype(dtype)))]
@@ -162,7 +162,7 @@ def test_low_precision_is_as_near_the_truth_as_pytorchs(dtype, heads):
         assert error <= 2 * reference
 
 
-def test_on_an_nvidia_gpu_what_cudnn_takes_is_given_to_it(monkeypatch):
+def test_on_an_nvidia_gpu_supported_inputs_use_cudnn(monkeypatch):
     class GPU:
         device_kind = "NVIDIA H100 80GB HBM3"
 
@@ -178,18 +178,18 @@ def test_on_an_nvidia_gpu_what_cudnn_takes_is_given_to_it(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
     monkeypatch.setattr(jax, "local_devices", lambda: [GPU])
     assert (attention(q, k, v, causal=True, scale=0.3) == v).all()
-    # Under autocast what was written in float32 is in low precision, and so are its gradients' products.
+    # Under autocast, float32 inputs arrive in low precision, and products of the backward pass are in it too.
     fused, gradient = jax.value_and_grad(
         lambda v: autocast(lambda v: attention(*wide[:2], v, causal=True, scale=0.3), jnp.float16)(v).sum(dtype=v.dtype)
     )(wide[2])
     assert (gradient == 1).all()
     assert fused == wide[2].astype(np.float16).sum(dtype=np.float32)
-    said = {"scale": 0.3, "is_causal": True, "implementation": "cudnn"}
-    assert given == [(dtype,) * 3 + (said,) for dtype in (jnp.bfloat16, np.float16)]
-    # A row masked whole would be the mean there, weights are not dropped by our keys, other dtypes have no kernel.
+    expected_options = {"scale": 0.3, "is_causal": True, "implementation": "cudnn"}
+    assert given == [(dtype,) * 3 + (expected_options,) for dtype in (jnp.bfloat16, np.float16)]
+    # cuDNN returns the mean for a fully masked row, draws its own dropout and has no kernel for other dtypes.
     attention(q, k, v, mask=padding())
     attention(q, k, v, dropout=0.1, rng=jax.random.key(0))
-    # Compiled, as one operation: sums of values around 1, some of which cancel.
+    # Compiled as one operation, so rounding differs: sums of values around 1, some of which cancel.
     np.testing.assert_allclose(attention(*wide), explicit, rtol=1e-5, atol=1e-7)
     attention(q[..., :4], k[..., :4], v[..., :4])
     assert len(given) == 2

@@ -13,8 +13,8 @@ from jaxtrain.models import BatchNorm, functional_with_state
 @pytest.mark.parametrize("momentum", [0.1, 0.5])
 @pytest.mark.parametrize("offset", [0.0, 3000.0])
 @pytest.mark.parametrize("rows", [2, 5])
-def test_outputs_gradients_and_running_statistics_are_pytorchs_in_float64(rows, offset, momentum):
-    # A mean of 3000 undoes the variance that is computed as E[x²] − E[x]²; few rows show n / (n − 1).
+def test_outputs_gradients_and_running_statistics_equal_pytorch_in_float64(rows, offset, momentum):
+    # With a mean of 3000, E[x²] − E[x]² would lose the variance to cancellation; few rows expose n / (n − 1).
     rng = np.random.default_rng(0)
     batches = offset + rng.standard_normal((4, rows, 1, 2, 3)) * [0.1, 1, 10]
     weight = rng.standard_normal((rows, 1, 2, 3))
@@ -43,7 +43,7 @@ def test_outputs_gradients_and_running_statistics_are_pytorchs_in_float64(rows, 
                 (state["var"], theirs.running_var.numpy()),
             ]
             for ours, reference in pairs:
-                # Subtracting a mean of 3000 leaves four digits less, on either side.
+                # Subtracting a mean of 3000 loses four digits in both frameworks.
                 bar = 1e-12 if offset == 0 else 1e-8
                 assert np.linalg.norm(np.asarray(ours) - reference) <= bar * np.linalg.norm(reference)
         assert int(state["count"]) == int(theirs.num_batches_tracked) == 4
@@ -55,7 +55,7 @@ def test_outputs_gradients_and_running_statistics_are_pytorchs_in_float64(rows, 
             np.testing.assert_array_equal(state[name], unchanged[name])
 
 
-def test_one_value_a_channel_is_refused_as_pytorch_refuses_it():
+def test_training_on_one_value_per_channel_is_refused_as_in_pytorch():
     norm = BatchNorm(3)
     with pytest.raises(UserError, match="more than 1 value per channel to train on, got 1"):
         norm(jnp.ones((1, 3)), True)

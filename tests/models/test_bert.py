@@ -44,7 +44,7 @@ def test_tokens_give_logits_of_either_head_and_blocks_are_stacked():
     assert not np.array_equal(first, second)
 
 
-def test_padding_changes_nothing_for_the_tokens_before_it():
+def test_padding_does_not_change_the_logits_of_other_tokens():
     apply, params = model()
     mask = np.array([[1, 1, 1, 1, 0, 0]] * 3)
     changed = TOKENS.copy()
@@ -66,7 +66,7 @@ def test_a_token_changes_every_logit_of_its_row_and_no_other_row():
     np.testing.assert_array_equal(after[::2], before[::2])
 
 
-def test_token_types_count_and_are_the_first_if_not_given():
+def test_token_types_change_logits_and_default_to_zero():
     apply, params = model()
     np.testing.assert_array_equal(apply(params, TOKENS), apply(params, TOKENS, None, 0 * ONES))
     assert not np.array_equal(apply(params, TOKENS), apply(params, TOKENS, None, ONES))
@@ -82,7 +82,7 @@ def test_the_embedding_of_an_input_gets_a_gradient_unless_it_is_padding(pad_toke
 
 
 @pytest.mark.slow
-def test_the_padding_tokens_embedding_is_zero_and_learns_from_being_predicted_only():
+def test_the_padding_embedding_is_zero_and_has_a_gradient_only_as_a_target():
     tokens = TOKENS.copy()
     tokens[:, 0] = 0
     for changes, learns in ({"num_labels": 3}, False), ({}, True), ({"num_labels": 3, "pad_token_id": None}, True):
@@ -94,14 +94,14 @@ def test_the_padding_tokens_embedding_is_zero_and_learns_from_being_predicted_on
 
 
 @pytest.mark.slow
-def test_only_a_key_makes_it_drop():
+def test_dropout_is_applied_only_with_a_key():
     apply, params = model(num_labels=3)
     one, again, other = (apply(params, TOKENS, None, None, jax.random.key(seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
     assert not np.array_equal(one, other)
     plain, _ = model(num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     np.testing.assert_array_equal(apply(params, TOKENS), plain(params, TOKENS, None, None, jax.random.key(0)))
-    # The classifier's own rate is that of the others unless it is said.
+    # The classifier's rate is hidden_dropout_prob unless it is specified.
     own, _ = model(num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout=0.5)
     assert not np.array_equal(own(params, TOKENS, None, None, jax.random.key(0)), own(params, TOKENS))
 
@@ -116,14 +116,14 @@ def test_float64_stays_float64_throughout():
 
 
 @pytest.mark.parametrize("num_labels", [None, 3])
-def test_names_and_configuration_are_those_of_transformers(num_labels):
+def test_names_and_configuration_equal_transformers(num_labels):
     config = dataclasses.replace(CONFIG, num_labels=num_labels, pad_token_id=3)
-    said = json.loads(json.dumps(to_hf(config)))
-    theirs = getattr(transformers, said["architectures"][0])(transformers.BertConfig(**said)).eval()
+    written = json.loads(json.dumps(to_hf(config)))
+    theirs = getattr(transformers, written["architectures"][0])(transformers.BertConfig(**written)).eval()
     apply, like = functional(Bert(config, rngs=nnx.Rngs(0)))
     names = torch_names(config)
     assert names.torch_order(like) == [name for name, _ in theirs.named_parameters()]
-    assert from_hf(theirs.config.to_dict() | {"architectures": said["architectures"]}) == config
+    assert from_hf(theirs.config.to_dict() | {"architectures": written["architectures"]}) == config
     tensors = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
     mask = np.array([[1, 1, 1, 1, 0, 0], [1] * 6, [1] * 6])
     with torch.no_grad():
@@ -138,14 +138,14 @@ def test_initial_weights_are_drawn_as_transformers_draws_them():
     ours = torch_names(config).to_torch(functional(Bert(config, rngs=nnx.Rngs(0)))[1])
     for name, tensor in theirs.items():
         expected = tensor.detach().numpy()
-        # A thousand draws and more are within a tenth of their standard deviation.
+        # The sample standard deviation of more than a thousand draws is within a tenth.
         assert ours[name].std() == pytest.approx(expected.std(), rel=0.1 if expected.size > 1000 else 0.5), name
         if expected.std() == 0:
             np.testing.assert_array_equal(ours[name], expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden_act": "gelu_new"}, "hidden_act 'gelu_new'"),
         ({"is_decoder": True}, "is_decoder True"),
@@ -155,8 +155,8 @@ def test_initial_weights_are_drawn_as_transformers_draws_them():
         ({"model_type": "roberta"}, "model_type 'roberta'"),
     ],
 )
-def test_what_would_change_the_numbers_is_refused_in_a_line(change, said):
-    with pytest.raises(UserError, match=said):
+def test_an_unsupported_configuration_is_refused(change, message):
+    with pytest.raises(UserError, match=message):
         from_hf(to_hf(CONFIG) | change)
 
 

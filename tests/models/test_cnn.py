@@ -26,7 +26,7 @@ def test_images_give_logits():
     assert params["head"]["kernel"].shape == (4 * 3 * WIDTH, 7)
 
 
-def test_it_equals_torchs_sequential_in_float64():
+def test_logits_equal_torchs_sequential_in_float64():
     apply, params = model()
     theirs = torch.nn.Sequential(
         torch.nn.Conv2d(3, WIDTH, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 3 * WIDTH, 7)
@@ -44,7 +44,7 @@ def test_float64_stays_float64_throughout():
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])
-def test_only_a_key_makes_it_drop_and_then_the_activations(batch_norm):
+def test_dropout_is_applied_to_activations_only_with_a_key(batch_norm):
     def logits(dropout, rng):
         model = CNN(SHAPE, WIDTH, batch_norm=batch_norm, dropout=dropout, rngs=nnx.Rngs(0))
         model.head.kernel[...] = jnp.ones_like(model.head.kernel)

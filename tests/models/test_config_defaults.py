@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxtrain import models
+from jaxtrain.errors import UserError
 from jaxtrain.models.rope import to_hf as rope_to_hf
 
 CONFIGS = {
@@ -54,14 +55,14 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
 
 
 def their_default(name: str, field: str) -> Any:
-    """The default of a field in the library's class, lists as tuples."""
+    """Return the default of a field in the library's class, lists as tuples."""
     config = getattr(importlib.import_module(CONFIGS[name]), name)()
     value = getattr(config, RENAMED.get((name, field), field), ABSENT)
     return tuple(value) if isinstance(value, list) else value
 
 
 def our_default(field: dataclasses.Field[Any]) -> Any:
-    """Our default, rotary embeddings as in a config.json."""
+    """Return our default, with rotary embeddings as in a config.json."""
     return rope_to_hf(field.default) if field.name == "rope_parameters" else field.default
 
 
@@ -73,7 +74,7 @@ def test_every_configuration_is_compared() -> None:
     ("name", "field"),
     [(name, field.name) for name in CONFIGS for field in dataclasses.fields(getattr(models, name))],
 )
-def test_a_default_is_that_of_the_library(name: str, field: str) -> None:
+def test_a_default_equals_that_of_the_library(name: str, field: str) -> None:
     pytest.importorskip(CONFIGS[name])
     (ours,) = [our_default(f) for f in dataclasses.fields(getattr(models, name)) if f.name == field]
     theirs = their_default(name, field)
@@ -83,6 +84,18 @@ def test_a_default_is_that_of_the_library(name: str, field: str) -> None:
         assert ours == theirs
 
 
-def test_every_difference_is_of_a_field() -> None:
+def test_every_listed_difference_is_an_existing_field() -> None:
     fields = {(name, field.name) for name in CONFIGS for field in dataclasses.fields(getattr(models, name))}
     assert set(DIFFERENT) | set(RENAMED) <= fields
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("GPT2Config", {"n_embd": 10, "n_head": 4}, "n_embd 10 is not divisible by n_head 4: change one of them"),
+        ("BertConfig", {"hidden_size": 9, "num_attention_heads": 2}, "hidden_size 9 is not divisible by num_att"),
+    ],
+)
+def test_sizes_that_are_not_divisible_are_refused(name: str, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        getattr(models, name)(**sizes)

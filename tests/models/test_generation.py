@@ -89,7 +89,7 @@ def torchs_text(theirs, mask=MASK, **options):
     tokens, mask = torch.from_numpy(PROMPTS), torch.from_numpy(mask).long()
     with InFloat64() if theirs.dtype == torch.float64 else contextlib.nullcontext():
         text = theirs.generate(tokens, attention_mask=mask, **options).numpy()
-    # Before a decoder's own text stands the prompt; before a T5's, its start.
+    # A decoder's output begins with the prompt, a T5's with its start token.
     return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
@@ -97,7 +97,7 @@ LONG = {"mistral", "mixtral", "qwen2", "qwen3-by-layer"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in DECODERS])
-def test_greedy_texts_of_uneven_prompts_are_transformers_in_float32_and_float64(name):
+def test_greedy_texts_of_uneven_prompts_equal_transformers_in_float32_and_float64(name):
     model, theirs, params = made(DECODERS[name])
     ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK))
     np.testing.assert_array_equal(ours, torchs_text(theirs))
@@ -108,7 +108,7 @@ def test_greedy_texts_of_uneven_prompts_are_transformers_in_float32_and_float64(
 
 
 T5S = {
-    # As deep a decoder at most as the encoder: transformers counts the layers of its cache by the latter.
+    # The decoder is not deeper than the encoder: transformers sizes its cache by the encoder's layers.
     "t5": dataclasses.replace(t5_case.CONFIG, vocab_size=61, num_layers=3, num_decoder_layers=2),
     "gated": dataclasses.replace(
         t5_case.CONFIG, vocab_size=61, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
@@ -122,7 +122,7 @@ SCATTERED = np.random.default_rng(3).random(PROMPTS.shape) > 0.3
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mask", [MASK, MASK[:, ::-1].copy(), SCATTERED], ids=["left", "right", "scattered"])
 @pytest.mark.parametrize("name", T5S)
-def test_greedy_answers_to_uneven_sources_are_transformers_in_float32_and_float64(name, mask):
+def test_greedy_answers_to_uneven_sources_equal_transformers_in_float32_and_float64(name, mask):
     model, theirs, params = made(T5S[name])
     lengths = {"stop": 1, "min_new_tokens": NEW}
     expected = {"eos_token_id": 1, "min_new_tokens": NEW, "mask": mask}
@@ -136,7 +136,7 @@ def test_greedy_answers_to_uneven_sources_are_transformers_in_float32_and_float6
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", T5S)
-def test_answers_written_piece_by_piece_have_the_logits_of_all_at_once(name):
+def test_answers_decoded_in_pieces_have_the_logits_of_one_pass(name):
     model, _, params = made(T5S[name])
     apply, _ = functional(model)
     answer = np.random.default_rng(1).integers(61, size=(3, 12))
@@ -175,22 +175,22 @@ def flops_of_a_token(name, prompt, new_tokens):
     [
         ("gpt2", 32, 12 * 32**2, 3 + 4 - 1),
         ("llama", 32, 2 * 32**2 + 2 * 32 * 16 + 3 * 32 * 48, 3 + 4 - 1),
-        # The source's own keys and values are there: their two weights are not used again.
+        # The source's keys and values are cached: their two weights are not used again.
         ("t5", 16, 6 * 16**2 + 2 * 16 * 24, 3 + 4),
     ],
 )
-def test_a_token_costs_itself_and_a_look_at_each_slot_whatever_came_before(name, width, weights, slots):
+def test_the_flops_of_a_token_depend_only_on_the_cache_size(name, width, weights, slots):
     layers, vocabulary = 2, 61
     short, longer, later = (flops_of_a_token(name, *lengths) for lengths in ((3, 4), (3, 24), (23, 4)))
     # Queries by keys, and weights by values; a multiplication and an addition each.
-    look = 2 * 2 * width
-    assert short == layers * (2 * weights + slots * look) + 2 * vocabulary * width
-    assert longer == later == short + layers * 20 * look
+    attention_flops = 2 * 2 * width
+    assert short == layers * (2 * weights + slots * attention_flops) + 2 * vocabulary * width
+    assert longer == later == short + layers * 20 * attention_flops
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
+def test_tokens_read_in_pieces_have_the_logits_of_one_pass(name):
     model, _, params = made(DECODERS[name])
     apply, _ = functional(model)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -208,13 +208,13 @@ def test_tokens_read_piece_by_piece_have_the_logits_of_all_at_once(name):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_text_stops_at_its_stop_and_is_padded_behind_it(name):
+def test_a_text_ends_at_the_stop_token_and_is_padded_after_it(name):
     model, theirs, params = made({**DECODERS, **T5S}[name])
     stop = int(generate(model, params, PROMPTS, 8, mask=MASK)[1, 4])
     for options in ({}, {"min_new_tokens": 20}):
         ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK, stop=stop, pad=7, **options))
         expected = torchs_text(theirs, eos_token_id=stop, pad_token_id=7, **options)
-        # There the text is cut where the longest ends.
+        # transformers cuts all texts where the longest ends.
         np.testing.assert_array_equal(ours[:, : expected.shape[1]], expected)
         assert (ours[:, expected.shape[1] :] == 7).all()
         assert (ours[1, 5:] == 7).all() == (not options)
@@ -228,7 +228,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_scores_are_transformers(sampling):
+def test_scores_equal_transformers(sampling):
     logits = np.random.default_rng(1).standard_normal((5, 31)).astype(np.float32) * 2
     logits[0, :6] = 4.0
     expected = torch.from_numpy(logits)
@@ -239,13 +239,13 @@ def test_scores_are_transformers(sampling):
         expected = warper(None, expected)
     ours = np.asarray(sampling.scores(logits))
     kept, theirs = np.isfinite(ours), np.isfinite(expected.numpy())
-    # Of equal ones at the edge either may go.
+    # Among equal logits at the cutoff, either may be removed.
     np.testing.assert_array_equal(kept.sum(axis=1), theirs.sum(axis=1))
     np.testing.assert_array_equal(kept[1:], theirs[1:])
     np.testing.assert_allclose(ours[kept & theirs], expected.numpy()[kept & theirs], rtol=1e-6)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
+def test_tokens_are_drawn_with_their_probabilities():
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
     n = 20_000
     sampling = Sampling(temperature=1.0, top_k=3)
@@ -256,15 +256,15 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
 
 
 @pytest.mark.slow
-def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
+def test_texts_depend_on_the_seed_and_a_second_call_compiles_nothing():
     model, _, params = made(DECODERS["gpt2"])
     sampling = Sampling(temperature=1.0)
     one, again, other = (np.asarray(generate(model, params, PROMPTS, 8, sampling=sampling, seed=s)) for s in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
     assert not np.array_equal(one, other)
     compiled = generation._generate._cache_size()
-    moved = nnx.eval_shape(lambda: GPT2(GPT2_CONFIG, rngs=nnx.Rngs(1)))
-    generate(moved, jax.tree.map(lambda p: p + 1, params), PROMPTS + 1, 8, sampling=sampling)
+    other_model = nnx.eval_shape(lambda: GPT2(GPT2_CONFIG, rngs=nnx.Rngs(1)))
+    generate(other_model, jax.tree.map(lambda p: p + 1, params), PROMPTS + 1, 8, sampling=sampling)
     assert generation._generate._cache_size() == compiled
     greedy = generate(model, params, PROMPTS, 8)
     np.testing.assert_array_equal(generate(model, params, PROMPTS, 8, sampling=Sampling(1.0, top_k=1)), greedy)
@@ -281,7 +281,7 @@ def test_texts_are_the_seeds_and_a_second_one_compiles_nothing():
         ({"new_tokens": 89}, "97 tokens exceed n_positions 96"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(options, message):
+def test_invalid_arguments_of_generate_are_refused(options, message):
     model, _, params = made(GPT2_CONFIG)
     with pytest.raises(UserError, match=message):
         generate(model, params, **{"prompts": PROMPTS, "new_tokens": 2, **options})
@@ -295,13 +295,13 @@ def test_what_cannot_be_generated_is_refused(options, message):
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
     ],
 )
-def test_samplings_that_choose_nothing_are_refused(values, message):
+def test_invalid_sampling_parameters_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         Sampling(**values)
 
 
 def window_of(i, prompt, context):
-    """The number of tokens that the i-th token of a stream is computed from."""
+    """Return the number of tokens that the i-th token of a stream is computed from."""
     size = min(prompt, context)
     for _ in range(i):
         size = size + 1 if size < context else max(context // 2, 1)
@@ -309,7 +309,7 @@ def window_of(i, prompt, context):
 
 
 def by_full_passes(model, params, prompt, new_tokens, context):
-    """The tokens of a stream drawn at temperature 1, each by a forward pass over its whole window."""
+    """Return the tokens of a stream drawn at temperature 1, each by a forward pass over its whole window."""
     apply, _ = functional(model)
     apply, text, window = jax.jit(apply), list(prompt), np.zeros((1, context), np.int32)
     for i in range(new_tokens):
@@ -378,7 +378,7 @@ def test_a_stream_compiles_two_programs_whatever_the_lengths():
         ({"context": 97}, r"context must be in \[1, 96\], got 97"),
     ],
 )
-def test_a_stream_of_invalid_arguments_is_refused_before_the_first_token(options, message):
+def test_invalid_arguments_of_a_stream_are_refused_before_the_first_token(options, message):
     model, _, params = made(GPT2_CONFIG)
     with pytest.raises(UserError, match=message):
         stream(model, params, **{"prompt": [1, 2], "new_tokens": 2, **options})

@@ -31,7 +31,7 @@ def test_tokens_give_logits_and_blocks_are_stacked():
     assert params["wpe"].shape == (8, 8)
 
 
-def test_every_layer_starts_different():
+def test_layers_have_different_initial_weights():
     _, params = model()
     first, second = params["blocks"]["qkv"]["kernel"]
     assert not np.array_equal(first, second)
@@ -39,17 +39,17 @@ def test_every_layer_starts_different():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("position", range(6))
-def test_a_token_changes_no_earlier_logits_and_its_own(position):
+def test_a_token_changes_only_its_own_and_later_logits(position):
     apply, params = model()
     changed = TOKENS.copy()
     changed[:, position] = (changed[:, position] + 1) % 11
     before, after = apply(params, TOKENS), apply(params, changed)
     np.testing.assert_array_equal(after[:, :position], before[:, :position])
-    # This one and every later sees it.
+    # This position and all later ones attend to it.
     assert (np.abs(after - before)[:, position:].max(axis=-1) > 0).all()
 
 
-def test_a_row_of_the_batch_changes_no_other():
+def test_rows_of_a_batch_are_independent():
     apply, params = model()
     changed = TOKENS.copy()
     changed[1] = (changed[1] + 1) % 11
@@ -65,7 +65,7 @@ def test_without_a_key_there_is_no_dropout():
     np.testing.assert_array_equal(plain(params, TOKENS, jax.random.key(0)), plain(params, TOKENS))
 
 
-def test_with_a_key_dropout_is_that_keys():
+def test_dropout_is_determined_by_the_key():
     apply, params = model()
     one, again, other = (apply(params, TOKENS, jax.random.key(seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
@@ -83,7 +83,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
 
 
 @pytest.mark.slow
-def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(drawn_masks):
+def test_every_dropout_in_every_layer_has_a_separate_mask(drawn_masks):
     apply, params = functional(GPT2(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():
         apply(params, TOKENS, jax.random.key(0))
@@ -103,7 +103,7 @@ def test_float64_stays_float64_throughout():
     assert_float64_throughout(jax.value_and_grad(loss), params, jax.random.key(0))
 
 
-def test_packed_sequences_are_the_sequences_apart():
+def test_packed_sequences_equal_separate_sequences():
     apply, params = model()
     segments, positions = np.array([[1, 1, 1, 1, 2, 2]] * 3), np.array([[0, 1, 2, 3, 0, 1]] * 3)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -122,7 +122,7 @@ def test_more_tokens_than_positions_are_refused():
 def test_torch_names_cover_every_parameter():
     _, params = model()
     tensors = torch_names().to_torch(params)
-    # Twelve tensors a layer, two embeddings, the last norm's scale and bias.
+    # Twelve tensors per layer, two embeddings, and the scale and bias of the last norm.
     assert len(tensors) == 2 * 12 + 4
     assert tensors["transformer.h.1.attn.c_attn.weight"].shape == (8, 24)
     back = torch_names().to_jax({**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}, like=params)

@@ -13,7 +13,7 @@ from jaxtrain.models.linear import Linear, product
 
 
 @pytest.mark.parametrize(("shift", "scale"), [(0.0, 1.0), (3000.0, 1.0), (0.0, 1e-3)])
-def test_a_layer_norm_is_pytorchs_with_its_gradients(shift, scale):
+def test_layer_norm_and_its_gradients_equal_pytorch(shift, scale):
     rng = np.random.default_rng(0)
     x, weights = rng.standard_normal((3, 5, 8)) * scale + shift, rng.standard_normal((3, 5, 8))
     theirs = torch.nn.LayerNorm(8, eps=1e-5).double()
@@ -47,7 +47,7 @@ def test_a_linear_layer_takes_any_axes_before_the_last(shape):
     np.testing.assert_allclose(product(x, layer.kernel[...]), x @ np.asarray(layer.kernel[...]), rtol=1e-5, atol=1e-6)
 
 
-def test_the_weights_gradient_is_one_product_of_rows():
+def test_the_weight_gradient_is_one_matrix_product():
     x = jax.ShapeDtypeStruct((2, 5, 4), np.float32)
     kernel = jax.ShapeDtypeStruct((4, 3), np.float32)
     traced = jax.make_jaxpr(jax.grad(lambda kernel, x: product(x, kernel).sum()))(kernel, x)

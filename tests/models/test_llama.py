@@ -59,8 +59,8 @@ def model(**changes):
     return apply, params
 
 
-def moved_model(config):
-    """Of transformers, in double, with no scale left at one and no bias at zero."""
+def randomized_model(config):
+    """Return the float64 model of transformers, with no scale at 1 and no bias at 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs = text.torch_model(to_hf(config))
@@ -72,9 +72,9 @@ def moved_model(config):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_loss_and_gradients_are_transformers_in_float64(name):
+def test_loss_and_gradients_equal_transformers_in_float64(name):
     config = CONFIGS[name]
-    theirs, names = moved_model(config), torch_names(config)
+    theirs, names = randomized_model(config), torch_names(config)
     tokens = torch.tensor(TOKENS, dtype=torch.int64)
     with InFloat64():
         logits = theirs(tokens).logits
@@ -100,7 +100,7 @@ def test_loss_and_gradients_are_transformers_in_float64(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_go_to_transformers_and_back(name):
+def test_configs_round_trip_through_transformers(name):
     config = CONFIGS[name]
     written = to_hf(config)
     read = AutoConfig.for_model(written["model_type"], **{k: v for k, v in written.items() if k != "model_type"})
@@ -139,13 +139,13 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8}
         ("smollm3", {"no_rope_layers": [1] * 6, "layer_types": ["full_attention"] * 6}),
     ],
 )
-def test_layers_are_of_the_kinds_that_transformers_takes_them_for(model_type, changes):
-    said = {
+def test_the_kinds_of_layers_equal_transformers(model_type, changes):
+    settings = {
         "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 4, "pad_token_id": None,
         **changes,
     }  # fmt: skip
-    layers = said["num_hidden_layers"]
-    theirs, ours = AutoConfig.for_model(model_type, **said), from_hf({"model_type": model_type, **said})
+    layers = settings["num_hidden_layers"]
+    theirs, ours = AutoConfig.for_model(model_type, **settings), from_hf({"model_type": model_type, **settings})
     kind = "full_attention" if ours.sliding_window is None else "sliding_attention"
     assert list(ours.layer_types or [kind] * layers) == theirs.layer_types
     if kind == "sliding_attention":
@@ -206,7 +206,7 @@ def test_layers_are_of_the_kinds_that_transformers_takes_them_for(model_type, ch
         ({"model_type": "qwen2", "attention_bias": True}, "attention_bias True is not a setting of qwen2"),
     ],
 )
-def test_what_would_change_the_numbers_is_refused(changes, message):
+def test_an_unsupported_configuration_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         from_hf({**to_hf(CONFIGS["llama"]), **changes})
 
@@ -226,7 +226,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_frequencies_are_transformers(name):
+def test_rotary_frequencies_equal_transformers(name):
     rope = ROPES[name]
     for head_dim in (8, 64, 128):
         sizes = {**SIZES, "head_dim": head_dim, "max_position_embeddings": 65536}
@@ -234,12 +234,12 @@ def test_rotary_frequencies_are_transformers(name):
         config = AutoConfig.for_model("llama", **{k: v for k, v in written.items() if k != "model_type"})
         compute = ROPE_INIT_FUNCTIONS.get(rope.rope_type, LlamaRotaryEmbedding.compute_default_rope_parameters)
         frequencies, magnitude = compute(config)
-        # One in a hundred of PyTorch's powers is not the nearest float32.
+        # About one in a hundred of PyTorch's powers is not rounded to the nearest float32.
         np.testing.assert_array_max_ulp(rope.frequencies(head_dim), frequencies.numpy(), 1)
         assert rope.magnitude == pytest.approx(magnitude, rel=1e-15)
 
 
-def test_packed_sequences_are_the_sequences_apart():
+def test_packed_sequences_equal_separate_sequences():
     apply, params = model()
     lengths = (4, 3, 2)
     segments = np.repeat([1, 2, 3], lengths)[None]
@@ -255,16 +255,16 @@ def test_packed_sequences_are_the_sequences_apart():
 
 
 @pytest.mark.slow
-def test_a_token_is_seen_by_itself_and_later_ones_and_with_a_window_by_the_next_only():
+def test_attention_is_causal_and_limited_to_the_window():
     changed = TOKENS.copy()
     changed[:, 2] = (changed[:, 2] + 1) % 31
     for window, last in ((None, 9), (3, 5), (1, 3)):
         apply, params = model(model_type="mistral", sliding_window=window, num_hidden_layers=1)
-        moved = np.abs(np.asarray(apply(params, changed) - apply(params, TOKENS))).max(axis=(0, 2)) > 0
-        assert moved.tolist() == [2 <= i < last for i in range(9)]
+        affected = np.abs(np.asarray(apply(params, changed) - apply(params, TOKENS))).max(axis=(0, 2)) > 0
+        assert affected.tolist() == [2 <= i < last for i in range(9)]
 
 
-def test_float64_stays_float64_and_autocasts_products_are_low():
+def test_float64_stays_float64_and_products_are_in_low_precision_under_autocast():
     apply, params = model(model_type="qwen3", attention_dropout=0.1)
 
     def loss(params, rng):
@@ -272,7 +272,7 @@ def test_float64_stays_float64_and_autocasts_products_are_low():
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         found = list(equations(jax.make_jaxpr(jax.value_and_grad(loss))(widened(params), jax.random.key(0)).jaxpr))
-    # Positions and frequencies come as they are, in float32 at most.
+    # Only inputs such as positions and frequencies may be float32, no result.
     low = [eqn for eqn in found if "float32" in {v.aval.dtype.name for v in eqn.outvars if hasattr(v.aval, "dtype")}]
     assert not low, low
     cast = autocast(loss, jnp.bfloat16)
@@ -302,7 +302,13 @@ def test_rematerialised_gradients_are_the_same_with_dropout(policy):
 def test_torch_names_cover_every_parameter():
     for config in CONFIGS.values():
         _, like = functional(nnx.eval_shape(lambda config=config: Llama(config, rngs=nnx.Rngs(0))))
-        theirs = moved_model(config).state_dict()
+        theirs = randomized_model(config).state_dict()
         assert set(torch_names(config).to_torch(jax.tree.map(lambda x: np.zeros(x.shape), like))) == set(theirs) - set(
             torch_names(config).tied
         )
+
+
+def test_query_heads_that_are_not_divisible_by_the_key_and_value_heads_are_refused():
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=3)
+    with pytest.raises(UserError, match="num_attention_heads 4 is not divisible by num_key_value_heads 3: change one"):
+        Llama(config, rngs=nnx.Rngs(0))

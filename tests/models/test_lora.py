@@ -1,4 +1,4 @@
-"""Low-rank adapters: unmerged, merged, trained with a frozen base, and in the folders of peft."""
+"""Low-rank adapters: unmerged, merged, trained with a frozen base, and stored in peft's format."""
 
 import json
 from dataclasses import replace
@@ -43,12 +43,12 @@ def loss_of(apply):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["none", "full", "names:hidden"])
-def test_beside_the_kernels_and_merged_into_them_they_are_the_same_model(policy):
+def test_merged_and_unmerged_adapters_give_the_same_loss_and_gradients(policy):
     adapters = some_adapters()
-    beside, plain = loss_of(lora.with_adapters(APPLY, CONFIG)), loss_of(APPLY)
+    unmerged, plain = loss_of(lora.with_adapters(APPLY, CONFIG)), loss_of(APPLY)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         base, wide = widened(PARAMS), widened(adapters)
-        value, grads = jax.jit(jax.value_and_grad(remat(lambda a: beside({"base": base, "lora": a}), policy)))(wide)
+        value, grads = jax.jit(jax.value_and_grad(remat(lambda a: unmerged({"base": base, "lora": a}), policy)))(wide)
         expected, expected_grads = jax.jit(jax.value_and_grad(lambda a: plain(lora.merge(base, a, CONFIG))))(wide)
         unadapted = jax.jit(plain)(base)
     np.testing.assert_allclose(value, expected, rtol=1e-13)
@@ -57,7 +57,7 @@ def test_beside_the_kernels_and_merged_into_them_they_are_the_same_model(policy)
     assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(grads))
 
 
-def test_fresh_ones_change_nothing_and_are_as_pefts():
+def test_initial_adapters_change_nothing_and_are_drawn_as_in_peft():
     adapters = lora.init(jax.random.key(0), PARAMS, CONFIG)
     found = dict(leaves(adapters))
     assert set(found) == {f"blocks/{name}/kernel/{half}" for name in ("qkv", "fc", "mlp_proj") for half in "ab"}
@@ -68,27 +68,27 @@ def test_fresh_ones_change_nothing_and_are_as_pefts():
             bound = half.shape[1] ** -0.5
             assert 0.9 * bound < jnp.abs(half).max() <= bound
             assert not np.array_equal(half[0], half[1])
-    plain, beside = jax.jit(APPLY)(PARAMS, TOKENS), jax.jit(lora.with_adapters(APPLY, CONFIG))
-    np.testing.assert_array_equal(beside({"base": PARAMS, "lora": adapters}, TOKENS), plain)
+    plain, unmerged = jax.jit(APPLY)(PARAMS, TOKENS), jax.jit(lora.with_adapters(APPLY, CONFIG))
+    np.testing.assert_array_equal(unmerged({"base": PARAMS, "lora": adapters}, TOKENS), plain)
 
 
-def test_nothing_of_the_size_of_a_kernel_is_computed():
+def test_no_array_of_the_size_of_a_kernel_is_computed():
     config = LoraConfig(r"blocks/fc/kernel", r=3)
     adapters, plain = some_adapters(config), loss_of(APPLY)
-    beside = loss_of(lora.with_adapters(APPLY, config))
+    unmerged = loss_of(lora.with_adapters(APPLY, config))
     losses = {
-        "beside": lambda a: beside({"base": PARAMS, "lora": a}),
+        "unmerged": lambda a: unmerged({"base": PARAMS, "lora": a}),
         "merged": lambda a: plain(lora.merge(PARAMS, a, config)),
     }
     traced = {name: jax.make_jaxpr(jax.grad(loss))(adapters).jaxpr for name, loss in losses.items()}
     shapes = {name: {v.aval.shape for eqn in equations(t) for v in eqn.outvars} for name, t in traced.items()}
-    assert not shapes["beside"] & {(8, 32), (2, 8, 32)}
+    assert not shapes["unmerged"] & {(8, 32), (2, 8, 32)}
     assert shapes["merged"] >= {(8, 32), (2, 8, 32)}
-    assert (2, 3, 32) in shapes["beside"]
+    assert (2, 3, 32) in shapes["unmerged"]
 
 
 @pytest.mark.slow
-def test_the_adapters_alone_are_trained():
+def test_only_the_adapters_are_trained():
     def loss_fn(params, batch, rng):
         losses = cross_entropy(apply(params, batch[:, :-1], None, rng=rng), batch[:, 1:])
         return jt.Loss(losses.sum(), losses.size), {}
@@ -111,7 +111,7 @@ def test_the_adapters_alone_are_trained():
     assert sum(x.size for x in jax.tree.leaves(moments)) == sum(x.size for x in jax.tree.leaves(before["lora"]))
 
 
-def test_dropout_is_on_what_the_adapters_are_given_with_a_mask_for_each():
+def test_dropout_applies_to_the_input_of_each_adapter_with_a_separate_mask():
     params, apply = {"base": PARAMS, "lora": some_adapters()}, lora.with_adapters(APPLY, replace(CONFIG, dropout=0.5))
 
     def loss_fn(params, batch, rng):
@@ -125,8 +125,8 @@ def test_dropout_is_on_what_the_adapters_are_given_with_a_mask_for_each():
     np.testing.assert_array_equal(apply(params, TOKENS), whole)
 
 
-def test_dropout_that_cannot_be_is_refused():
-    """Of a kernel that is itself an operand there is nothing to drop."""
+def test_dropout_of_a_kernel_that_is_used_otherwise_than_in_products_is_refused():
+    """Only in x @ W does the adapter have an input to drop from."""
     base = {"w": jnp.ones((4, 4))}
     config = LoraConfig("w", r=2, dropout=0.5)
     apply = lora.with_adapters(lambda p, x: x @ p["w"].T, config)
@@ -137,7 +137,7 @@ def test_dropout_that_cannot_be_is_refused():
     )
 
 
-def test_the_mean_over_masks_is_the_product_without():
+def test_the_mean_over_dropout_masks_is_the_product_without_dropout():
     x, halves = jnp.ones((2000, 8)), random_like({"a": jnp.ones((8, 2)), "b": jnp.ones((2, 1))})
     params = {"base": {"w": jnp.zeros((8, 1))}, "lora": {"w": halves}}
     apply = lora.with_adapters(lambda p, x: x @ p["w"], LoraConfig("w", r=2, alpha=2, dropout=0.5))
@@ -146,7 +146,7 @@ def test_the_mean_over_masks_is_the_product_without():
     np.testing.assert_allclose(dropped.mean(), whole.mean(), atol=5 * float(dropped.std()) / 2000**0.5)
 
 
-def test_a_kernel_that_is_not_only_multiplied_by_counts_whole():
+def test_a_kernel_that_is_used_otherwise_than_in_products_is_merged():
     def apply(params, x):
         w = params["w"]
         y = jax.lax.fori_loop(0, 2, lambda i, y: jnp.tanh(y @ w), x)
@@ -171,7 +171,7 @@ def test_under_autocast_a_biased_layer_stays_in_low_precision():
     assert autocast(layer, jnp.bfloat16)(params, jnp.ones((2, 4))).dtype == jnp.bfloat16
 
 
-def test_a_bias_added_to_a_transposed_product_is_added_where_it_was():
+def test_a_bias_is_added_to_a_transposed_product():
     def apply(params, x):
         product = jnp.tensordot(x, params["w"], 1)
         return jnp.swapaxes(product, 0, 1) + params["b"][None, None]
@@ -182,7 +182,7 @@ def test_a_bias_added_to_a_transposed_product_is_added_where_it_was():
     np.testing.assert_allclose(found, apply(lora.merge(base, adapters, config), x), rtol=1e-5, atol=1e-6)
 
 
-def test_merged_and_unmerged_are_the_same_but_for_rounding():
+def test_unmerging_restores_the_base_up_to_rounding():
     adapters = some_adapters()
     merged = lora.merge(PARAMS, adapters, CONFIG)
     back = lora.unmerge(merged, adapters, CONFIG)
@@ -194,7 +194,7 @@ def test_merged_and_unmerged_are_the_same_but_for_rounding():
             np.testing.assert_array_equal(x, y)
 
 
-def test_unstacked_kernels_are_adapted_alike():
+def test_unstacked_kernels_are_adapted():
     apply, params = functional(MLP((6, 5, 4), rngs=nnx.Rngs(0)))
     config = LoraConfig(r"layers/\d/kernel", r=2, rslora=True)
     adapters = some_adapters(config, params)
@@ -210,7 +210,7 @@ def refused(call):
     return str(error.value)
 
 
-def test_targets_that_are_none_or_no_kernels_are_refused():
+def test_targets_that_match_nothing_or_are_not_kernels_are_refused():
     assert "'kernel' match no whole path" in refused(lambda: some_adapters(LoraConfig("kernel")))
     assert "blocks/fc/bias [2, 32]" in refused(lambda: some_adapters(LoraConfig("blocks/fc/.*")))
     conv = {"conv": {"kernel": jnp.ones((3, 3, 2, 2))}}
@@ -227,7 +227,7 @@ def test_adapters_of_another_model_are_refused():
     assert "use the model they belong to" in refused(lambda: lora.merge(wider, adapters, CONFIG))
 
 
-def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
+def test_a_peft_folder_is_written_and_read_to_the_bit(tmp_path):
     adapters = some_adapters()
     save_adapters(tmp_path, adapters, CONFIG, NAMES, base="org/tiny")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
@@ -250,14 +250,14 @@ def test_a_folder_of_peft_is_written_and_read_to_the_bit(tmp_path):
         {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"}, {"r": "3"}, {"lora_alpha": None},
     ],
 )  # fmt: skip
-def test_what_would_change_the_numbers_is_refused(tmp_path, changes):
+def test_an_unsupported_adapter_configuration_is_refused(tmp_path, changes):
     save_adapters(tmp_path, some_adapters(), CONFIG, NAMES)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     assert next(iter(changes)) in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
 
 
-def test_tensors_that_are_not_the_models_are_named(tmp_path):
+def test_mis_shaped_tensors_are_named(tmp_path):
     save_adapters(tmp_path, some_adapters(), CONFIG, NAMES)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4}))
@@ -266,7 +266,7 @@ def test_tensors_that_are_not_the_models_are_named(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_peft_itself_reads_what_is_written_and_writes_what_is_read(tmp_path):
+def test_files_are_exchanged_with_peft_in_both_directions(tmp_path):
     peft = pytest.importorskip("peft")
     import torch
 

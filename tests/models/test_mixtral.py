@@ -46,14 +46,14 @@ def hf_config(config):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("chosen", [1, 2, 5])
-def test_a_layer_and_its_gradients_are_transformers_in_float64(chosen):
+def test_a_layer_and_its_gradients_equal_transformers_in_float64(chosen):
     config = dataclasses.replace(CONFIG, num_experts_per_tok=chosen)
     cotangent = RNG.standard_normal(X.shape)
     theirs = MixtralSparseMoeBlock(hf_config(config)).double()
     with torch.no_grad():
         for p in theirs.parameters():
             p.copy_(torch.from_numpy(RNG.standard_normal(p.shape)))
-        # One that no token is sent to, unless all are used.
+        # One expert receives no token unless all are used.
         theirs.gate.weight[3] = 0
         theirs.gate.weight[4] = -theirs.gate.weight[:3].sum(0)
     x = torch.tensor(X, requires_grad=True)
@@ -68,7 +68,7 @@ def test_a_layer_and_its_gradients_are_transformers_in_float64(chosen):
         dparams, dx = vjp(cotangent)
     np.testing.assert_allclose(ours, out.detach().numpy(), rtol=0, atol=1e-12)
     found = [dx, dparams["gate"].T, *(EXPERTS.to_torch(np.asarray(dparams[k])) for k in ("gate_up_proj", "down_proj"))]
-    # On the scale of them all: where one expert is chosen, its weight is 1, and the router has no gradient.
+    # Relative to the largest gradient: if one expert is chosen, its weight is 1 and the router's gradient is 0.
     scale = max(grad.abs().max().item() for grad in grads)
     for mine, yours in zip(found, grads, strict=True):
         np.testing.assert_allclose(mine, yours.numpy(), rtol=0, atol=1e-13 * scale)
@@ -86,7 +86,7 @@ def test_an_expert_without_tokens_has_no_gradient():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-def test_of_equal_experts_those_of_lower_number_are_chosen():
+def test_ties_choose_the_experts_of_lower_index():
     apply, params = functional(Experts(CONFIG, rngs=nnx.Rngs(0)))
     params["gate"] = jnp.zeros((8, 5))
     x = X.astype(np.float32)
@@ -96,7 +96,7 @@ def test_of_equal_experts_those_of_lower_number_are_chosen():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_routers_loss_and_gradient_are_transformers(masked):
+def test_the_routers_loss_and_gradient_equal_transformers(masked):
     logits = RNG.standard_normal((3, 2, 6, 5))
     mask = RNG.random((2, 6)) > 0.3 if masked else None
     theirs = torch.tensor(logits, requires_grad=True)
@@ -110,7 +110,7 @@ def test_the_routers_loss_and_gradient_are_transformers(masked):
     np.testing.assert_allclose(found, grad.numpy(), rtol=0, atol=1e-15)
 
 
-def test_configs_go_to_transformers_and_back():
+def test_configs_round_trip_through_transformers():
     read = hf_config(CONFIG)
     assert from_hf(to_hf(CONFIG)) == CONFIG
     assert from_hf(read.to_dict()) == CONFIG
@@ -122,7 +122,7 @@ def test_configs_go_to_transformers_and_back():
     assert from_hf(older) == CONFIG
 
 
-def test_router_logits_come_with_the_output_if_asked_for():
+def test_router_logits_are_returned_if_requested():
     tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
     apply, params = functional(Mixtral(CONFIG, rngs=nnx.Rngs(0)))
     logits, router_logits = apply(params, tokens)
@@ -131,14 +131,14 @@ def test_router_logits_come_with_the_output_if_asked_for():
     np.testing.assert_array_equal(without(params, tokens), logits)
 
 
-def test_torch_names_are_the_models():
+def test_torch_names_equal_those_of_transformers():
     _, like = functional(nnx.eval_shape(lambda: Mixtral(CONFIG, rngs=nnx.Rngs(0))))
     tensors = torch_names(CONFIG).to_torch(jax.tree.map(lambda x: np.zeros(x.shape), like))
     theirs = text.torch_model(to_hf(CONFIG)).state_dict()
     assert {k: v.shape for k, v in tensors.items()} == {k: tuple(v.shape) for k, v in theirs.items()}
 
 
-def test_under_autocast_the_experts_products_are_low_and_the_router_chooses_in_float32():
+def test_under_autocast_products_are_in_low_precision_and_the_router_chooses_in_float32():
     apply, params = functional(Experts(CONFIG, rngs=nnx.Rngs(0)))
     cast = autocast(lambda params, x: apply(params, x)[0].astype(np.float32).sum(), jnp.bfloat16)
     found = list(equations(jax.make_jaxpr(jax.grad(cast))(params, X.astype(np.float32)).jaxpr))

@@ -22,7 +22,7 @@ def test_images_of_any_shape_give_logits():
     assert apply(params, jnp.ones((4, 12))).shape == (4, 3)
 
 
-def test_it_equals_torchs_sequential_in_float64():
+def test_logits_equal_torchs_sequential_in_float64():
     apply, params = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
     layers = [torch.nn.Flatten()]
     for n, m in itertools.pairwise(SIZES):
@@ -39,7 +39,7 @@ def test_float64_stays_float64_throughout():
     assert_float64_throughout(jax.value_and_grad(lambda p: apply(p, IMAGES).sum()), params)
 
 
-def test_only_a_key_makes_it_drop_behind_every_relu(drawn_masks):
+def test_dropout_follows_every_relu_only_with_a_key(drawn_masks):
     apply, params = functional(MLP(SIZES, dropout=0.5, rngs=nnx.Rngs(0)))
     plain, _ = functional(MLP(SIZES, rngs=nnx.Rngs(0)))
     x = jnp.asarray(IMAGES, np.float32)

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face layout are read and written bit for bit as by transformers, and are not trusted."""
+"""Hugging Face folders are read and written to the bit as by transformers; invalid and malicious ones are refused."""
 
 import json
 import sys
@@ -130,16 +130,16 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def altered(folder, **tensors):
-    """The folder with some tensors replaced, or removed where None."""
+def alter(folder, **tensors):
+    """Replace tensors in the folder, or remove those given as None."""
     path = folder / "model.safetensors"
     kept = {name: x for name, x in {**load_file(path), **tensors}.items() if x is not None}
     save_file(kept, path, metadata={"format": "pt"})
 
 
-def configured(folder, **changes):
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, **changes}))
+def alter_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def refused(folder):
@@ -181,7 +181,7 @@ def test_low_precision_is_read_exactly_into_the_dtype_asked_for(folder, stored):
     assert json.loads((folder.parent / "again" / "config.json").read_text())["dtype"] == np.dtype(stored).name
 
 
-def test_a_bare_models_names_and_constants_of_old_checkpoints_are_understood(tmp_path):
+def test_names_of_a_bare_model_and_constants_of_old_checkpoints_are_accepted(tmp_path):
     theirs = made_by_transformers("gpt2", tmp_path / "whole")
     tensors = load_file(tmp_path / "whole" / "model.safetensors")
     bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
@@ -191,12 +191,12 @@ def test_a_bare_models_names_and_constants_of_old_checkpoints_are_understood(tmp
     equal(from_pretrained(tmp_path / "bare"), from_pretrained(tmp_path / "whole"))
 
 
-def test_there_are_never_two_copies(folder, monkeypatch):
+def test_loading_holds_at_most_two_tensors_at_a_time(folder, monkeypatch):
     read, alive = StoredTensor.__array__, []
 
     def watched(tensor, *args, **kwargs):
         array = read(tensor, *args, **kwargs)
-        # A view, such as a transpose, keeps what it views.
+        # A view, such as a transpose, keeps its base alive.
         alive.append(weakref.ref(array))
         assert sum(ref() is not None for ref in alive) <= 2
         return array
@@ -206,24 +206,24 @@ def test_there_are_never_two_copies(folder, monkeypatch):
     assert len(alive) == len(load_file(folder / "model.safetensors"))
 
 
-def test_all_that_does_not_fit_is_named_at_once(folder):
+def test_all_mismatches_are_named_at_once(folder):
     kernel = "encoder.block.1.layer.0.SelfAttention.q.weight"
-    altered(folder, **{kernel: None, "shared.weight": np.ones((31, 7), np.float32), "extra": np.ones(2, np.float32)})
-    said = refused(folder)
-    assert f"missing {kernel}" in said
-    assert "mis-shaped shared.weight: (31, 7) for shared (31, 8)" in said
-    assert "unexpected extra" in said
+    alter(folder, **{kernel: None, "shared.weight": np.ones((31, 7), np.float32), "extra": np.ones(2, np.float32)})
+    message = refused(folder)
+    assert f"missing {kernel}" in message
+    assert "mis-shaped shared.weight: (31, 7) for shared (31, 8)" in message
+    assert "unexpected extra" in message
 
 
 def test_a_configuration_of_another_size_allocates_nothing(folder):
-    configured(folder, d_model=10**12)
+    alter_config(folder, d_model=10**12)
     assert "mis-shaped shared.weight: (31, 8) for shared (31, 1000000000000)" in refused(folder)
-    configured(folder, d_model=8, num_layers=10**10)
+    alter_config(folder, d_model=8, num_layers=10**10)
     assert "has 10000000000 layers, the weights 47 tensors" in refused(folder)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_type": "bloom"}, "model_type 'bloom'"),
         ({"model_type": None}, "model_type None"),
@@ -233,26 +233,26 @@ def test_a_configuration_of_another_size_allocates_nothing(folder):
         ({"d_model": -8}, "is not a valid configuration"),
     ],
 )
-def test_a_configuration_that_is_no_model_here_is_refused(folder, changes, said):
-    configured(folder, **changes)
-    assert said in refused(folder)
+def test_an_unsupported_or_invalid_configuration_is_refused(folder, changes, message):
+    alter_config(folder, **changes)
+    assert message in refused(folder)
 
 
 @pytest.mark.parametrize("model_type", pretrained.FAMILIES)
-def test_a_configuration_that_says_nothing_sensible_is_refused(folder, model_type):
+def test_a_configuration_without_sizes_is_refused(folder, model_type):
     sizes = dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "d_kv", "hidden_sizes"), None)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **sizes}))
     assert refused(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "", "[" * 100_000])
-def test_a_configuration_that_is_no_object_is_refused(folder, text):
+def test_a_configuration_that_is_not_a_json_object_is_refused(folder, text):
     (folder / "config.json").write_text(text)
     assert "download it again" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", ""])
-def test_an_index_names_no_file_elsewhere(folder, name):
+def test_an_index_that_names_another_file_is_refused(folder, name):
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"shared.weight": name}}))
     assert f"names {name!r}, not a safetensors file in its folder" in refused(folder)
@@ -265,12 +265,12 @@ def test_a_link_out_of_the_folder_is_refused(folder, linked):
     assert "links out of its folder" in refused(folder)
 
 
-def test_weights_in_a_pickle_alone_are_refused(folder):
+def test_weights_only_in_a_pickle_are_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "has only pytorch_model.bin, a pickle, which can run code" in refused(folder)
 
 
-def test_a_shard_may_not_repeat_another(folder):
+def test_a_tensor_in_two_shards_is_refused(folder):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     for shard in ("a.safetensors", "b.safetensors"):
@@ -280,20 +280,20 @@ def test_a_shard_may_not_repeat_another(folder):
     assert "shared.weight is in b.safetensors and in another shard" in refused(folder)
 
 
-def test_a_header_that_lies_is_refused(folder):
+def test_a_header_with_false_offsets_is_refused(folder):
     header = json.dumps({"shared.weight": {"dtype": "F32", "shape": [31, 8], "data_offsets": [0, 16]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     assert "is not a safetensors file" in refused(folder)
 
 
-def test_a_folder_with_weights_is_not_written_over(folder):
+def test_a_folder_with_weights_is_not_overwritten(folder):
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(jt.UserError, match=r"contains model.safetensors already"):
         saved(t5(), folder)
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_a_dtype_that_holds_no_weights_is_refused(folder):
+def test_an_unsupported_dtype_is_refused(folder):
     with pytest.raises(jt.UserError, match="x64"):
         from_pretrained(folder, dtype=np.float64)
     with pytest.raises(jt.UserError, match="int32"):
@@ -307,7 +307,7 @@ def hub(monkeypatch, snapshot_download):
 
 
 def test_an_id_is_downloaded_into_the_hubs_cache(folder, monkeypatch):
-    """Whose snapshots link to blobs beside them."""
+    """Files of the cache's snapshots are links to blobs."""
     snapshot = folder.parent / "models--org--tiny" / "snapshots" / "abc"
     blobs = snapshot.parent.parent / "blobs"
     snapshot.mkdir(parents=True)
@@ -327,7 +327,7 @@ def test_an_id_is_downloaded_into_the_hubs_cache(folder, monkeypatch):
     assert not any("bin" in pattern or pattern == "*" for pattern in asked[0][1])
 
 
-def test_offline_without_the_hub_or_mistyped_it_says_so(monkeypatch):
+def test_failed_downloads_and_wrong_paths_are_explained(monkeypatch):
     def offline(repository, **_):
         raise OSError("no network\nmore")
 
@@ -339,16 +339,16 @@ def test_offline_without_the_hub_or_mistyped_it_says_so(monkeypatch):
     assert "is not a folder" in refused("/no/such/folder")
 
 
-def test_what_is_written_says_what_the_model_is(folder):
-    said = json.loads((folder / "config.json").read_text())
-    assert {**to_hf(CONFIG), "dtype": "float32"} == said
+def test_the_written_configuration_describes_the_model(folder):
+    written = json.loads((folder / "config.json").read_text())
+    assert {**to_hf(CONFIG), "dtype": "float32"} == written
 
 
-def test_experts_that_are_missing_or_unlike_are_refused(tmp_path):
+def test_experts_that_are_missing_or_of_different_shapes_are_refused(tmp_path):
     made_by_transformers("mixtral", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     expert = "model.layers.1.block_sparse_moe.experts.1.w2.weight"
     assert expert in tensors
     for changed in (None, tensors[expert].T.copy()):
-        altered(tmp_path, **{**tensors, expert: changed})
+        alter(tmp_path, **{**tensors, expert: changed})
         assert "experts of model.layers.1 are missing or differ in shape" in refused(tmp_path)

@@ -42,30 +42,30 @@ def model(config=CONFIG):
 @pytest.mark.parametrize(
     ("config", "parameters"), [(RESNET_18, 11_689_512), (RESNET_34, 21_797_672), (RESNET_50, 25_557_032)]
 )
-def test_sizes_are_those_of_torchvision(config, parameters):
-    # What torchvision's documentation lists as num_params of resnet18, resnet34 and resnet50.
+def test_parameter_counts_equal_torchvision(config, parameters):
+    # num_params of resnet18, resnet34 and resnet50 in torchvision's documentation.
     _, params, _ = functional_with_state(nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == parameters
 
 
-def test_only_training_uses_and_moves_the_statistics():
+def test_only_training_uses_batch_statistics_and_updates_the_running_ones():
     apply, params, state = model()
     logits, unchanged = apply(params, state, IMAGES, False)
     assert logits.shape == (3, 5)
     jax.tree.map(np.testing.assert_array_equal, unchanged, state)
-    trained, moved = apply(params, state, IMAGES, True)
+    trained, updated = apply(params, state, IMAGES, True)
     assert not np.array_equal(trained, logits)
-    counts = [leaf for leaf in jax.tree.leaves(moved) if leaf.dtype == np.int32]
+    counts = [leaf for leaf in jax.tree.leaves(updated) if leaf.dtype == np.int32]
     # The stem, two convolutions in each of three layers, one shortcut.
     assert counts == [1] * 8
-    assert jax.tree.all(jax.tree.map(lambda a, b: not np.array_equal(a, b), moved, state))
+    assert jax.tree.all(jax.tree.map(lambda a, b: not np.array_equal(a, b), updated, state))
     # In evaluation a row of the batch changes no other.
     changed = IMAGES.copy()
     changed[1] += 1
     np.testing.assert_allclose(apply(params, state, changed, False)[0][::2], logits[::2], rtol=1e-5)
 
 
-def test_a_small_stem_keeps_the_image():
+def test_a_small_stem_keeps_the_resolution():
     small = dataclasses.replace(CONFIG, stem_kernel=3, stem_stride=1, stem_pool=False)
     apply, params, state = model(small)
     assert params["embedder"]["convolution"]["kernel"].shape == (3, 3, 3, 4)
@@ -74,7 +74,7 @@ def test_a_small_stem_keeps_the_image():
         to_hf(small)
 
 
-def test_its_layers_are_units_of_rematerialisation():
+def test_every_layer_is_a_unit_of_rematerialisation():
     apply, params, state = functional_with_state(ResNet(CONFIG, rngs=nnx.Rngs(0)))
     whole = remat(lambda params: apply(params, state, IMAGES, True), "full")
     assert str(jax.make_jaxpr(whole)(params)).count("policy=") == 3
@@ -101,15 +101,15 @@ def test_float64_stays_float64_throughout():
         dataclasses.replace(BOTTLENECK, downsample_in_bottleneck=True, downsample_in_first_stage=True),
     ],
 )
-def test_names_and_configuration_are_those_of_transformers(config):
-    said = json.loads(json.dumps(to_hf(config)))
-    theirs = transformers.ResNetForImageClassification(transformers.ResNetConfig(**said)).eval()
+def test_names_and_configuration_equal_transformers(config):
+    written = json.loads(json.dumps(to_hf(config)))
+    theirs = transformers.ResNetForImageClassification(transformers.ResNetConfig(**written)).eval()
     apply, params, state = model(config)
     names, buffers = torch_names(config), torch_buffers(config)
     assert names.torch_order(params) == [name for name, _ in theirs.named_parameters()]
     assert buffers.torch_order(state) == [name for name, _ in theirs.named_buffers()]
     assert from_hf(theirs.config.to_dict()) == config
-    # Statistics that are not those of the beginning.
+    # Running statistics that differ from the initial ones.
     for module in theirs.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean.normal_()
@@ -141,7 +141,7 @@ def test_initial_weights_are_drawn_as_transformers_draws_them():
         expected = tensor.detach().numpy()
         assert ours[name].std() == pytest.approx(expected.std(), rel=0.1 if expected.size > 1000 else 0.3), name
         if expected.size > 1000:
-            # How far they reach: a uniform distribution √3 of its standard deviations, a normal one more than 2.5.
+            # Uniform draws reach √3 standard deviations, normal ones more than 2.5.
             assert (reach(ours[name]) > 2.5) == (reach(expected) > 2.5), name
 
 
@@ -149,7 +149,7 @@ def test_initial_weights_are_drawn_as_transformers_draws_them():
 @pytest.mark.parametrize("size", [5, 6])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
-def test_a_convolution_is_padded_as_pytorchs(kernel, stride, size):
+def test_a_convolution_is_padded_as_in_pytorch(kernel, stride, size):
     x = np.random.default_rng(0).standard_normal((2, size, size + 1, 3))
     theirs = torch.nn.Conv2d(3, 4, kernel, stride, padding=kernel // 2, bias=False).double()
     with jax.enable_x64(True):
@@ -161,7 +161,7 @@ def test_a_convolution_is_padded_as_pytorchs(kernel, stride, size):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [5, 6])
-def test_pooling_has_pytorchs_values_and_gradients_among_equals_and_below_zero(size):
+def test_pooling_of_equal_and_negative_values_has_pytorchs_values_and_gradients(size):
     rng = np.random.default_rng(0)
     x = rng.integers(-2, 1, (2, size, size + 1, 3)).astype(np.float64)
     theirs = torch.tensor(x.transpose(0, 3, 1, 2).copy(), requires_grad=True)
@@ -176,19 +176,19 @@ def test_pooling_has_pytorchs_values_and_gradients_among_equals_and_below_zero(s
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"layer_type": "wide"}, "layer_type 'wide'"),
         ({"model_type": "regnet"}, "model_type 'regnet'"),
     ],
 )
-def test_what_would_change_the_numbers_is_refused_in_a_line(change, said):
-    with pytest.raises(UserError, match=said):
+def test_an_unsupported_configuration_is_refused(change, message):
+    with pytest.raises(UserError, match=message):
         from_hf(to_hf(CONFIG) | change)
 
 
-def test_images_of_other_channels_are_refused():
+def test_images_with_another_number_of_channels_are_refused():
     apply, params, state = functional_with_state(ResNet(CONFIG, rngs=nnx.Rngs(0)))
     with pytest.raises(UserError, match=r"images must be \[B, H, W, 3\], got shape \[3, 16, 16, 1\]"):
         apply(params, state, IMAGES[..., :1])

@@ -1,4 +1,4 @@
-"""T5 beside `transformers`' own, in what training it on padded sentences (`parity run t5`) does not show."""
+"""T5 equals `transformers`' in cases that training on padded sentences (`parity run t5`) does not cover."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ TOKENS, DECODER_TOKENS = RNG.integers(2, 31, size=(3, 9)), RNG.integers(2, 31, s
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (16, 64), (8, 20), (32, 256), (4, 3)])
-def test_every_distance_falls_into_transformers_bucket(bidirectional, buckets, distance):
+def test_buckets_of_distances_equal_transformers(bidirectional, buckets, distance):
     distances = np.arange(-1500, 1500)
     expected = T5Attention._relative_position_bucket(torch.tensor(distances), bidirectional, buckets, distance)
     ours = relative_position_bucket(distances, bidirectional=bidirectional, num_buckets=buckets, max_distance=distance)
@@ -36,8 +36,8 @@ def test_every_distance_falls_into_transformers_bucket(bidirectional, buckets, d
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_masks_of_both_sides_are_transformers(side):
-    """Padding on the left, too, which no labels have; there rows of the decoder see nothing."""
+def test_logits_with_padding_on_either_side_equal_transformers(side):
+    """Labels are never padded on the left; there the decoder has fully masked rows."""
     torch.manual_seed(0)
     theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**to_hf(CONFIG))).double().eval()
     lengths, decoder_lengths = np.array([9, 4, 6]), np.array([7, 3, 5])
@@ -62,7 +62,7 @@ def test_masks_of_both_sides_are_transformers(side):
     np.testing.assert_array_equal(again[decoder_mask], ours[decoder_mask])
 
 
-def test_labels_become_what_predicts_them():
+def test_shift_right_equals_transformers():
     config = dataclasses.replace(CONFIG, decoder_start_token_id=3, pad_token_id=2)
     labels = np.array([[5, 6, 1], [7, -100, -100]])
     theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**to_hf(config)))
@@ -70,7 +70,7 @@ def test_labels_become_what_predicts_them():
     np.testing.assert_array_equal(shift_right(jnp.asarray(labels, jnp.int32), config), expected)
 
 
-def test_a_token_sees_none_after_it_and_all_of_the_source():
+def test_the_decoder_is_causal_and_attends_to_the_whole_source():
     apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
     logits = jax.jit(apply)
     changed = DECODER_TOKENS.copy()
@@ -83,7 +83,7 @@ def test_a_token_sees_none_after_it_and_all_of_the_source():
     assert (np.asarray(logits(params, source, DECODER_TOKENS)) != a).any(-1).all()
 
 
-def test_with_a_key_dropout_is_that_keys():
+def test_dropout_is_determined_by_the_key():
     apply, params = functional(T5(GATED, rngs=nnx.Rngs(0)))
     logits = jax.jit(apply)
     one, again, other = (logits(params, TOKENS, DECODER_TOKENS, None, None, jax.random.key(k)) for k in (0, 0, 1))
@@ -92,11 +92,11 @@ def test_with_a_key_dropout_is_that_keys():
 
 
 @pytest.mark.slow
-def test_every_place_of_every_layer_has_a_dropout_mask_of_its_own(drawn_masks):
+def test_every_dropout_in_every_layer_has_a_separate_mask(drawn_masks):
     apply, params = functional(T5(CONFIG, rngs=nnx.Rngs(0)))
     with jax.disable_jit():
         apply(params, TOKENS, DECODER_TOKENS, None, None, jax.random.key(0))
-    # Before and behind each stack; four in the encoder's layer, six in each of the decoder's two.
+    # Before and after each stack; four in the encoder's layer, six in each of the decoder's two.
     keys = [key for key, _ in drawn_masks]
     assert len(keys) == len(set(keys)) == 2 * 2 + 4 + 2 * 6
 
@@ -112,20 +112,20 @@ def test_float64_stays_float64_throughout():
 
 
 @pytest.mark.parametrize("config", [CONFIG, GATED])
-def test_a_configuration_is_transformers_and_back(config):
+def test_configs_round_trip_through_transformers(config):
     theirs = transformers.T5Config(**to_hf(config))
     assert from_hf(to_hf(config)) == config
     assert from_hf(theirs.to_dict()) == config
     assert theirs.scale_decoder_outputs == config.tie_word_embeddings
 
 
-def test_what_a_configuration_leaves_out_is_transformers_default():
+def test_missing_fields_of_a_configuration_have_transformers_defaults():
     assert from_hf({}) == dataclasses.replace(T5Config(), dropout=0.1)
     assert from_hf({"num_layers": 3}).num_decoder_layers == 3
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"feed_forward_proj": "gated-silu"}, "feed_forward_proj must be one of relu, gated-gelu, got 'gated-silu'"),
         ({"dense_act_fn": "gelu_new"}, "dense_act_fn 'gelu_new' is not supported: only 'relu' is"),
@@ -134,6 +134,6 @@ def test_what_a_configuration_leaves_out_is_transformers_default():
         ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
     ],
 )
-def test_what_would_change_the_numbers_is_refused(changes, said):
-    with pytest.raises(jt.UserError, match=said):
+def test_an_unsupported_configuration_is_refused(changes, message):
+    with pytest.raises(jt.UserError, match=message):
         from_hf(changes)

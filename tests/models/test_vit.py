@@ -1,4 +1,4 @@
-"""ViT: patches, positions, and the config.json of `transformers` in and out."""
+"""ViT: patches, positions, and conversion of the config.json of `transformers`."""
 
 import dataclasses
 import json
@@ -39,11 +39,11 @@ def test_images_give_logits_and_blocks_are_stacked():
     apply, params = model()
     assert apply(params, IMAGES).shape == (3, 5)
     assert params["blocks"]["fc1"]["kernel"].shape == (2, 8, 12)
-    # Two patches down, three across, and the token of the class.
+    # Two rows of three patches, and the class token.
     assert params["position_embeddings"].shape == (1, 7, 8)
 
 
-def test_every_pixel_and_its_place_count():
+def test_logits_depend_on_every_pixel_and_its_position():
     apply, params = model()
     before = apply(params, IMAGES)
     for row, column in [(0, 0), (7, 11), (3, 8)]:
@@ -56,7 +56,7 @@ def test_every_pixel_and_its_place_count():
     assert np.abs(apply(params, exchanged) - before).max() > 1e-3
 
 
-def test_only_a_key_makes_it_drop():
+def test_dropout_is_applied_only_with_a_key():
     apply, params = model()
     one, again, other = (apply(params, IMAGES, jax.random.key(seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, again)
@@ -76,14 +76,14 @@ def test_float64_stays_float64_throughout():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": False, "image_size": 8, "patch_size": (4, 2)}])
-def test_names_and_configuration_are_those_of_transformers(changes):
+def test_names_and_configuration_equal_transformers(changes):
     config = dataclasses.replace(CONFIG, **changes)
-    said = json.loads(json.dumps(to_hf(config)))
-    theirs = transformers.ViTForImageClassification(transformers.ViTConfig(**said)).eval()
+    written = json.loads(json.dumps(to_hf(config)))
+    theirs = transformers.ViTForImageClassification(transformers.ViTConfig(**written)).eval()
     apply, like = functional(ViT(config, rngs=nnx.Rngs(0)))
     names = torch_names(config)
     assert names.torch_order(like) == [name for name, _ in theirs.named_parameters()]
-    assert from_hf(theirs.config.to_dict() | {"architectures": said["architectures"]}) == config
+    assert from_hf(theirs.config.to_dict() | {"architectures": written["architectures"]}) == config
     params = names.to_jax({name: tensor.numpy() for name, tensor in theirs.state_dict().items()}, like=like)
     images = IMAGES[:, :, : config.image_shape[1]]
     with torch.no_grad():
@@ -96,15 +96,15 @@ def test_names_and_configuration_are_those_of_transformers(changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"architectures": ["ViTForMaskedImageModeling"]}, "'ViTForMaskedImageModeling'"),
         ({"model_type": "deit"}, "model_type 'deit'"),
     ],
 )
-def test_what_would_change_the_numbers_is_refused_in_a_line(change, said):
-    with pytest.raises(UserError, match=said):
+def test_an_unsupported_configuration_is_refused(change, message):
+    with pytest.raises(UserError, match=message):
         from_hf(to_hf(CONFIG) | change)
 
 

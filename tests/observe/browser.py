@@ -17,7 +17,7 @@ _QUIET = "--disable-component-update --disable-sync --hide-scrollbars"
 
 
 class Browser:
-    """One window."""
+    """One window of the browser."""
 
     def __init__(self, session: str) -> None:
         self._session = session
@@ -26,7 +26,7 @@ class Browser:
         self._post("url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """Run a script; return what it returns."""
+        """Run a script and return its result."""
         return self._post("execute/sync", {"script": script, "args": []})
 
     def press(self, *keys: str) -> None:
@@ -40,9 +40,9 @@ class Browser:
         pressed = [moves[0], {"type": "pointerDown", "button": 0}, moves[1], {"type": "pointerUp", "button": 0}]
         self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": pressed}]})
 
-    def emulate(self, name: str, **of: Any) -> None:
+    def emulate(self, name: str, **params: Any) -> None:
         """Send a command of the DevTools protocol."""
-        self._post("goog/cdp/execute", {"cmd": name, "params": of})
+        self._post("goog/cdp/execute", {"cmd": name, "params": params})
 
     def screenshot(self, path: Path, width: int, *, dark: bool = False, scale: float = 1) -> None:
         """Take a screenshot of the whole page at a given width."""
@@ -75,7 +75,7 @@ def _answer(request: urllib.request.Request) -> Any:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A window, with a new profile in that folder."""
+    """Yield a window, with a new profile in that folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

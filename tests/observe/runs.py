@@ -1,4 +1,4 @@
-"""Write the folders of runs that were never trained."""
+"""Write run folders without training."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIG = {
 
 
 def line(step: int) -> dict:
-    """A line of a run that skips the update of step 20."""
+    """Return a metrics line of a run that skips the update of step 20."""
     skipped = int(step == 20)
     return {
         "step": step,

@@ -1,4 +1,4 @@
-"""The thinned points of a chart are points of the run."""
+"""Charts: downsampled curves keep extrema, ends and means; each metric has a chart."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from .runs import write_run
 
 
 def with_numbers(record: Record, numbers: dict) -> Record:
-    """The record with these numbers in each of its lines."""
+    """Return the record with these numbers added to each line."""
     return replace(record, metrics=[LogLine.from_json({**line.to_json(), **numbers}) for line in record.metrics])
 
 
@@ -23,7 +23,7 @@ values = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_si
 
 
 @given(values, st.integers(2, 20))
-def test_a_thinned_curve_keeps_its_ends_its_highest_and_its_lowest(values, most):
+def test_a_thinned_curve_keeps_its_ends_maximum_and_minimum(values, most):
     points = list(enumerate(values))
     kept = thin_points(points, most)
     assert len(kept) <= max(most + 4, 6)
@@ -35,27 +35,27 @@ def test_a_thinned_curve_keeps_its_ends_its_highest_and_its_lowest(values, most)
 
 
 @given(values, st.integers(1, 20))
-def test_an_averaged_curve_has_the_mean_of_all_its_points_and_their_range(values, most):
-    of = average_points(list(enumerate(values)), most)
+def test_an_averaged_curve_keeps_the_mean_and_range_of_all_points(values, most):
+    averaged = average_points(list(enumerate(values)), most)
     known = [v for v in values if v is not None]
     if len(values) <= most:
-        assert of["steps"] == list(range(len(values)))
-        assert "low" not in of
+        assert averaged["steps"] == list(range(len(values)))
+        assert "low" not in averaged
         return
-    assert len(of["steps"]) == most
+    assert len(averaged["steps"]) == most
     sizes = [
         sum(v is not None for v in values[a:b])
-        for a, b in zip([0, *(s + 1 for s in of["steps"])], [s + 1 for s in of["steps"]], strict=False)
+        for a, b in zip([0, *(s + 1 for s in averaged["steps"])], [s + 1 for s in averaged["steps"]], strict=False)
     ]
-    total = sum(size * mean for size, mean in zip(sizes, of["values"], strict=True) if mean is not None)
+    total = sum(size * mean for size, mean in zip(sizes, averaged["values"], strict=True) if mean is not None)
     assert sum(sizes) == len(known)
     assert total == pytest.approx(math.fsum(known), abs=1e-4 * max(map(abs, known), default=1) * len(values))
     if known:
-        assert max(x for x in of["high"] if x is not None) == pytest.approx(max(known), rel=1e-5)
-        assert min(x for x in of["low"] if x is not None) == pytest.approx(min(known), rel=1e-5)
+        assert max(x for x in averaged["high"] if x is not None) == pytest.approx(max(known), rel=1e-5)
+        assert min(x for x in averaged["low"] if x is not None) == pytest.approx(min(known), rel=1e-5)
 
 
-def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
+def test_a_run_has_a_chart_per_metric_and_marks_skipped_updates(tmp_path):
     record = read_record(write_run(tmp_path / "run"))
     page = chart_data([record])
     titles = [chart["title"] for chart in page["charts"]]
@@ -69,7 +69,7 @@ def test_a_run_has_a_chart_of_each_metric_and_its_skips(tmp_path):
     assert [column[-1] for column in run["clock"]] == [40, 0.8, 320.0]
 
 
-def test_an_unknown_metric_has_its_own_chart_and_groups_share_one_of_learning_rates(tmp_path):
+def test_an_unknown_metric_has_a_separate_chart_and_groups_share_that_of_learning_rates(tmp_path):
     record = with_numbers(read_record(write_run(tmp_path / "run")), {"perplexity": 2.0, "lr/body": 0.1, "lr/head": 0.2})
     found = {chart.title: [curve.metric for curve in chart.curves] for chart in charts([record])}
     assert found["perplexity"] == ["perplexity"]

@@ -1,4 +1,4 @@
-"""What a user sees."""
+"""Output of the consoles: plain, live, quiet and JSON."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def print_everything(console: Console) -> None:
     with console.progress(0, 4, "tokens") as progress:
         progress.advance(1, {})
         progress.advance(2, LINE)
-        console.message("warning: it goes on")
+        console.message("warning: training continues")
     console.sample("def f():")
     console.summary([LINE], {"floor": 1.0}, {"run": "runs/a"})
 
@@ -55,7 +55,7 @@ def panel(line: dict, width: int = 100) -> str:
 def test_forced_colors_do_not_make_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     print_everything(Console())
-    assert "\x1b[1A" not in capsys.readouterr().out  # the cursor goes up
+    assert "\x1b[1A" not in capsys.readouterr().out  # moves the cursor up
 
 
 def test_plain_output_has_no_control_characters_and_every_number():
@@ -99,7 +99,7 @@ def test_a_curve_of_one_point_or_a_constant_is_drawn():
 
 def test_a_quiet_console_prints_only_messages_to_standard_error(capsys):
     print_everything(QuietConsole())
-    assert capsys.readouterr() == ("", "warning: it goes on\n")
+    assert capsys.readouterr() == ("", "warning: training continues\n")
 
 
 def test_a_json_console_prints_one_object_per_line(capsys):
@@ -138,7 +138,7 @@ def test_a_panel_fits_any_terminal_width(width):
         assert fact in text
 
 
-def test_a_sparkline_is_as_wide_as_its_values_at_most():
+def test_a_sparkline_is_at_most_as_wide_as_the_number_of_values():
     assert sparkline([], 8) == ""
     assert sparkline([1.0], 8) == "▁"
     assert sparkline([2.0, 2.0], 8) == "▁▁"
@@ -146,7 +146,7 @@ def test_a_sparkline_is_as_wide_as_its_values_at_most():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_loop_of_ones_own_may_log_only_some_numbers(terminal):
+def test_a_user_written_loop_may_log_only_some_numbers(terminal):
     out = io.StringIO()
     console = Console(RichConsole(file=out, force_terminal=terminal, width=110, highlight=False))
     with console.progress(0, 4, "tokens") as progress:

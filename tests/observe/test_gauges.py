@@ -1,4 +1,4 @@
-"""Device utilization, with a stand-in for NVML."""
+"""Device utilization, with a fake NVML."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ def device(kind: str):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """NVML with two GPUs, `busy` per cent of the time."""
+    """A fake NVML with two GPUs that are busy `busy` percent of the time."""
     fake = types.ModuleType("pynvml")
     fake.NVMLError = type("NVMLError", (Exception,), {})
     fake.busy = [30, 50]
@@ -58,23 +58,23 @@ def first_mean(gpu: GpuUtilization) -> float | None:
         ("NVIDIA GeForce GTX 9999", "bf16", None),
     ],
 )
-def test_peak_flops_are_those_of_the_data_sheets(kind, precision, peak):
+def test_peak_flops_equal_the_data_sheets(kind, precision, peak):
     assert peak_flops(device(kind), precision) == peak
 
 
 def test_a_cpu_has_no_gauges_and_counts_no_flops():
-    of = Gauges(lambda: pytest.fail("counted"), 1, "fp32")
+    gauges_of_cpu = Gauges(lambda: pytest.fail("counted"), 1, "fp32")
     line = LogLine(step=1, step_time_s=0.1)
-    assert of.measure(line) == line
-    assert of.warning(line) is None
-    of.close()
+    assert gauges_of_cpu.measure(line) == line
+    assert gauges_of_cpu.warning(line) is None
+    gauges_of_cpu.close()
 
 
 def test_mfu_counts_all_devices(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA A100-SXM4-80GB")])
-    of = Gauges(lambda: 312e12, 4, "bf16")
-    assert of.measure(LogLine(step=1, step_time_s=0.5)).mfu == pytest.approx(0.5)
-    of.close()
+    gauges_of_gpu = Gauges(lambda: 312e12, 4, "bf16")
+    assert gauges_of_gpu.measure(LogLine(step=1, step_time_s=0.5)).mfu == pytest.approx(0.5)
+    gauges_of_gpu.close()
 
 
 def test_only_visible_gpus_are_sampled(nvml, monkeypatch):
@@ -98,17 +98,17 @@ def test_without_nvml_there_is_no_gpu_utilization(nvml, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("of", "cause"),
+    ("line", "cause"),
     [
         ({"input_wait_s": 0.05, "step_time_s": 0.1}, "each step waits 50.0 ms for its batch"),
         ({"input_wait_s": 0.0, "step_time_s": 0.002}, "a step takes 2.0 ms"),
         ({"input_wait_s": 0.001, "step_time_s": 0.1}, "its operations are too small"),
     ],
 )
-def test_an_idle_gpu_is_reported_once_with_the_likely_cause(of, cause):
+def test_an_idle_gpu_is_reported_once_with_the_likely_cause(line, cause):
     watched = Gauges(lambda: 0.0, 1, "fp32")
     idle = [0.9, 0.5, 0.5, 0.8, 0.5, 0.6, 0.5, 0.1, 0.1, 0.1]
-    warnings = [watched.warning(LogLine(step=i, gpu_utilization=share, **of)) for i, share in enumerate(idle)]
+    warnings = [watched.warning(LogLine(step=i, gpu_utilization=share, **line)) for i, share in enumerate(idle)]
     (warning,) = filter(None, warnings)
     assert warnings.index(warning) == 6
     assert warning.startswith("warning: step 6: the GPU is busy 50% of the time: ")

@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard hold every step once, whatever cut the run short."""
+"""metrics.jsonl and TensorBoard hold every step once, however the run was interrupted."""
 
 import json
 import resource
@@ -28,7 +28,7 @@ def scalars(folder, tag: str) -> list[int]:
     return [e.step for e in events.Scalars(tag)]
 
 
-def test_a_line_is_there_when_write_returns_and_nan_is_null(tmp_path):
+def test_a_line_is_on_disk_when_write_returns_and_nan_is_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, tmp_path / "tensorboard", from_step=0) as metrics:
         for step in range(4):

@@ -1,4 +1,4 @@
-"""Statistics of predictions, compared to their definitions."""
+"""Statistics of predictions equal their definitions."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ def predictions(target, predicted, confidence=None, loss=None, weight=None):
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1, width=32)), min_size=1, max_size=50))
-def test_the_calibration_error_is_the_definition(pairs):
-    bins, error = calibration(predictions([1] * len(pairs), [right for right, _ in pairs], [sure for _, sure in pairs]))
+def test_the_calibration_error_equals_its_definition(pairs):
+    bins, error = calibration(
+        predictions([1] * len(pairs), [right for right, _ in pairs], [confidence for _, confidence in pairs])
+    )
     expected = 0.0
     for low in range(10):
         inside = [(r, s) for r, s in pairs if low / 10 <= s < (low + 1) / 10 or (low == 9 and s == 1)]
@@ -30,20 +32,20 @@ def test_the_calibration_error_is_the_definition(pairs):
 
 
 def test_a_calibrated_model_has_no_calibration_error():
-    sure = predictions([1] * 4, [1, 1, 1, 0], [0.75] * 4)
-    assert calibration(sure)[1] == 0
+    calibrated = predictions([1] * 4, [1, 1, 1, 0], [0.75] * 4)
+    assert calibration(calibrated)[1] == 0
     assert calibration(predictions([1] * 4, [0] * 4, [1.0] * 4))[1] == 1
 
 
 def test_tokens_without_weight_are_not_counted():
-    of = predictions(
+    weighted = predictions(
         [[0, 1], [1, 1]], [[0, 0], [0, 0]], [[0.5, 0.9]] * 2, loss=[[1.0, 9.0], [5.0, 7.0]], weight=[[1, 0], [0, 0]]
     )
-    np.testing.assert_array_equal(of.means(), [1.0, np.nan])
-    assert of.worst(5).tolist() == [0]
-    assert by_position(of) == [1.0, None]
-    assert by_kind(of, {0: "7", 1: "x"}) == {"digits": (1, 1.0)}
-    bins, error = calibration(of)
+    np.testing.assert_array_equal(weighted.means(), [1.0, np.nan])
+    assert weighted.worst(5).tolist() == [0]
+    assert by_position(weighted) == [1.0, None]
+    assert by_kind(weighted, {0: "7", 1: "x"}) == {"digits": (1, 1.0)}
+    bins, error = calibration(weighted)
     assert sum(bin.predictions for bin in bins) == 1
     assert error == 0.5
 
@@ -70,5 +72,5 @@ def test_rows_of_a_confusion_matrix_are_targets():
         *(("x1", "mixed"), ("", "special tokens"), ("\ufffd", "partial characters")),
     ],
 )
-def test_kinds_of_tokens(text, kind):
+def test_tokens_are_grouped_by_kind(text, kind):
     assert [*by_kind(predictions([[0]], [[0]]), {0: text})] == [kind]

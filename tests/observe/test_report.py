@@ -1,4 +1,4 @@
-"""The report shows what the run's folder holds, and fetches nothing."""
+"""The report shows the contents of a run's folder and loads no external resources."""
 
 import base64
 import io
@@ -21,7 +21,7 @@ from .runs import write_run
 
 
 def text_of(html: str) -> str:
-    """What a reader sees without the curves."""
+    """Return the visible text without the curves."""
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", re.sub(r"<(style|script).*?</\1>", "", html, flags=re.DOTALL)))
 
 
@@ -37,7 +37,7 @@ def test_a_page_shows_the_metrics_and_the_changed_settings(tmp_path):
         assert fact in seen
 
 
-def test_the_page_holds_the_exact_curves_and_fetches_nothing(tmp_path):
+def test_the_page_holds_the_exact_curves_and_loads_nothing(tmp_path):
     record = read_record(write_run(tmp_path / "run"))
     html = render_report([record])
     (data,) = re.findall(r'<script type="application/json" id="data"[^>]*>(.*?)</script>', html, re.DOTALL)
@@ -98,7 +98,7 @@ def test_a_run_with_few_metrics_has_a_page(lines, tmp_path):
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"recipe": "digits-mlp", "settings": 3}'])
-def test_a_damaged_folder_is_an_error_of_one_line(config, tmp_path):
+def test_a_damaged_folder_raises_an_error_of_one_line(config, tmp_path):
     run = write_run(tmp_path / "run")
     run.config.write_text(config)
     with pytest.raises(UserError, match=r"run cannot be read \(.*\): restore it"):
@@ -128,7 +128,7 @@ def test_the_images_of_an_evaluation_are_in_the_page(tmp_path):
         np.testing.assert_array_equal(np.asarray(picture), np.round(images[1, ..., 0] * 255).astype(np.uint8))
 
 
-def test_a_folder_with_metrics_alone_has_a_page(tmp_path):
+def test_a_folder_with_only_metrics_has_a_page(tmp_path):
     run = write_run(tmp_path / "mine")
     run.config.unlink()
     seen = text_of(render_report([read_record(run)]))

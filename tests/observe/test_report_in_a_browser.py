@@ -1,4 +1,4 @@
-"""The page of a run as a browser draws it, for a mouse and for a keyboard."""
+"""The report in a browser: rendering, mouse and keyboard."""
 
 import json
 import threading
@@ -19,12 +19,12 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
 ]
 TAB, LEFT, HOME, ESCAPE = "\ue004", "\ue012", "\ue011", "\ue00c"
-TOLD = "return document.querySelectorAll('.plot')[0].getAttribute('aria-valuetext')"
+VALUE_TEXT = "return document.querySelectorAll('.plot')[0].getAttribute('aria-valuetext')"
 PATHS = "return [...document.querySelectorAll('.plot .line')].map((p) => p.getAttribute('d'))"
 
 
 def points(path: str) -> tuple[list[float], list[float]]:
-    """The places of a curve without gaps."""
+    """Return the x and y coordinates of a curve without gaps."""
     places = [place.split() for place in path.removeprefix("M").replace("h0", "").split("L")]
     return [float(x) for x, _ in places], [float(y) for _, y in places]
 
@@ -37,7 +37,7 @@ def window(tmp_path_factory):
 
 @pytest.fixture
 def shown(window, tmp_path):
-    """A window with the page of a run."""
+    """A window that shows the report of a run."""
     run = write_run(tmp_path / "run")
     write_report(run.report, [read_record(run)])
     window.open(run.report.as_uri())
@@ -46,7 +46,7 @@ def shown(window, tmp_path):
     assert window.complaints() == []
 
 
-def test_every_curve_is_drawn_where_its_points_are(shown):
+def test_curves_are_drawn_at_the_positions_of_their_points(shown):
     paths = shown.run(PATHS)
     assert len(paths) == 9
     assert all("NaN" not in path for path in paths)
@@ -59,7 +59,7 @@ def test_every_curve_is_drawn_where_its_points_are(shown):
     assert shown.run("return document.querySelectorAll('.plot .skip').length") == 1
 
 
-def test_a_log_axis_and_smoothing_draw_other_curves(shown):
+def test_a_log_axis_and_smoothing_change_the_curves(shown):
     plain = shown.run(PATHS)
     shown.run("document.querySelector('figure input').click()")
     _, ys = points(shown.run(PATHS)[0])
@@ -79,11 +79,11 @@ def test_everything_is_reachable_by_keyboard(shown):
         shown.press(TAB)
         if shown.run("return document.activeElement.classList.contains('plot')"):
             break
-    assert "training 0.09756" in shown.run(TOLD)
+    assert "training 0.09756" in shown.run(VALUE_TEXT)
     shown.press(LEFT)
-    assert shown.run(TOLD).startswith("step 30, training 0.129")
+    assert shown.run(VALUE_TEXT).startswith("step 30, training 0.129")
     shown.press(HOME)
-    assert shown.run(TOLD).startswith("step 0, ")
+    assert shown.run(VALUE_TEXT).startswith("step 0, ")
     shown.press("+")
     assert not shown.run("return document.querySelector('form').whole.hidden")
     shown.press(ESCAPE)

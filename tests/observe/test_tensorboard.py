@@ -1,4 +1,4 @@
-"""What is written for TensorBoard, read back by TensorBoard's own reader."""
+"""TensorBoard events, read back by TensorBoard's own reader."""
 
 import io
 import subprocess
@@ -20,7 +20,6 @@ from jaxtrain.observe.pictures import confusion_picture
 from jaxtrain.observe.predictions import Predictions
 from jaxtrain.observe.tensorboard import Events
 from jaxtrain.recipes import RECIPES
-from jaxtrain.tasks import build
 
 from .runs import line, write_run
 
@@ -31,7 +30,7 @@ def read(folder) -> EventAccumulator:
     return events
 
 
-def test_the_end_of_a_run_adds_settings_and_sample_and_hides_no_scalar(tmp_path):
+def test_the_end_of_a_run_adds_settings_and_sample_and_keeps_all_scalars(tmp_path):
     run = write_run(tmp_path / "run")
     write_result(run, step=40, references={}, sample="def f():\n    return 1\n")
     with MetricsLog(tmp_path / "metrics.jsonl", run.tensorboard, from_step=0) as log:
@@ -59,12 +58,12 @@ def test_the_end_of_a_run_adds_settings_and_sample_and_hides_no_scalar(tmp_path)
 
 
 def evaluated(predictions, **task) -> ErrorAnalysis:
-    digits = build(RECIPES["digits-mlp"])
+    digits = RECIPES["digits-mlp"].task()
     return ErrorAnalysis("digits-mlp", 12, "validation", replace(digits, **task), digits.validation, {}, predictions)
 
 
 def test_the_worst_examples_are_written_as_text_and_images(tmp_path):
-    source = build(RECIPES["digits-mlp"]).validation
+    source = RECIPES["digits-mlp"].task().validation
     n, target = len(source), np.array([int(source[i]["label"]) for i in range(len(source))], np.int32)
     predicted, loss = target.copy(), np.zeros(n, np.float32)
     wrong = np.flatnonzero(target == 3)[:4]
@@ -98,7 +97,7 @@ def test_the_confusion_image_is_darkest_for_the_largest_shares():
 
 
 def test_the_worst_examples_of_a_language_model_are_texts(tmp_path):
-    source = build(RECIPES["digits-mlp"]).validation
+    source = RECIPES["digits-mlp"].task().validation
     tokens = np.tile(np.frombuffer(b"def f", np.uint8).astype(np.int32), (len(source), 1))
     ones = np.ones(tokens.shape, np.float32)
     found = Predictions(ones * np.arange(len(source))[:, None], ones, tokens, tokens, ones / 2)
@@ -149,7 +148,7 @@ def test_pytorch_is_not_imported(tmp_path):
 
 @pytest.mark.slow
 def test_other_threads_can_import_pytorch_meanwhile(tmp_path):
-    """Stand-ins for tensorboardX and torch: the first waits, while imported, until another thread has the second."""
+    """A fake tensorboardX waits during its import until another thread has imported a fake torch."""
     (tmp_path / "torch.py").write_text("")
     package = tmp_path / "tensorboardX"
     package.mkdir()

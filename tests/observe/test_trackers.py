@@ -1,4 +1,4 @@
-"""What Weights & Biases and MLflow write to the local disk."""
+"""Contents of the local stores of Weights & Biases and MLflow."""
 
 import json
 import struct
@@ -11,18 +11,18 @@ from jaxtrain.observe.tracking import track_run
 
 from .runs import write_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the warnings are theirs
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the trackers' own warnings
 
 
 @pytest.fixture(autouse=True)
 def long_timeouts(monkeypatch):
-    """On a busy machine their first import takes its time."""
+    """Their first import can take minutes on a busy machine."""
     monkeypatch.setattr(tracking, "_TIMEOUT", 600.0)
     monkeypatch.setattr(tracking, "_SHORT_TIMEOUT", 600.0)
 
 
 def wandb_records(path) -> list:
-    """The records of a .wandb file: LevelDB's log format, behind a header of 7 bytes."""
+    """Return the records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, records, part = path.read_bytes(), 7, [], b""
@@ -72,7 +72,7 @@ def test_wandb_offline_records_the_run_without_a_key(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # of its own database
+@pytest.mark.filterwarnings("default")  # from MLflow's database
 def test_mlflow_records_the_run(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -98,7 +98,7 @@ def test_mlflow_records_the_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # of its own database
+@pytest.mark.filterwarnings("default")  # from MLflow's database
 def test_a_failing_disk_is_reported_once(tmp_path):
     pytest.importorskip("mlflow")
     run, messages = write_run(tmp_path / "run"), []

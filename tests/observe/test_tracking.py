@@ -60,7 +60,7 @@ def until(true) -> None:
     pytest.fail("never")
 
 
-def test_lines_are_reported_as_written_and_the_end_with_its_sample(tmp_path):
+def test_lines_are_reported_when_written_and_the_end_with_the_sample(tmp_path):
     run, tracker, messages = write_run(tmp_path / "run", steps=20), RecordingTracker(), []
     with track_run(run, [tracker], messages.append) as ended:
         until(lambda: tracker.steps == [0, 10, 20])
@@ -130,13 +130,13 @@ def test_a_failing_tracker_is_reported_once_and_affects_nothing_else(fail, error
     assert "\n" not in warning
 
 
-def test_a_hanging_tracker_is_not_awaited_for_long(tmp_path, monkeypatch):
+def test_a_hanging_tracker_delays_the_run_only_briefly(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "_SHORT_TIMEOUT", 0.2)
     run, tracker, messages, go = write_run(tmp_path / "run"), RecordingTracker(), [], threading.Event()
     tracker.log = lambda lines: go.wait(20)
     begin = time.monotonic()
     with pytest.raises(KeyError), track_run(run, [tracker], messages.append):
-        raise KeyError("what the run itself says")
+        raise KeyError("error of the run")
     assert time.monotonic() - begin < 5
     assert messages == ["warning: recorder did not finish within 0 s: its copy of the run may be incomplete"]
     go.set()

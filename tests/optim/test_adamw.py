@@ -1,4 +1,4 @@
-"""AdamW against `torch.optim.AdamW`."""
+"""AdamW equals `torch.optim.AdamW`."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ SIZE = 50
 
 
 def gradients(seed: int, steps: int) -> list[np.ndarray]:
-    """Of all magnitudes, one element always zero and every fifth gradient zero throughout."""
+    """Return gradients of many magnitudes; one element is always zero, and every fifth gradient is zero."""
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.integers(-6, 3, SIZE)
     scale[0] = 0
@@ -52,14 +52,14 @@ def jax_run(make, dtype, seed: int, steps: int):
     eps=st.sampled_from([1e-12, 1e-8, 1e-2]),
     weight_decay=st.sampled_from([0.0, 0.01, 0.3]),
 )
-def test_float64_is_pytorchs_to_the_last_digits_on_parameters_and_moments(seed, lr, b1, b2, eps, weight_decay):
+def test_float64_parameters_and_moments_equal_pytorch(seed, lr, b1, b2, eps, weight_decay):
     ours = jax_run(lambda: adamw(lr, b1, b2, eps, weight_decay), np.float64, seed, 30)
     theirs = torch_run(torch.float64, seed, 30, lr=lr, betas=(b1, b2), eps=eps, weight_decay=weight_decay)
     for a, b in zip(ours, theirs, strict=True):
         assert np.linalg.norm(a - b) <= 1e-12 * np.linalg.norm(b)
 
 
-def test_the_defaults_are_pytorchs():
+def test_defaults_equal_pytorch():
     for a, b in zip(
         jax_run(lambda: adamw(1e-3), np.float64, 0, 5), torch_run(torch.float64, 0, 5, lr=1e-3), strict=True
     ):
@@ -70,9 +70,9 @@ def rms(a, b):
     return np.sqrt(np.mean((a - b) ** 2))
 
 
-def test_float32_is_as_near_the_truth_as_pytorchs_and_optaxs_is_not():
+def test_the_float32_error_is_at_most_twice_pytorchs_and_optaxs_is_larger():
     truth = torch_run(torch.float64, 1, 20, lr=1e-2, weight_decay=0.1)[0]
     theirs = rms(torch_run(torch.float32, 1, 20, lr=1e-2, weight_decay=0.1)[0], truth)
     assert rms(jax_run(lambda: adamw(1e-2, weight_decay=0.1), np.float32, 1, 20)[0], truth) <= 2 * theirs
-    # The reason for this optimizer; this fails once optax fixes its bias correction.
+    # optax's bias correction is the reason for this optimizer; the assertion fails once optax fixes it.
     assert rms(jax_run(lambda: optax.adamw(1e-2, weight_decay=0.1), np.float32, 1, 20)[0], truth) > 4 * theirs

@@ -46,7 +46,7 @@ def test_other_text_is_refused_in_one_line(written):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), lambda t: t])
-def test_an_argument_without_a_text_is_refused(value):
+def test_an_argument_that_cannot_be_written_as_text_is_refused(value):
     with pytest.raises(jt.UserError, match="cannot be written as text: use a schedule by name"):
         format_expression(Call("sgd", {"learning_rate": value}))
 

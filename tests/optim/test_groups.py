@@ -27,18 +27,18 @@ def test_each_group_is_updated_as_if_alone():
         lambda path: "norms" if path.startswith("norm") else "rest",
         {"norms": adamw(0.1, weight_decay=0.0), "rest": sgd(0.5, momentum=0.9)},
     )
-    state, moved = tx.init(PARAMS), PARAMS
+    state, params = tx.init(PARAMS), PARAMS
     alone = {
         "norm": (adamw(0.1, weight_decay=0.0), PARAMS["norm"]),
         "blocks": (sgd(0.5, momentum=0.9), PARAMS["blocks"]),
     }
     states = {name: tx.init(params) for name, (tx, params) in alone.items()}
     for _ in range(3):
-        updates, state = tx.update(PARAMS, state, moved)
+        updates, state = tx.update(PARAMS, state, params)
         for name, (part, _) in alone.items():
-            expected, states[name] = part.update(PARAMS[name], states[name], moved[name])
+            expected, states[name] = part.update(PARAMS[name], states[name], params[name])
             jax.tree.map(np.testing.assert_array_equal, updates[name], expected)
-        moved = optax.apply_updates(moved, updates)
+        params = optax.apply_updates(params, updates)
 
 
 def test_a_frozen_group_has_no_state_and_is_not_updated():
@@ -88,5 +88,5 @@ def test_biases_and_norms_do_not_decay_where_masked(make):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     updates, _ = tx.update(zeros, tx.init(PARAMS), PARAMS)
     np.testing.assert_array_equal(updates["blocks"]["kernel"], -1.0)
-    for still in (updates["blocks"]["bias"], updates["norm"]["scale"]):
-        np.testing.assert_array_equal(still, 0.0)
+    for update in (updates["blocks"]["bias"], updates["norm"]["scale"]):
+        np.testing.assert_array_equal(update, 0.0)

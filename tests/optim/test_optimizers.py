@@ -1,6 +1,6 @@
-"""Every optimizer against PyTorch's, 100 updates under a changing learning rate, some gradients zero.
+"""Every optimizer against PyTorch's: 100 updates with a changing learning rate and some gradients zero.
 
-In float64 the parameters and every moment agree at every update; in float32 ours is as near to the float64 truth.
+In float64 the parameters and every moment agree at every update; in float32 the error is at most twice PyTorch's.
 """
 
 import inspect
@@ -36,7 +36,7 @@ STEPS = 100
 ADAM = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 BETAS = {"betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1, "maximize": True}
 
-# optimizer: (PyTorch's, ours, learning rate, PyTorch's name of a moment → ours)
+# name: (PyTorch's optimizer, ours, learning rate, {PyTorch's name of a moment: ours})
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, sgd, 1e-3, {"momentum_buffer": "momentum_buffer"}),
     "adam": (torch.optim.Adam, adam, 1e-3, {**ADAM, "max_exp_avg_sq": "nu_max"}),
@@ -63,7 +63,7 @@ OPTIMIZERS = {
     "muon": (torch.optim.Muon, muon, 1e-3, {"momentum_buffer": "momentum_buffer"}),
 }
 
-# Together each optimizer's lines set every argument away from its default.
+# Together, the entries of an optimizer set every argument to a value other than its default.
 ARGUMENTS = [
     ("sgd", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True}),
     ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -106,14 +106,14 @@ def shapes(name):
 
 @cache
 def start(name):
-    """So small that the rounding of the parameters does not hide that of the updates."""
+    """Return parameters so small that their rounding does not hide that of the updates."""
     rng = np.random.default_rng(0)
     return {k: (0.1 * rng.standard_normal(shape)).astype(np.float32) for k, shape in shapes(name).items()}
 
 
 @cache
 def gradients(name):
-    """[STEPS, …], of all magnitudes, one element always zero and every fifth gradient zero throughout."""
+    """Return gradients [STEPS, …] of many magnitudes; one element and every fifth gradient are zero."""
     rng = np.random.default_rng(1)
 
     def leaf(shape):
@@ -130,7 +130,7 @@ def fall(t):
 
 
 def torch_run(name, dtype, param_groups):
-    """(parameters, moments) of every update, stacked."""
+    """Return (parameters, moments) after every update, stacked."""
     make, _, lr, moments = OPTIMIZERS[name]
     torch.set_default_dtype(dtype)
     try:
@@ -138,7 +138,7 @@ def torch_run(name, dtype, param_groups):
         listed = [
             {"lr": lr * scale, **options, "params": [params[k] for k in keys]} for keys, scale, options in param_groups
         ]
-        # Adagrad fills its sums when it is made, with the optimizer's own value, not the group's.
+        # Adagrad initializes its sums in its constructor, with the optimizer's value instead of the group's.
         filled = {k: x for group in listed for k, x in group.items() if k == "initial_accumulator_value"}
         optimizer = make(listed, **filled)
         first = [group["lr"] for group in optimizer.param_groups]
@@ -161,7 +161,7 @@ def torch_run(name, dtype, param_groups):
 
 
 def jax_run(name, dtype, make):
-    """(parameters, optimizer state) of every update, stacked."""
+    """Return (parameters, optimizer state) after every update, stacked."""
     with jax.enable_x64(dtype == np.float64):
         tx = make()
 
@@ -185,12 +185,12 @@ def ours(name, scale=1.0, dtype=None, **options):
         options["out_axis"] = 0
         if dtype is not None:
             options["dtype"] = dtype
-    # `fall` with one rounding: float32's error is to be the optimizer's.
+    # `fall`, rounded only once, so that float32 errors are those of the optimizer.
     return make(lambda t: (2 * STEPS - t).astype(jnp.result_type(float)) * (lr * scale / (2 * STEPS)), **options)
 
 
 def in_double(monkeypatch):
-    """PyTorch's Muon iterates in bfloat16, whatever it is given."""
+    """Make PyTorch's Muon iterate in float64; it uses bfloat16 for every dtype."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.double().clone())
 
 
@@ -201,7 +201,7 @@ def close(a, b):
 
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-def test_float64_parameters_and_moments_are_pytorchs_at_every_update(name, options, monkeypatch):
+def test_float64_parameters_and_moments_equal_pytorch_at_every_update(name, options, monkeypatch):
     in_double(monkeypatch)
     theirs, kept = torch_run(name, torch.float64, [(shapes(name), 1.0, options)])
     params, states = jax_run(name, np.float64, lambda: ours(name, dtype=np.float64, **options))
@@ -216,7 +216,7 @@ def test_float64_parameters_and_moments_are_pytorchs_at_every_update(name, optio
     assert compared >= 2 or (name == "sgd" and not options)
 
 
-def test_the_arguments_above_are_all_there_are():
+def test_every_argument_is_tested():
     tuning = {"foreach", "fused", "capturable", "differentiable", "params", "lr"}
     for name, (make, *_) in OPTIMIZERS.items():
         group = make([torch.zeros(2, 2, requires_grad=True)]).param_groups[0]
@@ -226,7 +226,7 @@ def test_the_arguments_above_are_all_there_are():
         assert missing <= ({"decoupled_weight_decay"} if name in ("adam", "adamw") else set()), name
 
 
-def test_the_defaults_are_pytorchs():
+def test_defaults_equal_pytorch():
     for name, (make, mine, *_) in OPTIMIZERS.items():
         theirs = make([torch.zeros(2, 2, requires_grad=True)]).defaults
         theirs = {**theirs, "learning_rate": theirs["lr"]}
@@ -242,7 +242,7 @@ def rms(a, b):
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-def test_float32_is_as_near_the_truth_as_pytorchs(name, options, monkeypatch):
+def test_the_float32_error_is_at_most_twice_pytorchs(name, options, monkeypatch):
     listed = [(shapes(name), 1.0, options)]
     theirs, _ = torch_run(name, torch.float32, listed)
     mine, _ = jax_run(name, np.float32, lambda: ours(name, **options))
@@ -252,7 +252,7 @@ def test_float32_is_as_near_the_truth_as_pytorchs(name, options, monkeypatch):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_groups_are_pytorchs_param_groups(name, monkeypatch):
+def test_groups_equal_pytorchs_param_groups(name, monkeypatch):
     in_double(monkeypatch)
     options = dict(next(options for case, options in ARGUMENTS if case == name))
     options.pop("initial_accumulator_value", None)
@@ -278,14 +278,14 @@ def test_muon_refuses_vectors():
         muon().init(jnp.zeros(3))
 
 
-def test_muon_of_the_transposed_matrix_is_the_transposed_muon():
+def test_the_muon_update_of_a_transposed_matrix_is_the_transposed_update():
     for shape in [(3, 5), (5, 3)]:
         g = jnp.asarray(np.random.default_rng(0).standard_normal(shape), np.float32)
-        moves = []
+        updates = []
         for x, out_axis in [(g, 0), (g.T, -1)]:
             tx = muon(0.1, dtype=np.float32, out_axis=out_axis)
-            moves.append(tx.update(x, tx.init(x), x)[0])
-        np.testing.assert_array_equal(moves[0], moves[1].T)
+            updates.append(tx.update(x, tx.init(x), x)[0])
+        np.testing.assert_array_equal(updates[0], updates[1].T)
 
 
 def test_moments_in_bfloat16_are_rounded_once_and_computed_in_float32():
@@ -303,7 +303,7 @@ def test_moments_in_bfloat16_are_rounded_once_and_computed_in_float32():
 
 
 @pytest.mark.parametrize("b", [0.9, 0.999, 0.9999])
-def test_radams_average_length_holds_in_float32(b):
+def test_radams_average_length_is_accurate_in_float32(b):
     t = np.arange(1, 3000)
     # The weighted mean age, summed in float64 without cancellation.
     age = np.cumsum(t * b ** (t - 1.0)) / np.cumsum(b ** (t - 1.0))

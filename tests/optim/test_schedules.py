@@ -1,4 +1,4 @@
-"""Every scheduler against PyTorch's, over 1,000 updates, with drawn arguments, in float64."""
+"""Every schedule equals PyTorch's scheduler in float64, over 1,000 updates with random arguments."""
 
 import math
 
@@ -31,7 +31,7 @@ def optimizer(lr=0.1, kind=torch.optim.SGD):
 
 
 def torch_values(o, scheduler, steps=STEPS, what="lr"):
-    """Return the rate of each update, [steps]."""
+    """Return the option `what` of each update, [steps]."""
     values = []
     for t in range(steps):
         values.append(o.param_groups[0]["betas"][0] if what == "b1" else o.param_groups[0][what])
@@ -46,7 +46,7 @@ def values(schedule, steps=STEPS):
         return np.asarray(jax.vmap(schedule)(jnp.arange(steps, dtype=np.int32)))
 
 
-def same(schedule, make, lr, floor=True, what="lr", bound=1e-12, **kwargs):
+def assert_equals_torch(schedule, make, lr, floor=True, what="lr", bound=1e-12, **kwargs):
     """Compare within 1e-12, relative to the largest rate where a rate passes through zero."""
     o = optimizer(lr)
     expected = torch_values(o, make(o), what=what, **kwargs)
@@ -58,41 +58,43 @@ def same(schedule, make, lr, floor=True, what="lr", bound=1e-12, **kwargs):
 
 @drawn(LR, COUNT.filter(lambda n: n > 9), st.floats(0.1, 1.0))
 def test_step(lr, size, gamma):
-    same(schedules.step_lr(lr, size, gamma), lambda o: theirs.StepLR(o, size, gamma), lr, floor=False)
+    assert_equals_torch(schedules.step_lr(lr, size, gamma), lambda o: theirs.StepLR(o, size, gamma), lr, floor=False)
 
 
 @drawn(LR, st.lists(st.integers(0, 1200), max_size=5), st.just(0.0) | st.floats(1e-3, 1.0))
 def test_multi_step(lr, milestones, gamma):
     mine = schedules.multi_step_lr(lr, milestones, gamma)
-    same(mine, lambda o: theirs.MultiStepLR(o, milestones, gamma), lr, floor=False)
+    assert_equals_torch(mine, lambda o: theirs.MultiStepLR(o, milestones, gamma), lr, floor=False)
 
 
 @drawn(LR, st.floats(0.01, 1), st.integers(0, 1200))
 def test_constant(lr, factor, n):
-    same(schedules.constant_lr(lr, factor, n), lambda o: theirs.ConstantLR(o, factor, n), lr, floor=False)
+    assert_equals_torch(
+        schedules.constant_lr(lr, factor, n), lambda o: theirs.ConstantLR(o, factor, n), lr, floor=False
+    )
 
 
 @drawn(LR, st.floats(0.01, 1), st.floats(0, 1), st.integers(0, 1200))
 def test_linear(lr, start, end, n):
-    same(schedules.linear_lr(lr, start, end, n), lambda o: theirs.LinearLR(o, start, end, n), lr)
+    assert_equals_torch(schedules.linear_lr(lr, start, end, n), lambda o: theirs.LinearLR(o, start, end, n), lr)
 
 
 @drawn(LR, st.floats(0.9, 1.1))
 def test_exponential(lr, gamma):
-    same(schedules.exponential_lr(lr, gamma), lambda o: theirs.ExponentialLR(o, gamma), lr, floor=False)
+    assert_equals_torch(schedules.exponential_lr(lr, gamma), lambda o: theirs.ExponentialLR(o, gamma), lr, floor=False)
 
 
 @drawn(LR, st.integers(0, 1200), st.floats(0.25, 4))
 def test_polynomial(lr, n, power):
-    same(schedules.polynomial_lr(lr, n, power), lambda o: theirs.PolynomialLR(o, n, power), lr)
+    assert_equals_torch(schedules.polynomial_lr(lr, n, power), lambda o: theirs.PolynomialLR(o, n, power), lr)
 
 
 @drawn(LR, COUNT, st.floats(0, 1e-4))
 def test_cosine(lr, n, low):
     mine = schedules.cosine_annealing_lr(lr, n, low)
-    # Past its minimum PyTorch's recursion amplifies its own rounding; its closed form does not.
+    # Beyond the minimum PyTorch's recursion amplifies rounding errors; its closed form does not.
     drift = max(1e-12, n**2 * np.finfo(np.float64).eps)
-    same(mine, lambda o: theirs.CosineAnnealingLR(o, n, low), lr, bound=drift)
+    assert_equals_torch(mine, lambda o: theirs.CosineAnnealingLR(o, n, low), lr, bound=drift)
     scheduler = theirs.CosineAnnealingLR(optimizer(lr), n, low)
     closed = []
     for scheduler.last_epoch in range(STEPS):
@@ -103,7 +105,7 @@ def test_cosine(lr, n, low):
 @drawn(LR, st.integers(1, 400), st.integers(1, 4), st.floats(0, 1e-4))
 def test_cosine_with_warm_restarts(lr, n, times, low):
     mine = schedules.cosine_annealing_warm_restarts(lr, n, times, low)
-    same(mine, lambda o: theirs.CosineAnnealingWarmRestarts(o, n, times, low), lr)
+    assert_equals_torch(mine, lambda o: theirs.CosineAnnealingWarmRestarts(o, n, times, low), lr)
 
 
 @drawn(
@@ -124,8 +126,8 @@ def test_cyclic(lr, times, up, down, mode, gamma, low, high):
     def make(o):
         return theirs.CyclicLR(o, lr, lr * times, *args, base_momentum=low, max_momentum=high)
 
-    same(mine, make, lr)
-    same(momentum, make, lr, what="momentum")
+    assert_equals_torch(mine, make, lr)
+    assert_equals_torch(momentum, make, lr, what="momentum")
 
 
 @pytest.mark.parametrize("scale_mode", ["cycle", "iterations"])
@@ -134,7 +136,7 @@ def test_cyclic_with_a_scale_function(scale_mode):
         return 0.9 ** (x / 7)
 
     mine = schedules.cyclic_lr(0.1, 1.0, 20, scale_fn=scale, scale_mode=scale_mode)
-    same(mine, lambda o: theirs.CyclicLR(o, 0.1, 1.0, 20, scale_fn=scale, scale_mode=scale_mode), 0.1)
+    assert_equals_torch(mine, lambda o: theirs.CyclicLR(o, 0.1, 1.0, 20, scale_fn=scale, scale_mode=scale_mode), 0.1)
 
 
 @drawn(
@@ -159,8 +161,10 @@ def test_one_cycle(lr, n, share, strategy, three, div, final):
             three_phase=three,
         )
 
-    same(schedules.one_cycle_lr(lr, n, share, strategy, div, final, three), make, lr, steps=n)
-    same(schedules.one_cycle_momentum(n, share, strategy, three_phase=three), make, lr, steps=n, what="momentum")
+    assert_equals_torch(schedules.one_cycle_lr(lr, n, share, strategy, div, final, three), make, lr, steps=n)
+    assert_equals_torch(
+        schedules.one_cycle_momentum(n, share, strategy, three_phase=three), make, lr, steps=n, what="momentum"
+    )
 
 
 def test_lambda_and_multiplicative():
@@ -170,8 +174,10 @@ def test_lambda_and_multiplicative():
     def shrink(t):
         return 1 - 0.1 / (10 + t)
 
-    same(schedules.lambda_lr(0.3, fall), lambda o: theirs.LambdaLR(o, fall), 0.3, floor=False)
-    same(schedules.multiplicative_lr(0.3, shrink), lambda o: theirs.MultiplicativeLR(o, shrink), 0.3, floor=False)
+    assert_equals_torch(schedules.lambda_lr(0.3, fall), lambda o: theirs.LambdaLR(o, fall), 0.3, floor=False)
+    assert_equals_torch(
+        schedules.multiplicative_lr(0.3, shrink), lambda o: theirs.MultiplicativeLR(o, shrink), 0.3, floor=False
+    )
 
 
 @drawn(LR, st.integers(1, 300), st.integers(1, 300), st.floats(0.9, 1.0))
@@ -193,7 +199,7 @@ def test_sequential(lr, first, second, gamma):
         ]
         return theirs.SequentialLR(o, parts, [first, first + second])
 
-    same(mine, make, lr)
+    assert_equals_torch(mine, make, lr)
 
 
 PARTS = {
@@ -233,7 +239,7 @@ PARTS = {
 )
 def test_chained(parts):
     mine = schedules.chained([PARTS[part][0](0.3) for part in parts])
-    same(mine, lambda o: theirs.ChainedScheduler([PARTS[part][1](o) for part in parts]), 0.3, steps=200)
+    assert_equals_torch(mine, lambda o: theirs.ChainedScheduler([PARTS[part][1](o) for part in parts]), 0.3, steps=200)
 
 
 @drawn(
@@ -268,7 +274,7 @@ def test_reduce_on_plateau(mode, factor, patience, threshold, threshold_mode, co
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_a_plateau_without_a_value_stays():
+def test_a_plateau_without_a_value_keeps_the_rate():
     tx = sgd(reduce_lr_on_plateau(0.5, patience=0))
     state = tx.init(jnp.ones(1))
     for _ in range(3):
@@ -290,7 +296,7 @@ def test_warmup_cosine_and_wsd_start_at_zero_and_end_at_final_lr():
     assert float(schedules.warmup_cosine(1.0, 0, 10)(0)) == float(schedules.wsd(1.0, 0, 1, 1)(0)) == 1
 
 
-def test_float32_rates_hold_for_a_million_updates():
+def test_float32_rates_are_accurate_for_a_million_updates():
     t = jnp.asarray([999_999], np.int32)
     for schedule, exact in [
         (schedules.exponential_lr(1.0, 0.99999), 0.99999**999_999),
@@ -302,7 +308,7 @@ def test_float32_rates_hold_for_a_million_updates():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("call", "message"),
     [
         (lambda: schedules.linear_lr(1.0, 0.0), r"start_factor must be in \(0, 1\], got 0\.0"),
         (lambda: schedules.cyclic_lr(0, 1, mode="square"), "mode 'square'"),
@@ -318,9 +324,9 @@ def test_float32_rates_hold_for_a_million_updates():
         (lambda: reduce_lr_on_plateau(1, mode="low"), "mode 'low'"),
     ],
 )
-def test_wrong_arguments_are_named(wrong, message):
+def test_invalid_arguments_are_named(call, message):
     with pytest.raises(UserError, match=message):
-        wrong()
+        call()
 
 
 def test_momentum_cycles_in_optimizers_as_in_pytorch():
@@ -349,7 +355,7 @@ def test_momentum_cycles_in_optimizers_as_in_pytorch():
         np.testing.assert_allclose(q, p.detach().numpy(), rtol=1e-12)
 
 
-def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
+def test_a_plateau_in_a_training_step_uses_the_loss_of_each_window():
     step = jt.train_step(
         lambda p, batch, rng: (jt.Loss(((p - batch) ** 2).sum(), len(batch)), {}),
         sgd(reduce_lr_on_plateau(0.25, patience=1, factor=0.5)),
@@ -360,7 +366,7 @@ def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
     scheduler = theirs.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
     state, rates = step.init(jnp.float32(1.0)), set()
     for i in range(12):
-        batch = np.array([1.0, -1.5, 0.5, 0.25], np.float32) * (-1) ** i  # so that it improves at times only
+        batch = np.array([1.0, -1.5, 0.5, 0.25], np.float32) * (-1) ** i  # so that the loss improves only sometimes
         state, metrics = step(state, batch)
         optimizer.zero_grad()
         loss = ((p - torch.from_numpy(batch)) ** 2).sum() / 4
@@ -375,7 +381,7 @@ def test_a_plateau_in_a_training_step_sees_the_loss_of_its_windows():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_plateau_is_judged_by_the_windows_mean_loss(streaming):
+def test_a_plateau_uses_the_mean_loss_of_the_window(streaming):
     # The window's summed loss grows with the weights, while its mean is constant: only the mean stops improving.
     def loss_fn(params, batch, rng):
         return jt.Loss((params * 0 + batch).sum(), batch.size), {}

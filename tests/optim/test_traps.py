@@ -1,4 +1,4 @@
-"""Where optax differs from PyTorch and this package does not; a test fails if optax changes."""
+"""Cases where optax differs from PyTorch and this package does not; a test fails if optax changes."""
 
 import functools
 
@@ -39,7 +39,7 @@ def falling_in_jax(t):
     return falling(t.astype(np.float64))
 
 
-def torch_moved(make, scheduled=False):
+def torch_change(make, scheduled=False):
     torch.set_default_dtype(torch.float64)
     try:
         p = torch.tensor(START, requires_grad=True)
@@ -54,7 +54,7 @@ def torch_moved(make, scheduled=False):
         torch.set_default_dtype(torch.float32)
 
 
-def jax_moved(make):
+def jax_change(make):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         tx = make()
 
@@ -68,7 +68,7 @@ def jax_moved(make):
         return np.asarray(p) - START
 
 
-def off(a, b):
+def relative_error(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
@@ -79,7 +79,7 @@ def l2(make, weight_decay=0.1):
 T = torch.optim
 P = functools.partial
 
-# trap: (PyTorch's, ours, optax's, how far optax's update is off at least, 0 if equal)
+# trap: (PyTorch's, ours, optax's, least relative error of optax's update, 0 if equal)
 TRAPS = {
     "adam": (P(T.Adam, lr=LR), P(adam, LR), P(optax.adam, LR), 0),
     "adamw decays by 1e-2": (P(T.AdamW, lr=LR), P(adamw, LR), P(optax.adamw, LR), 1e-3),
@@ -146,19 +146,20 @@ TRAPS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("trap", TRAPS)
-def test_ours_is_pytorchs_where_optaxs_is_not(trap, monkeypatch):
+def test_optimizers_equal_pytorch_where_optax_does_not(trap, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.double().clone())
     theirs, ours, naive, least = TRAPS[trap]
-    truth = torch_moved(theirs)
-    assert off(jax_moved(ours), truth) <= 1e-12
-    assert off(jax_moved(naive), truth) > least if least else off(jax_moved(naive), truth) <= 1e-12
+    truth = torch_change(theirs)
+    assert relative_error(jax_change(ours), truth) <= 1e-12
+    error = relative_error(jax_change(naive), truth)
+    assert error > least if least else error <= 1e-12
 
 
-def test_rmsprops_momentum_is_outside_the_learning_rate():
-    truth = torch_moved(P(T.RMSprop, lr=LR, momentum=0.9), scheduled=True)
-    assert off(jax_moved(lambda: rmsprop(falling_in_jax, momentum=0.9)), truth) <= 1e-12
-    naive = jax_moved(lambda: optax.rmsprop(falling_in_jax, 0.99, eps_in_sqrt=False, momentum=0.9))
-    assert off(naive, truth) > 0.1
+def test_rmsprop_applies_the_learning_rate_after_momentum():
+    truth = torch_change(P(T.RMSprop, lr=LR, momentum=0.9), scheduled=True)
+    assert relative_error(jax_change(lambda: rmsprop(falling_in_jax, momentum=0.9)), truth) <= 1e-12
+    naive = jax_change(lambda: optax.rmsprop(falling_in_jax, 0.99, eps_in_sqrt=False, momentum=0.9))
+    assert relative_error(naive, truth) > 0.1
 
 
 @pytest.mark.sampled(1)
@@ -185,7 +186,7 @@ def test_rmsprops_momentum_is_outside_the_learning_rate():
         ),
     ],
 )
-def test_schedules_are_pytorchs_where_optaxs_are_not(make, ours, naive):
+def test_schedules_equal_pytorch_where_optax_does_not(make, ours, naive):
     optimizer = T.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = make(optimizer)
     truth = []

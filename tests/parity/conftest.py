@@ -1,4 +1,4 @@
-"""Two workers on two cores: PyTorch's own threads would wait for each other."""
+"""Parity tests run PyTorch with one thread per worker: more would contend for the cores."""
 
 import os
 

@@ -30,7 +30,7 @@ def unscaled(name: str) -> Case:
     )
 
 
-def test_every_fact_is_a_case_and_every_such_case_a_fact() -> None:
+def test_every_autograd_case_has_known_gradients() -> None:
     assert list(FACTS) == [name for name in CASES if name.startswith("autograd.")]
 
 
@@ -38,12 +38,12 @@ def test_every_fact_is_a_case_and_every_such_case_a_fact() -> None:
     ("accumulate", "precision"),
     [
         *((1, "fp64"), (4, "bf16")),
-        # Every fact holds in each level of both by the two above; these are the other pairs.
+        # The two pairs above cover every value of both parameters; these are the other pairs.
         *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, "fp32"), (1, "bf16"), (4, "fp64"), (4, "fp32"))),
     ],
 )
 @pytest.mark.parametrize("name", FACTS)
-def test_the_first_gradients_are_the_well_known_numbers(name: str, accumulate: int, precision: str) -> None:
+def test_the_first_gradients_equal_the_known_values(name: str, accumulate: int, precision: str) -> None:
     case = unscaled(name)
     weights = torch_side.initial_weights(case, 0)
     ours = jax_side.run(case, weights, precision, accumulate=accumulate, steps=1).grads
@@ -54,7 +54,7 @@ def test_the_first_gradients_are_the_well_known_numbers(name: str, accumulate: i
         np.testing.assert_array_equal(ours[parameter], np.full_like(weights[parameter], fact))
 
 
-def test_a_retained_graph_walked_twice_is_a_pullback_called_twice() -> None:
+def test_two_backward_passes_over_a_retained_graph_equal_two_pullback_calls() -> None:
     w = torch.tensor(3.0, requires_grad=True)
     value = w + w**2
     value.backward(retain_graph=True)
@@ -73,7 +73,7 @@ def test_a_retained_graph_walked_twice_is_a_pullback_called_twice() -> None:
         for name in FACTS
     ],
 )
-def test_in_float32_training_on_the_facts_equals_pytorchs(name: str) -> None:
+def test_in_float32_training_on_autograd_cases_equals_pytorch(name: str) -> None:
     verdict = check(CASES[name](), "fp32")
     assert verdict.passed, verdict.faults
 
@@ -83,7 +83,7 @@ def test_in_float32_training_on_the_facts_equals_pytorchs(name: str) -> None:
     ("precision", "accumulate"),
     [pytest.param("fp32", 1, marks=pytest.mark.slow), pytest.param("bf16", 4, marks=pytest.mark.slow), ("fp16", 1)],
 )
-def test_in_low_precision_training_on_gradients_of_gradients_is_pytorchs(
+def test_in_low_precision_training_on_gradients_of_gradients_equals_pytorch(
     name: str, precision: str, accumulate: int
 ) -> None:
     verdict = check(CASES[name](), precision, accumulate=accumulate)
@@ -96,12 +96,12 @@ def test_in_low_precision_training_on_gradients_of_gradients_is_pytorchs(
 @pytest.mark.parametrize("name", ["autograd.detach", "autograd.no-grad", "gradient-penalty", "maml"])
 def test_a_gradient_wrongly_stopped_or_passed_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = CASES[name]()
-    # A function of its own: JAX keeps the traces of those it knows, of the patched ones too.
+    # A new function: JAX caches the traces of known ones, also of those patched here.
     case = replace(made, loss_fn=lambda *args: made.loss_fn(*args))
     if name.startswith("autograd."):
         monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)
     else:
-        # The first-order approximation: the gradient in the loss is taken for a constant.
+        # The first-order approximation: the gradient in the loss is treated as a constant.
         monkeypatch.setattr(f"parity.cases.{name.replace('-', '_')}.jax", _FirstOrder())
     verdict = check(case, steps=2)
     assert not verdict.passed
@@ -110,7 +110,7 @@ def test_a_gradient_wrongly_stopped_or_passed_is_detected(name: str, monkeypatch
 
 
 class _FirstOrder:
-    """`jax`, but for a `grad` that is not differentiated."""
+    """`jax` with a `grad` that is not differentiated."""
 
     @staticmethod
     def grad(*args, **options):

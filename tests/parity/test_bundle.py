@@ -9,7 +9,7 @@ import pytest
 
 from parity.cli import main
 
-OWN = """
+CASE_FILE = """
 import jax, jax.numpy as jnp, numpy as np
 import jaxtrain as jt
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
@@ -46,7 +46,7 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from parity.cli import
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
-    (folder / "own.py").write_text(OWN)
+    (folder / "own.py").write_text(CASE_FILE)
     argv = ["record", f"{folder / 'own.py'}::case", "--precision", "fp64,bf16", "--steps", "3"]
     assert main([*argv, "--out", str(folder / "kept")]) == 0
     return folder
@@ -68,8 +68,8 @@ def test_a_bundle_is_replayed_without_torch(recorded: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN.replace("FACTOR = 1.0", "FACTOR = 1.000001"))
+def test_a_port_changed_after_recording_differs_from_its_bundle(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CASE_FILE.replace("FACTOR = 1.0", "FACTOR = 1.000001"))
     ran = replayed(tmp_path, str(recorded / "kept"))
     assert ran.returncode == 1, ran.stderr
     assert "own fp64 differs" in ran.stdout
@@ -83,7 +83,9 @@ def test_a_port_that_went_wrong_since_differs_from_its_bundle(recorded: Path, tm
         (["{kept}", "--precision", "fp16"], "contains fp64, bf16 with seed 0: use these"),
     ],
 )
-def test_settings_that_were_not_recorded_are_one_line(recorded: Path, argv: list[str], expected: str) -> None:
+def test_settings_that_were_not_recorded_are_refused_in_one_line(
+    recorded: Path, argv: list[str], expected: str
+) -> None:
     ran = replayed(recorded, *(arg.format(kept=recorded / "kept") for arg in argv))
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert expected in ran.stderr

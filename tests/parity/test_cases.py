@@ -71,7 +71,7 @@ def assert_same(case: str, **settings: Any) -> None:
         ("losses.clip", "fp16", 1),
     ],
 )
-def test_in_low_precision_jax_is_as_near_the_truth_as_pytorch(case: str, precision: str, accumulate: int) -> None:
+def test_in_low_precision_jax_is_as_accurate_as_pytorch(case: str, precision: str, accumulate: int) -> None:
     verdict = check(CASES[case](), precision, accumulate=accumulate)
     assert verdict.passed, verdict.faults
     assert verdict.error_ratio <= 2

@@ -32,7 +32,7 @@ def examination(verdict: Verdict) -> Examination:
     return Examination(verdict, record, record, record)
 
 
-def test_list_names_every_case_in_a_line_and_imports_no_framework() -> None:
+def test_list_prints_one_line_per_case_and_imports_no_framework() -> None:
     program = "import sys; from parity.cli import main; main(['list']); print({'torch', 'jax'} & set(sys.modules))"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     *lines, imported = printed.splitlines()
@@ -41,7 +41,7 @@ def test_list_names_every_case_in_a_line_and_imports_no_framework() -> None:
 
 
 @pytest.mark.slow
-def test_cases_that_hold_exit_0_and_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_that_pass_exit_0_and_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "parity.json"
     argv = ["run", "mlp", "--precision", "fp64,fp32", "--precision", "bf16", "--accumulate", "2", "--steps", "3"]
     assert main([*argv, "--seed", "7", "--json", str(path)]) == 0
@@ -166,7 +166,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> Non
     assert ran.stderr == f"parity: {package} is not installed: pip install 'jaxtrain[parity]'\n"
 
 
-def test_what_is_not_finite_is_null_in_valid_json() -> None:
+def test_nonfinite_numbers_are_null_in_valid_json() -> None:
     verdict = Verdict(math.inf, math.inf, "w", math.inf, math.inf, ("gradient, w: inf apart",))
     result = Result(CASES["mlp"](), "fp32", Settings(), examination(verdict))
     written = json.dumps(document([result]), allow_nan=False)
@@ -179,7 +179,7 @@ def test_every_case_has_a_summary_and_its_own_name() -> None:
     assert [make().name for make in CASES.values()] == list(CASES)
 
 
-OWN = """
+CASE_FILE = """
 import parity
 from parity.cases.autograd import cubic
 
@@ -201,27 +201,27 @@ unnamed = parity.Case(**{**vars(ready), "names": None, "name": "unnamed"})
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def case_file(tmp_path: Path) -> Path:
     path = tmp_path / "my_cases.py"
-    path.write_text(OWN)
+    path.write_text(CASE_FILE)
     return path
 
 
-def test_a_users_case_is_named_by_its_file(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = own.with_suffix(".html")
-    assert main(["run", f"{own}::ready", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 0
+def test_a_users_case_is_specified_by_its_file(case_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = case_file.with_suffix(".html")
+    assert main(["run", f"{case_file}::ready", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 0
     assert "1 check held" in page.read_text()
-    assert main(["run", f"{own}::wrong", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 1
+    assert main(["run", f"{case_file}::wrong", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 1
     text = page.read_text()
     assert "1 differs" in text
-    # The page shows the line that is wrong.
+    # The page shows the wrong line.
     assert "1.1 * params" in text
-    assert main(["locate", f"{own}::wrong"]) == 1
+    assert main(["locate", f"{case_file}::wrong"]) == 1
     assert "1.1 * params" in capsys.readouterr().out
 
 
-def test_omitted_names_are_proposed_and_printed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", f"{own}::unnamed", "--precision", "fp64", "--steps", "2"]) == 0
+def test_omitted_names_are_proposed_and_printed(case_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", f"{case_file}::unnamed", "--precision", "fp64", "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert "unnamed is compared under these names; copy them into its names:" in out
     assert '"x": TorchParam("x", AS_IS)' in out
@@ -234,10 +234,10 @@ def test_omitted_names_are_proposed_and_printed(own: Path, capsys: pytest.Captur
         ("nothing", "'nothing' in my_cases.py is not a case: its cases are ready, unnamed"),
     ],
 )
-def test_an_invalid_case_of_a_user_is_one_line(
-    name: str, expected: str, own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_case_of_a_user_is_refused_in_one_line(
+    name: str, expected: str, case_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(own.parent)
+    monkeypatch.chdir(case_file.parent)
     assert main(["run", f"my_cases.py::{name}"]) == 2
     assert capsys.readouterr().err == f"parity: {expected}\n"
     assert main(["run", "no_such.py::case"]) == 2

@@ -11,7 +11,7 @@ from parity.record import Record, Snapshot, Tensors
 
 
 def record(error: float = 0.0, scales: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Record:
-    """A run of two steps in which everything is off by a relative `error`."""
+    """Return a run of two steps in which every value has a relative `error`."""
 
     def tensors(scale: float) -> Tensors:
         return {"a": np.arange(1.0, 5.0) * scale * (1 + error), "b": np.ones((2, 3)) * scale * (1 + error)}
@@ -20,13 +20,13 @@ def record(error: float = 0.0, scales: tuple[float, ...] = (1.0, 1.0, 1.0)) -> R
     return Record(np.array([2.0, 1.0]) * (1 + error), tensors(1.0), *snapshots, np.array(scales), np.ones(2))
 
 
-def test_the_same_run_has_no_distance() -> None:
+def test_identical_runs_have_distance_0() -> None:
     verdict = same_meaning(record(), record())
     assert verdict.passed
     assert (verdict.loss_rel, verdict.grad_rel_max, verdict.param_rel_max, verdict.error_ratio) == (0, 0, 0, None)
 
 
-def test_the_bars_are_those_of_one_update_and_of_the_last_step() -> None:
+def test_the_first_update_and_the_last_step_have_separate_bars() -> None:
     assert same_meaning(record(5e-11), record()).passed
     found = same_meaning(record(5e-9), record()).faults
     assert [fault.split(",")[0] for fault in found] == [
@@ -39,14 +39,14 @@ def test_the_bars_are_those_of_one_update_and_of_the_last_step() -> None:
 
 @pytest.mark.parametrize("field", ["losses", "grads", "first", "last"])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_what_is_not_finite_fails_on_either_side_and_on_both(field: str, broken: float) -> None:
+def test_nonfinite_values_fail_on_either_side_and_on_both(field: str, broken: float) -> None:
     bad = dataclasses.replace(record(), **{field: getattr(record(broken), field)})
     for ours, theirs in ((bad, record()), (record(), bad), (bad, bad)):
         assert not same_meaning(ours, theirs).passed
 
 
 @pytest.mark.parametrize("field", ["losses", "grads", "last"])
-def test_what_is_not_finite_fails_in_low_precision_too(field: str) -> None:
+def test_nonfinite_values_fail_in_low_precision_too(field: str) -> None:
     bad = dataclasses.replace(record(), **{field: getattr(record(math.nan), field)})
     for ours, theirs in ((bad, record(1e-3)), (record(1e-3), bad), (bad, bad)):
         verdict = same_precision(ours, [theirs], record())
@@ -54,37 +54,37 @@ def test_what_is_not_finite_fails_in_low_precision_too(field: str) -> None:
         assert not verdict.passed
 
 
-def test_a_tensor_that_is_zero_in_mathematics_is_judged_on_the_scale_of_the_whole() -> None:
+def test_a_mathematically_zero_tensor_is_compared_relative_to_all_tensors() -> None:
     theirs = {"weight": np.ones(4), "key.bias": np.full(4, 1e-17)}
     assert relative({**theirs, "key.bias": -theirs["key.bias"]}, theirs)["key.bias"] == pytest.approx(2e-17)
     small = {"weight": np.ones(4), "bias": np.full(4, 1e-9)}
     assert relative({**small, "bias": -small["bias"]}, small)["bias"] == pytest.approx(2)
 
 
-def test_runs_of_different_tensors_are_not_compared() -> None:
+def test_runs_with_different_tensors_raise() -> None:
     with pytest.raises(ValueError, match="bias"):
         relative({"weight": np.ones(1)}, {"weight": np.ones(1), "bias": np.ones(1)})
 
 
-def test_the_error_ratio_is_to_the_farthest_of_pytorchs_runs() -> None:
+def test_the_error_ratio_is_relative_to_the_least_accurate_run_of_pytorch() -> None:
     theirs = [record(1e-3), record(-2e-3)]
     assert same_precision(record(4e-3), theirs, record()).error_ratio == pytest.approx(2)
     assert same_precision(record(3.9e-3), theirs, record()).passed
     assert len(same_precision(record(4.1e-3), theirs, record()).faults) == 4
 
 
-def test_an_exact_pytorch_leaves_no_room() -> None:
+def test_an_exact_run_of_pytorch_allows_no_error() -> None:
     assert same_precision(record(), [record()], record()).error_ratio == 0
     assert same_precision(record(1e-12), [record()], record()).error_ratio == math.inf
 
 
-def test_loss_scales_must_move_alike() -> None:
+def test_loss_scales_must_be_equal() -> None:
     ours, theirs = record(1e-3, (8.0, 4.0, 4.0)), record(1e-3, (8.0, 8.0, 4.0))
     assert same_precision(ours, [theirs], record()).faults == ("loss scale after step 1: 4, PyTorch's 8",)
     assert (ours.skipped, theirs.skipped) == ({0}, {1})
 
 
-def test_the_median_verdict_outvotes_two_accidents_of_five_but_not_three() -> None:
+def test_the_median_verdict_tolerates_two_failures_of_five_but_not_three() -> None:
     held, failed = (same_precision(record(e), [record(1e-3)], record()) for e in (1e-3, 1.0))
     assert median([failed, held, held, failed, held]).passed
     assert not median([failed, held, failed, failed, held]).passed

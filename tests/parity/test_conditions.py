@@ -1,4 +1,4 @@
-"""Conditions that no batch meets are reported, and batches that meet them are made."""
+"""Conditions that no batch meets are reported, and batches that meet them are generated."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from parity.cases import CASES
 from parity.conditions import ConditionCounter, cases_that_meet, count_conditions, unmet_conditions
 
 
-def test_every_condition_counts_what_meets_it() -> None:
+def test_every_condition_is_counted() -> None:
     x = torch.tensor([[0.0, 2.0, 2.0], [-1.0, 0.0, 1.0]])
     hidden = torch.tensor([[True, True, False], [True, True, True]])
-    with ConditionCounter() as watch:
+    with ConditionCounter() as counter:
         F.cross_entropy(x, torch.tensor([-100, 1]))
         F.nll_loss(x.log_softmax(-1), torch.tensor([7, 7]), ignore_index=7)
         F.embedding(torch.tensor([0, 2, 2]), x.mT, padding_idx=2)
@@ -27,7 +27,7 @@ def test_every_condition_counts_what_meets_it() -> None:
         x.clamp(min=-1.0, max=2.0)
         torch.clamp(x, 0.0)
         x.amax(-1), torch.max(x, 1), x.max(), torch.topk(x, 1)
-    assert dict(watch.met) == {
+    assert dict(counter.met) == {
         "label ignored": 3,
         "token padded": 2,
         "position masked": 2,
@@ -40,15 +40,15 @@ def test_every_condition_counts_what_meets_it() -> None:
         "tie in max": 2,
         "tie in topk": 1,
     }
-    assert watch.ignore_index == 7
+    assert counter.ignore_index == 7
 
 
-def test_a_mask_that_is_not_boolean_or_absent_is_not_counted() -> None:
+def test_attention_without_a_boolean_mask_is_not_counted() -> None:
     q = torch.ones(1, 1, 2, 4)
-    with ConditionCounter() as watch:
+    with ConditionCounter() as counter:
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
         F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(2, 2))
-    assert not watch.met
+    assert not counter.met
 
 
 def test_a_condition_that_is_met_is_not_reported() -> None:
@@ -71,7 +71,7 @@ def test_some_labels_are_ignored_and_others_unchanged() -> None:
     before, after = case.batch(3, 8), changed.batch(3, 8)
     np.testing.assert_array_equal(after["image"], before["image"])
     np.testing.assert_array_equal(after["label"][[1, 2, 4, 5, 7]], before["label"][[1, 2, 4, 5, 7]])
-    # Its tokens are inputs too, of which none can be −100.
+    # GPT-2's tokens are inputs too, which cannot be -100.
     assert [*cases_that_meet(CASES["gpt2"]())] == []
 
 
@@ -96,7 +96,7 @@ def test_a_mask_that_hides_nothing_is_named_and_made_ragged(dtype: type) -> None
     assert (np.diff(mask.astype(int)) <= 0).all()
 
 
-def test_a_batch_that_the_model_refuses_is_logged_and_a_bug_of_the_harness_surfaces(
+def test_a_batch_that_the_model_refuses_is_logged_and_a_bug_in_the_harness_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = CASES["cnn"]()

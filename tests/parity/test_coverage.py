@@ -19,7 +19,7 @@ from parity.run import check, examine
 
 
 @pytest.mark.slow
-def test_a_bound_between_the_norms_and_inputs_that_reach_everything_leave_nothing_to_report() -> None:
+def test_a_case_that_exercises_everything_reports_nothing() -> None:
     case = CASES["maml"]()
     norms = examine(case, steps=4).theirs.grad_norms
     assert examine(dataclasses.replace(case, clip_norm=float(sorted(norms)[1]) * 1.001), steps=4).not_exercised == ()
@@ -31,13 +31,13 @@ def test_positions_beyond_every_batch_are_reported() -> None:
     assert "transformer.wpe.weight: 8 of 16 rows never had a gradient" in found
 
 
-def test_one_step_is_too_few() -> None:
+def test_a_single_step_is_reported() -> None:
     assert any("one step exercises no momentum" in line for line in examine(mlp.case(), steps=1).not_exercised)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("bound", "expected"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
-def test_a_bound_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
+def test_a_clip_norm_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
     case = dataclasses.replace(mlp.case(), clip_norm=bound)
     found = examine(case, steps=3, locate=True)
     assert found.verdict.passed
@@ -46,7 +46,7 @@ def test_a_bound_that_clips_never_or_always_is_reported_and_another_tried(bound:
 
 
 @pytest.mark.slow
-def test_a_fault_that_only_clipping_shows_is_found_although_the_bound_never_clips(
+def test_a_bug_in_clipping_is_found_although_the_clip_norm_never_clips(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def halved(grads: object, bound: float | None) -> tuple[object, jax.Array]:
@@ -62,7 +62,7 @@ def test_a_fault_that_only_clipping_shows_is_found_although_the_bound_never_clip
 
 
 class Slopes(torch.nn.Module):
-    """Numbers, of which every other one is 0 and stays there as long as its slope is."""
+    """Weights, of which every other one is 0 and remains 0 while its slope is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Slopes(torch.nn.Module):
 
 
 def kinked(theirs: Any, ours: Any) -> Case:
-    """The loss of four rows is a function of the numbers, times what the rows add up to."""
+    """Return a case whose loss is a function of the weights, times the sum of four rows."""
     return Case(
         name="kinked",
         torch_model=Slopes,
@@ -103,7 +103,7 @@ def kinked(theirs: Any, ours: Any) -> Case:
         ),
     ],
 )
-def test_another_slope_at_a_kink_fails_and_is_named_with_how_many_sat_there(
+def test_another_slope_at_a_kink_fails_and_is_diagnosed_with_the_number_of_inputs_there(
     theirs: Any, ours: Any, fixed: Any, expected: tuple[str, str]
 ) -> None:
     verdict = check(kinked(theirs, ours), steps=1, locate=True)
@@ -116,7 +116,7 @@ def test_another_slope_at_a_kink_fails_and_is_named_with_how_many_sat_there(
     assert check(kinked(theirs, fixed), steps=1).passed
 
 
-def test_slopes_that_no_single_convention_explains_are_counted() -> None:
+def test_inputs_at_kinks_are_counted_where_no_single_convention_explains_the_slopes() -> None:
     def both(f: Any, clamp: Any) -> Any:
         return lambda w: f(w) + clamp(w)
 

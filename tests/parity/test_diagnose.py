@@ -48,7 +48,7 @@ SGD = Optimizer("SGD", partial(torch.optim.SGD, lr=0.1), optim.sgd(0.1))
 
 
 class Scaled(torch.nn.Module):
-    """Its input times `w`, element by element, then a function."""
+    """A function of the elementwise product of the input and `w`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def case(
     optimizer: Any = SGD,
     clip_norm: float | None = None,
 ) -> Case:
-    """A training of w on the weighted sum of what the functions of (x·w, labels) yield."""
+    """Return a case that trains w on a weighted sum of the outputs of the functions of (x·w, labels)."""
 
     def batch(seed: int, rows: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(seed)
@@ -103,7 +103,7 @@ def diagnosed(case: Case, steps: int = 2) -> Diagnosis | None:
     return diagnose(run_stages(case, steps=steps))
 
 
-# What JAX computes, under PyTorch's conventions or others
+# JAX's computations, with PyTorch's conventions or others
 
 
 def normed(x: Any, axes: Any, eps: float, ddof: int = 0, mean: bool = True) -> Any:
@@ -161,7 +161,7 @@ def theirs_cross(of: str, x: Any, label: Any, **other: Any) -> Any:
 
 
 def pair(of: str, x: Any, framework: Any) -> tuple[Any, Any]:
-    """Inputs and targets."""
+    """Return inputs and targets of a loss."""
     softmax = torch.softmax if framework is torch else jax.nn.softmax
     other = framework.roll(x, 1, -1)
     if of == "kl_div":
@@ -214,7 +214,7 @@ def at_zero(x: Any, stopped: Any, f: Callable[[Any], Any], start: float = 0.0) -
 
 
 def kink(f: Callable[[Any], Any], start: float = 0.0) -> Callable[..., Any]:
-    """PyTorch's or JAX's function at its kink."""
+    """Return a function that evaluates `f` of PyTorch or JAX at its kink."""
     return lambda x, _: at_zero(x, lax.stop_gradient if isinstance(x, jax.Array) else torch.detach, f, start)
 
 
@@ -232,7 +232,7 @@ NEXT = np.tril(np.ones((6, 6), bool), 1)
 
 
 def filtered(of: str, **other: Any) -> Callable[..., Any]:
-    """PyTorch's convolution or pooling, of windows of 3."""
+    """Return PyTorch's convolution or pooling with windows of 3."""
 
     def theirs(x: Any, _: Any) -> Any:
         x, n = x.reshape(FLAT[of[-2:]]), int(of[-2])
@@ -254,7 +254,7 @@ def alone(f: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def planted() -> dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]]:
-    """By function and what JAX has: PyTorch's computation and JAX's."""
+    """Return the computations of PyTorch and JAX by function and JAX's convention."""
     found: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
     for of in NORMS:
         f, axes, mean = NORM[of]
@@ -390,7 +390,7 @@ def planted() -> dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., A
     }.items():
         found[attention, has] = causal, alone(lambda x, other=other: attend(x, **other))
     shown = torch.from_numpy(TRIL.copy())
-    shown[-1, -1] = False  # so that the inverted mask leaves every query something
+    shown[-1, -1] = False  # so that every query of the inverted mask attends to a key
     found[attention, "attends to what is masked"] = (
         alone(lambda x: theirs_attend(x, attn_mask=shown)),
         alone(lambda x: attend(x, mask=~shown.numpy())),
@@ -426,17 +426,17 @@ OF_BATCH_NORM = {
     "momentum is the old value's weight",
     "running variance is biased",
 }
-"""Planted in a case with buffers."""
+"""Conventions that need a case with buffers."""
 
 
-def test_every_convention_of_operations_is_planted() -> None:
+def test_every_convention_of_operations_is_tested() -> None:
     rows = {(c.of, c.has) for c in OPERATIONS}
     assert len(rows) == len(OPERATIONS)
     assert rows - planted().keys() == {("batch_norm", has) for has in OF_BATCH_NORM}
 
 
 def representatives(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
-    """Every pair; slow are those whose function and whose convention, but for its numbers, other pairs show already."""
+    """Yield every pair, as slow if previous pairs cover both its function and, up to numbers, its convention."""
     subjects: set[str] = set()
     conventions: set[str] = set()
     for of, has in pairs:
@@ -450,7 +450,7 @@ def representatives(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize(("of", "has"), [*representatives(planted())])
-def test_an_operations_convention_is_named(of: str, has: str) -> None:
+def test_a_convention_of_an_operation_is_diagnosed(of: str, has: str) -> None:
     theirs, ours = planted()[of, has]
     found = diagnosed(case(theirs, ours), steps=1)
     assert found is not None
@@ -459,7 +459,7 @@ def test_an_operations_convention_is_named(of: str, has: str) -> None:
 
 
 def batch_normed(bug: str) -> Case:
-    """`case`, of a batch norm with its buffers."""
+    """Return `case` for a batch norm with its buffers."""
 
     def loss_fn(params: Any, batch: Any, rng: Any, state: Any) -> Any:
         with jax.numpy_rank_promotion("allow"):
@@ -495,7 +495,7 @@ def batch_normed(bug: str) -> Case:
 
 
 @pytest.mark.parametrize("bug", ["", *sorted(OF_BATCH_NORM)])
-def test_a_convention_of_running_statistics_is_named(bug: str) -> None:
+def test_a_convention_of_running_statistics_is_diagnosed(bug: str) -> None:
     found = diagnosed(batch_normed(bug))
     assert (found and found.has) == (bug or None)
 
@@ -508,7 +508,7 @@ def test_a_convention_of_running_statistics_is_named(bug: str) -> None:
         (transformer, "epsilon", "layer_norm: JAX's eps is 1e-6: epsilon=1e-5"),
         pytest.param(transformer, "scale", "scaled_dot_product_attention: JAX's scores are not scaled", marks=SLOW),
         (transformer, "mask", "scaled_dot_product_attention: JAX's mask shows the next position too"),
-        pytest.param(transformer, "softmax axis", None, marks=SLOW),  # what no head may see is NaN
+        pytest.param(transformer, "softmax axis", None, marks=SLOW),  # positions masked in every head are NaN
         (transformer, "gelu", "gelu: JAX's is exact: approximate=True"),
         pytest.param(transformer, "loss axis", None, marks=SLOW),
         pytest.param(transformer, "residual", None, marks=SLOW),
@@ -530,7 +530,7 @@ def test_one_layer_of_a_model_is_diagnosed_where_it_is_located(model: Any, bug: 
 
 @pytest.mark.slow
 @SLOW
-def test_a_convention_of_every_layer_is_named() -> None:
+def test_a_convention_of_every_layer_is_diagnosed() -> None:
     planted = gpt2.case(dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6))
     found = diagnose(run_stages(planted, steps=1), locate(planted))
     assert str(found).startswith("layer_norm: JAX's eps is 1e-6: epsilon=1e-5 (")
@@ -548,7 +548,7 @@ def test_diagnosis_uses_the_micro_batches_and_dropout_of_the_check() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("convention", CLIPPING, ids=lambda c: c.has)
-def test_a_convention_of_clipping_is_named(convention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convention_of_clipping_is_diagnosed(convention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     over = convention.has == "factor may be over 1"
     tiny = two_leaves(clip_norm=1e4 if over else 2.0)
     monkeypatch.setattr(stagewise, "clip_grad_norm", lambda grads, bound: (convention.clipped(grads, bound), None))
@@ -556,7 +556,7 @@ def test_a_convention_of_clipping_is_named(convention: Any, monkeypatch: pytest.
     assert (found and found.has) == convention.has
 
 
-def test_an_unknown_clipping_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_clipping_has_no_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stagewise, "clip_grad_norm", lambda grads, bound: (jax.tree.map(jnp.tanh, grads), None))
     assert diagnosed(two_leaves(clip_norm=2.0)) is None
 
@@ -614,7 +614,6 @@ THEIRS: dict[str, Callable[..., Any]] = {
 }
 NESTEROV = partial(T.SGD, lr=0.1, momentum=0.7, nesterov=True)
 UNDAMPED = partial(T.SGD, lr=0.1, momentum=0.7)
-LINE = partial(T.RMSprop, lr=0.1, alpha=0.8, eps=1e-3)
 
 
 def grouped(params: Any) -> Any:
@@ -628,7 +627,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "momentum is Nesterov's": UNDAMPED,
     "weight decay is the first group's in all": grouped,
 }
-"""PyTorch's optimizer, where its own kind's does not show the convention."""
+"""PyTorch's optimizer for conventions without effect on the optimizer of that kind in `THEIRS`."""
 
 
 def rows() -> list[tuple[str, str]]:
@@ -636,7 +635,7 @@ def rows() -> list[tuple[str, str]]:
 
 
 def as_planted(theirs: Any, scheduler: Any, options: Any) -> Case:
-    """A case whose JAX optimizer has other options than PyTorch's."""
+    """Return a case whose JAX optimizer has other options than PyTorch's."""
     made = theirs(list(Leaves().named_parameters()))
     found = recipes(made, scheduler and scheduler(made), 12)
     named = {name: recipe.but(options, found[0][0].options) for recipe, names in found for name in names}
@@ -646,7 +645,7 @@ def as_planted(theirs: Any, scheduler: Any, options: Any) -> Case:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", DIRECTIONS)
-def test_a_recipe_is_pytorchs_optimizer(kind: str) -> None:
+def test_a_recipe_equals_pytorchs_optimizer(kind: str) -> None:
     scheduled = None if kind == "Rprop" else exponential
     for scheduler in (None, scheduled):
         tiny = as_planted(THEIRS[kind], scheduler, {})
@@ -660,8 +659,8 @@ def test_a_recipe_is_pytorchs_optimizer(kind: str) -> None:
             assert found is None
 
 
-def shows(kind: str, has: str) -> bool:
-    """Whether PyTorch's optimizer of that kind leaves anything to see of it."""
+def has_effect(kind: str, has: str) -> bool:
+    """Return whether the convention has an effect on PyTorch's optimizer of that kind."""
     return not (
         (has == "weight decay is decoupled" and kind == "AdamW")
         or (has == "weight decay is in the gradient" and kind == "SGD")
@@ -673,8 +672,8 @@ def shows(kind: str, has: str) -> bool:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("kind", "has"), [*representatives(row for row in rows() if shows(*row))])
-def test_an_optimizers_convention_is_named(kind: str, has: str) -> None:
+@pytest.mark.parametrize(("kind", "has"), [*representatives(row for row in rows() if has_effect(*row))])
+def test_a_convention_of_an_optimizer_is_diagnosed(kind: str, has: str) -> None:
     (convention,) = (c for c in OPTIMIZERS if c.has == has and (not c.of or kind in c.of))
     theirs = SPECIAL.get(has, THEIRS[kind])
     found = diagnosed(as_planted(theirs, None if kind == "Rprop" else exponential, convention.options), steps=8)
@@ -682,7 +681,7 @@ def test_an_optimizers_convention_is_named(kind: str, has: str) -> None:
     assert (found.subject, found.has) == (kind, has)
 
 
-def test_a_gradient_descended_is_named() -> None:
+def test_descent_instead_of_ascent_is_diagnosed() -> None:
     found = diagnosed(as_planted(THEIRS["Adam"], None, {"maximize": False}), steps=5)
     assert found is not None
     assert found.has == "gradient is descended"
@@ -738,12 +737,14 @@ def rate(count: Any) -> Any:
         (partial(T.ASGD, lr=0.1), None, optax.sgd(0.2), None),
     ],
 )
-def test_conventions_of_optaxs_optimizers_are_named(theirs: Any, scheduler: Any, ours: Any, has: str | None) -> None:
+def test_conventions_of_optaxs_optimizers_are_diagnosed(
+    theirs: Any, scheduler: Any, ours: Any, has: str | None
+) -> None:
     found = diagnosed(two_leaves(Optimizer("optax", theirs, ours, scheduler=scheduler)), steps=8)
     assert found is None if has is None else has in str(found)
 
 
-def test_a_convention_that_pytorch_refuses_is_logged_and_a_bug_of_the_harness_surfaces(
+def test_a_convention_that_pytorch_refuses_is_logged_and_a_bug_in_the_harness_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raising(error: Exception) -> Callable[..., Any]:
@@ -765,12 +766,12 @@ def test_a_convention_that_pytorch_refuses_is_logged_and_a_bug_of_the_harness_su
         diagnose(run)
 
 
-def test_a_case_without_a_fault_has_no_diagnosis() -> None:
+def test_a_correct_case_has_no_diagnosis() -> None:
     assert diagnosed(case(alone(F.gelu), alone(partial(jax.nn.gelu, approximate=False)))) is None
 
 
 @pytest.mark.parametrize("factor", [1.1, 0.37, -1.0])
-def test_an_unknown_fault_of_the_loss_has_no_name(factor: float) -> None:
+def test_an_unknown_fault_of_the_loss_has_no_diagnosis(factor: float) -> None:
     theirs = alone(lambda x: loss("mse_loss", F.layer_norm(x, (6,))))
     ours = alone(lambda x: factor * elements("mse_loss", normed(x, (3,), 1e-5)).mean())
     assert diagnosed(case(theirs, ours)) is None

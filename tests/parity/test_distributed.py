@@ -23,15 +23,15 @@ from parity.run import REORDERINGS
 
 SCALING = Scaling(2.0**10, growth_interval=3)
 OVERFLOW = partial(overflowing_mlp, np.inf)
-FP16_OVERFLOW = partial(overflowing_mlp, 1e6)  # by a number that float16 does not hold
+FP16_OVERFLOW = partial(overflowing_mlp, 1e6)  # a number beyond the range of float16
 
 
-def of(name, mesh, devices, k=2):
+def training_of(name, mesh, devices, k=2):
     return {
         "gpt2": Training(gpt2_case.case, mesh, gpt2.SHARDING, accumulate=k),
-        # Rotations and norms in float32, which both sides lift.
+        # Its rotations and norms request float32, which both sides widen to float64.
         "llama": Training(llama_case.case, mesh, llama.SHARDING, accumulate=k),
-        # Layers in layers.
+        # Nested layers.
         "t5": Training(t5_case.case, mesh, t5.SHARDING, accumulate=k),
         "batch norm by device": Training(partial(cnn_bn_case.case, groups=devices), mesh, cnn.SHARDING, accumulate=k),
         "overflow": Training(OVERFLOW, mesh, mlp.SHARDING, accumulate=k, scaling=SCALING),
@@ -40,41 +40,41 @@ def of(name, mesh, devices, k=2):
 
 
 SMALL_ON_TWO = {
-    (mesh, name): of(name, mesh, 2)
+    (mesh, name): training_of(name, mesh, 2)
     for mesh, name in [("data=2", "overflow"), ("fsdp=2", "overflow"), ("data=2", "batch norm by device")]
 }
 ON_TWO = {
-    (mesh, name, f"accumulate={k}"): of(name, mesh, 2, k)
+    (mesh, name, f"accumulate={k}"): training_of(name, mesh, 2, k)
     for mesh in ("data=2", "fsdp=2")
     for name, k in [("gpt2", 1), ("gpt2", 4), ("llama", 2), ("t5", 2), ("batch norm by device", 4), ("fp16", 2)]
 }
 ON_FOUR = {
-    (mesh, name): of(name, mesh, 4)
+    (mesh, name): training_of(name, mesh, 4)
     for mesh in ("data=4", "fsdp=4", "data=2,fsdp=2")
     for name in ("gpt2", "batch norm by device", "overflow")
 }
 
 
-def pytorch(trainings):
+def run_pytorch(trainings):
     return dict(zip(trainings, torch_ranks.run(list(trainings.values())), strict=True))
 
 
 @pytest.fixture(scope="module")
 def small_on_two():
-    return pytorch(SMALL_ON_TWO)
+    return run_pytorch(SMALL_ON_TWO)
 
 
 @pytest.fixture(scope="module")
 def on_two():
-    return pytorch(ON_TWO)
+    return run_pytorch(ON_TWO)
 
 
 @pytest.fixture(scope="module")
 def on_four():
-    return pytorch(ON_FOUR)
+    return run_pytorch(ON_FOUR)
 
 
-def in_jax(training, n):
+def run_jax(training, n):
     return jax_mesh.run(training, jax.devices()[:n])
 
 
@@ -83,7 +83,7 @@ def applied(record):
 
 
 def without(record, skipped):
-    """The record without what is not finite of the steps that were skipped: losses and norms."""
+    """Return the record without the losses and norms of skipped steps, which may not be finite."""
     steps = sorted(skipped)
     return replace(record, losses=np.delete(record.losses, steps), grad_norms=np.delete(record.grad_norms, steps))
 
@@ -98,12 +98,12 @@ def assert_same(ours, theirs):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("key", SMALL_ON_TWO, ids=" ".join)
-def test_two_devices_are_two_ranks_of_pytorch(small_on_two, key):
-    assert_same(in_jax(SMALL_ON_TWO[key], 2), small_on_two[key])
+def test_two_devices_equal_two_ranks_of_pytorch(small_on_two, key):
+    assert_same(run_jax(SMALL_ON_TWO[key], 2), small_on_two[key])
 
 
 @pytest.mark.parametrize("mesh", ["data=2", "fsdp=2"])
-def test_some_windows_were_clipped_and_some_skipped_for_one_rank_s_rows(small_on_two, mesh):
+def test_some_windows_are_clipped_and_some_skipped_because_of_one_rank(small_on_two, mesh):
     theirs = small_on_two[mesh, "overflow"]
     norms = applied(theirs).grad_norms
     assert norms.min() < OVERFLOW().clip_norm < norms.max()
@@ -115,10 +115,10 @@ def test_some_windows_were_clipped_and_some_skipped_for_one_rank_s_rows(small_on
     assert theirs.skipped == {step for step, has in enumerate(ranks) if any(has)}
 
 
-def test_statistics_of_all_devices_are_not_ddp_s(small_on_two):
-    """The bars see a BatchNorm whose statistics are those of the whole micro-batch, in which nothing else differs."""
+def test_batch_norm_statistics_of_all_devices_differ_from_ddp(small_on_two):
+    """The comparison detects a BatchNorm with statistics of the whole micro-batch, the only difference here."""
     key = ("data=2", "batch norm by device")
-    ours = in_jax(replace(SMALL_ON_TWO[key], case=cnn_bn_case.case), 2)
+    ours = run_jax(replace(SMALL_ON_TWO[key], case=cnn_bn_case.case), 2)
     faults = same_meaning(ours, small_on_two[key]).faults
     assert [fault for fault in faults if fault.startswith("gradient")]
     assert [fault for fault in faults if fault.startswith("buffers after the first update")]
@@ -139,42 +139,42 @@ def test_a_mesh_without_counterpart_in_ddp_raises():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in ON_TWO if "fp16" not in key], ids=" ".join)
-def test_larger_models_on_two_devices_are_two_ranks_of_pytorch(on_two, key):
-    assert_same(in_jax(ON_TWO[key], 2), on_two[key])
+def test_larger_models_on_two_devices_equal_two_ranks_of_pytorch(on_two, key):
+    assert_same(run_jax(ON_TWO[key], 2), on_two[key])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in ON_TWO if "fp16" in key], ids=" ".join)
-def test_in_fp16_the_scales_are_pytorch_s_and_the_rest_as_near_the_truth(on_two, key):
+def test_in_fp16_loss_scales_equal_pytorchs_and_results_are_as_accurate(on_two, key):
     training, theirs = ON_TWO[key], on_two[key]
-    ours = in_jax(training, 2)
+    ours = run_jax(training, 2)
     np.testing.assert_array_equal(ours.scales, theirs.scales)
-    alone = partial(torch_side.run, training.case(), accumulate=training.accumulate, steps=training.steps)
-    noise = [alone("fp16", variant=torch_side.Variant(reorder=i)) for i in range(REORDERINGS)]
+    single_rank = partial(torch_side.run, training.case(), accumulate=training.accumulate, steps=training.steps)
+    noise = [single_rank("fp16", variant=torch_side.Variant(reorder=i)) for i in range(REORDERINGS)]
     assert [run.skipped for run in noise] == [theirs.skipped] * REORDERINGS
     assert 2 < len(theirs.skipped) < 18
-    truth = without(alone("fp64", variant=torch_side.Variant(skip=theirs.skipped)), theirs.skipped)
+    truth = without(single_rank("fp64", variant=torch_side.Variant(skip=theirs.skipped)), theirs.skipped)
     verdict = same_precision(applied(ours), [applied(run) for run in (theirs, *noise)], truth)
     assert verdict.passed, verdict.faults
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "devices"), [("data=2", 2), ("fsdp=2", 2), ("data=4", 4), ("data=2,fsdp=2", 4)])
-def test_statistics_of_all_devices_are_those_of_one_big_batch(mesh, devices):
-    """As `SyncBatchNorm`'s, which PyTorch has for GPUs only."""
+def test_batch_norm_statistics_of_all_devices_equal_those_of_one_big_batch(mesh, devices):
+    """They correspond to `SyncBatchNorm`, which PyTorch has for GPUs only."""
     theirs = torch_side.run(cnn_bn_case.case(), "fp64", accumulate=2)
-    assert_same(in_jax(Training(cnn_bn_case.case, mesh, cnn.SHARDING, accumulate=2), devices), theirs)
+    assert_same(run_jax(Training(cnn_bn_case.case, mesh, cnn.SHARDING, accumulate=2), devices), theirs)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", ON_FOUR, ids=" ".join)
-def test_four_devices_are_four_ranks_of_pytorch(on_four, key):
-    assert_same(in_jax(ON_FOUR[key], 4), on_four[key])
+def test_four_devices_equal_four_ranks_of_pytorch(on_four, key):
+    assert_same(run_jax(ON_FOUR[key], 4), on_four[key])
 
 
 @pytest.mark.nightly
-def test_two_processes_of_two_devices_are_four_ranks_of_pytorch(on_four):
-    """Each mesh once, and each training."""
+def test_two_processes_of_two_devices_equal_four_ranks_of_pytorch(on_four):
+    """Each mesh and each training occurs once."""
     keys = [("data=4", "batch norm by device"), ("fsdp=4", "gpt2"), ("data=2,fsdp=2", "overflow")]
     ours = jax_mesh.run_in_processes([ON_FOUR[key] for key in keys], processes=2, devices_per_process=2)
     for record, key in zip(ours, keys, strict=True):

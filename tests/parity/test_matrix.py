@@ -1,4 +1,4 @@
-"""Every feature with every other: precision, accumulation, rematerialization, clipping, dropout and model.
+"""Every feature is combined with every other: precision, accumulation, remat, clipping, dropout and model.
 
 `CELLS` holds every pair of levels of any two factors; every other combination is nightly.
 """
@@ -48,20 +48,20 @@ CELLS = [
     Cell("fp16", 1, "none", False, 0.1, "cnn-bn"),
     Cell("fp16", 1, "dots", True, 0.0, "gpt2"),
 ]
-LOUDNESS = {"mlp": 32, "cnn-bn": 8, "gpt2": 32}
-"""What the losses are multiplied by in fp16, so that the first scales overflow."""
+LOSS_FACTORS = {"mlp": 32, "cnn-bn": 8, "gpt2": 32}
+"""Factors of the losses in fp16, with which the first loss scales overflow."""
 
 
-def louder(case: Case, by: int) -> Case:
+def with_scaled_loss(case: Case, factor: int) -> Case:
     def torch_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         total, weight = case.torch_loss(model, batch)
-        return total * by, weight
+        return total * factor, weight
 
     def loss_fn(*args: object) -> tuple[object, ...]:
         loss, *rest = case.loss_fn(*args)
-        return loss._replace(total=loss.total * by), *rest
+        return loss._replace(total=loss.total * factor), *rest
 
-    return dataclasses.replace(case, torch_loss=torch_loss, loss_fn=loss_fn, clip_norm=case.clip_norm * by)
+    return dataclasses.replace(case, torch_loss=torch_loss, loss_fn=loss_fn, clip_norm=case.clip_norm * factor)
 
 
 def pairs(cell: Cell) -> set[tuple[tuple[int, object], ...]]:
@@ -75,8 +75,10 @@ def test_every_pair_of_levels_is_in_a_cell() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_the_float16_cells_skip_steps_and_make_others(name: str, accumulate: int) -> None:
-    run = torch_side.run(louder(CASES[name](), LOUDNESS[name]), "fp16", accumulate=accumulate, steps=STEPS)
+def test_the_fp16_cells_skip_some_steps_and_apply_others(name: str, accumulate: int) -> None:
+    run = torch_side.run(
+        with_scaled_loss(CASES[name](), LOSS_FACTORS[name]), "fp16", accumulate=accumulate, steps=STEPS
+    )
     assert 0 in run.skipped
     assert len(run.skipped) < STEPS - 1
 
@@ -89,7 +91,7 @@ def test_the_float16_cells_skip_steps_and_make_others(name: str, accumulate: int
 def test_jax_trains_as_pytorch_does(cell: Cell, record_property: Callable[[str, object], None]) -> None:
     case = CASES[cell.case](dropout=cell.dropout)
     if cell.precision == "fp16":
-        case = louder(case, LOUDNESS[cell.case])
+        case = with_scaled_loss(case, LOSS_FACTORS[cell.case])
     if not cell.clip:
         case = dataclasses.replace(case, clip_norm=None)
     verdict = check(case, cell.precision, accumulate=cell.accumulate, remat=cell.remat, steps=STEPS)

@@ -1,4 +1,4 @@
-"""GPT-2 with AdamW, OneCycleLR, GradScaler and accumulation: begun in one framework, continued in the other."""
+"""A run of GPT-2 with AdamW, OneCycleLR, GradScaler and accumulation continues in the other framework."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +28,7 @@ BATCHES = list(CASE.batches(0, LAST))
 
 @pytest.fixture(autouse=True, scope="module")
 def on_one_thread():
-    """For so small a model PyTorch's threads wait for each other most of the time."""
+    """Use one thread, as for so small a model PyTorch's threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -91,7 +91,7 @@ class Script:
 
 
 def in_jax(path, precision, batches):
-    """The run of a checkpoint: (what it is, its state after `batches`, losses, scales)."""
+    """Continue a checkpoint in JAX; return its run, its state after `batches`, losses and scales."""
     dtype = np.float64 if precision == "fp64" else np.float32
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), CASE.params_like)
     run = torch_run(read_torch(path), CASE.names, like)
@@ -129,7 +129,7 @@ def assert_equal_to(ours, theirs, bar):
     assert ours == {**theirs, "_last_lr": pytest.approx(theirs["_last_lr"], rel=1e-12)}
 
 
-def test_both_directions_are_the_uninterrupted_run_in_float64(tmp_path):
+def test_both_directions_equal_the_uninterrupted_run_in_float64(tmp_path):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         whole = Script(torch.float64).train(BATCHES[:STOPPED])
         half = whole.save(tmp_path / "half.pt")
@@ -159,7 +159,7 @@ def test_both_directions_are_the_uninterrupted_run_in_float64(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_fp16_jax_continues_as_near_the_truth_as_pytorch_does(tmp_path):
+def test_in_fp16_jax_continues_as_accurately_as_pytorch(tmp_path):
     whole = Script(low=torch.float16).train(BATCHES[:STOPPED])
     half = whole.save(tmp_path / "half.pt")
     theirs = whole.train(BATCHES[STOPPED:])
@@ -173,8 +173,8 @@ def test_in_fp16_jax_continues_as_near_the_truth_as_pytorch_does(tmp_path):
         return np.linalg.norm(np.subtract(losses, truth.losses)), np.sqrt(sum((x**2).sum() for x in apart))
 
     pairs = zip(distances(ours, losses), distances(theirs, theirs.losses[STOPPED:]), strict=True)
-    for mine, their in pairs:
-        assert 0 < mine <= RATIO_BAR * their
+    for jax_distance, torch_distance in pairs:
+        assert 0 < jax_distance <= RATIO_BAR * torch_distance
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +188,14 @@ def test_the_case_continues_where_pytorch_stopped(case, precision, steps):
 
 
 @pytest.mark.slow
-def test_a_moment_that_is_not_migrated_is_detected(case):
-    forgetful = optax.GradientTransformation(lambda p: forgotten(case.optimizer.jax.init(p)), case.optimizer.jax.update)
-    verdict = parity.check(replace(case, optimizer=replace(case.optimizer, jax=forgetful)), steps=1)
+def test_a_perturbed_moment_is_detected(case):
+    perturbing = optax.GradientTransformation(
+        lambda p: perturbed(case.optimizer.jax.init(p)), case.optimizer.jax.update
+    )
+    verdict = parity.check(replace(case, optimizer=replace(case.optimizer, jax=perturbing)), steps=1)
     assert any(fault.startswith("exp_avg_sq after the first update") for fault in verdict.faults)
 
 
-def forgotten(state):
+def perturbed(state):
     adam, *rest = state
     return adam._replace(nu=jax.tree.map(lambda v: v * (1 + 1e-8), adam.nu)), *rest

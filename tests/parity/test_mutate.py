@@ -12,7 +12,7 @@ from parity.mutants import MUTANTS
 from parity.mutants.mutant import patched
 from parity.mutate import clean_runs, document, main, mutate
 
-FEW = [
+DEFAULT = [
     "layer-norm-eps",
     "batch-norm-running-variance-biased",
     "attention-causal-off-by-one",
@@ -24,24 +24,24 @@ FEW = [
     "clip-without-the-epsilon",
     "window-summed",
 ]
-NOT_PLACED = {"unused-parameter-decays", "cross-entropy-label-smoothing-dropped"}
-"""PyTorch does nothing there, or JAX computes it in one line with what is right."""
+NOT_LOCATED = {"unused-parameter-decays", "cross-entropy-label-smoothing-dropped"}
+"""Mutants without a location: PyTorch has no such operation, or JAX computes it on one line with correct ones."""
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", FEW)
-def test_a_bug_is_caught_and_located_and_its_absence_is_clean(name: str) -> None:
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_mutant_is_caught_and_located_and_its_clean_case_passes(name: str) -> None:
     (outcome,) = mutate([name])
     assert (outcome.caught, outcome.clean) == (True, True)
     assert outcome.located is not False
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - set(FEW)))
-def test_every_other_bug_is_too(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - set(DEFAULT)))
+def test_every_other_mutant_is_caught_and_located(name: str) -> None:
     (outcome,) = mutate([name])
     assert (outcome.caught, outcome.clean) == (True, True), outcome
-    assert outcome.located is not False or name in NOT_PLACED, outcome
+    assert outcome.located is not False or name in NOT_LOCATED, outcome
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_a_hundred_clean_runs_raise_no_alarm() -> None:
     assert [verdict.faults for verdict in clean_runs(100) if not verdict.passed] == []
 
 
-def test_a_patch_of_a_function_that_a_module_does_not_have_is_refused_when_it_is_made() -> None:
+def test_patching_a_function_that_the_module_lacks_raises() -> None:
     with pytest.raises(AttributeError, match=r"jaxtrain.step.accumulate has no clip_grad_norm"):
         patched(clip_grad_norm, None, within=accumulate)
 
@@ -58,12 +58,12 @@ def test_there_are_at_least_sixty_mutants() -> None:
     assert len(MUTANTS) >= 60
 
 
-def test_an_unknown_mutant_is_named() -> None:
+def test_an_unknown_mutant_is_refused() -> None:
     with pytest.raises(UserError, match="unknown mutant nonsense"):
         mutate(["nonsense"])
 
 
-def test_the_outcomes_are_written(tmp_path: Path) -> None:
+def test_the_outcomes_are_written_as_json(tmp_path: Path) -> None:
     written = tmp_path / "mutants.json"
     assert main(["leaky-relu-slope"], written, Console(quiet=True)) == 0
     expected = json.loads(written.read_text())

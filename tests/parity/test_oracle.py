@@ -40,7 +40,7 @@ class LowResults(TorchDispatchMode):
 
 
 def low_results(jaxpr: Any) -> list[str]:
-    """The primitives of `jaxpr` that return less than float64, those of draws excepted."""
+    """The primitives of `jaxpr` that return less than float64, except those of random draws."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.params.get("name") != "_bernoulli" and eqn.primitive.name != "bitcast_convert_type":
@@ -115,7 +115,7 @@ def test_every_lower_dtype_in_pytorch_yields_float64(
     program: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     def in_double(x: torch.Tensor) -> torch.Tensor:
-        """The same program where float64 is what it asks for."""
+        """Run the program with float64 in place of every lower dtype it requests."""
         low = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "complex64")}
         wide = {"complex64": torch.complex128}
         methods = {name: getattr(torch.Tensor, name) for name in ("float", "half")}
@@ -196,7 +196,9 @@ def _cube(x: Any) -> Any:
 
 @_cube.defjvp
 def _cube_jvp(primals: Any, tangents: Any) -> Any:
-    return _cube(*primals), 0.3 * (primals[0] * tangents[0]).astype(jnp.float32)  # no cube's derivative: it is used
+    return _cube(*primals), 0.3 * (primals[0] * tangents[0]).astype(
+        jnp.float32
+    )  # not the derivative of a cube, to show that it is used
 
 
 @jax.custom_vjp
@@ -290,8 +292,8 @@ def test_jax_programs_that_request_lower_dtypes_equal_pytorchs_in_float64(name: 
     assert relative(lifted(X), expected.detach()) < 1e-15
     assert relative(jax.grad(loss(lifted))(X), x.grad) < 1e-15
     assert relative(jax.grad(loss(in_float64(jax.checkpoint(lifted))))(X), x.grad) < 1e-15
-    if not name.startswith("custom"):  # whose rules are traced where they are differentiated
-        assert low_results(jax.make_jaxpr(program)(X).jaxpr), "the program asks for nothing low"
+    if not name.startswith("custom"):  # custom rules are traced only when differentiated
+        assert low_results(jax.make_jaxpr(program)(X).jaxpr), "the program requests no lower dtype"
     assert not low_results(jax.make_jaxpr(jax.grad(loss(lifted)))(X).jaxpr)
 
 
@@ -309,7 +311,7 @@ def test_dropout_masks_do_not_depend_on_the_dtype() -> None:
     first = jax.random.uniform(key, (64, 64), jnp.float32)[0, 0].astype(jnp.float64)
 
     def masked(x: Any) -> Any:
-        # In float32 the rate is the first draw itself, which is not below it; in float64 the draw would be.
+        # In float32 the rate equals the first draw, which is then not below it; in float64 it would be.
         rate = (first * x[0, 0] + 1e-12).astype(jnp.float32)
         return jnp.where(jax.random.bernoulli(key, rate, x.shape), x.astype(jnp.float32) / rate, 0.0)
 
@@ -357,11 +359,11 @@ def test_written_decimals_are_found(number: float, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [768**-0.5, -1 / 3, math.sqrt(2), 2 * math.pi, math.log(2), 1 / math.log(2)])
-def test_simple_numbers_are_found(number: float) -> None:
+def test_simple_expressions_are_found(number: float) -> None:
     assert written_number(float(np.float32(number))) == pytest.approx(number, rel=4e-16, abs=0)
 
 
-def test_measured_numbers_are_unchanged() -> None:
+def test_arbitrary_numbers_are_unchanged() -> None:
     numbers = np.random.default_rng(0).standard_normal(2000).astype(np.float32).astype(np.float64)
     kept = np.mean([written_number(x) == x for x in numbers])
     assert kept > 0.9
@@ -370,7 +372,7 @@ def test_measured_numbers_are_unchanged() -> None:
 
 
 class RMSNorm(nnx.Module):
-    """As Llama's JAX ports have it: float32 whatever it is given."""
+    """An RMSNorm as in JAX ports of Llama: it computes in float32 for any input dtype."""
 
     def __init__(self, width: int) -> None:
         self.scale = nnx.Param(jnp.ones(width))
@@ -392,7 +394,7 @@ def _rotated(x: Any) -> Any:
 
 
 class Rotary(torch.nn.Module):
-    """Norm, rotary embedding, dropout, linear: all in float32 but the last."""
+    """A norm, a rotary embedding and dropout in float32, then a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,13 +36,13 @@ HELD = PageCase(
     floor=2.2e-16,
     difference=None,
 )
-SPITEFUL = "<script>alert('&amp;')</script>"
+MARKUP = "<script>alert('&amp;')</script>"
 DIFFERS = dataclasses.replace(
     HELD,
     name="gpt2",
     precision="fp16",
     passed=False,
-    faults=("first gradient: 3 times as far", SPITEFUL),
+    faults=("first gradient: 3 times as far", MARKUP),
     error_ratio=3.0,
     torch_scales=np.array([4.0, 2.0, 2.0, 2.0]),
     jax_scales=np.array([4.0, 4.0, 2.0, 2.0]),
@@ -57,7 +57,7 @@ DIFFERS = dataclasses.replace(
 )
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 LEFT_OPEN = {"html", "th"}
-"""What HTML lets close by itself, and the page does let."""
+"""Elements whose end tag HTML does not require and the page omits."""
 
 
 class Page(HTMLParser):
@@ -121,7 +121,7 @@ def test_the_verdict_is_the_title_and_the_headline(page, cases, verdict):
     assert built.having("h1")[0]["class"] == ("held" if verdict.endswith("none differs") else "differs")
 
 
-def test_every_check_has_a_row_that_links_to_its_section_those_that_differ_first(page):
+def test_every_check_links_to_its_section_and_those_that_differ_come_first(page):
     built = page(HELD, DIFFERS, HELD, DIFFERS)
     links = [a["href"] for a in built.having("a")]
     sections = [f"#{a['id']}" for a in built.having("div", **{"class": "body"}) if "id" in a]
@@ -130,7 +130,7 @@ def test_every_check_has_a_row_that_links_to_its_section_those_that_differ_first
     assert built.text("a") == ["gpt2", "gpt2", "mlp", "mlp"]
 
 
-def test_the_sections_of_checks_that_differ_are_open_and_no_other(page):
+def test_only_the_sections_of_checks_that_differ_are_open(page):
     built = page(HELD, DIFFERS, HELD, DIFFERS)
     assert ["open" in a for a in built.having("details")] == [True, True, False, False, False]
 
@@ -146,28 +146,28 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside_itself(page):
 
 def test_names_faults_excerpts_and_the_environment_are_text_not_markup(page):
     plain = page(DIFFERS)
-    excerpt = Excerpt(SPITEFUL, 1, 1, (SPITEFUL,))
-    names = {SPITEFUL: 0.1, '" onload="x': 0.2}
+    excerpt = Excerpt(MARKUP, 1, 1, (MARKUP,))
+    names = {MARKUP: 0.1, '" onload="x': 0.2}
     built = page(
         dataclasses.replace(
             DIFFERS,
-            name=SPITEFUL,
-            grad_worst=SPITEFUL,
+            name=MARKUP,
+            grad_worst=MARKUP,
             grad_errors=names,
             torch_grad_errors=names,
-            difference=Difference(SPITEFUL, SPITEFUL, excerpt, excerpt),
+            difference=Difference(MARKUP, MARKUP, excerpt, excerpt),
         ),
-        **{SPITEFUL: [SPITEFUL]},
+        **{MARKUP: [MARKUP]},
     )
     assert len(built.having("script")) == len(plain.having("script")) == 1
     assert not [a for _, a in built.elements if "onload" in a]
-    assert SPITEFUL in built.text("a")
-    assert SPITEFUL in built.text("li")
-    assert SPITEFUL in built.text("dt")
-    assert built.text("mark").count(f"{SPITEFUL}\n") == 2
+    assert MARKUP in built.text("a")
+    assert MARKUP in built.text("li")
+    assert MARKUP in built.text("dt")
+    assert built.text("mark").count(f"{MARKUP}\n") == 2
 
 
-def test_the_divergence_shows_both_sources_with_the_line_in_question_marked(page):
+def test_the_divergence_shows_both_sources_with_the_differing_line_marked(page):
     built = page(DIFFERS)
     assert {"h.0.ln_1", "native_layer_norm", "a.py:7", "b.py:2"} <= set(built.text("code"))
     assert built.text("mark") == ["  c &= d\n", "e\n"]
@@ -176,7 +176,7 @@ def test_the_divergence_shows_both_sources_with_the_line_in_question_marked(page
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, 1e308, -1e308, 5e-324])
-def test_no_number_breaks_the_drawing(page, value):
+def test_plots_are_valid_for_any_number(page, value):
     series = np.array([1.0, value, 1.0])
     odd = dataclasses.replace(
         DIFFERS,
@@ -204,20 +204,20 @@ def test_no_number_breaks_the_drawing(page, value):
     assert bool(built.having("rect", **{"class": "lost"})) == (not math.isfinite(value))
 
 
-def test_a_run_without_anything_to_draw_still_has_its_verdict(page):
+def test_a_run_without_values_to_plot_still_has_its_verdict(page):
     nothing = dict.fromkeys(("torch_losses", "jax_losses", "torch_scales", "jax_scales"), ())
     built = page(dataclasses.replace(DIFFERS, grad_errors={}, torch_grad_errors={}, **nothing))
     assert built.text("a") == ["gpt2"]
     assert built.text("li") == list(DIFFERS.faults)
 
 
-def test_curves_are_where_their_values_are(page):
+def test_curves_are_drawn_at_their_values(page):
     torch, jax, _, dots, *_ = [a["d"] for a in page(HELD).having("path") if a["d"].count("M") > 1 or "L" in a["d"]]
     assert torch == jax == "M166.67 0h0L500 500L833.33 1000"
     assert dots.count("M") == 2
 
 
-def test_the_scale_is_drawn_where_it_changed(page):
+def test_the_loss_scale_is_drawn_if_it_changed(page):
     assert "Loss scale" not in page(HELD).text("h4")
     built = page(DIFFERS)
     assert "Loss scale" in built.text("h4")
@@ -226,15 +226,15 @@ def test_the_scale_is_drawn_where_it_changed(page):
     assert jax == "M125 0h0H375V0H625V1000H875V1000"
 
 
-def test_colors_rank_the_errors_on_a_scale_of_their_precision(page):
-    def colours(precision: str, floor: float, *errors: float) -> list[str]:
+def test_colors_rank_errors_relative_to_their_precision(page):
+    def colors(precision: str, floor: float, *errors: float) -> list[str]:
         named = {str(i): e for i, e in enumerate(errors)}
         built = page(dataclasses.replace(HELD, precision=precision, floor=floor, grad_errors=named))
         strip = [a["class"] for t, a in built.elements if t == "rect" and a.get("height") == "100%" and "class" in a]
         return strip[: len(errors)]
 
-    assert colours("fp64", 2.2e-16, 0.0, 1e-16, 1e-6, 1.0, 9.0, math.nan) == ["t0", "t0", "t7", "t11", "t11", "lost"]
-    assert colours("bf16", 7.8e-3, 1e-6, 1e-2, 1.0) == ["t0", "t4", "t11"]
+    assert colors("fp64", 2.2e-16, 0.0, 1e-16, 1e-6, 1.0, 9.0, math.nan) == ["t0", "t0", "t7", "t11", "t11", "lost"]
+    assert colors("bf16", 7.8e-3, 1e-6, 1e-2, 1.0) == ["t0", "t4", "t11"]
 
 
 def test_the_floor_is_labelled_and_the_worst_five_parameters_are_listed(page):
@@ -245,7 +245,7 @@ def test_the_floor_is_labelled_and_the_worst_five_parameters_are_listed(page):
     assert "layer.39, JAX 1.0e-39" in built.text("title")
 
 
-def test_a_long_run_can_be_pointed_at_in_a_bounded_number_of_places(page):
+def test_a_long_run_has_a_bounded_number_of_tooltips(page):
     losses = np.linspace(3, 1, 10_001)
     built = page(dataclasses.replace(HELD, torch_losses=losses, jax_losses=losses))
     assert 100 < len([t for t in built.text("title") if t.startswith("step ")]) <= 200

@@ -43,7 +43,7 @@ def test_the_masks_are_those_of_the_training_step(precision: str) -> None:
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> tuple[jaxtrain.Loss, dict[str, Any]]:
         loss, _ = case.loss_fn(params, batch, rng)
-        # As the model draws it.
+        # Drawn as in the model.
         mask = jax.random.bernoulli(jax.random.split(rng, 1)[0], 0.5, bits.shape)
         return loss, {"fingerprint": jnp.where(mask, jnp.asarray(bits, np.float32), 0).sum()}
 
@@ -66,7 +66,7 @@ def test_masks_are_in_the_order_of_gpt2s_layers() -> None:
     assert len({mask.tobytes() for mask in masks}) == 7
 
 
-def test_a_model_that_does_not_drop_draws_none() -> None:
+def test_a_model_without_dropout_draws_no_masks() -> None:
     assert dropout_masks(cnn_bn.case(), "fp32", accumulate=1, steps=2, seed=0) == [[], []]
 
 
@@ -121,7 +121,7 @@ def masks(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [rng.random(shape) < 0.5 for shape in shapes]
 
 
-def test_images_are_dropped_with_their_channels_moved() -> None:
+def test_masks_of_images_are_transposed_to_channels_first() -> None:
     (mask,) = masks((2, 5, 4, 3))
     with GivenMasks([mask]):
         dropped = F.dropout(torch.ones(2, 3, 5, 4), 0.5)
@@ -136,7 +136,7 @@ def test_whole_channels_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_attention_drops_its_weights(rate: float) -> None:
+def test_the_mask_of_attention_is_applied_to_its_weights(rate: float) -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8, generator=torch.manual_seed(0), dtype=torch.float64)
     (mask,) = masks((2, 4, 5, 5))
     with GivenMasks([mask]):
@@ -187,7 +187,7 @@ def test_rows_are_permuted_with_their_micro_batch() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [module.case(dropout=0.2) for module in (mlp, cnn_bn, gpt2, bert, vit, t5, llama)])
-def test_reordered_rows_are_the_same_mathematics_under_dropout(case: Case) -> None:
+def test_reordering_rows_does_not_change_the_losses_under_dropout(case: Case) -> None:
     given = dropout_masks(case, "fp64", accumulate=2, steps=2, seed=0)
     plain, other = (
         torch_side.run(case, "fp64", accumulate=2, steps=2, masks=given, variant=torch_side.Variant(reorder))
@@ -206,7 +206,7 @@ def test_dropout_at_different_places_raises() -> None:
         check(dataclasses.replace(mlp.case(), torch_model=case.torch_model), steps=1)
 
 
-def test_a_mask_of_merged_rows_is_that_of_the_activation():
+def test_a_mask_of_merged_rows_is_reshaped_to_the_activation():
     mask = np.arange(12).reshape(6, 2) % 3 == 0
     with GivenMasks([mask]):
         dropped = F.dropout(torch.ones(2, 3, 2), 0.5)

@@ -44,7 +44,7 @@ NOT_NEEDED = {
 }
 
 
-def ran(blocked: set[str], *argv: str) -> subprocess.CompletedProcess[str]:
+def run_selftest(blocked: set[str], *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BLOCKED.replace("{blocked}", repr(blocked)), *argv]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -64,7 +64,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "DEEP_ROWS", 64)
 
 
-# What a sound machine answers.
+# Results of a correct machine.
 
 
 @pytest.mark.sampled(1)
@@ -76,14 +76,14 @@ def test_checks_pass_on_a_correct_machine(check: Callable[[], Any]) -> None:
     assert {finding.passed for finding in findings} == {True}, findings
 
 
-def test_the_checkpoint_and_the_collectives_pass() -> None:
+def test_checkpoint_and_collectives_pass() -> None:
     for check in (checkpoint.checkpoint, collectives.collectives):
         assert {finding.passed for finding in found(check)} == {True}
 
 
 @pytest.mark.slow
 def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
-    done = ran(NOT_NEEDED, "--json", str(tmp_path / "found.json"), "--debug")
+    done = run_selftest(NOT_NEEDED, "--json", str(tmp_path / "found.json"), "--debug")
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["failed"] == 0
@@ -100,7 +100,7 @@ def test_the_command_passes_with_the_frameworks_alone(tmp_path: Path) -> None:
 
 
 def test_the_first_line_is_printed_before_jax_is_imported() -> None:
-    done = ran({"jax"})
+    done = run_selftest({"jax"})
     assert done.stdout.startswith("checking whether this machine trains correctly")
     assert done.returncode == 1
     assert "ModuleNotFoundError: jax" in done.stderr
@@ -126,7 +126,7 @@ def test_a_check_that_raises_fails_and_the_others_run(
     assert lines[4].startswith("1 passed, 1 failed in ")
 
 
-def test_a_figure_that_is_not_finite_fails_and_is_null(
+def test_a_nonfinite_figure_fails_and_is_null(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(products, "ROUNDOFF", {"fp32": 0.0})
@@ -138,11 +138,11 @@ def test_a_figure_that_is_not_finite_fails_and_is_null(
     assert "FAIL  product, fp32" in capsys.readouterr().out
 
 
-# Each thing, broken.
+# Faults.
 
 
 class Rounded:
-    """A policy that does to the operands what it is given."""
+    """A policy that applies a function to the operands."""
 
     def __init__(self, operand: Callable[[Any], Any]) -> None:
         self.operand = operand
@@ -181,7 +181,7 @@ def wrong_growth(scale: jax.Array, factor: float) -> jax.Array:
     [
         (jaxtrain.step.loss_scale, "_multiply", wrong_growth, {"loss scale"}),
         (jaxtrain.step.step, "_restore_if", lambda skip, old, new: new, {"overflow, skipped update"}),
-        # All is skipped from the first NaN in the parameters on.
+        # After the first NaN in the parameters, every update is skipped.
         (
             jaxtrain.step.step,
             "found_inf",
@@ -199,7 +199,7 @@ def test_a_broken_loss_scale_is_detected(
     assert failed(found(step.overflow)) >= seen
 
 
-def test_micro_batches_averaged_as_equals_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = jaxtrain.step.step.add_micro_batch
 
     def equal(window: Any, grads: Any, loss: Any, k: Any) -> Any:
@@ -215,7 +215,7 @@ def test_micro_batches_averaged_as_equals_are_detected(monkeypatch: pytest.Monke
     [
         (lambda fn, policy: fn, {"rematerialization, memory"}),
         (
-            lambda fn, policy: fn if policy == "none" else partial(_another_draw, remat(fn, policy)),
+            lambda fn, policy: fn if policy == "none" else partial(_with_another_key, remat(fn, policy)),
             {"rematerialization, update"},
         ),
     ],
@@ -226,7 +226,7 @@ def test_broken_rematerialization_is_detected(broken: Any, seen: set[str], monke
     assert failed(found(step.rematerialization)) == seen
 
 
-def _another_draw(fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+def _with_another_key(fn: Any, params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
     return fn(params, batch, jax.random.fold_in(rng, 1), model_state)
 
 
@@ -245,27 +245,27 @@ def test_a_checkpoint_that_loses_a_bit_is_detected(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_device_that_adds_wrongly_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(x: Any) -> Any:
+    def wrong_psum(x: Any) -> Any:
         return lax.psum(x, "devices") - (lax.axis_index("devices") == 2).astype(x.dtype)
 
-    monkeypatch.setattr(collectives, "COLLECTIVES", {**collectives.COLLECTIVES, "psum": forgetful})
+    monkeypatch.setattr(collectives, "COLLECTIVES", {**collectives.COLLECTIVES, "psum": wrong_psum})
     findings = found(collectives.collectives)
     assert failed(findings) == {"psum, 4 devices"}
     assert findings[0].detail == f"wrong on {jax.devices()[2]}"
 
 
 def run_off_by(*distance: float) -> Callable[..., Record]:
-    """PyTorch's truth, off by so many of PyTorch's own distances, of each group; in float64 by that times 1e-16."""
+    """Return a run that is off from PyTorch's float64 run by multiples of PyTorch's own distances, in fp64 of 1e-16."""
 
     def run(case: Any, weights: Any, precision: str, *, steps: int) -> Record:
         truth = {what: gpt2.recorded(what) for what in gpt2.GROUPS}
         low = precision in gpt2.LOW
         apart = gpt2.recorded("distances")[precision] if low else np.full(3, 1e-16)
-        moved = {}
+        perturbed = {}
         for off, (what, tensors) in zip(apart * np.array(distance), truth.items(), strict=True):
             size = sum(x.size for x in tensors.values())
-            moved[what] = {name: x + off / size**0.5 for name, x in tensors.items()}
-        losses, grads, params = moved.values()
+            perturbed[what] = {name: x + off / size**0.5 for name, x in tensors.items()}
+        losses, grads, params = perturbed.values()
         scales = gpt2.recorded("scales")[precision] if low else np.ones(steps + 1)
         last = Snapshot(params, {}, {})
         return Record(
@@ -275,12 +275,12 @@ def run_off_by(*distance: float) -> Callable[..., Record]:
     return run
 
 
-def test_a_training_is_judged_by_pytorchs_own_distance_to_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_judged_by_pytorchs_distance_to_the_float64_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_side, "run", run_off_by(1.9))
     assert failed(found(gpt2.precision)) == set()
     monkeypatch.setattr(jax_side, "run", run_off_by(2.1))
     assert failed(found(gpt2.precision)) == {f"GPT-2, {low}, 5 steps" for low in gpt2.LOW}
-    # Losses are few, and those of fp32 nearer to the truth than float32 can be sure of.
+    # The bar of the losses is wider, as they are few; in fp32 the distance is at least one rounding.
     monkeypatch.setattr(jax_side, "run", run_off_by(5.0, 1.0, 1.0))
     assert failed(found(gpt2.precision)) == set()
     monkeypatch.setattr(jax_side, "run", run_off_by(6.0, 1.0, 1.0))
@@ -297,7 +297,7 @@ def test_a_training_is_judged_by_pytorchs_own_distance_to_the_truth(monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_training_in_another_precision_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_another_precision_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt2, "LOW", ("fp32",))
     monkeypatch.setitem(POLICIES, "fp32", POLICIES["bf16"])
     assert failed(found(gpt2.precision)) == {"GPT-2, fp32, 5 steps"}
@@ -311,10 +311,10 @@ def test_a_layer_norm_of_another_epsilon_is_detected(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_repeat_itself_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nondeterministic_step_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = gpt2.loss_of, iter(range(100))
 
-    def restless(config: Any) -> Any:
+    def nondeterministic(config: Any) -> Any:
         loss_fn = right(config)
 
         def noisy(params: Any, batch: Any, rng: Any) -> Any:
@@ -325,7 +325,7 @@ def test_a_step_that_does_not_repeat_itself_is_detected(monkeypatch: pytest.Monk
 
         return noisy
 
-    monkeypatch.setattr(gpt2, "loss_of", restless)
+    monkeypatch.setattr(gpt2, "loss_of", nondeterministic)
     (finding,) = gpt2.determinism()
     assert finding.passed is False
     assert "--xla_gpu_deterministic_ops=true" in finding.detail
@@ -340,7 +340,7 @@ def test_pytorch_reproduces_the_recorded_run(tmp_path: Path) -> None:
         assert set(kept.files) == set(again.files)
         for name in kept.files:
             what = name.partition("/")[0]
-            if what == "distances":  # of roundings, which another processor orders otherwise
+            if what == "distances":  # of rounding errors, which depend on the processor
                 assert (np.abs(np.log2(again[name] / kept[name])) < 1).all(), name
             elif what in gpt2.GROUPS:
                 np.testing.assert_allclose(again[name], kept[name], rtol=1e-11, atol=1e-13, err_msg=name)

@@ -1,4 +1,4 @@
-"""Both sides start, split and skip alike, and reject settings that do not fit."""
+"""Both sides use the same weights, micro-batches and skips, and refuse invalid settings."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from parity.run import check
 
 
 def small(magnitude: float = 1.0) -> Case:
-    """A perceptron 6-5-3 on images of that magnitude."""
+    """Return a case of a perceptron 6-5-3 on images of that magnitude."""
     apply, params_like = functional(nnx.eval_shape(lambda: MLP((6, 5, 3), rngs=nnx.Rngs(0))))
     noise = images(2, 3, classes=3)
     return Case(
@@ -93,7 +93,7 @@ def test_both_sides_start_from_the_same_float32_weights(precision: str) -> None:
         np.testing.assert_array_equal(theirs.last.params[name], weight)
 
 
-def test_reordered_rows_and_other_splits_are_the_same_mathematics() -> None:
+def test_reordering_and_splitting_rows_does_not_change_the_results() -> None:
     plain = torch_side.run(small(), "fp64", steps=3)
     for other in (
         torch_side.run(small(), "fp64", steps=3, variant=torch_side.Variant(reorder=1), accumulate=k) for k in (1, 2, 8)
@@ -102,7 +102,7 @@ def test_reordered_rows_and_other_splits_are_the_same_mathematics() -> None:
         np.testing.assert_allclose(other.last.params["1.weight"], plain.last.params["1.weight"], rtol=1e-9)
 
 
-def test_a_step_that_overflows_is_skipped_by_both_and_by_the_truth() -> None:
+def test_a_step_that_overflows_is_skipped_by_both_sides_and_the_float64_run() -> None:
     case = small(magnitude=30.0)
     theirs = torch_side.run(case, "fp16")
     assert 0 in theirs.skipped
@@ -115,7 +115,7 @@ def test_a_step_that_overflows_is_skipped_by_both_and_by_the_truth() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_nothing_but_overflows_is_not_passed() -> None:
+def test_a_run_of_overflows_only_fails() -> None:
     verdict = check(small(magnitude=1e8), "fp16", steps=2)
     assert not verdict.passed
 
@@ -170,7 +170,7 @@ def test_every_tensor_has_a_counterpart_of_its_shape() -> None:
         ({"remat": "some"}, "remat 'some' is unknown"),
     ],
 )
-def test_settings_that_do_not_fit_raise(settings: dict[str, object], expected: str) -> None:
+def test_invalid_settings_raise(settings: dict[str, object], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         check(small(), **settings)
 
@@ -196,6 +196,6 @@ def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[t
         ),
     ],
 )
-def test_a_loss_that_cannot_be_compared_is_one_line(torch_loss: Any, expected: str) -> None:
+def test_a_loss_that_cannot_be_compared_raises(torch_loss: Any, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         check(dataclasses.replace(small(), torch_loss=torch_loss), steps=1)

@@ -1,4 +1,4 @@
-"""A fault is charged to its stage, whatever it does to later ones."""
+"""A fault is attributed to its stage, whatever its effect on later ones."""
 
 import dataclasses
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def with_adam(case: Case, **options: float) -> Case:
         (eps_in_root, "update"),
     ],
 )
-def test_a_fault_is_charged_to_its_stage(bug: Callable[[Case], Case], stage: str) -> None:
+def test_a_fault_is_attributed_to_its_stage(bug: Callable[[Case], Case], stage: str) -> None:
     expected = charge(stages(bug(mlp.case()), steps=3))
     assert expected is not None
     assert expected.startswith(f"{stage}: ")
@@ -95,7 +95,7 @@ def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest
     assert str(charge(stages(CASES["cnn-bn"](), steps=3))).startswith("buffers: ")
 
 
-def test_a_fault_that_the_first_step_hides_is_dated() -> None:
+def test_a_fault_is_reported_with_the_first_step_that_shows_it() -> None:
     case = dataclasses.replace(
         mlp.case(),
         optimizer=Optimizer(

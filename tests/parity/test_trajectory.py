@@ -19,7 +19,7 @@ from parity.optimizer import AdamW, Optimizer
 from parity.run import check, examine
 from parity.trajectory import trajectory
 
-CHAOTIC, TAME = 1.5, 0.1
+CHAOTIC, STABLE = 1.5, 0.1
 """Learning rates. Gradient descent on w⁴/4 − w²/2 is the cubic map, which is chaotic beyond a rate of about 1.3."""
 
 
@@ -58,7 +58,7 @@ def wells(lr: float, ours: Any = None) -> Case:
     )
 
 
-def test_a_trajectory_is_of_the_largest_distances_so_far_and_spreads_as_its_runs_do() -> None:
+def test_a_trajectory_contains_running_maxima_and_the_spread_of_its_runs() -> None:
     found = trajectory([1e-9, 0.0, 4e-8], [[2e-9, 1e-9, 1e-7], [1e-9, 4e-9, 2e-8]], limit=LAST_BAR)
     np.testing.assert_allclose(found.apart, [1e-9, 1e-9, 4e-8])
     np.testing.assert_allclose(found.one_ulp, [2e-9, 4e-9, 1e-7])
@@ -67,7 +67,7 @@ def test_a_trajectory_is_of_the_largest_distances_so_far_and_spreads_as_its_runs
     assert (found.chaos, found.parted) == (3, 3)
 
 
-def test_a_run_that_is_no_longer_finite_is_infinitely_far() -> None:
+def test_a_nonfinite_run_has_an_infinite_distance() -> None:
     found = trajectory([0.0, np.nan, 0.0], [[0.0, 1e-9, np.nan], [0.0, np.inf, 0.0]], limit=LAST_BAR)
     assert found.apart.tolist() == [0, np.inf, np.inf]
     assert found.noise.tolist() == [0, np.inf, np.inf]
@@ -75,7 +75,7 @@ def test_a_run_that_is_no_longer_finite_is_infinitely_far() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_two_runs_that_diverge_no_more_than_one_ulp_explains_hold_and_report_it(seed: int) -> None:
+def test_runs_that_diverge_no_more_than_one_ulp_explains_pass_and_report_chaos(seed: int) -> None:
     examination = examine(wells(CHAOTIC), steps=60, seed=seed)
     verdict = examination.verdict
     assert verdict.passed, verdict.faults
@@ -88,13 +88,13 @@ def test_two_runs_that_diverge_no_more_than_one_ulp_explains_hold_and_report_it(
     assert verdict.loss_rel > 1e3 * LAST_BAR
 
 
-def test_a_tame_run_has_no_chaos_and_is_judged_by_the_bars_to_its_end() -> None:
-    found = check(wells(TAME), steps=60).trajectory
+def test_a_stable_run_has_no_chaos_and_is_compared_up_to_its_last_step() -> None:
+    found = check(wells(STABLE), steps=60).trajectory
     assert found is not None
     assert found.chaos is found.parted is None
     assert str(found).startswith("no chaos in 60 steps")
-    late = optax.join_schedules([optax.constant_schedule(TAME), optax.constant_schedule(TAME * 1.1)], [40])
-    verdict = check(wells(TAME, optax.sgd(late)), steps=60)
+    late = optax.join_schedules([optax.constant_schedule(STABLE), optax.constant_schedule(STABLE * 1.1)], [40])
+    verdict = check(wells(STABLE, optax.sgd(late)), steps=60)
     assert [fault.split(",")[0] for fault in verdict.faults] == ["loss", "params after the last step"]
 
 
@@ -113,7 +113,7 @@ def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wron
     assert any(fault.startswith("loss, step ") for fault in verdict.faults)
 
 
-def test_chaos_within_the_judged_steps_fails_and_is_called_chaos() -> None:
+def test_chaos_within_the_compared_steps_fails_and_is_reported() -> None:
     verdict = check(wells(1.9), steps=20, locate=True)
     assert not verdict.passed
     assert verdict.first_divergence is verdict.stage is None
@@ -125,25 +125,25 @@ def test_in_low_precision_chaos_begins_where_one_ulp_reaches_the_error_of_the_pr
     found = check(wells(CHAOTIC), "fp32", steps=30).trajectory
     assert found is not None
     assert found.chaos is not None
-    assert check(wells(TAME), "fp32", steps=2).trajectory is None
+    assert check(wells(STABLE), "fp32", steps=2).trajectory is None
 
 
-def test_weights_one_ulp_off_are_the_next_numbers() -> None:
+def test_weights_one_ulp_off_are_the_adjacent_floats() -> None:
     lr_0 = dataclasses.replace(mlp.case(), optimizer=AdamW(lr=0.0))
     for precision, eps in {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-23, "bf16_params": 2.0**-7}.items():
-        plain, moved = (
+        plain, perturbed = (
             torch_side.run(lr_0, precision, steps=1, variant=torch_side.Variant(one_ulp=s)).last.params
             for s in (None, 0)
         )
         for name, x in plain.items():
-            apart = np.abs(moved[name].astype(np.float64) - x) / np.abs(x)
-            # In fp64 the one update is moved too, back or one further.
+            apart = np.abs(perturbed[name].astype(np.float64) - x) / np.abs(x)
+            # In fp64 the update changes the weights by one ulp too, in either direction.
             assert apart.any() if precision == "fp64" else (apart > 0).all()
             assert apart.max() <= (2 * eps if precision == "fp64" else eps)
 
 
-def test_rows_that_cannot_be_permuted_leave_one_ulp_for_the_noise() -> None:
-    one_row = dataclasses.replace(wells(TAME), rows=1)
+def test_the_noise_of_a_single_row_is_measured_by_one_ulp_alone() -> None:
+    one_row = dataclasses.replace(wells(STABLE), rows=1)
     verdict = check(one_row, "fp32", steps=4)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None
@@ -151,7 +151,7 @@ def test_rows_that_cannot_be_permuted_leave_one_ulp_for_the_noise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [100])
-def test_gpt2_is_pytorchs_for_a_hundred_steps_and_no_chaos_is_detected(steps: int) -> None:
+def test_gpt2_equals_pytorch_for_a_hundred_steps_without_chaos(steps: int) -> None:
     verdict = check(gpt2.case(), steps=steps)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None
@@ -159,13 +159,13 @@ def test_gpt2_is_pytorchs_for_a_hundred_steps_and_no_chaos_is_detected(steps: in
 
 
 @pytest.mark.slow
-def test_a_perceptron_with_far_too_large_a_learning_rate_is_chaos_and_a_wrong_epsilon_in_it_is_not() -> None:
-    wild = AdamW(lr=0.1)
-    case = dataclasses.replace(mlp.case(), optimizer=wild)
+def test_a_too_large_learning_rate_is_chaos_and_a_wrong_epsilon_with_it_is_a_fault() -> None:
+    adamw = AdamW(lr=0.1)
+    case = dataclasses.replace(mlp.case(), optimizer=adamw)
     verdict = check(case, steps=80)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None
     assert verdict.trajectory.chaos is not None
-    ours = dataclasses.replace(wild, eps=1.1e-8).jax
-    wrong = dataclasses.replace(case, optimizer=Optimizer("AdamW", wild.torch, ours, wild.moments))
+    ours = dataclasses.replace(adamw, eps=1.1e-8).jax
+    wrong = dataclasses.replace(case, optimizer=Optimizer("AdamW", adamw.torch, ours, adamw.moments))
     assert not check(wrong, steps=80).passed

@@ -24,7 +24,7 @@ WIDTH = 6
 
 
 class Attention(torch.nn.Module):
-    """Two heads' worth of traps: square q, k, v and o of equal shapes, norms whose scale and bias are alike."""
+    """An attention of ambiguous shapes: q, k, v and o are square, and the scale and bias of a norm have one shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Attention(torch.nn.Module):
 
 
 def attention_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-    """The names say nothing, so that values must."""
+    """The names are uninformative, so that values must decide."""
     del rng
 
     def norm(x: Any, scale: Any, bias: Any) -> Any:
@@ -55,7 +55,7 @@ def attention_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, di
     return jaxtrain.Loss(jnp.sum(jnp.sin(out * batch["y"])), weight=len(x)), {}
 
 
-BLIND = NameTable(
+ATTENTION_NAMES = NameTable(
     {
         **{f"w{i}": TorchParam(f"{name}.weight", LINEAR) for i, name in enumerate(("query", "key", "value", "out"))},
         **{f"b{i}": TorchParam(f"{name}.bias") for i, name in enumerate(("query", "key", "value", "out"))},
@@ -80,7 +80,7 @@ def attention(names: NameTable | None = None) -> Case:
         torch_model=Attention,
         torch_loss=lambda model, batch: ((model(batch["x"]) * batch["y"]).sin().sum(), len(batch["x"])),
         loss_fn=attention_loss,
-        params_like={path: square if path.startswith("w") else row for path in BLIND.params},
+        params_like={path: square if path.startswith("w") else row for path in ATTENTION_NAMES.params},
         names=names,
         batch=batch,
         rows=4,
@@ -91,7 +91,7 @@ def attention(names: NameTable | None = None) -> Case:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "cnn-bn", "gpt2"])
-def test_the_proposal_is_the_table_written_by_hand(name: str) -> None:
+def test_the_proposal_equals_the_handwritten_table(name: str) -> None:
     written = CASES[name]()
     left_out = dataclasses.replace(written, names=None, buffers=None)
     assert with_tables(left_out).tables == (written.names, written.buffers)
@@ -105,10 +105,10 @@ def test_other_losses_are_probed_as_well(name: str) -> None:
 
 def test_equal_shapes_and_squares_are_distinguished_by_value_alone() -> None:
     proposed = with_tables(attention()).names
-    # A key's bias moves nothing: what is left for it is what is left.
-    assert proposed == BLIND
+    # A key's bias does not affect the loss: it is matched by elimination.
+    assert proposed == ATTENTION_NAMES
     by_name = propose(Attention(), attention().params_like)
-    assert by_name != BLIND, "the names do tell"
+    assert by_name != ATTENTION_NAMES, "the names are informative"
 
 
 def test_without_values_the_module_determines_the_layout_of_a_square() -> None:
@@ -119,7 +119,7 @@ def test_without_values_the_module_determines_the_layout_of_a_square() -> None:
     )
 
 
-def test_without_values_words_decide_and_then_the_order() -> None:
+def test_without_values_names_decide_and_then_the_order() -> None:
     layers = [torch.nn.Linear(3, 3) for _ in range(11)]
     model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(3))
     like = {"layers": {str(i): {"kernel": np.zeros((3, 3)), "bias": np.zeros(3)} for i in range(11)}}
@@ -138,7 +138,7 @@ def test_a_proposed_case_is_checked_like_any_other() -> None:
     assert verdict.passed, verdict.faults
 
 
-def test_the_proposal_is_python() -> None:
+def test_the_source_of_a_proposal_evaluates_to_its_table() -> None:
     for table in (with_tables(attention()).names, CASES["cnn"]().names, CASES["gpt2"]().names):
         assert eval(as_source(table), vars(interop)) == table
 
@@ -148,7 +148,7 @@ def test_models_that_differ_a_little_are_still_matched() -> None:
         return attention_loss(params, {**batch, "x": batch["x"] * (1 + 1e-4)}, rng)
 
     proposed = with_tables(dataclasses.replace(attention(), loss_fn=other)).names
-    assert proposed == BLIND
+    assert proposed == ATTENTION_NAMES
 
 
 def test_tensors_without_counterpart_are_listed_in_one_line() -> None:
@@ -173,18 +173,18 @@ def test_the_proof_counts_every_tensor_once() -> None:
 
 
 def test_the_proof_lists_tensors_that_do_not_change_the_loss() -> None:
-    proof = prove(attention(BLIND))
+    proof = prove(attention(ATTENTION_NAMES))
     assert proof.unproven == ("key.bias",)
     assert len(proof.distances) == 12
 
 
-def test_weights_that_start_at_zero_hide_nothing() -> None:
+def test_weights_that_start_at_zero_do_not_prevent_the_proof() -> None:
     def model() -> torch.nn.Module:
         made = Attention()
         torch.nn.init.zeros_(made.mix)
         return made
 
-    assert prove(dataclasses.replace(attention(BLIND), torch_model=model)).unproven == ("key.bias",)
+    assert prove(dataclasses.replace(attention(ATTENTION_NAMES), torch_model=model)).unproven == ("key.bias",)
 
 
 @pytest.mark.parametrize(
@@ -192,18 +192,18 @@ def test_weights_that_start_at_zero_hide_nothing() -> None:
     [
         {"w0": TorchParam("query.weight", AS_IS)},
         {"w4": TorchParam("mix", LINEAR)},
-        {"w0": BLIND.params["w1"], "w1": BLIND.params["w0"]},
-        {"n0": BLIND.params["n1"], "n1": BLIND.params["n0"]},
-        {"b2": BLIND.params["b0"], "b0": BLIND.params["b2"]},
+        {"w0": ATTENTION_NAMES.params["w1"], "w1": ATTENTION_NAMES.params["w0"]},
+        {"n0": ATTENTION_NAMES.params["n1"], "n1": ATTENTION_NAMES.params["n0"]},
+        {"b2": ATTENTION_NAMES.params["b0"], "b0": ATTENTION_NAMES.params["b2"]},
     ],
 )
 def test_a_wrong_table_is_not_proved(wrong: dict[str, TorchParam]) -> None:
     with pytest.raises(UserError, match="the models of attention differ at the same weights"):
-        prove(attention(NameTable({**BLIND.params, **wrong})))
+        prove(attention(NameTable({**ATTENTION_NAMES.params, **wrong})))
 
 
-def test_a_tensor_used_twice_is_named_with_all_else_that_is_wrong() -> None:
-    params = {**BLIND.params, "w1": BLIND.params["w0"], "b1": TorchParam("nothing")}
+def test_a_tensor_used_twice_is_listed_with_all_other_errors() -> None:
+    params = {**ATTENTION_NAMES.params, "w1": ATTENTION_NAMES.params["w0"], "b1": TorchParam("nothing")}
     with pytest.raises(UserError) as error:
         prove(attention(NameTable(params)))
     expected = str(error.value)
@@ -212,17 +212,17 @@ def test_a_tensor_used_twice_is_named_with_all_else_that_is_wrong() -> None:
     assert "\n" not in expected
 
 
-def test_a_tensor_used_twice_is_not_proved_though_all_else_fits() -> None:
-    case = attention(NameTable({**BLIND.params, "copy": BLIND.params["w4"]}))
+def test_a_tensor_used_twice_is_not_proved_in_an_otherwise_correct_table() -> None:
+    case = attention(NameTable({**ATTENTION_NAMES.params, "copy": ATTENTION_NAMES.params["w4"]}))
     with pytest.raises(UserError, match=r"used twice mix$"):
         prove(dataclasses.replace(case, params_like={**case.params_like, "copy": case.params_like["w4"]}))
 
 
-def test_a_tensor_that_only_pytorch_ties_is_found() -> None:
-    """Both models agree at the weights, but not around them."""
+def test_models_that_agree_only_at_the_weights_are_not_proved() -> None:
+    """Both models agree at the weights, but not near them."""
 
     def stopped(params: Any, batch: Any, rng: Any) -> Any:
-        # The same loss at any weights but those moved in a direction that w4 alone has.
+        # The loss is the same only if the sum of w4 is that of its start.
         loss, metrics = attention_loss(params, batch, rng)
         off = params["w4"] - jnp.asarray(start, params["w4"].dtype)
         return jaxtrain.Loss(loss.total + jnp.sum(off), loss.weight), metrics
@@ -230,8 +230,8 @@ def test_a_tensor_that_only_pytorch_ties_is_found() -> None:
     from parity.torch_side import seeded_model
     from parity.weights import _jittered
 
-    start = _jittered(seeded_model(attention(BLIND), 0)).state_dict()["mix"].numpy().copy()
-    case = dataclasses.replace(attention(BLIND), loss_fn=stopped)
+    start = _jittered(seeded_model(attention(ATTENTION_NAMES), 0)).state_dict()["mix"].numpy().copy()
+    case = dataclasses.replace(attention(ATTENTION_NAMES), loss_fn=stopped)
     with pytest.raises(UserError, match=r"perturbed alone, these change the losses of attention differently: mix \("):
         prove(case)
 
@@ -251,7 +251,7 @@ def test_probing_applies_no_dropout_and_leaves_the_case_unchanged() -> None:
 
 
 class Sequence(torch.nn.Module):
-    """A convolution over time, then attention, of sizes that shapes alone leave open."""
+    """A convolution over time, then attention, of ambiguous shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Sequence(torch.nn.Module):
 
 
 def sequence_loss(params: Any, batch: Any, rng: Any) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-    """The heads have an axis of their own, as flax keeps them."""
+    """The heads have a separate axis, as in flax."""
     del rng
     p = params
     padded = jnp.pad(batch["x"], ((0, 0), (3, 3), (0, 0)))

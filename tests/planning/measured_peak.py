@@ -22,16 +22,15 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.planning.plan import compile_candidate
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.tasks import build
 
 
 def main(name: str, settings: dict) -> None:
     recipe = dataclasses.replace(RECIPES[name], **settings)
-    task = build(recipe)
+    task = recipe.task()
     candidate = compile_candidate(recipe, task, CPU)
     batch = next(Loader(task.train, recipe.batch_size, recipe.seed))
     step = training_step(recipe, task.loss_fn)
-    state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+    state = step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed)
     _, peak = peak_above_rest(step, state, batch)
     held = candidate.state_bytes + sum(np.asarray(x).nbytes for x in batch.values())
     print(json.dumps({"predicted": candidate.peak_bytes, "measured": held + peak}), flush=True)

@@ -17,17 +17,16 @@ from jaxtrain.distributed.mesh import make_mesh, parse_mesh
 from jaxtrain.planning.scaling import Scaling
 from jaxtrain.recipes import RECIPES
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.tasks import build
 from tests.planning.measured_peak import peak_above_rest
 
 
 def main(name: str, settings: dict) -> None:
     recipe = dataclasses.replace(RECIPES[name], **settings)
-    task, shape = build(recipe), parse_mesh(recipe.mesh)
+    task, shape = recipe.task(), parse_mesh(recipe.mesh)
     share = Scaling(recipe, jax.devices(), CPU).share(shape)
     devices = jax.devices()[: share.devices]
     step = shard(training_step(recipe, task.loss_fn), make_mesh(recipe.mesh, devices), task.sharding)
-    state = step.init(lambda: task.init()[0], model_state=lambda: task.init()[1], seed=recipe.seed)
+    state = step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed)
     batch = jax.block_until_ready(step.place(next(Loader(task.train, recipe.batch_size, recipe.seed))))
     state, peak = peak_above_rest(step.jitted, state, batch)
     measured = _total_bytes(state, batch) + peak

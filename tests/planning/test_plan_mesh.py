@@ -25,7 +25,6 @@ from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.planning.scaling import MAX_DEVICES, Scaling, doubled_meshes, recipe_on_mesh, virtual_devices
 from jaxtrain.recipes import RECIPES
-from jaxtrain.tasks import build
 
 ROOT = Path(__file__).parent.parent.parent
 MLP = dataclasses.replace(RECIPES["digits-mlp"], hidden=64, batch_size=16)
@@ -113,7 +112,7 @@ def test_asynchronous_collectives_count_once():
     }
 
 
-def test_loops_and_branches():
+def test_loops_and_branches_multiply_communication():
     summed = "  %r = f32[{}]{{0}} all-reduce(%s), replica_groups={{}}, to_apply=%add"
     before = "".join(f"%of_{n} (s: f32[8]) -> f32[8] {{\n{summed.format(n)}\n}}\n" for n in (2, 8))
     before += (
@@ -188,7 +187,7 @@ def test_the_communication_of_gpt2_matches_the_closed_form(mesh):
     sizes_of_model = {"n_layer": 3, "n_embd": 16, "n_head": 2, "seq_len": 8}
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes_of_model, batch_size=8 * k, accumulate=k, mesh=mesh)
     share = Scaling(recipe, jax.devices(), CPU).share(parse_mesh(mesh))
-    params = jax.eval_shape(build(recipe).init)[0]
+    params = jax.eval_shape(recipe.task().initial).params
     blocks, wte, wpe, ends = (floats(params[part]) for part in ("blocks", "wte", "wpe", "ln_f"))
     kernels = floats([params["blocks"][layer]["kernel"] for layer in ("qkv", "attn_proj", "fc", "mlp_proj")])
     scales = floats([params["blocks"][layer]["scale"] for layer in ("ln_1", "ln_2")])
@@ -222,7 +221,7 @@ def test_a_mesh_grows_along_its_first_axis():
         assert recipe.batch_size == 2 * shape["data"] * shape["fsdp"]
 
 
-def test_flops_are_those_of_the_rows_of_a_device():
+def test_flops_count_the_rows_of_one_device():
     shares = Scaling(dataclasses.replace(MLP, mesh="tensor=2"), jax.devices(), CPU)
     tensor_share, data_share = (shares.share(parse_mesh(mesh)) for mesh in ("tensor=2", "data=2"))
     assert 2 * tensor_share.flops == data_share.flops == 3 * 2 * 16 * 64 * (64 + 10) - 2 * 16 * 64 * 64
@@ -316,7 +315,7 @@ def test_the_tables_are_printed_before_the_error_that_nothing_fits(capsys):
         ("--device H100", "--device requires --mesh: add one"),
     ],
 )
-def test_wrong_usage_is_one_line(flags, message, capsys):
+def test_wrong_usage_is_a_one_line_error(flags, message, capsys):
     status, _, err = run_command(capsys, f"plan {RECIPE} {flags}")
     assert status == 2
     assert message in err
@@ -361,7 +360,7 @@ def run_in_process(module, *arguments, devices):
 
 
 @pytest.mark.slow
-def test_to_1024_devices():
+def test_plans_reach_1024_devices():
     out = run_in_process("jaxtrain.cli", *shlex.split(f"plan {RECIPE} --mesh data=2,fsdp=4 --json"), devices=1)
     rows = json.loads(out)["rows"]
     assert [row["devices"] for row in rows] == [2**i for i in range(11)]

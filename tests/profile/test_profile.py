@@ -25,7 +25,7 @@ from jaxtrain.profile.trace import (
     time_table,
 )
 
-# Kernels of training steps on A100 and H100, as NVIDIA's profilers show them; XLA names its own after instructions.
+# Kernels of training steps on A100 and H100, as NVIDIA's profilers name them; XLA's own are named after instructions.
 KERNELS = {
     "matmul": [
         "ampere_sgemm_128x64_nn",
@@ -136,13 +136,13 @@ def test_the_rows_of_a_trace_add_up_to_the_wall_time(tmp_path):
                 np.linalg.svd(np.ones((200, 200)))  # slow
             jax.block_until_ready(program(*args))
     trace = newest_trace(tmp_path)
-    table_rows = {row.kind: row for row in time_table(trace, program.as_text())}
-    assert {"matmul", "elementwise", "attention", "idle", "input"} <= set(table_rows)
-    assert sum(row.share for row in table_rows.values()) == pytest.approx(1)
-    assert table_rows["matmul"].count >= 3
+    table = {row.kind: row for row in time_table(trace, program.as_text())}
+    assert {"matmul", "elementwise", "attention", "idle", "input"} <= set(table)
+    assert sum(row.share for row in table.values()) == pytest.approx(1)
+    assert table["matmul"].count >= 3
     here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
-    assert table_rows["matmul"].top[0].line == here
-    assert 0 < table_rows["input"].seconds < 10
+    assert table["matmul"].top[0].line == here
+    assert 0 < table["input"].seconds < 10
     # Without the program's text, kinds are derived from names.
     assert "attention" not in {row.kind for row in time_table(trace, "")}
     with pytest.raises(RunFailed, match="holds no trace"):

@@ -3,7 +3,7 @@
 from jaxtrain.errors import RunFailed
 from jaxtrain.observe import Console
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import fit
+from jaxtrain.runner import run_training
 
 
 class RecordingConsole(Console):
@@ -19,7 +19,7 @@ def train(folder, recipe, *, resume=False):
     """Return the messages of a run, and its error, None if it succeeds."""
     console = RecordingConsole()
     try:
-        fit("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
+        run_training("digits-mlp", recipe, RunFolder(folder), resume=resume, console=console)
     except RunFailed as error:
         return console.messages, str(error)
     return console.messages, None

@@ -23,7 +23,7 @@ from jaxtrain.step import TrainState
 
 
 def state(step: int, sharding=None) -> TrainState:
-    """A state of every kind of leaf: keys, scalars, low precision, nothing at all."""
+    """Return a state with leaves of every kind: keys, scalars, low precision and None."""
     params = {"w": jnp.arange(48, dtype=jnp.float32).reshape(8, 6) / 7 + step, "b": jnp.full(6, step, jnp.bfloat16)}
     if sharding is not None:
         params = {"w": jax.device_put(params["w"], sharding), "b": params["b"]}
@@ -70,7 +70,7 @@ def test_the_newest_checkpoint_is_restored_to_the_bit_with_its_data(two):
     assert same(restore_params(two / "checkpoints", state(0).params), state(2).params)
 
 
-def test_what_is_saved_may_be_donated_at_once(tmp_path):
+def test_a_saved_state_may_be_donated_at_once(tmp_path):
     def large():
         return state(3)._replace(params={"w": jnp.arange(2**22, dtype=jnp.float32)})
 
@@ -85,12 +85,12 @@ def test_what_is_saved_may_be_donated_at_once(tmp_path):
         assert same(checkpoints.restore(large())[0], large())
 
 
-# Most of these damage the numbers in a file.
+# Most of these change the numbers in a file.
 KINDS = ("flip a bit", "flip a bit", "flip a byte", "cut short", "empty", "delete", "append", "swap")
 
 
 def damage(folder: Path, rng: random.Random) -> Path | None:
-    """Damage a file of the checkpoint; None where its bytes are what they were."""
+    """Damage a file of the checkpoint and return its path; None if its bytes are unchanged."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     path, kind = rng.choice(files), rng.choice(KINDS)
     before = bytearray(path.read_bytes())
@@ -114,9 +114,10 @@ def damage(folder: Path, rng: random.Random) -> Path | None:
     return None if after == before else path
 
 
-def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_damage_to_a_checkpoint_gives_wrong_numbers(count, two, tmp_path):
     found, harmless = 0, 0
-    for seed in range(200):
+    for seed in range(count):
         folder = shutil.copytree(two, tmp_path / "run")
         path = damage(folder / "checkpoints/2", random.Random(seed))
         messages: list[str] = []
@@ -132,12 +133,12 @@ def test_no_damage_to_a_checkpoint_gives_wrong_numbers(two, tmp_path):
             assert (folder / "checkpoints/damaged/2").is_dir()
         else:
             harmless += 1
-            # JSON says the same with another space between its words.
+            # JSON with different whitespace has the same contents.
             assert path is None or path.name == "manifest.json", path
             assert same(restored, state(2)), path
             assert data == {"next_batch": 2}
         shutil.rmtree(folder)
-    assert found > 150
+    assert found > 0.75 * count
     assert harmless
 
 
@@ -149,7 +150,7 @@ def test_a_damaged_file_is_named(two, tmp_path, name):
         verify(folder)
 
 
-def test_reading_moves_no_files(two, tmp_path):
+def test_reading_a_damaged_checkpoint_moves_no_files(two, tmp_path):
     folder = shutil.copytree(two, tmp_path / "run")
     (folder / "checkpoints/2/run.json").write_text("{}")
     for read in (lambda: restore(folder), lambda: restore_params(folder / "checkpoints", state(0).params)):
@@ -166,7 +167,7 @@ def test_with_no_intact_checkpoint_the_error_names_the_damaged_ones(two, tmp_pat
     with pytest.raises(UserError, match=r"no intact checkpoint left, see .*damaged"):
         restore(folder, on_damaged=messages.append)
     assert [t.split(" is")[0] for t in messages] == ["the checkpoint of step 2", "the checkpoint of step 1"]
-    # And again, by a restart; and a second one of the same step.
+    # A restart gives the same error, and so does a second damaged checkpoint of the same step.
     with pytest.raises(UserError, match="no intact checkpoint left"):
         restore(folder, on_damaged=messages.append)
     save(folder, 2)
@@ -200,7 +201,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(two):
         restore_params(two / "checkpoints", {**zeros, "c": zeros["b"]})
 
 
-def test_a_killed_save_leaves_no_checkpoint_and_is_removed(two, tmp_path):
+def test_the_partial_folder_of_a_killed_save_is_ignored_and_removed(two, tmp_path):
     folder = shutil.copytree(two, tmp_path / "run") / "checkpoints"
     shutil.copytree(folder / "2", folder / "3.partial")
     assert restore(tmp_path / "run")[1] == {"next_batch": 2}
@@ -222,8 +223,8 @@ LOSSES = {0: 2.3, 2: None, 4: 0.7, 6: float("nan"), 8: 0.9, 10: 0.8, 12: None, 1
         (Retention(last=9, best=0), set(LOSSES)),
     ],
 )
-def test_retained_checkpoints(keep, kept, tmp_path):
-    # In two lives: the eval_losses of the first are read again.
+def test_retention_keeps_the_last_the_best_and_every_nth_checkpoint(keep, kept, tmp_path):
+    # In two sessions: the second reads the eval_losses of the first.
     for part in (list(LOSSES)[:5], list(LOSSES)[5:]):
         with Checkpoints(tmp_path / "checkpoints", keep) as checkpoints:
             for step in part:
@@ -338,7 +339,7 @@ def test_a_hook_installed_while_checkpoints_are_open_stays(tmp_path, monkeypatch
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     with Checkpoints(tmp_path / "checkpoints"):
-        error = RuntimeError("Event loop is closed")  # of the user's own program
+        error = RuntimeError("Event loop is closed")  # raised by the user's program
         sys.unraisablehook(SimpleNamespace(exc_value=error, exc_traceback=None, object=None, err_msg=None))
         assert len(seen) == 1
         monkeypatch.setattr(sys, "unraisablehook", print)

@@ -16,14 +16,13 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
-from jaxtrain.runner import interval, loop, training
+from jaxtrain.runner import interval, loop
 from jaxtrain.runner.batches import Batches, DispatchedStep, FetchedBatch
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
 from jaxtrain.runner.guards import FEWEST, MOST_ROLLBACKS, Guard, RunInvalid, Spike, read_batch
 from jaxtrain.runner.optimizer import training_step
 from jaxtrain.runner.out_of_memory import flags_for_less_memory
 from jaxtrain.runner.preflight import check_settings
-from jaxtrain.tasks import build
 from tests.runner import recording
 
 RECIPE = dataclasses.replace(
@@ -46,7 +45,7 @@ class Changed:
 
 
 class Numbers:
-    """A source of its own indices."""
+    """A source whose examples are their indices."""
 
     def __init__(self, n):
         self.n = n
@@ -58,13 +57,14 @@ class Numbers:
         return {"index": np.int32(index)}
 
 
-def plant(monkeypatch, factors, recipe=RECIPE):
-    """Change the first example of the batches of these steps of the first epoch."""
-    task = build(recipe)
+def scale_images(monkeypatch, factors, recipe=RECIPE):
+    """Scale the image of the first example in the batches of these steps of the first epoch."""
+    task = recipe.task()
     order = Loader(Numbers(len(task.train)), recipe.batch_size, recipe.seed)
     first = {step: int(next(order)["index"][0]) for step in range(1, 1 + max(factors))}
     changed = Changed(task.train, {first[step]: factor for step, factor in factors.items()})
-    monkeypatch.setattr(training, "build", lambda recipe: dataclasses.replace(build(recipe), train=changed))
+    changed_task = dataclasses.replace(task, train=changed)
+    monkeypatch.setattr(type(recipe), "task", lambda recipe: changed_task)
     return changed
 
 
@@ -82,7 +82,7 @@ def untimed(line):
 
 
 def finite(folder):
-    params = restore_params(folder / "checkpoints", build(RECIPE).params)
+    params = restore_params(folder / "checkpoints", RECIPE.task().params)
     return all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
@@ -93,7 +93,7 @@ def finite(folder):
     ids=["found by the next step", "by its save", "by its line"],
 )
 def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, log_every, tmp_path, monkeypatch):
-    changed = plant(monkeypatch, {12: math.nan})
+    changed = scale_images(monkeypatch, {12: math.nan})
     recipe = dataclasses.replace(RECIPE, precision=precision, save_every=save_every, log_every=log_every, keep_last=1)
     _, error = train(tmp_path / "run", recipe)
     for part in (
@@ -114,8 +114,8 @@ def test_an_applied_nan_ends_the_run_before_it_is_saved(precision, save_every, l
     assert event is None
 
 
-def test_in_fp16_a_nan_only_skips_the_update(tmp_path, monkeypatch):
-    plant(monkeypatch, {12: math.nan})
+def test_a_nan_in_fp16_only_skips_the_update(tmp_path, monkeypatch):
+    scale_images(monkeypatch, {12: math.nan})
     recipe = dataclasses.replace(RECIPE, precision="fp16", steps=15)
     assert train(tmp_path / "run", recipe)[1] is None
     assert sum(line.get("skipped", 0) for line in lines(tmp_path / "run")) == 1
@@ -148,7 +148,7 @@ def guard(**settings):
         (dispatched(1), None),
     ],
 )
-def test_reason_of_an_invalid_step(step, reason):
+def test_the_error_gives_the_reason_of_an_invalid_step(step, reason):
     checked = guard()
     checked.add(step)
     if reason is None:
@@ -156,11 +156,11 @@ def test_reason_of_an_invalid_step(step, reason):
         return
     with pytest.raises(RunInvalid, match=reason):
         checked.settle()
-    checked.settle()  # once
+    checked.settle()  # it is raised once
 
 
 class Pending:
-    """A value of a step that is not done: it may be sent for, not waited for."""
+    """A value of an unfinished step: its transfer may be started but not awaited."""
 
     def copy_to_host_async(self):
         pass
@@ -176,7 +176,7 @@ def test_checking_never_waits_for_the_newest_step():
 
 
 @pytest.mark.parametrize("part", ["params", "opt_state", "model_state", "ema"])
-def test_a_state_that_is_not_finite_is_not_saved(part):
+def test_a_nonfinite_state_is_not_saved(part):
     step = training_step(dataclasses.replace(RECIPE, schedule="constant"), lambda *_: None)
     state = step.init(PARAMS, model_state={"mean": jnp.zeros(2)})._replace(ema=PARAMS)
     checked = guard()
@@ -206,12 +206,12 @@ def test_a_spike_is_a_loss_above_the_running_median():
     calm = [2.0, 1.0] * (FEWEST // 2)  # their median is 1.5
     assert spikes([*calm, 4.4, 1.0]) == []
     assert spikes([*calm, 4.6, 1.0]) == [FEWEST]
-    assert spikes([*calm[1:], 4.6, 1.0]) == []  # of too few
+    assert spikes([*calm[1:], 4.6, 1.0]) == []  # too few losses
     assert spikes([*calm, *[1.0] * 63, 3.1, 1.0]) == [FEWEST + 63]  # the median follows
     assert spikes([*calm, 100.0, 1.0], factor=None) == []
 
 
-def test_a_restored_guard_checks_alike():
+def test_a_restored_guard_gives_the_same_result():
     losses = [1.0] * FEWEST
     before = guard(spike_factor=3.0)
     assert spikes(losses, checked=before) == []
@@ -237,7 +237,7 @@ ROLLBACK = dataclasses.replace(RECIPE, spike_factor=30.0, on_spike="rollback", l
 
 
 def test_a_spike_stops_the_run_by_default(tmp_path, monkeypatch):
-    plant(monkeypatch, {23: 3e3})
+    scale_images(monkeypatch, {23: 3e3})
     _, error = train(tmp_path / "run", dataclasses.replace(ROLLBACK, on_spike="stop"))
     assert error.startswith("step 23: the loss is ")
     assert "more than 30 times " in error
@@ -246,7 +246,7 @@ def test_a_spike_stops_the_run_by_default(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypatch):
-    plant(monkeypatch, {23: 3e3})
+    scale_images(monkeypatch, {23: 3e3})
     messages, error = train(tmp_path / "whole", ROLLBACK)
     assert error is None
     assert [
@@ -279,13 +279,13 @@ def test_a_run_rolls_back_past_a_spike_and_again_when_resumed(tmp_path, monkeypa
     assert max(saved_steps(tmp_path / "stopped/checkpoints")) == 22
     assert train(tmp_path / "stopped", ROLLBACK, resume=True)[1] is None
     assert [*map(untimed, lines(tmp_path / "stopped"))] == [*map(untimed, whole)]
-    like = build(ROLLBACK).params
+    like = ROLLBACK.task().params
     both = [restore_params(tmp_path / name / "checkpoints", like) for name in ("whole", "stopped")]
     jax.tree.map(np.testing.assert_array_equal, *both)
 
 
 def test_too_many_rollbacks_stop_the_run(tmp_path, monkeypatch):
-    plant(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
+    scale_images(monkeypatch, {21 + i: 3e3 for i in range(MOST_ROLLBACKS + 1)})
     messages, error = train(tmp_path / "run", ROLLBACK)
     back = [m for m in messages if "rolled back to step 20" in m]
     assert len(back) == MOST_ROLLBACKS
@@ -301,6 +301,9 @@ class Slow:
     def __init__(self):
         self.release, self.n = threading.Event(), 0
 
+    def close(self):
+        pass
+
     def state(self):
         return {"next_batch": self.n}
 
@@ -311,15 +314,15 @@ class Slow:
         return {}
 
 
-def test_a_stalled_batch_is_reported_once_and_awaited():
+def test_a_stalled_batch_is_reported_once():
     loader, error = Slow(), []
 
-    def say(text):
+    def on_stall(text):
         error.append(text)
         # Leaves time for a second message, which would be wrong.
         threading.Timer(0.2, loader.release.set).start()
 
-    with Batches(loader, "texts/", 0.05, say) as batches:
+    with Batches(loader, "texts/", 0.05, on_stall) as batches:
         next(batches)
         assert next(batches).wait_s >= 0.2
         assert next(batches).wait_s < 0.05

@@ -27,7 +27,7 @@ def test_a_run_shorter_than_its_warm_up_still_has_a_schedule(steps):
     assert all(np.isfinite(float(schedule(recipe)(i))) for i in range(steps))
 
 
-def test_only_matrices_decay():
+def test_weight_decay_applies_only_to_matrices():
     params = {
         "fc": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
         "ln": {"scale": jnp.ones(2)},
@@ -36,7 +36,7 @@ def test_only_matrices_decay():
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], warmup_steps=0, weight_decay=0.5)
     tx = optimizer(recipe)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
         updates, _ = tx.update(zeros, tx.init(params), params)
     assert float(abs(updates["fc"]["kernel"]).min()) > 0
     assert float(abs(updates["wte"]).min()) > 0
@@ -53,7 +53,7 @@ def test_only_matrices_decay():
         ("onecycle", 0.04, 29, 4e-06),
     ],
 )
-def test_schedules_by_name(name, first, peak, last):
+def test_a_schedule_is_chosen_by_name(name, first, peak, last):
     recipe = dataclasses.replace(RECIPES["gpt-stdlib"], steps=100, warmup_steps=10, lr=1.0, schedule=name)
     rates = [float(schedule(recipe)(i)) for i in range(101)]
     assert (rates[0], max(rates), rates[100]) == pytest.approx((first, 1.0, last))

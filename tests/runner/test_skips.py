@@ -1,4 +1,4 @@
-"""A run whose fp16 gradients overflow is warned of and fails."""
+"""A run whose fp16 gradients overflow prints a warning and fails."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jaxtrain.runner.batches import DispatchedStep, FetchedBatch
 from jaxtrain.runner.guards import Guard
 from tests.runner.recording import train
 
-# After one update at this rate nothing is finite any more.
+# After one update at this rate, no gradient is finite.
 OVERFLOWING = dataclasses.replace(
     RECIPES["digits-mlp"], hidden=8, batch_size=8, precision="fp16", lr=1e9, warmup_steps=0, log_every=4, max_skips=13
 )
@@ -55,9 +55,9 @@ def test_the_last_state_is_saved_and_logged(overflowing):
     assert saved_steps(folder)[-1] == last["step"]
 
 
-def test_a_low_loss_scale_is_warned_of_once(overflowing):
+def test_a_low_loss_scale_gives_one_warning(overflowing):
     warnings = [m for m in overflowing[1] if "warning" in m]
-    # Of steps 5 to 8 the first ran at 4096; of 9 to 12 the first at 256.
+    # Step 5 ran at a scale of 4096, and step 9, the first of the next log interval, at 256.
     assert len(warnings) == 1
     assert "step 12: the loss scale stayed at 512 or below" in warnings[0]
     for part in ("--lr", "a mean and not a sum", "bf16"):
@@ -105,7 +105,7 @@ def step(skipped):
         ("s", 5, True),
     ],
 )
-def test_only_skips_in_a_row_count_wherever_lines_are_logged(pattern, before, stuck, settle_every):
+def test_only_consecutive_skips_count_at_any_logging_interval(pattern, before, stuck, settle_every):
     counting = guard(3, skips=before)
     for i, event in enumerate(pattern, 1):
         counting.add(step(event == "s"))
@@ -115,7 +115,7 @@ def test_only_skips_in_a_row_count_wherever_lines_are_logged(pattern, before, st
 
 
 class Pending:
-    """A value of a step that is not done: it may be sent for, not waited for."""
+    """A value of an unfinished step: its transfer may be started but not awaited."""
 
     def copy_to_host_async(self):
         pass
@@ -133,6 +133,6 @@ def test_counting_never_waits_for_the_newest_step():
 
 
 @pytest.mark.parametrize("max_skips", [0, -1])
-def test_max_skips_is_one_or_more(max_skips):
+def test_max_skips_below_one_is_refused(max_skips):
     with pytest.raises(UserError, match=f"max_skips must be at least 1, got {max_skips}"):
         preflight.check_settings(dataclasses.replace(OVERFLOWING, max_skips=max_skips))

@@ -1,8 +1,8 @@
-"""How long a save keeps the loop waiting: `python -m tests.soak.overhead [MiB] [FOLDER]`.
+"""Measure how long a save blocks the training loop: `python -m tests.soak.overhead [MiB] [FOLDER]`.
 
-The state is AdamW's of one large model; the step donates it. What keeps the loop waiting is the call of `save` and, on
-a CPU, a copy in the next step: it may not write where a save still reads. That is how much longer it takes than the
-other steps under the same save, which share the cores with the writing.
+The state is that of AdamW for one large model, and the step donates it. The loop waits for the call of `save` and, on a
+CPU, for a copy in the next step, which may not overwrite buffers that the save still reads. The copy takes the time by
+which that step exceeds the other steps during the same save, which share the cores with the writer.
 """
 
 import statistics
@@ -22,7 +22,7 @@ SAVES, BETWEEN = 7, 3
 
 
 def main(mebibytes: int, folder: Path) -> None:
-    # Parameters and two moments, in layers of 4 MiB; batches large enough to leave the device something to do.
+    # Parameters and two moments, in layers of 4 MiB; batches large enough to keep the device busy.
     layers = max(1, mebibytes // 12)
     params = {f"layer_{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) / 32 for i in range(layers)}
 
@@ -53,19 +53,19 @@ def main(mebibytes: int, folder: Path) -> None:
             begin = time.perf_counter()
             checkpoints.save(state, {})
             call = time.perf_counter() - begin
-            under = []
+            during = []
             while not checkpoints.idle:
-                under.append(timed_step())
+                during.append(timed_step())
             whole = time.perf_counter() - begin
-            others = statistics.median(under[1:])
-            kept = call + max(under[0] - others, 0)
-            rows.append([1e3 * call, 1e3 * under[0], 1e3 * others, 1e3 * whole, 100 * kept / whole])
+            others = statistics.median(during[1:])
+            blocked = call + max(during[0] - others, 0)
+            rows.append([1e3 * call, 1e3 * during[0], 1e3 * others, 1e3 * whole, 100 * blocked / whole])
             checkpoints.wait()
             for _ in range(BETWEEN):
                 timed_step()
     size = sum(p.stat().st_size for p in max((folder / "checkpoints").iterdir()).rglob("*") if p.is_file())
     print(f"{size / 2**20:.0f} MiB on {jax.devices()[0].device_kind}, a step without saves {quiet * 1e3:.0f} ms")
-    names = ("call of save, ms", "next step, ms", "other steps, ms", "whole save, ms", "kept waiting, %")
+    names = ("call of save, ms", "next step, ms", "other steps, ms", "whole save, ms", "loop blocked, %")
     for name, values in zip(names, zip(*rows, strict=True), strict=True):
         print(f"{name:16} {' '.join(f'{v:7.1f}' for v in values)}   median {statistics.median(values):.1f}")
 

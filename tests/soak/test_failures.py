@@ -1,4 +1,4 @@
-"""Refusals of the operating system end a run with one line and leave checkpoints intact, in real processes."""
+"""Errors of the operating system end a run with a one-line message and intact checkpoints, in real processes."""
 
 import os
 import re
@@ -13,12 +13,12 @@ from jaxtrain.cli import main
 from jaxtrain.runner.checkpoint import saved_steps
 from jaxtrain.runner.manifest import verify
 
+from .fork_server import ForkServer, fork_server
 from .test_kills import untimed
-from .zygote import Zygote, zygote
 
 TRAIN = "train digits-mlp --hidden 16 --batch-size 8 --log-every 1 --eval-every 50"
 
-# After the fourth step, files may no longer grow beyond these bytes.
+# After the fourth step, files are limited to 4000 bytes.
 LIMIT = """
 import resource
 from jaxtrain.runner import interval
@@ -31,7 +31,7 @@ def limited(self, metrics):
 interval.Interval.add = limited
 """
 
-# A mount of this process and its children alone: it goes with them.
+# A mount that only this process and its children see, and that ends with them.
 SMALL_DISK = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -43,7 +43,7 @@ if refused:
     open("refused", "w").close()
 """
 
-# Permissions bind root as well, once it has laid down CAP_DAC_OVERRIDE (1): capset(2), version 3.
+# Without CAP_DAC_OVERRIDE (1), permissions apply to root as well: capset(2), version 3.
 NO_PRIVILEGE = """
 import ctypes, struct
 libc = ctypes.CDLL(None, use_errno=True)
@@ -55,13 +55,13 @@ assert libc.capset(header, ctypes.create_string_buffer(struct.pack("6I", *words)
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory) -> Zygote:
-    with zygote(tmp_path_factory.mktemp("lives"), SMALL_DISK) as started:
+def server(tmp_path_factory) -> ForkServer:
+    with fork_server(tmp_path_factory.mktemp("runs"), SMALL_DISK) as started:
         yield started
 
 
 def error_line(text: str) -> str:
-    """Return the one line of an error."""
+    """Return the only error line of the output."""
     assert "Traceback" not in text, text
     assert "Error:" not in text, text
     (line,) = [line for line in text.splitlines() if line.startswith("jaxtrain:")]
@@ -76,58 +76,58 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_in_the_background_ends_the_run_in_one_line(lives):
+def test_a_failed_background_save_ends_the_run_with_a_one_line_error(server):
     command = f"{TRAIN} --steps 9 --save-every 2 --resume auto --out limited"
-    status, text = lives.run(command, LIMIT)
+    status, text = server.run(command, LIMIT)
     assert status == 1
-    # The limit may meet the save of step 4 still on its way.
-    last = whole_steps(lives.folder / "limited")[-1]
+    # The save of step 4 may still be in progress when the limit is set.
+    last = whole_steps(server.folder / "limited")[-1]
     assert last in (2, 4)
     assert (
         f"step {last + 2} could not be saved in limited (File too large): the checkpoint of step {last}"
         in error_line(text)
     )
     # Without the limit, the run resumes.
-    status, text = lives.run(command)
+    status, text = server.run(command)
     assert status == 0
     assert f"at step {last}" in text
-    assert [line["step"] for line in untimed(lives.folder / "limited")] == list(range(10))
+    assert [line["step"] for line in untimed(server.folder / "limited")] == list(range(10))
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_in_one_line_and_it_can_be_resumed(lives):
-    if (lives.folder / "refused").exists():
-        pytest.skip("no file system may be mounted here")
+def test_a_full_disk_ends_the_run_with_a_one_line_error_and_the_run_can_be_resumed(server):
+    if (server.folder / "refused").exists():
+        pytest.skip("needs permission to mount a file system")
     command = f"{TRAIN} --steps 40 --save-every 2 --resume auto"
-    status, text = lives.run(f"{command} --out small/run --keep-last 100")
+    status, text = server.run(f"{command} --out small/run --keep-last 100")
     assert status == 1
     assert "could not be saved in small/run (No space left on device): the checkpoint of step" in error_line(text)
-    run = Path(f"/proc/{lives.pid}/root{lives.folder}/small/run")
+    run = Path(f"/proc/{server.pid}/root{server.folder}/small/run")
     saved = whole_steps(run)
     assert saved == list(range(0, saved[-1] + 1, 2))
     assert 2 <= saved[-1] < 40
     for step in saved[:-2]:
         shutil.rmtree(run / "checkpoints" / str(step))
-    status, text = lives.run(f"{command} --out small/run --keep-last 2")
+    status, text = server.run(f"{command} --out small/run --keep-last 2")
     assert status == 0, text
     assert f"at step {saved[-1]}" in text
-    assert lives.run(f"{command} --out large")[0] == 0
-    assert untimed(run) == untimed(lives.folder / "large")
+    assert server.run(f"{command} --out large")[0] == 0
+    assert untimed(run) == untimed(server.folder / "large")
 
 
 @pytest.mark.slow
-def test_a_read_only_folder_is_one_line_and_exit_2(lives):
-    run = lives.folder / "read-only"
-    assert lives.run(f"{TRAIN} --steps 4 --out read-only")[0] == 0
+def test_a_read_only_folder_is_a_one_line_error_with_exit_status_2(server):
+    run = server.folder / "read-only"
+    assert server.run(f"{TRAIN} --steps 4 --out read-only")[0] == 0
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     folders = [run, *(p for p in run.rglob("*") if p.is_dir())]
     for path in [*folders, *before]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     for command in ("--resume --steps 8", "--resume auto --steps 8"):
-        status, text = lives.run(f"{TRAIN} {command} --out read-only", NO_PRIVILEGE)
+        status, text = server.run(f"{TRAIN} {command} --out read-only", NO_PRIVILEGE)
         assert status == 2
         assert "read-only cannot be written (Permission denied): choose another --out" in error_line(text)
-    status, text = lives.run(f"{TRAIN} --out read-only/inside", NO_PRIVILEGE)
+    status, text = server.run(f"{TRAIN} --out read-only/inside", NO_PRIVILEGE)
     assert status == 2
     assert "read-only cannot be written" in error_line(text)
     for path in folders:
@@ -136,39 +136,39 @@ def test_a_read_only_folder_is_one_line_and_exit_2(lives):
 
 
 @pytest.mark.slow
-def test_two_processes_never_share_a_run(lives, monkeypatch, capsys):
+def test_two_processes_never_share_a_run(server, monkeypatch, capsys):
     command = f"{TRAIN} --steps 100000 --save-every 5 --resume auto --out shared"
-    one = lives.start(command)
+    one = server.start(command)
     one.until(lambda: "step 7/" in one.text)
     with monkeypatch.context() as patched:
-        patched.chdir(lives.folder)
+        patched.chdir(server.folder)
         for other in (command, command.replace("--resume auto", "--resume")):
             assert main(other.split()) == 2
-            refused = f"shared is in use by pid {one.pid} on {os.uname().nodename}: wait for it"
-            assert refused in error_line(capsys.readouterr().err)
+            message = f"shared is in use by pid {one.pid} on {os.uname().nodename}: wait for it"
+            assert message in error_line(capsys.readouterr().err)
     one.send(signal.SIGKILL)
     assert one.wait() == -signal.SIGKILL
     # The kernel has released the lock.
-    life = lives.start(command)
-    life.until(lambda: re.search(r"resuming shared at step \d+\n(.*\n)*step \d+/", life.text) is not None)
-    life.send(signal.SIGTERM)
-    assert life.wait() == 128 + signal.SIGTERM, life.text
-    logged = [line["step"] for line in untimed(lives.folder / "shared")]
+    child = server.start(command)
+    child.until(lambda: re.search(r"resuming shared at step \d+\n(.*\n)*step \d+/", child.text) is not None)
+    child.send(signal.SIGTERM)
+    assert child.wait() == 128 + signal.SIGTERM, child.text
+    logged = [line["step"] for line in untimed(server.folder / "shared")]
     assert logged == list(range(len(logged)))
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_current_step(lives, number):
+def test_a_signal_saves_the_current_step(server, number):
     name = f"stopped-{number}"
-    life = lives.start(f"{TRAIN} --steps 100000 --save-every 100000 --out {name}")
-    life.until(lambda: "step 7/" in life.text)
-    life.send(number)
-    assert life.wait() == 128 + number
-    saved = whole_steps(lives.folder / name)
-    assert f"stopped and saved at step {saved[-1]}" in life.text
+    child = server.start(f"{TRAIN} --steps 100000 --save-every 100000 --out {name}")
+    child.until(lambda: "step 7/" in child.text)
+    child.send(number)
+    assert child.wait() == 128 + number
+    saved = whole_steps(server.folder / name)
+    assert f"stopped and saved at step {saved[-1]}" in child.text
     assert saved[-1] >= 7
-    assert (lives.folder / name / "lock").read_text().startswith(f"pid {life.pid} on ")
+    assert (server.folder / name / "lock").read_text().startswith(f"pid {child.pid} on ")
 
 
 SLOW_SAVE = """
@@ -185,21 +185,21 @@ checkpoint.write_manifest = slow
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_run_at_once_even_in_its_save(lives):
+def test_a_second_signal_ends_a_run_immediately_even_during_a_save(server):
     command = f"{TRAIN} --steps 100000 --save-every 100000 --out twice"
-    life = lives.start(command, SLOW_SAVE)
-    life.until(lambda: "step 7/" in life.text)
-    life.send(signal.SIGINT)
-    life.until((lives.folder / "saving").exists)
+    child = server.start(command, SLOW_SAVE)
+    child.until(lambda: "step 7/" in child.text)
+    child.send(signal.SIGINT)
+    child.until((server.folder / "saving").exists)
     begin = time.perf_counter()
-    life.send(signal.SIGINT)
-    assert life.wait() == -signal.SIGINT
+    child.send(signal.SIGINT)
+    assert child.wait() == -signal.SIGINT
     assert time.perf_counter() - begin < 15
-    assert whole_steps(lives.folder / "twice") == [0]
-    status, text = lives.run("train --resume auto --steps 100000 --out twice", SIGTERM_AT_STEP_9)
+    assert whole_steps(server.folder / "twice") == [0]
+    status, text = server.run("train --resume auto --steps 100000 --out twice", SIGTERM_AT_STEP_9)
     assert status == 128 + signal.SIGTERM
     assert "at step 0" in text
-    assert untimed(lives.folder / "twice") == untimed_prefix(lives, 9)
+    assert untimed(server.folder / "twice") == untimed_prefix(server, 9)
 
 
 SIGTERM_AT_STEP_9 = """
@@ -215,8 +215,8 @@ interval.Interval.add = stopping
 """
 
 
-def untimed_prefix(lives: Zygote, step: int) -> list[dict]:
-    """The first lines of a run that was never disturbed."""
-    status, _ = lives.run(f"{TRAIN} --steps 100000 --save-every 100000 --out undisturbed", SIGTERM_AT_STEP_9)
+def untimed_prefix(server: ForkServer, step: int) -> list[dict]:
+    """Return the first lines of an uninterrupted run."""
+    status, _ = server.run(f"{TRAIN} --steps 100000 --save-every 100000 --out uninterrupted", SIGTERM_AT_STEP_9)
     assert status == 128 + signal.SIGTERM
-    return untimed(lives.folder / "undisturbed")[: step + 1]
+    return untimed(server.folder / "uninterrupted")[: step + 1]

@@ -1,4 +1,4 @@
-"""The accumulation window: k weighted micro-batches equal the one big batch."""
+"""An accumulation window of k weighted micro-batches equals one big batch."""
 
 import functools
 
@@ -48,7 +48,7 @@ def check_window(k, mask):
 @pytest.mark.parametrize("k", [2, 3, 4, 12])
 @settings(max_examples=25)
 @given(mask=arrays(np.int32, ROWS, elements=st.integers(0, 3)))
-def test_a_weighted_window_is_the_one_big_batch(k, mask):
+def test_a_weighted_window_equals_one_big_batch(k, mask):
     check_window(k, mask)
 
 
@@ -61,7 +61,7 @@ def test_micro_batches_of_weight_zero_have_no_effect(masked):
 
 @settings(max_examples=25)
 @given(mask=arrays(np.float64, ROWS, elements=st.floats(0.01, 5)))
-def test_fractional_weights_lose_no_digit_of_float64(mask):
+def test_fractional_weights_keep_float64_precision(mask):
     x, y, w = INPUTS, TARGETS, np.array([0.3, -0.2, 0.1])
     out = np.tanh(x @ w)
     gradient = ((2 * mask * (out - y) * (1 - out**2)) @ x) / mask.sum()
@@ -85,7 +85,7 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
             window, {"w": jnp.asarray(gradient)}, jt.Loss(jnp.float32(weight), jnp.float32(weight)), k
         )
     weight = sum(w for _, w in micro_batches)
-    # Whole numbers, so that float32 rounds nowhere but in the division, for which XLA takes a reciprocal.
+    # Integers, so that float32 rounds only in the division, which XLA computes with a reciprocal.
     total = sum((g * w * k for g, w in micro_batches), np.zeros(3, np.float32))
     np.testing.assert_array_equal(window.sums.acc_grads["w"], total)
     np.testing.assert_array_max_ulp(
@@ -97,31 +97,31 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("position", range(3))
-def test_a_non_finite_micro_batch_shows_in_its_window_and_leaves_nothing_in_the_next(bad, position):
+def test_a_nonfinite_micro_batch_affects_its_own_window_only(bad, position):
     params = {"w": jnp.zeros(2), "b": jnp.zeros(1)}
 
-    def window_of(planted):
+    def window_of(inject):
         window = accumulate.open_window(params)
         for i in range(3):
-            w = jnp.array([1.0, bad if planted and i == position else 2.0])
+            w = jnp.array([1.0, bad if inject and i == position else 2.0])
             window = accumulate.add_micro_batch(
                 window, {"w": w, "b": jnp.ones(1)}, jt.Loss(jnp.float32(1), jnp.float32(2)), 3
             )
         return accumulate.mean_gradient(window)
 
-    clean = window_of(planted=False)
-    poisoned = window_of(planted=True)
+    clean = window_of(inject=False)
+    poisoned = window_of(inject=True)
     assert not np.isfinite(poisoned["w"][1])
     assert np.isfinite(poisoned["b"]).all()
-    after = window_of(planted=False)
+    after = window_of(inject=False)
     np.testing.assert_array_equal(after["w"], clean["w"])
     np.testing.assert_array_equal(clean["w"], [3.0, 6.0])
 
 
-def test_multisteps_is_poisoned():
-    """Why every window has new sums: `optax.MultiSteps` resets by multiplication, and 0 · inf is NaN.
+def test_optax_multisteps_stays_nan_after_an_inf():
+    """`optax.MultiSteps` resets its sums by multiplication, and 0 · inf is NaN: `accumulate` creates new sums instead.
 
-    It fails once optax fixes that: then `accumulate` may use one window for the whole run.
+    Once optax fixes this, the test fails, and `accumulate` may use one window for the whole run.
     """
     optimizer = optax.MultiSteps(optax.sgd(1.0), 2)
     trace = []
@@ -136,7 +136,7 @@ def test_multisteps_is_poisoned():
 
 
 @pytest.mark.parametrize(("rows", "k"), [(10, 4), (2, 4), (3, 2)])
-def test_a_batch_that_k_does_not_divide_is_the_users_error_with_both_numbers(rows, k):
+def test_a_batch_size_not_divisible_by_k_is_refused(rows, k):
     step = jt.train_step(masked_loss, optax.sgd(1.0), accumulate=k)
     batch = {"x": np.ones((rows, 3), np.float32), "y": np.ones(rows, np.float32), "mask": np.ones(rows, np.float32)}
     with pytest.raises(
@@ -145,7 +145,7 @@ def test_a_batch_that_k_does_not_divide_is_the_users_error_with_both_numbers(row
         step(step.init({"w": np.zeros(3, np.float32)}), batch)
 
 
-def test_a_batch_leaf_without_rows_is_the_users_error():
+def test_a_scalar_batch_leaf_is_refused():
     with pytest.raises(jt.UserError, match=r"^temperature is a scalar, which cannot be split into 2 micro-batches"):
         accumulate.split_batch({"x": jnp.ones((4, 2)), "temperature": jnp.ones(())}, 2)
 
@@ -173,7 +173,7 @@ def draws(ks, seed=0):
     return np.asarray(state.model_state)
 
 
-def test_every_micro_batch_draws_its_own_and_grouping_does_not_matter():
+def test_random_draws_differ_by_micro_batch_and_do_not_depend_on_windows():
     one_by_one = draws([1] * 12)
     assert len(set(one_by_one.tolist())) == 12
     np.testing.assert_array_equal(draws([4, 4, 4]), one_by_one)

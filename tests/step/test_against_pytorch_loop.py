@@ -1,8 +1,8 @@
-"""The step and the PyTorch loop it replaces are in the same state after every update of random histories.
+"""The step and the PyTorch loop it replaces have the same state after every update of random histories.
 
 The loop is the one a PyTorch user writes: `GradScaler`, `backward` per micro-batch, `unscale_`, `clip_grad_norm_`,
-`step`, `update`. In float64, so that rounding is 1e-16 and a wrong meaning has nowhere to hide. JAXTRAIN_SEQUENCES sets
-how many histories are drawn.
+`step`, `update`. Both run in float64, where rounding errors are about 1e-16 and any semantic difference is larger.
+JAXTRAIN_SEQUENCES sets the number of histories.
 """
 
 import functools
@@ -53,10 +53,10 @@ MICRO = st.builds(
     weights=st.sampled_from(WEIGHTS),
     poison=st.sampled_from((None,) * 27 + tuple(POISONS)[1:]),
 )
-# Short histories to shrink to, long ones to grow the scale in.
+# Short histories simplify counterexamples; in long ones the scale grows.
 MICROS = st.lists(MICRO, max_size=MAX_MICROS // 2) | st.lists(MICRO, min_size=MAX_MICROS // 2, max_size=MAX_MICROS)
 INTERVALS = st.integers(2, 5)
-# 1000: its reciprocal is rounded to float32, on both sides.
+# The reciprocal of 1000 is rounded to float32 on both sides.
 SCALES = st.sampled_from([2.0**16, 1.0, 1000.0, 2.0**-20, 2.0**90])
 
 
@@ -74,7 +74,7 @@ def loss_fn(params, batch, rng):
 
 
 class TorchLoop:
-    """The PyTorch loop."""
+    """The training loop of a PyTorch user."""
 
     def __init__(self, optimizer, clip_norm, init_scale, interval):
         self.params = {name: torch.tensor(p, requires_grad=True) for name, p in INIT.items()}
@@ -112,9 +112,10 @@ class TorchLoop:
     def numbers(self):
         """Return parameters and moments, each as a vector."""
         params = [p.detach() for p in self.params.values()]
-        kept = [self.optimizer.state[p] for p in self.params.values()]
+        states = [self.optimizer.state[p] for p in self.params.values()]
         moments = [
-            [k.get(name, torch.zeros_like(p)) for k, p in zip(kept, params, strict=True)] for name in self.moment_names
+            [s.get(name, torch.zeros_like(p)) for s, p in zip(states, params, strict=True)]
+            for name in self.moment_names
         ]
         return [torch.cat(leaves).numpy() for leaves in (params, *moments)]
 
@@ -133,7 +134,7 @@ def our_numbers(state):
 
 @functools.cache
 def compiled(optimizer, clip_norm, interval):
-    """micro and flush with k as an argument of the schedule, so that all schedules share one program."""
+    """Return micro and flush with the schedule of k as an argument, so that all schedules share one program."""
 
     def step(lengths):
         return our_step(optimizer, clip_norm, interval, lambda applied: lengths[applied])
@@ -146,7 +147,7 @@ def compiled(optimizer, clip_norm, interval):
 
 @functools.cache
 def initial(optimizer, streaming):
-    """Return a new state, the same for every interval and bound."""
+    """Return a new state, which is the same for every growth interval and clip_norm."""
     return jax.device_get(our_step(optimizer, None, 2, 1).init(INIT, streaming=streaming))
 
 
@@ -161,21 +162,21 @@ def check_update(state, metrics, loop, window):
     used, before = loop.scaler.get_scale(), loop.applied
     norm = loop.update(window)
     clean = loop.applied > before
-    theirs = loop.scaler.state_dict()
+    scaler = loop.scaler.state_dict()
     assert float(metrics["loss_scale"]) == used
     assert bool(metrics["skipped"]) is not clean
     assert int(metrics["applied"]) == loop.applied
-    assert float(state.loss_scale.scale) == theirs["scale"]
-    assert int(state.loss_scale.growth_tracker) == theirs["_growth_tracker"]
+    assert float(state.loss_scale.scale) == scaler["scale"]
+    assert int(state.loss_scale.growth_tracker) == scaler["_growth_tracker"]
     if clean:
         np.testing.assert_allclose(float(metrics["grad_norm"]), norm, rtol=TOLERANCE)
     if hasattr(state.opt_state[0], "mu"):
         assert int(state.opt_state[0].count) == loop.applied
-    for ours, torchs in zip(our_numbers(state), loop.numbers(), strict=True):
-        np.testing.assert_allclose(ours, torchs, rtol=0, atol=TOLERANCE * np.abs(torchs).max())
+    for ours, theirs in zip(our_numbers(state), loop.numbers(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE * np.abs(theirs).max())
     event(f"a window of {len(window)}")
     event("applied" if clean else "skipped")
-    if theirs["scale"] > used:
+    if scaler["scale"] > used:
         event("the scale grew")
 
 
@@ -196,7 +197,7 @@ DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, Hea
 def test_every_update_of_streamed_windows_equals_that_of_a_pytorch_loop(
     optimizer, clip_norm, micros, flushes, schedule, init_scale, interval
 ):
-    """k follows a schedule of applied updates; a flush closes a window short, or does nothing to an empty one."""
+    """k follows a schedule of applied updates; a flush applies a short window and does nothing to an empty one."""
     lengths = np.resize(np.array(schedule, np.int32), MAX_MICROS + 1)
     micro, flush = compiled(optimizer, clip_norm, interval)
     loop = TorchLoop(optimizer, clip_norm, init_scale, interval)
@@ -215,7 +216,7 @@ def test_every_update_of_streamed_windows_equals_that_of_a_pytorch_loop(
                 assert bool(metrics["updated"]) is bool(window)
                 if window:
                     check_update(state, metrics, loop, window)
-                    event("a window closed short")
+                    event("a short window")
                 window = []
 
 

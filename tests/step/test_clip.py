@@ -12,14 +12,14 @@ from hypothesis.extra.numpy import arrays
 
 from jaxtrain.step.clip import clip_grad_norm
 
-# Whose squares, and whose clipped values, neither over- nor underflow in float64.
+# Their squares and clipped values neither overflow nor underflow in float64.
 MAGNITUDES = st.one_of(st.just(0.0), st.floats(1e-120, 1e120))
 SIGNED = st.builds(lambda m, negative: -m if negative else m, MAGNITUDES, st.booleans())
 
 clip = jax.jit(clip_grad_norm)
 
 
-def torchs(grads, max_norm):
+def torch_clip(grads, max_norm):
     parameters = []
     for g in grads.values():
         parameters.append(torch.nn.Parameter(torch.zeros(g.shape, dtype=torch.tensor(g).dtype)))
@@ -29,7 +29,7 @@ def torchs(grads, max_norm):
 
 
 def check(grads, max_norm):
-    expected, expected_norm = torchs(grads, max_norm)
+    expected, expected_norm = torch_clip(grads, max_norm)
     with jax.enable_x64(True):
         clipped, norm = clip(grads, np.float64(max_norm))
     np.testing.assert_allclose(norm, expected_norm, rtol=1e-14)
@@ -45,15 +45,15 @@ def check(grads, max_norm):
     arrays(np.float64, (), elements=SIGNED),
     st.floats(1e-12, 1e12),
 )
-def test_clipping_equals_torchs_in_float64(w, b, scalar, max_norm):
+def test_clipping_equals_pytorch_in_float64(w, b, scalar, max_norm):
     check({"w": w, "b": b, "scalar": scalar}, max_norm)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-6, 1e-3, 1.0, 1e6])
-def test_clipping_equals_torchs_about_the_bound(max_norm, scale):
+def test_clipping_equals_pytorch_near_the_bound(max_norm, scale):
     check({"w": np.array([3.0, -4.0]) * scale, "b": np.zeros(2)}, max_norm)
-    # At the very bound the 1e-6 shows: the gradient shrinks although it is not over it.
+    # At the bound itself PyTorch's 1e-6 matters: the gradient shrinks although its norm does not exceed the bound.
     check({"w": np.array([0.6, -0.8]) * max_norm, "b": np.zeros(2)}, max_norm)
 
 
@@ -63,14 +63,14 @@ def test_zero_gradients_stay_zero():
     assert float(norm) == 0
 
 
-def test_gradients_within_the_bound_keep_every_bit():
+def test_gradients_within_the_bound_are_bit_identical():
     grads = {"w": jnp.array([1e-20, -0.0, 0.1]), "b": jnp.array([0.3])}
     clipped, _ = clip_grad_norm(grads, 1.0)
     for name, g in grads.items():
         assert np.asarray(clipped[name]).tobytes() == np.asarray(g).tobytes()
 
 
-def test_without_a_bound_it_measures_only():
+def test_without_a_bound_only_the_norm_is_computed():
     grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
     clipped, norm = clip_grad_norm(grads, None)
     assert clipped is grads

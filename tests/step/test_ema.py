@@ -19,7 +19,7 @@ def loss_fn(params, batch, rng):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
-def test_six_updates_leave_pytorchs_average(decay, streaming):
+def test_the_average_equals_pytorchs_after_every_update(decay, streaming):
     model = torch.nn.Linear(3, 1, bias=False).double()
     torch.nn.init.constant_(model.weight, 0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
@@ -41,7 +41,7 @@ def test_six_updates_leave_pytorchs_average(decay, streaming):
             assert np.linalg.norm(np.asarray(state.ema["w"]) - expected) <= 1e-14 * np.linalg.norm(expected)
 
 
-def test_a_skipped_update_does_not_move_it_and_a_skipped_first_one_is_not_the_first():
+def test_skipped_updates_do_not_change_the_average_or_count_as_the_first():
     step = jt.train_step(loss_fn, optax.sgd(0.1), ema=0.9, loss_scale=jt.dynamic_loss_scale(2.0))
     good = [batch.astype(np.float32) for batch in BATCHES]
     bad = np.full_like(good[0], np.inf)
@@ -56,7 +56,7 @@ def test_a_skipped_update_does_not_move_it_and_a_skipped_first_one_is_not_the_fi
     np.testing.assert_array_equal(clean.ema["w"], skipping.ema["w"])
 
 
-def test_it_is_evaluated_in_the_parameters_place_and_leaves_the_training_alone():
+def test_the_average_can_be_evaluated_and_does_not_change_training():
     with_ema, without = (jt.train_step(loss_fn, optax.sgd(0.1), ema=decay) for decay in (0.9, None))
     a, b = with_ema.init({"w": np.full((3, 1), 0.5)}), without.init({"w": np.full((3, 1), 0.5)})
     for batch in BATCHES.astype(np.float32):
@@ -71,7 +71,7 @@ def test_it_is_evaluated_in_the_parameters_place_and_leaves_the_training_alone()
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
-def test_an_ema_outside_its_range_is_a_user_error(decay):
+def test_an_ema_decay_outside_its_range_is_refused(decay):
     with pytest.raises(jt.UserError, match="ema"):
         jt.train_step(loss_fn, optax.sgd(0.1), ema=decay)
 

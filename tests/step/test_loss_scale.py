@@ -28,8 +28,8 @@ from jaxtrain.step.loss_scale import (
 from jaxtrain.step.nonfinite import all_finite, locate_nonfinite
 
 TRACES, UPDATES = 8, 24
-# The factors multiply at most UPDATES times, so that no scale leaves float32's normal range downwards: there XLA's CPU
-# backend flushes to zero what PyTorch keeps.
+# The factors multiply at most UPDATES times, so that no scale becomes subnormal: XLA's CPU backend flushes subnormals
+# to zero, PyTorch does not.
 SCALES = st.floats(2.0**-40, float(np.finfo(np.float32).max), width=32)
 GRADIENTS = st.floats(-(2.0**60), 2.0**60, width=32).map(lambda g: g if abs(g) > 2.0**-60 else 0.0)
 BAD = st.sampled_from([np.inf, -np.inf, np.nan])
@@ -37,7 +37,7 @@ BAD = st.sampled_from([np.inf, -np.inf, np.nan])
 
 @functools.cache
 def our_trace(growth_factor, backoff_factor):
-    """(scales, trackers, infs, interval) → scales and trackers after every update, all traces at once."""
+    """Return a function (scales, trackers, infs, interval) → scales and trackers after every update of all traces."""
 
     def trace(scale, tracker, infs, interval):
         scaler = dynamic_loss_scale(1.0, growth_factor, backoff_factor, interval)
@@ -65,8 +65,8 @@ def torch_trace(scale, tracker, infs, interval, growth_factor, backoff_factor):
 def check_traces(factors, scales, trackers, infs, interval):
     ours = our_trace(*factors)(scales, trackers, infs, np.int32(interval))
     theirs = [torch_trace(*trace, interval, *factors) for trace in zip(scales, trackers, infs, strict=True)]
-    for mine, torchs in zip(ours, zip(*theirs, strict=True), strict=True):
-        np.testing.assert_array_equal(mine, np.stack(torchs))
+    for actual, expected in zip(ours, zip(*theirs, strict=True), strict=True):
+        np.testing.assert_array_equal(actual, np.stack(expected))
 
 
 TRACE = {
@@ -88,7 +88,7 @@ def test_scale_trace_equals_torch(factors, scales, trackers, infs, interval):
 @pytest.mark.parametrize("factors", [(1.1, 0.9), (1.7, 0.3)])
 @settings(max_examples=30)
 @given(**TRACE)
-def test_scale_trace_equals_torch_for_factors_that_float32_cannot_hold(factors, scales, trackers, infs, interval):
+def test_scale_trace_equals_torch_for_factors_not_representable_in_float32(factors, scales, trackers, infs, interval):
     check_traces(factors, scales, trackers, infs, interval)
 
 
@@ -121,7 +121,7 @@ def test_scale_trace_equals_torch_over_ten_thousand_updates_at_the_default_inter
     assert final.skipped == infs.sum()
 
 
-def test_growth_is_refused_where_it_would_not_be_finite():
+def test_the_scale_does_not_grow_to_infinity():
     scales, trackers = our_trace(2.0, 0.5)(
         np.full(1, 2.0**127, np.float32), np.zeros(1, np.int32), np.zeros((1, UPDATES), bool), np.int32(2)
     )
@@ -143,64 +143,64 @@ def unscale(scale, grads):
     arrays(np.float32, (2, 3), elements=GRADIENTS),
     st.lists(st.tuples(st.sampled_from("wb"), st.integers(0, 5), BAD), max_size=2),
 )
-def test_unscaling_and_found_inf_equal_torchs(scale, w, b, planted):
+def test_unscaling_and_found_inf_equal_torch(scale, w, b, injected):
     grads = {"w": w.copy(), "b": b.copy()}
-    for leaf, i, bad in planted:
+    for leaf, i, bad in injected:
         grads[leaf].flat[i] = bad
     theirs = {name: torch.tensor(g) for name, g in grads.items()}
     found = torch.zeros(())
     inverse = torch.tensor(scale).double().reciprocal().float()
     torch._amp_foreach_non_finite_check_and_unscale_(list(theirs.values()), found, inverse)
 
-    ours, found_here, finite_after = unscale(np.float32(scale), grads)
+    ours, our_found, finite_after = unscale(np.float32(scale), grads)
     for name, g in theirs.items():
         np.testing.assert_array_equal(ours[name], g.numpy())
-    assert bool(found_here) == bool(found) == bool(planted)
-    assert bool(finite_after) != bool(planted)
+    assert bool(our_found) == bool(found) == bool(injected)
+    assert bool(finite_after) != bool(injected)
 
 
-def test_what_only_unscaling_makes_infinite_is_no_overflow_as_in_torch():
+def test_an_infinity_created_by_unscaling_is_not_an_overflow_as_in_torch():
     grads = {"w": np.array([1e30, 1.0], np.float32)}
     found = torch.zeros(())
     theirs = torch.tensor(grads["w"])
     torch._amp_foreach_non_finite_check_and_unscale_([theirs], found, torch.tensor(2.0**40))
-    ours, found_here, _ = unscale(np.float32(2.0**-40), grads)
+    ours, our_found, _ = unscale(np.float32(2.0**-40), grads)
     np.testing.assert_array_equal(ours["w"], theirs.numpy())
     assert np.isinf(ours["w"][0])
-    assert bool(found_here) == bool(found) is False
+    assert bool(our_found) == bool(found) is False
 
 
-def test_unscaling_keeps_float32_whatever_the_scale():
+def test_unscaled_gradients_stay_float32():
     grads, found, _ = unscale(np.float32(3.0), {"w": jnp.ones(2)})
     assert grads["w"].dtype == np.float32
     assert found.dtype == bool
 
 
-def test_a_scaler_without_gradients_finds_nothing():
+def test_an_empty_tree_is_all_finite():
     assert all_finite({})
 
 
-def test_disabled_does_nothing_at_all():
+def test_no_loss_scale_returns_the_gradients_and_an_empty_state():
     scaler = no_loss_scale()
     grads = {"w": jnp.array([jnp.inf, -0.0])}
     state = scaler.init(grads)
     unscaled, after = scaler.update(grads, state)
     assert unscaled["w"] is grads["w"]
     assert jax.tree.leaves(after) == []
-    # Python constants, so that not one operation of the step depends on them.
+    # Python constants, so that no operation of the step depends on them.
     assert current_scale(after) == 1.0
     assert isinstance(current_scale(after), float)
     assert found_inf(after) is False
 
 
-# --- Bounds, a scale that stays, none at all.
+# --- Bounded, static and disabled scales.
 
 PATTERN = st.lists(st.booleans(), min_size=1, max_size=UPDATES).map(lambda infs: infs + [False] * (UPDATES - len(infs)))
 
 
 @functools.cache
-def follow(make):
-    """(a scaler's settings, infs) → its states after every update, in one compiled program for each `make`."""
+def scaler_states(make):
+    """Return a function (settings of a scaler, infs) → its states after every update, compiled once for each `make`."""
 
     def states(settings, infs):
         scaler = make(*settings)
@@ -223,20 +223,20 @@ def unbounded(init_scale):
 
 
 @given(st.floats(0.75, 100, width=32), PATTERN)
-def test_the_scale_stays_in_its_bounds_and_moves_as_pytorchs_within_them(scale, infs):
-    scales = follow(bounded)((scale,), np.array(infs)).scale
+def test_a_bounded_scale_equals_pytorchs_clipped_to_its_bounds(scale, infs):
+    scales = scaler_states(bounded)((scale,), np.array(infs)).scale
     low, high = np.float32(0.7), np.float32(100.1)
     before = np.float32(scale)
     tracker = 0
     for inf, after in zip(infs, np.array(scales), strict=True):
-        (moved,), (tracker,) = torch_trace(before, np.int32(tracker), [inf], 2, 3.0, 0.3)
-        assert after == np.clip(moved, low, high)
+        (unbounded_scale,), (tracker,) = torch_trace(before, np.int32(tracker), [inf], 2, 3.0, 0.3)
+        assert after == np.clip(unbounded_scale, low, high)
         before = after
 
 
 @given(st.floats(2.0**-10, 2.0**10, width=32), PATTERN)
-def test_a_static_scale_never_moves_and_still_finds_and_counts(scale, infs):
-    states = follow(static_loss_scale)((scale,), np.array(infs))
+def test_a_static_scale_is_constant_and_still_detects_and_counts_overflows(scale, infs):
+    states = scaler_states(static_loss_scale)((scale,), np.array(infs))
     np.testing.assert_array_equal(states.scale, np.full(UPDATES, scale, np.float32))
     np.testing.assert_array_equal(states.found_inf, infs)
     np.testing.assert_array_equal(states.skipped, np.cumsum(infs))
@@ -244,24 +244,24 @@ def test_a_static_scale_never_moves_and_still_finds_and_counts(scale, infs):
 
 @given(PATTERN)
 def test_consecutive_counts_the_skips_since_the_last_clean_update(infs):
-    states = follow(unbounded)((8.0,), np.array(infs))
+    states = scaler_states(unbounded)((8.0,), np.array(infs))
     expected = [i + 1 - max([j + 1 for j in range(i + 1) if not infs[j]], default=0) for i in range(UPDATES)]
     np.testing.assert_array_equal(states.consecutive, expected)
     assert states.consecutive.dtype == np.int32
 
 
-def test_a_floor_holds_where_pytorchs_scale_falls_to_zero():
+def test_min_scale_prevents_a_scale_of_zero():
     infs = np.ones(400, bool)
-    assert follow(unbounded)((1.0,), infs).scale[-1] == 0
-    assert follow(bounded)((1.0,), infs).scale[-1] == np.float32(0.7)
+    assert scaler_states(unbounded)((1.0,), infs).scale[-1] == 0
+    assert scaler_states(bounded)((1.0,), infs).scale[-1] == np.float32(0.7)
 
 
-def test_a_ceiling_above_the_reach_of_growth_is_reached():
+def test_growth_beyond_float32_stops_at_max_scale():
     scaler = dynamic_loss_scale(2.0**127, growth_interval=1, max_scale=3e38)
     assert scaler.update(jnp.ones(1), scaler.init(None))[1].scale == np.float32(3e38)
 
 
-def test_a_static_scale_skips_in_a_training_step():
+def test_a_training_step_with_a_static_scale_skips_overflows():
     step = jt.train_step(
         lambda params, batch, rng: (jt.Loss((batch @ params).sum(), len(batch)), {}),
         optax.sgd(0.5),
@@ -276,7 +276,7 @@ def test_a_static_scale_skips_in_a_training_step():
 
 
 @given(arrays(np.float32, 5, elements=st.floats(width=32)))
-def test_not_enabled_is_the_identity(grads):
+def test_a_disabled_scaler_is_the_identity(grads):
     scaler = dynamic_loss_scale(-1, 0, 7, 0, enabled=False)
     state = scaler.init(grads)
     assert scaler.update(grads, state) == (grads, state)
@@ -287,17 +287,17 @@ def test_not_enabled_is_the_identity(grads):
     assert state_dict(scaler, state) == {}
 
 
-def test_a_scaler_is_a_link_of_an_optax_chain():
+def test_a_scaler_works_in_an_optax_chain():
     chain = optax.chain(dynamic_loss_scale(4.0, min_scale=1.0), optax.sgd(1.0))
     updates, _ = chain.update(jnp.full(1, 8.0), chain.init(jnp.ones(1)))
     assert float(updates[0]) == -2
 
 
-# --- To PyTorch and back.
+# --- State dicts of PyTorch.
 
 
 class TorchScaler:
-    """Create a GradScaler, and a parameter whose gradient is 1 or inf."""
+    """A GradScaler with one parameter, whose gradient is 1 or inf."""
 
     def __init__(self, **settings):
         self.scaler = torch.amp.GradScaler("cpu", **settings)
@@ -325,9 +325,9 @@ def ours_after(scaler, infs):
     st.lists(st.booleans(), max_size=6),
     st.lists(st.booleans(), max_size=6),
 )
-def test_state_dicts_go_to_pytorch_and_back_and_both_continue_alike(factors, interval, before, after):
-    how = dict(zip(("growth_factor", "backoff_factor"), factors, strict=True), growth_interval=interval)
-    first = TorchScaler(init_scale=1000.0, **how)
+def test_both_frameworks_continue_equally_from_exchanged_state_dicts(factors, interval, before, after):
+    options = dict(zip(("growth_factor", "backoff_factor"), factors, strict=True), growth_interval=interval)
+    first = TorchScaler(init_scale=1000.0, **options)
     for inf in before:
         first.update(inf)
     saved = first.scaler.state_dict()
@@ -345,7 +345,7 @@ def test_state_dicts_go_to_pytorch_and_back_and_both_continue_alike(factors, int
     assert ours_after(scaler, after) == first.scaler.state_dict() == second.scaler.state_dict()
 
 
-def test_what_a_static_scale_saves_is_static_in_pytorch_and_here():
+def test_the_state_dict_of_a_static_scale_is_static_in_both_frameworks():
     saved = ours_after(static_loss_scale(48.0), [True, False])
     theirs = TorchScaler(growth_interval=1)
     theirs.scaler.load_state_dict({**saved, "growth_interval": 1})
@@ -401,7 +401,7 @@ def test_an_invalid_value_raises_one_line_with_the_value_and_the_remedy(message)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("exponent", [-100, -20, 0, 16, 64, 65, 100, 126, 127])
 @pytest.mark.parametrize("mantissa", [1.0, 1.7])
-def test_unscaling_equals_grad_scalers_at_every_normal_scale(exponent, mantissa):
+def test_unscaling_equals_grad_scaler_at_every_normal_scale(exponent, mantissa):
     scale = np.float32(mantissa * 2.0**exponent)
     true = np.float32([1e-3, 1.0, -3.7])
     scaled = np.clip(true.astype(np.float64) * scale, -3e38, 3e38).astype(np.float32)
@@ -412,7 +412,7 @@ def test_unscaling_equals_grad_scalers_at_every_normal_scale(exponent, mantissa)
     theirs.unscale_(torch.optim.SGD([parameter], lr=1.0))
     ours = jt.dynamic_loss_scale(init_scale=float(scale))
     unscaled, _ = jax.jit(ours.update)(jnp.asarray(scaled), ours.init(None))
-    if 1 / scale >= np.finfo(np.float32).tiny:  # below, PyTorch's own reciprocal has lost digits
+    if 1 / scale >= np.finfo(np.float32).tiny:  # below, PyTorch's reciprocal is subnormal and less precise
         np.testing.assert_array_max_ulp(np.asarray(unscaled), parameter.grad.numpy(), maxulp=1)
     truth = (scaled.astype(np.float64) / scale).astype(np.float32)
     np.testing.assert_array_max_ulp(np.asarray(unscaled), truth, maxulp=2)

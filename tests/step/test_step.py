@@ -38,7 +38,7 @@ def squared_error(out, batch):
     return jt.Loss(((out - batch["y"]) ** 2).sum(), weight=len(out)), {}
 
 
-# --- A loss_fn from any library trains as by hand.
+# --- Models of any library.
 
 
 class LinenMLP(nn.Module):
@@ -83,7 +83,7 @@ def from_bare_arrays():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", [from_nnx_state, from_nnx_functional, from_linen, from_equinox, from_bare_arrays])
-def test_a_loss_fn_of_any_library_trains_as_a_hand_written_optax_loop(library):
+def test_training_with_any_library_equals_a_hand_written_optax_loop(library):
     with jax.enable_x64(True):
         params, loss_fn = library()
         params = jax.tree.map(lambda x: x.astype(np.float64), params)
@@ -124,7 +124,7 @@ def test_adamw_with_clipping_and_uneven_accumulation_equals_a_pytorch_loop():
     random = np.random.default_rng(1)
     w1, w2 = random.normal(size=(5, 8)), random.normal(size=(8, 3))
     x, labels = random.normal(size=(steps, rows, 5)), random.integers(0, 3, size=(steps, rows))
-    # Uneven weights, and in every window one micro-batch of none.
+    # Uneven weights; one micro-batch of every window has weight 0.
     mask = (random.random((steps, rows)) < 0.6).astype(np.float64)
     mask[np.arange(steps)[:, None], (np.arange(steps) % k * 4)[:, None] + np.arange(4)] = 0
 
@@ -182,7 +182,7 @@ def powers_of_two_step(k):
     kind=st.sampled_from([np.inf, -np.inf, np.nan]),
 )
 def test_windows_with_overflows_equal_a_pytorch_loop_with_grad_scaler_to_the_bit(k, data, bad, kind):
-    # Powers of two and whole numbers: neither side rounds, in whatever order it adds.
+    # Powers of two and integers: neither side rounds, whatever the order of its sums.
     batches = np.array(data, np.float32)
     batches.flat[[i for i in bad if i < batches.size]] = kind
     params = torch.nn.Parameter(torch.zeros(1))
@@ -207,7 +207,7 @@ def test_windows_with_overflows_equal_a_pytorch_loop_with_grad_scaler_to_the_bit
     assert int(metrics["applied"]) == np.isfinite(batches).all(axis=1).sum()
 
 
-# --- Skips.
+# --- Skipped updates.
 
 
 def adam_with_schedule():
@@ -229,7 +229,7 @@ def scaled_state():
     return scaled_step().init({"w": random.normal(size=(4, 8)), "v": v, "b": np.array([-0.0, 0.0], np.float32)})
 
 
-def planted(bad, row):
+def batch_with(bad, row):
     batch = copy.deepcopy(BATCH32)
     batch["x"][row, 1] = bad
     return batch
@@ -237,14 +237,14 @@ def planted(bad, row):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("row", [0, 5, 11])
-def test_a_skip_freezes_everything_but_the_scale_which_halves(bad, row):
+def test_a_skipped_update_changes_only_the_loss_scale_which_is_halved(bad, row):
     state, _ = scaled_step()(scaled_state(), BATCH32)
-    # Zeros of either sign, which an update of zero would not keep.
+    # Zeros of either sign, whose signs an update of zero would not preserve.
     state = state._replace(params={**state.params, "b": jnp.array([-0.0, 0.0])})
     adam, *rest = state.opt_state
     state = state._replace(opt_state=(adam._replace(mu={**adam.mu, "b": jnp.array([-0.0, 0.0])}), *rest))
     before = jax.device_get(state)
-    state, metrics = scaled_step()(state, planted(bad, row))
+    state, metrics = scaled_step()(state, batch_with(bad, row))
 
     assert_same_bits(state.params, before.params)
     assert_same_bits(state.opt_state, before.opt_state)
@@ -262,18 +262,18 @@ def test_a_skip_freezes_everything_but_the_scale_which_halves(bad, row):
 
 @settings(max_examples=15)
 @given(st.integers(0, 11), st.sampled_from([np.inf, -np.inf, np.nan]), st.integers(1, 2))
-def test_after_a_bad_window_the_run_is_the_one_that_never_saw_it(row, bad, n_bad):
-    never, ever = scaled_state(), scaled_state()
+def test_a_run_with_skipped_windows_equals_a_run_without_them(row, bad, n_bad):
+    clean, skipping = scaled_state(), scaled_state()
     for i in range(3):
-        never, _ = scaled_step()(never, BATCH32)
+        clean, _ = scaled_step()(clean, BATCH32)
         if i == 1:
             for _ in range(n_bad):
-                ever, metrics = scaled_step()(ever, planted(bad, row))
+                skipping, metrics = scaled_step()(skipping, batch_with(bad, row))
                 assert bool(metrics["skipped"])
-        ever, metrics = scaled_step()(ever, BATCH32)
-    # The scale halved, and powers of two scale and unscale without rounding.
-    assert_same_bits(ever.params, never.params)
-    assert_same_bits(ever.opt_state, never.opt_state)
+        skipping, metrics = scaled_step()(skipping, BATCH32)
+    # The scale was halved; scaling and unscaling by powers of two does not round.
+    assert_same_bits(skipping.params, clean.params)
+    assert_same_bits(skipping.opt_state, clean.opt_state)
     assert int(metrics["applied"]) == 3
 
 
@@ -292,7 +292,7 @@ def is_deleted(tree):
     return [x.is_deleted() for x in jax.tree.leaves(tree)]
 
 
-def test_the_state_is_donated_and_the_users_arrays_survive():
+def test_the_state_is_donated_and_the_users_arrays_are_not():
     params = {"w": jnp.ones((4, 8)), "v": jnp.ones((8, 2)), "b": jnp.zeros(2)}
     old = scaled_step().init(params)
     new, _ = scaled_step()(old, BATCH32)
@@ -314,7 +314,7 @@ def test_the_state_is_donated_and_the_users_arrays_survive():
     ],
     ids=["momentum", "adamw", "injected", "schedule_free", "prodigy"],
 )
-def test_any_optimizers_state_can_be_donated_and_costs_one_compile(optimizer):
+def test_the_state_of_any_optimizer_can_be_donated_and_compiles_once(optimizer):
     step = jt.train_step(lambda params, batch, rng: squared_error(batch["x"] @ params, batch), optimizer, accumulate=2)
     state = step.init(jnp.ones((4, 2)))
     losses = []
@@ -327,7 +327,7 @@ def test_any_optimizers_state_can_be_donated_and_costs_one_compile(optimizer):
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_one_compile(precision, remat):
+def test_the_step_compiles_once(precision, remat):
     traces = []
 
     def loss_fn(params, batch, rng):
@@ -339,7 +339,7 @@ def test_one_compile(precision, remat):
     state = step.init({"w": np.ones((4, 2))})
     state, _ = step(state, BATCH32)
     traced = len(traces)
-    for batch in (BATCH32, planted(np.inf, 3), BATCH32):
+    for batch in (BATCH32, batch_with(np.inf, 3), BATCH32):
         state, metrics = step(state, batch)
     assert int(metrics["applied"]) < 4 or precision == "fp32"
     assert step.jitted._cache_size() == 1
@@ -356,7 +356,7 @@ def from_host(saved):
     return jax.tree.map(jnp.asarray, saved)._replace(rng=jax.random.wrap_key_data(saved.rng))
 
 
-def test_resume_from_a_host_copy_is_bitwise():
+def test_resuming_from_a_host_copy_is_bit_identical():
     def loss_fn(params, batch, rng, seen):
         x = jnp.where(jax.random.bernoulli(rng, 0.7, batch["x"].shape), batch["x"], jnp.zeros_like(batch["x"]))
         loss, _ = squared_error(jnp.tanh(x @ params["w"]) @ params["v"], batch)
@@ -371,7 +371,7 @@ def test_resume_from_a_host_copy_is_bitwise():
         state, metrics = step(state, BATCH32)
         states.append(to_host(state))
         history.append(jax.device_get(metrics))
-    # The history holds skips, growth, updates: all there is to forget.
+    # The history contains skips, growth and updates.
     assert {bool(m["skipped"]) for m in history} == {True, False}
     assert any(a["loss_scale"] < b["loss_scale"] for a, b in itertools.pairwise(history))
     for start in (0, 3, 6):
@@ -382,7 +382,7 @@ def test_resume_from_a_host_copy_is_bitwise():
             assert_same_bits(jax.device_get(metrics), history[i])
 
 
-def test_another_seed_is_another_run_and_the_same_seed_the_same():
+def test_a_run_is_determined_by_its_seed():
     step = jt.train_step(
         lambda params, batch, rng: (jt.Loss((params * jax.random.normal(rng, (3,))).sum() + batch.sum(), 1), {}),
         optax.sgd(1.0),
@@ -412,7 +412,7 @@ def test_model_state_passes_through_the_micro_batches_in_order():
     step = jt.train_step(loss_fn, optax.sgd(0.0), accumulate=3)
     state = step.init(jnp.zeros(()), model_state=jnp.zeros(()))
     state, metrics = step(state, np.array([2, 2, 8, 8, 16, 16], np.float32))
-    # 0 → 1 → 4.5 → 10.25, every micro-batch starting from what the one before left.
+    # 0 → 1 → 4.5 → 10.25: every micro-batch starts from the state of the previous one.
     assert float(state.model_state) == 10.25
     assert float(metrics["mean"]) == np.float32((1 + 4.5 + 10.25) / 3)
     state, _ = step(state, np.zeros(6, np.float32))
@@ -451,7 +451,7 @@ def test_metrics_are_weighted_exactly():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_metrics_of_whole_numbers_and_python_numbers_are_metrics_too(k, precision):
+def test_metrics_may_be_integers_booleans_and_python_numbers(k, precision):
     def loss_fn(params, batch, rng):
         correct = batch > 1
         metrics = {"accuracy": jt.Loss(correct.sum(), len(batch)), "any": correct.any(), "half": 0.5}
@@ -468,7 +468,7 @@ def test_metrics_of_whole_numbers_and_python_numbers_are_metrics_too(k, precisio
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_metrics_of_a_float64_model_keep_its_digits(k):
+def test_metrics_of_a_float64_model_keep_float64_precision(k):
     def loss_fn(params, batch, rng):
         metrics = {"mean": batch.mean(), "own": jt.Loss(batch.sum(), len(batch)), "half": 0.5}
         return jt.Loss((params * batch).sum(), weight=len(batch)), metrics
@@ -490,7 +490,7 @@ def test_a_low_precision_metric_is_weighted_in_float32(k):
         out = batch["x"] @ params
         return jt.Loss(out.sum(), batch["weight"].sum()), {"largest": out.max()}
 
-    # bfloat16 holds neither 257 nor 771, float16 not 2^17: yet a mean of ones is one.
+    # bfloat16 cannot represent 257 and 771, nor float16 2^17; the mean of ones is 1 all the same.
     for precision, weight in [("bf16", 257), ("fp16", 2**17)]:
         step = jt.train_step(loss_fn, optax.sgd(0.0), accumulate=k, precision=precision)
         batch = {"x": np.ones((2, 1), np.float32), "weight": np.array([weight, 2 * weight], np.float32)}
@@ -532,7 +532,7 @@ def test_schedules_count_applied_updates():
     assert trace == [-1.0, -1.0, -1.5, -1.5, -1.75]
 
 
-def test_fp16_finds_its_scale_and_trains():
+def test_fp16_lowers_its_loss_scale_and_trains():
     def loss_fn(params, batch, rng):
         return squared_error(jnp.tanh(batch["x"] @ params["w"]) @ params["v"], batch)
 
@@ -551,12 +551,12 @@ def test_fp16_finds_its_scale_and_trains():
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_loss_that_comes_out_in_float16_is_divided_and_scaled_in_float32(k):
+def test_a_float16_loss_is_divided_and_scaled_in_float32(k):
     def loss_fn(params, batch, rng):
         error = batch @ params
         return jt.Loss(jnp.vdot(error, error), weight=2.0**17), {}
 
-    # In float16 the weight would be inf and the gradient 0; so would the scale, and the gradient NaN.
+    # In float16 the weight would be inf and the gradient 0; the scale would be inf as well, and the gradient NaN.
     step = jt.train_step(loss_fn, optax.sgd(2.0**16), accumulate=k, precision="fp16")
     state, metrics = step(step.init(jnp.array([1.0, 2.0])), np.array([[1, 1], [1, -1]], np.float32))
     assert not bool(metrics["skipped"])
@@ -567,7 +567,7 @@ def test_a_loss_that_comes_out_in_float16_is_divided_and_scaled_in_float32(k):
 # --- Evaluation.
 
 
-def test_evaluation_sums_without_a_key_and_leaves_the_state():
+def test_evaluation_returns_sums_without_a_key_and_keeps_the_state():
     keys = []
 
     def loss_fn(params, batch, rng, state):
@@ -606,10 +606,10 @@ def test_evaluation_computes_in_the_given_precision():
     assert total("bf16") != pytest.approx(total("fp32"), rel=1e-5)
 
 
-# --- The user's mistakes.
+# --- Errors.
 
 
-def fine(params, batch, rng):
+def linear_loss(params, batch, rng):
     return jt.Loss((batch["x"] @ params).sum(), 1), {}
 
 
@@ -626,9 +626,9 @@ def fine(params, batch, rng):
         ({"clip_norm": float("nan")}, r"clip_norm must be positive, got nan: "),
     ],
 )
-def test_an_invalid_setting_is_a_user_error_with_its_value(arguments, message):
+def test_an_invalid_setting_is_refused_with_its_value(arguments, message):
     with pytest.raises(jt.UserError, match=message):
-        jt.train_step(fine, optax.sgd(0.1), **arguments)
+        jt.train_step(linear_loss, optax.sgd(0.1), **arguments)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -651,36 +651,38 @@ def test_an_invalid_setting_is_a_user_error_with_its_value(arguments, message):
         ),
     ],
 )
-def test_a_loss_fn_that_returns_something_else_is_the_users_error(returned, message, precision):
+def test_a_loss_fn_that_returns_an_invalid_value_is_refused(returned, message, precision):
     step = jt.train_step(
-        lambda params, batch, rng: returned(fine(params, batch, rng)[0]), optax.sgd(0.1), precision=precision
+        lambda params, batch, rng: returned(linear_loss(params, batch, rng)[0]), optax.sgd(0.1), precision=precision
     )
     with pytest.raises(jt.UserError, match=message):
         step(step.init(jnp.ones(4)), BATCH32)
 
 
-def test_fp64_without_jaxs_x64_mode_is_the_users_error():
-    # JAX would train in float32, and say so in a warning at most.
+def test_fp64_without_x64_mode_is_refused():
+    # JAX would train in float32, with a warning at most.
     with pytest.raises(jt.UserError, match="x64"):
-        jt.train_step(fine, optax.sgd(0.1), precision="fp64").init(jnp.ones(4))
+        jt.train_step(linear_loss, optax.sgd(0.1), precision="fp64").init(jnp.ones(4))
 
 
-def test_a_loss_fn_that_forgets_its_model_state_is_the_users_error():
-    step = jt.train_step(lambda params, batch, rng, state: fine(params, batch, rng), optax.sgd(0.1))
+def test_a_loss_fn_that_does_not_return_its_model_state_is_refused():
+    step = jt.train_step(lambda params, batch, rng, state: linear_loss(params, batch, rng), optax.sgd(0.1))
     with pytest.raises(jt.UserError, match=r"metrics, model_state\)"):
         step(step.init(jnp.ones(4), model_state=jnp.zeros(2)), BATCH32)
 
 
-def test_a_metric_that_is_not_a_scalar_is_a_user_error():
-    step = jt.train_step(lambda params, batch, rng: (fine(params, batch, rng)[0], {"out": batch["x"]}), optax.sgd(0.1))
+def test_a_metric_that_is_not_a_scalar_is_refused():
+    step = jt.train_step(
+        lambda params, batch, rng: (linear_loss(params, batch, rng)[0], {"out": batch["x"]}), optax.sgd(0.1)
+    )
     with pytest.raises(jt.UserError, match="out"):
         step(step.init(jnp.ones(4)), BATCH32)
 
 
 @pytest.mark.parametrize("name", ["loss", "weight", "grad_norm", "skipped"])
-def test_a_metric_under_a_name_of_the_steps_own_is_the_users_error(name):
+def test_a_metric_with_a_reserved_name_is_refused(name):
     step = jt.train_step(
-        lambda params, batch, rng: (fine(params, batch, rng)[0], {name: jnp.float32(7)}), optax.sgd(0.1)
+        lambda params, batch, rng: (linear_loss(params, batch, rng)[0], {name: jnp.float32(7)}), optax.sgd(0.1)
     )
     with pytest.raises(jt.UserError, match=name):
         step(step.init(jnp.ones(4)), BATCH32)
@@ -690,46 +692,46 @@ BATCH_X = {"x": BATCH32["x"]}
 
 
 @functools.cache
-def fine_step(k=1):
-    return jt.train_step(fine, optax.sgd(0.1), accumulate=k)
+def linear_step(k=1):
+    return jt.train_step(linear_loss, optax.sgd(0.1), accumulate=k)
 
 
 @pytest.mark.parametrize("call", ["__call__", "micro"])
 def test_a_state_of_another_type_is_refused_with_the_call_that_creates_one(call):
     with pytest.raises(jt.UserError, match=r"^state must be a jaxtrain.TrainState, got dict: use step.init\(params\)"):
-        getattr(fine_step(), call)({"params": jnp.ones(4)}, BATCH_X)
+        getattr(linear_step(), call)({"params": jnp.ones(4)}, BATCH_X)
 
 
 def test_evaluation_of_a_state_of_another_type_is_refused():
     with pytest.raises(jt.UserError, match=r"state must be a jaxtrain\.TrainState, got dict"):
-        jt.eval_step(fine)({"params": jnp.ones(4)}, BATCH_X)
+        jt.eval_step(linear_loss)({"params": jnp.ones(4)}, BATCH_X)
 
 
 def test_a_torch_optimizer_is_refused():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(jt.UserError, match=r"^optimizer must be an optax.GradientTransformation, got SGD: .*interop"):
-        jt.train_step(fine, optimizer)
+        jt.train_step(linear_loss, optimizer)
 
 
-def test_an_optimizer_that_was_not_called_is_refused():
+def test_an_optimizer_factory_is_refused():
     with pytest.raises(jt.UserError, match=r"got function: call it, as in adamw\(1e-3\)"):
-        jt.train_step(fine, optax.adamw)
+        jt.train_step(linear_loss, optax.adamw)
 
 
 def test_a_donated_state_used_again_is_refused():
-    old = fine_step().init(jnp.ones(4))
-    fine_step()(old, BATCH_X)
+    old = linear_step().init(jnp.ones(4))
+    linear_step()(old, BATCH_X)
     with pytest.raises(jt.UserError, match="the state was donated to an earlier call"):
-        fine_step()(old, BATCH_X)
+        linear_step()(old, BATCH_X)
 
 
 def test_torch_tensors_in_the_batch_are_refused():
     with pytest.raises(jt.UserError, match=r"^the batch must hold NumPy or JAX arrays, got a torch.Tensor at x: "):
-        fine_step()(fine_step().init(jnp.ones(4)), {"x": torch.ones(12, 4)})
+        linear_step()(linear_step().init(jnp.ones(4)), {"x": torch.ones(12, 4)})
 
 
 def test_a_scalar_in_an_accumulated_batch_is_refused_by_its_name():
-    step = jt.train_step(fine, optax.sgd(0.1), accumulate=2)
+    step = jt.train_step(linear_loss, optax.sgd(0.1), accumulate=2)
     with pytest.raises(jt.UserError, match=r"^scale is a scalar, which cannot be split into 2 micro-batches"):
         step(step.init(jnp.ones(4)), {**BATCH_X, "scale": 2.0})
 
@@ -744,7 +746,7 @@ def test_a_scalar_in_an_accumulated_batch_is_refused_by_its_name():
     ],
 )
 def test_parameters_that_would_silently_not_be_trained_are_refused(params, frozen, message):
-    step = jt.train_step(fine, optax.sgd(0.1), **({} if frozen is None else {"frozen": frozen}))
+    step = jt.train_step(linear_loss, optax.sgd(0.1), **({} if frozen is None else {"frozen": frozen}))
     for init in (step.init, step.shapes):
         with pytest.raises(jt.UserError, match=message):
             init(params)
@@ -777,7 +779,7 @@ def test_loss_of_low_precision_losses_is_summed_in_float32():
     assert (loss.total.dtype, float(loss.total), float(loss.weight)) == (np.float32, 1000.0, 1000.0)
 
 
-def test_loss_of_trains_as_total_and_weight_do():
+def test_loss_of_trains_like_an_explicit_total_and_weight():
     def of(params, batch, rng):
         return jt.Loss.of((batch["x"] @ params) ** 2), {}
 
@@ -799,6 +801,6 @@ def test_loss_of_trains_as_total_and_weight_do():
         (jnp.ones((2, 3)), jnp.ones(2), r"mask must have the shape of losses \[2, 3\], got \[2\]"),
     ],
 )
-def test_loss_of_a_mean_or_of_another_mask_is_refused(losses, mask, message):
+def test_loss_of_a_scalar_or_with_a_mask_of_another_shape_is_refused(losses, mask, message):
     with pytest.raises(jt.UserError, match=message):
         jt.Loss.of(losses, mask)

@@ -1,4 +1,4 @@
-"""Streaming: windows equal whole windows, short windows are applied, lengths follow schedules."""
+"""Streamed windows equal whole ones, short windows are applied, and lengths follow schedules."""
 
 import functools
 
@@ -25,15 +25,15 @@ def loss_fn(params, batch, rng, seen):
 
 
 @functools.cache
-def step(precision="fp32", accumulate=K):
+def make_step(precision="fp32", accumulate=K):
     scaler = jt.dynamic_loss_scale(init_scale=1024.0, growth_interval=2) if precision == "fp16" else None
     return jt.train_step(
         loss_fn, adamw(0.1), precision=precision, accumulate=accumulate, clip_norm=0.5, loss_scale=scaler
     )
 
 
-def start(a_step, streaming):
-    return a_step.init({"w": np.linspace(-1, 1, 5)}, model_state=jnp.zeros([], np.int32), seed=3, streaming=streaming)
+def init_state(step, streaming):
+    return step.init({"w": np.linspace(-1, 1, 5)}, model_state=jnp.zeros([], np.int32), seed=3, streaming=streaming)
 
 
 def batch(seed, micro_batches=K):
@@ -51,9 +51,9 @@ def pieces(whole):
     return [{name: x[i * ROWS : (i + 1) * ROWS] for name, x in whole.items()} for i in range(n)]
 
 
-def stream(a_step, state, whole):
+def stream(step, state, whole):
     for micro_batch in pieces(whole):
-        state, metrics = a_step.micro(state, micro_batch)
+        state, metrics = step.micro(state, micro_batch)
     return state, metrics
 
 
@@ -72,16 +72,16 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @settings(max_examples=8)
 @given(bad=st.sets(st.tuples(st.integers(0, 4), st.integers(0, ROWS * K - 1)), max_size=3))
-def test_streaming_is_the_whole_window_to_the_bit(accumulate, precision, bad):
-    a_step = step(precision, accumulate)
-    whole, streamed = start(a_step, False), start(a_step, True)
+def test_streaming_equals_the_whole_window_to_the_bit(accumulate, precision, bad):
+    step = make_step(precision, accumulate)
+    whole, streamed = init_state(step, False), init_state(step, True)
     for window in range(5):
         data = batch(window, accumulate)
         for w, row in bad:
             if w == window and row < len(data["y"]) and precision == "fp16":
                 data["y"][row], data["mask"][row] = np.inf, 1
-        whole, metrics = a_step(whole, data)
-        streamed, micro_metrics = stream(a_step, streamed, data)
+        whole, metrics = step(whole, data)
+        streamed, micro_metrics = stream(step, streamed, data)
         assert bool(micro_metrics["updated"])
         for name in ("loss", "weight", "grad_norm", "loss_scale", "skipped", "applied"):
             np.testing.assert_array_equal(metrics[name], micro_metrics[name], err_msg=name)
@@ -90,52 +90,52 @@ def test_streaming_is_the_whole_window_to_the_bit(accumulate, precision, bad):
 
 
 def test_a_window_updates_once_and_only_when_it_is_full():
-    a_step = jt.train_step(loss_fn, adamw(0.1), accumulate=K)
-    state = start(a_step, True)
+    step = jt.train_step(loss_fn, adamw(0.1), accumulate=K)
+    state = init_state(step, True)
     before = np.asarray(state.params["w"]).copy()
     for i, micro_batch in enumerate(pieces(batch(0, 2 * K)), start=1):
-        state, metrics = a_step.micro(state, micro_batch)
+        state, metrics = step.micro(state, micro_batch)
         assert bool(metrics["updated"]) == (i % K == 0)
         assert int(metrics["applied"]) == int(state.step) == i // K
         assert int(state.opt_state[0].count) == i // K
         assert (np.asarray(state.params["w"]) != before).any() == (i >= K)
         assert int(state.micro_step) == int(state.model_state) == i
-    assert a_step._micro._cache_size() == 1
+    assert step._micro._cache_size() == 1
 
 
 @pytest.mark.parametrize("n", range(1, K))
 def test_a_short_last_window_is_applied_with_its_own_weight(n):
     data = batch(7, n)
-    exact = step("fp32", n)
-    expected, whole = exact(start(exact, False), data)
-    state, _ = stream(step(), start(step(), True), data)
+    exact = make_step("fp32", n)
+    expected, whole = exact(init_state(exact, False), data)
+    state, _ = stream(make_step(), init_state(make_step(), True), data)
     assert int(state.step) == 0
-    state, metrics = step().flush(state)
+    state, metrics = make_step().flush(state)
     assert bool(metrics["updated"])
     assert float(metrics["weight"]) == float(whole["weight"])
     np.testing.assert_allclose(state.params["w"], expected.params["w"], rtol=2e-6)
     np.testing.assert_allclose(metrics["grad_norm"], whole["grad_norm"], rtol=1e-6)
     # The next window starts clean.
-    after, _ = stream(step(), state, batch(8))
+    after, _ = stream(make_step(), state, batch(8))
     assert int(after.step) == 2
 
 
 def test_flushing_an_empty_window_changes_nothing():
-    state = start(step(), True)
+    state = init_state(make_step(), True)
     before = numbers(state)
-    state, metrics = step().flush(state)
+    state, metrics = make_step().flush(state)
     assert not bool(metrics["updated"])
     for x, y in zip(before, numbers(state), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_run_saved_inside_a_window_continues_to_the_same_bits():
-    uninterrupted = start(step(), True)
+def test_a_run_saved_within_a_window_continues_bit_identically():
+    uninterrupted = init_state(make_step(), True)
     for micro_batch in pieces(batch(1, 2 * K)):
-        uninterrupted, _ = step().micro(uninterrupted, micro_batch)
-    state = start(step(), True)
+        uninterrupted, _ = make_step().micro(uninterrupted, micro_batch)
+    state = init_state(make_step(), True)
     for i, micro_batch in enumerate(pieces(batch(1, 2 * K))):
-        state, _ = step().micro(state, micro_batch)
+        state, _ = make_step().micro(state, micro_batch)
         if i == K + 1:
             saved = jax.tree.map(np.array, state._replace(rng=jax.random.key_data(state.rng)))
             state = jax.tree.map(jnp.asarray, saved)._replace(rng=jax.random.wrap_key_data(saved.rng))
@@ -143,39 +143,39 @@ def test_a_run_saved_inside_a_window_continues_to_the_same_bits():
 
 
 def schedule(update):
-    """One micro-batch for the first update, then two, then three, then four."""
+    """Return one micro-batch for the first update, then two, then three, then four."""
     return jnp.minimum(update + 1, K)
 
 
 def test_a_schedule_of_lengths_counts_applied_updates_and_compiles_once():
     scaler = jt.dynamic_loss_scale(init_scale=1024.0)
-    a_step = jt.train_step(loss_fn, adamw(0.1), precision="fp16", accumulate=schedule, loss_scale=scaler)
-    state = start(a_step, True)
+    step = jt.train_step(loss_fn, adamw(0.1), precision="fp16", accumulate=schedule, loss_scale=scaler)
+    state = init_state(step, True)
     micro_batches = pieces(batch(0, 20))
-    # The fourth micro-batch is in the third window, of three: it is skipped, and three more are tried.
+    # The fourth micro-batch is in the third window, of length three: it is skipped, and the next has length three too.
     micro_batches[3]["y"][0], micro_batches[3]["mask"][0] = np.inf, 1
     updated, skipped = [], []
     for i, micro_batch in enumerate(micro_batches):
-        state, metrics = a_step.micro(state, micro_batch)
+        state, metrics = step.micro(state, micro_batch)
         updated += [i] if metrics["updated"] else []
         skipped += [i] if metrics["skipped"] else []
     assert updated == [0, 2, 5, 8, 12, 16]
     assert skipped == [5]
     assert int(state.step) == 6
     assert int(metrics["applied"]) == 5
-    assert a_step._micro._cache_size() == 1
+    assert step._micro._cache_size() == 1
 
 
-def test_a_scheduled_window_is_the_window_of_that_length():
-    a_step = step("fp32", schedule)
-    state = start(a_step, True)
-    reference = start(step("fp32", 1), False)
+def test_a_scheduled_window_equals_a_window_of_that_constant_length():
+    step = make_step("fp32", schedule)
+    state = init_state(step, True)
+    reference = init_state(make_step("fp32", 1), False)
     used = 0
     for length in (1, 2, 3, 4, 4):
         data = batch(length, length)
-        state, metrics = stream(a_step, state, data)
+        state, metrics = stream(step, state, data)
         assert bool(metrics["updated"])
-        constant = step("fp32", length)
+        constant = make_step("fp32", length)
         reference, _ = constant(reference, data)
         used += length
         np.testing.assert_allclose(state.params["w"], reference.params["w"], rtol=3e-6)
@@ -188,20 +188,20 @@ def test_the_optimizers_state_is_not_copied_per_micro_batch():
     def plain(params, batch, rng):
         return jt.Loss(((batch @ params) ** 2).sum(), len(batch)), {}
 
-    a_step = jt.train_step(plain, optax.adam(0.1), accumulate=K)
-    state = a_step.init(jnp.ones((width, width)), streaming=True)
-    compiled = a_step._micro.lower(state, np.ones((2, width), np.float32)).compile()
+    step = jt.train_step(plain, optax.adam(0.1), accumulate=K)
+    state = step.init(jnp.ones((width, width)), streaming=True)
+    compiled = step._micro.lower(state, np.ones((2, width), np.float32)).compile()
     bytes_of_params = 4 * width**2
-    # The gradient, the update and room to compute in; copies of two moments and of the parameters would be 3 more.
+    # The gradient, the update and workspace; copies of both moments and of the parameters would add 3.
     assert compiled.memory_analysis().temp_size_in_bytes <= 3.5 * bytes_of_params
 
 
-def test_misuse_raises_one_line():
+def test_streaming_and_whole_batch_states_are_not_interchangeable():
     with pytest.raises(jt.UserError, match="streaming=True"):
-        step().micro(start(step(), False), pieces(batch(0))[0])
+        make_step().micro(init_state(make_step(), False), pieces(batch(0))[0])
     with pytest.raises(jt.UserError, match="streaming=True"):
-        step().flush(start(step(), False))
+        make_step().flush(init_state(make_step(), False))
     with pytest.raises(jt.UserError, match="streams micro-batches"):
-        step()(start(step(), True), batch(0))
+        make_step()(init_state(make_step(), True), batch(0))
     with pytest.raises(jt.UserError, match="accumulate is a schedule"):
-        step("fp32", schedule)(start(step("fp32", schedule), False), batch(0))
+        make_step("fp32", schedule)(init_state(make_step("fp32", schedule), False), batch(0))

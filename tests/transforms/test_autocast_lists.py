@@ -1,6 +1,6 @@
 """The dtype that each operation returns under `autocast` and under `torch.autocast`.
 
-The CUDA lists are asked without a GPU: fake tensors dispatch as CUDA's do, and compute nothing.
+The CUDA lists are queried without a GPU: fake tensors dispatch like CUDA tensors and compute nothing.
 """
 
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jaxtrain.transforms.autocast_lists import LISTS
 from jaxtrain.transforms.precision import autocast, kernel
 
-# Every function takes a low-precision [4, 4], a float32 one, and a float32 [4].
+# Every function takes a low-precision [4, 4], a float32 [4, 4] and a float32 [4].
 PRODUCTS = {
     "matmul": (lambda low, x, b: x @ x, lambda low, x, b: x @ x),
     "matmul of both": (lambda low, x, b: low @ x, lambda low, x, b: low @ x),
@@ -149,11 +149,11 @@ OPERATIONS = (
     }
 )
 
-# Where ours returns the other dtype, and why.
-KERNEL = "one kernel in PyTorch, in JAX a formula of operations of which some are listed"
-NORMS = "JAX's models write their norms with it, and those are in float32"
-PRODUCT = "one primitive, dot_general, with the listed products"
-LOSS = "a formula in JAX: the step takes losses to float32 when they are summed"
+# Operations that return another dtype in JAX, and why.
+KERNEL = "one kernel in PyTorch, in JAX several operations, some of them listed"
+NORMS = "JAX's models compute their norms with it, and norms are in float32"
+PRODUCT = "the same primitive, dot_general, as the listed products"
+LOSS = "several operations in JAX; the step converts losses to float32 when it sums them"
 DIFFER = {
     "cuda": {"elu": KERNEL, "mean": NORMS, "var": NORMS, "std": NORMS, "trace": KERNEL},
     "cpu": {
@@ -186,22 +186,22 @@ def torch_autocast(device, dtype):
         torch.clear_autocast_cache()
 
 
-def theirs(fn, device, dtype):
+def torch_dtype(fn, device, dtype):
     with FakeTensorMode(), torch_autocast(device, dtype):
         x, b = torch.empty(4, 4, device=device), torch.empty(4, device=device)
         return str(fn(x @ x, x, b).dtype).removeprefix("torch.")
 
 
-def ours(fn, device, dtype):
+def jax_dtype(fn, device, dtype):
     x, b = jax.ShapeDtypeStruct((4, 4), np.float32), jax.ShapeDtypeStruct((4,), np.float32)
     return jax.eval_shape(autocast(lambda x, b: fn(x @ x, x, b), dtype, device), x, b).dtype.name
 
 
 @pytest.mark.parametrize("device", LISTS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_returns_the_dtype_it_returns_in_pytorch(operation, device):
+def test_an_operation_returns_the_same_dtype_as_in_pytorch(operation, device):
     in_torch, in_jax = OPERATIONS[operation]
     for low in ("float16", "bfloat16"):
-        expected, found = theirs(in_torch, device, getattr(torch, low)), ours(in_jax, device, low)
+        expected, found = torch_dtype(in_torch, device, getattr(torch, low)), jax_dtype(in_jax, device, low)
         assert {expected, found} <= {"float32", low}
         assert (found != expected) == (operation in DIFFER[device])

@@ -1,4 +1,4 @@
-"""Autocast adds no more conversions than PyTorch's to the same model, and all products are low-precision."""
+"""Autocast adds no more conversions to a model than PyTorch's, and all products are low-precision."""
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def in_jax(traced):
     """Count conversions as often as they run, without those whose result is unused."""
     total = 0
     for eqn, times in running(live(traced.jaxpr)):
-        within_kernel = jaxpr.in_scope(eqn, KERNEL)  # as those that PyTorch's kernels make, which it does not show
+        within_kernel = jaxpr.in_scope(eqn, KERNEL)  # PyTorch does not show conversions within its kernels
         if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.size > 1 and not within_kernel:
             kinds = [v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0])]
             total += times * (kinds[0] != kinds[1] and all(jnp.issubdtype(kind, np.floating) for kind in kinds))
@@ -170,13 +170,13 @@ def traced(model, device, *, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_autocast_converts_no_more_than_pytorchs(model, backward):
+def test_autocast_adds_no_more_conversions_than_pytorch(model, backward):
     ours, theirs = in_jax(traced(model, "cpu", backward=backward)), in_pytorch(model, backward=backward)
     assert theirs / 2 < ours <= theirs
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_product_is_low_forwards_and_backwards(model):
+def test_every_product_is_low_precision_in_both_passes(model):
     low, total = 0, 0
     for eqn, times in running(live(traced(model, "cuda", backward=True).jaxpr)):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):

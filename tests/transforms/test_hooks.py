@@ -22,7 +22,7 @@ def loss_fn(params, batch, rng):
     return jt.Loss((error**2).sum(), weight=len(error)), {}
 
 
-# Not linear, so that it matters that a hook is given each micro-batch's gradient, scaled.
+# Nonlinear, so that it matters that a hook receives the scaled gradient of each micro-batch.
 JAX_HOOKS = {
     "first/w": lambda g: g.clip(-0.5, 0.5),
     "hidden": lambda g: jnp.where(jnp.abs(g) > 0.1, g, 0.0),
@@ -58,7 +58,7 @@ def torch_run(hooks, k, steps):
 
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("names", [("first/w",), ("hidden",), ("first/w", "hidden", "second/w")])
-def test_hooks_do_what_pytorchs_do(names, k):
+def test_training_with_hooks_equals_pytorch(names, k):
     with jax.enable_x64(True):
         step = jt.train_step(
             loss_fn,
@@ -91,18 +91,18 @@ def test_a_hook_works_within_a_scan_under_autocast_and_remat():
     weights = np.float32(np.stack([W1, W2]))
     seen = []
 
-    def silence(gradient):
+    def zeroed(gradient):
         seen.append(gradient.dtype)
         return 0 * gradient
 
-    for hooks in ({}, {"hidden": silence}):
+    for hooks in ({}, {"hidden": zeroed}):
         step = jt.train_step(scanned, optax.sgd(1.0), precision="bf16", remat="full", hooks=hooks)
         state, _ = step(step.init(weights), BATCH)
         assert bool((state.params == weights).all()) == bool(hooks)
     assert seen
 
 
-def test_a_hook_at_an_activation_by_hand():
+def test_hook_transforms_the_gradient_of_an_activation():
     gradient = jax.grad(lambda x: jt.hook(jnp.sin(x), lambda g: -g).sum())
     np.testing.assert_array_equal(gradient(jnp.arange(3.0)), -jnp.cos(jnp.arange(3.0)))
     second = jax.grad(lambda x: gradient(x).sum())(jnp.arange(3.0))

@@ -23,16 +23,16 @@ def test_a_missing_internal_is_reported_by_the_doctor(monkeypatch):
     (found,) = doctor.internals()
     assert found.status == "fine"
 
-    gone = Internal("scan[ft_in]", "transforms.jaxpr", lambda: {}["ft_in"])
-    monkeypatch.setattr(jax_internals, "INTERNALS", (*INTERNALS, gone))
-    assert missing_internals() == [gone]
+    missing = Internal("scan[ft_in]", "transforms.jaxpr", lambda: {}["ft_in"])
+    monkeypatch.setattr(jax_internals, "INTERNALS", (*INTERNALS, missing))
+    assert missing_internals() == [missing]
     (found,) = doctor.internals()
     assert found.status == "problem"
     assert f"jax {jax.__version__} lacks scan[ft_in] (used by transforms.jaxpr)" in str(found)
 
 
 def private_imports(path):
-    """(line, module) of every import of a private module of JAX."""
+    """Yield (line, module) of every import of a private module of JAX."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

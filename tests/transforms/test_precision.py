@@ -46,7 +46,7 @@ def assert_same_bits(a, b):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-# --- Which dtype. Every function takes `low`, the output of a matrix product, and `f32`, an input.
+# --- Dtypes. Every function takes `low`, the output of a matrix product, and `f32`, an input.
 
 LOW, WIDE = "low", "float32"
 DTYPES = {
@@ -101,7 +101,7 @@ DTYPES = {
     "where": (lambda low, f32: jnp.where(MASK, low, f32), WIDE),
     "maximum of both": (lambda low, f32: jnp.maximum(low, f32), WIDE),
     "without low": (lambda low, f32: f32 * 2.0 + f32, WIDE),
-    # What XLA has not in low precision runs as it was written.
+    # Operations that XLA lacks in low precision run as written.
     "fft": (lambda low, f32: jnp.abs(jnp.fft.rfft(low)), WIDE),
     "cholesky": (lambda low, f32: jnp.linalg.cholesky(low), WIDE),
     "solve": (lambda low, f32: jnp.linalg.solve(low, f32), WIDE),
@@ -118,24 +118,24 @@ DTYPES = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("operation", DTYPES)
-def test_every_operation_runs_in_the_dtype_its_list_says(operation, dtype):
+def test_every_operation_runs_in_its_listed_dtype(operation, dtype):
     fn, expected = DTYPES[operation]
-    # Lowered, so that what no backend has fails too.
+    # Lowered, so that an operation that no backend supports fails.
     out = jax.jit(autocast(lambda x: fn(x @ x, x), dtype)).lower(F32).out_info
     assert out.dtype == (dtype if expected == LOW else expected)
 
 
-def test_the_two_low_dtypes_meet_in_float32():
+def test_float16_and_bfloat16_are_promoted_to_float32():
     def fn(x):
         return x @ x, x.astype(jnp.bfloat16)
 
-    # Traced as float32 + bfloat16, so that what meets under autocast is float16 and bfloat16.
+    # Traced with float32 and bfloat16 operands, which are float16 and bfloat16 under autocast.
     with jax.numpy_dtype_promotion("standard"):
         out = jax.eval_shape(autocast(lambda x: jnp.concatenate(fn(x)), "float16"), F32)
         assert out.dtype == np.float32
 
 
-def test_float64_is_left_alone():
+def test_float64_is_unchanged():
     with jax.enable_x64(True):
         x = jnp.ones((4, 4), np.float64)
         fn = autocast(lambda x: jax.nn.softmax(jnp.tanh(x @ x) ** 2).sum(), jnp.bfloat16)
@@ -144,7 +144,7 @@ def test_float64_is_left_alone():
         assert_same_bits(fn(x), jax.nn.softmax(jnp.tanh(x @ x) ** 2).sum())
 
 
-def test_whole_numbers_and_keys_are_left_alone():
+def test_integers_and_keys_are_unchanged():
     def fn(x, key):
         return (x @ x, x.sum(), jax.random.fold_in(key, 3), jax.random.bits(key))
 
@@ -154,13 +154,13 @@ def test_whole_numbers_and_keys_are_left_alone():
     assert_same_bits((ours[0], ours[1], ours[3]), (plain[0], plain[1], plain[3]))
 
 
-def test_outputs_are_arrays_in_the_structure_of_the_function():
+def test_outputs_are_arrays_in_the_structure_the_function_returns():
     out = autocast(lambda x: {"a": (x @ x, None), "b": [3.0, 2]}, jnp.bfloat16)(F32)
     assert jax.tree.structure(out) == jax.tree.structure({"a": (0, None), "b": [0, 0]})
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(out))
 
 
-# --- Through which control flow. Whole numbers of at most 8 bits: no dtype rounds them, so that every order agrees.
+# --- Control flow. Integers of at most 8 bits: no dtype rounds them, so that sums in any order agree.
 
 W = jnp.array([[1, -1, 0, 2], [0, 1, -2, 1], [2, 0, 1, -1], [-1, 1, 0, 1]], np.float32)
 X = jnp.array([[1, 0, -1, 2], [0, -2, 1, 1], [2, 1, 0, -1]], np.float32)
@@ -285,7 +285,7 @@ def value_and_gradients(fn):
 
 
 @pytest.mark.parametrize("fn", CONTROL_FLOW)
-def test_autocast_goes_through_control_flow_with_the_right_gradient(fn):
+def test_autocast_applies_inside_control_flow_with_correct_gradients(fn):
     cast = autocast(fn, jnp.bfloat16)
     traced = jax.make_jaxpr(value_and_gradients(cast))(X, W)
     found = dtypes_of(traced, "dot_general")
@@ -298,7 +298,7 @@ def test_autocast_goes_through_control_flow_with_the_right_gradient(fn):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fn", CONTROL_FLOW)
-def test_a_rule_that_declines_changes_not_a_bit(fn):
+def test_a_rule_that_returns_none_changes_no_bit(fn):
     same = jaxpr.transform(fn, lambda eqn, args, run: None)
     x, w = X * 0.3 + 0.1, W * 0.7 - 0.2
     assert_same_bits(jax.jit(value_and_gradients(same))(x, w), jax.jit(value_and_gradients(fn))(x, w))
@@ -326,8 +326,8 @@ def test_grad_vmap_and_jit_agree_in_any_order(fn):
     assert float(jvp) == float(grad(X, W)[0].sum())
 
 
-def test_custom_rules_survive():
-    # At 0 relu's own rule says 0, the maximum it is made of 1/2; the others' rules are deliberately wrong.
+def test_custom_derivative_rules_are_preserved():
+    # At 0 relu's custom rule has slope 0, the maximum inside it 1/2; the other rules are deliberately wrong.
     zeros = jnp.zeros((2, 2))
     assert_same_bits(jax.grad(lambda x: autocast(jax.nn.relu, jnp.bfloat16)(x).sum())(zeros), zeros)
     gradient = jax.grad(lambda x: autocast(in_custom_jvp_of_some, jnp.bfloat16)(x, jnp.eye(4)).sum())(X)
@@ -373,7 +373,7 @@ def test_autocast_equals_the_casts_written_by_hand(dtype):
         logits = jnp.matmul(hidden, low["v"], preferred_element_type=dtype).astype(np.float32)
         return cross_entropy(logits + params["b"][:, :3], labels).sum()
 
-    # Operation by operation, so that the compiler keeps every rounding.
+    # Eagerly, so that the compiler keeps every rounding.
     assert_same_bits(jax.value_and_grad(autocast(plain, dtype))(params), jax.value_and_grad(by_hand)(params))
 
 
@@ -412,11 +412,11 @@ def test_a_linear_layer_is_rounded_once_and_so_is_the_gradient_of_its_bias(layer
     gradient = jax.grad(lambda b: (cast(x, w, b).astype(np.float32) * cotangent).sum())(b)
     assert gradient.dtype == np.float32
     rounded = low(jnp.asarray(cotangent.sum(0)))
-    if layer == "in a scan":  # an example's gradient is rounded there, before they are summed
+    if layer == "in a scan":  # each example's gradient is rounded before the sum
         np.testing.assert_allclose(gradient, rounded, rtol=2**-8)
     else:
         assert_same_bits(gradient, rounded)
-    # The products of the backward pass are low all the same.
+    # The products of the backward pass are low-precision nevertheless.
     traced = jax.make_jaxpr(jax.grad(lambda x, w: cast(x, w, b).astype(np.float32).sum(), argnums=(0, 1)))(x, w)
     assert operands_of(traced, "dot_general") == [{"bfloat16"}] * 3
 
@@ -430,15 +430,15 @@ NO_BIAS = {
 
 
 @pytest.mark.parametrize("formula", NO_BIAS)
-def test_other_additions_widen(formula):
+def test_other_additions_return_float32(formula):
     out = jax.eval_shape(autocast(NO_BIAS[formula], jnp.bfloat16), jnp.ones((5, 4)), jnp.ones((4, 8)), jnp.ones(8))
     assert out.dtype == np.float32
 
 
-# --- Regions of their own.
+# --- Regions with other dtypes.
 
 
-def test_a_region_may_opt_out():
+def test_autocast_disabled_regions_stay_in_float32():
     @jt.autocast_disabled()
     def head(x):
         return x @ W
@@ -452,7 +452,7 @@ def test_a_region_may_opt_out():
     assert dtypes == ["bfloat16", "float32", "float32", "bfloat16"]
     products = dtypes_of(jax.make_jaxpr(jax.grad(lambda x: autocast(head, jnp.bfloat16)(x).sum()))(X), "dot_general")
     assert products == [{"float32"}] * len(products)
-    # Through every later rewriting too.
+    # Later transformations preserve it.
     cast = rematerialize(autocast(lambda x: jt.block(head)(x).sum(), "float16"), "full")
     assert dtypes_of(jax.make_jaxpr(jax.grad(cast))(X), "dot_general")[0] == {"float32"}
 
@@ -474,19 +474,19 @@ def test_a_kernel_computes_in_float32_and_rounds_once():
     assert_same_bits(kernel(cube)(x), cube(x))
 
 
-def test_autocast_takes_keywords():
+def test_autocast_accepts_keyword_arguments():
     cast = autocast(lambda x, *, scale, w: scale * (x @ w), jnp.bfloat16)
     assert_same_bits(cast(X, w=W, scale=2.0), autocast(lambda x: 2.0 * (x @ W), jnp.bfloat16)(X))
 
 
 def test_shardings_requested_inside_are_preserved():
     rows = jax.NamedSharding(MESH, ROWS)
-    spread = jax.jit(lambda x: x @ W, out_shardings=rows)
-    out = jax.jit(autocast(spread, jnp.bfloat16))(jnp.concatenate([X, X]))
+    sharded = jax.jit(lambda x: x @ W, out_shardings=rows)
+    out = jax.jit(autocast(sharded, jnp.bfloat16))(jnp.concatenate([X, X]))
     assert out.sharding.is_equivalent_to(rows, 2)
 
 
-def test_an_equation_keeps_the_line_and_the_scope_it_was_written_in():
+def test_equations_keep_their_source_line_and_name_scope():
     def fn(x):
         with jax.named_scope("attention"):
             return jnp.exp(x @ W)
@@ -521,13 +521,13 @@ def gpt2():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_every_matrix_product_of_gpt2_and_its_gradient_is_low(dtype, remat):
+def test_every_matrix_product_of_gpt2_and_its_gradient_is_low_precision(dtype, remat):
     loss, params = gpt2()
     cast = rematerialize(autocast(loss, dtype), remat)
     traced = jax.make_jaxpr(jax.value_and_grad(cast))(params, TOKENS, jax.random.key(0))
     products = operands_of(traced, "dot_general")
-    # A block has six and the head one; each has two in its gradient; full remat repeats all of a block's but the
-    # last, which no gradient needs.
+    # A block has six products and the head one, each with two in its gradient; full remat repeats all of a block's
+    # but the last, which no gradient needs.
     assert len(products) == 3 * 7 + (5 if remat == "full" else 0)
     assert all(dtypes == {dtype} for dtypes in products)
     for name in ("exp", "log", "reduce_sum", "rsqrt", "integer_pow"):
@@ -553,7 +553,7 @@ def test_gpt2_in_low_precision_is_within_its_epsilon_of_float64(dtype):
         return np.concatenate([np.ravel(np.asarray(g, np.float64)) for g in jax.tree.leaves(tree)])
 
     distance = np.linalg.norm(flat(gradients) - flat(exact)) / np.linalg.norm(flat(exact))
-    # Low precision it is, and no worse than a handful of roundings in a row.
+    # The distance is that of low precision, and of at most a few roundings in a row.
     assert epsilon / 16 < distance < 4 * epsilon
 
 
@@ -614,18 +614,18 @@ def test_policies_compose():
     assert eqn.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-def test_what_is_low_is_widened_once_so_that_its_gradient_is_rounded_once():
+def test_a_low_precision_value_is_converted_once_so_that_its_gradient_is_rounded_once():
     def fn(x):
         wide = x @ W
         return (wide - wide.mean(-1, keepdims=True)) * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True))
 
     traced = jax.make_jaxpr(autocast(fn, jnp.bfloat16))(X)
     conversions = [e for e in equations(traced.jaxpr) if e.primitive.name == "convert_element_type"]
-    # Of the product's two operands, and of the product.
+    # One for each operand of the product, and one for the product.
     assert len(conversions) == 3
 
 
-def test_under_x64_a_python_number_is_an_exponent_like_any_other():
+def test_a_python_number_as_exponent_returns_float32_under_x64():
     with jax.enable_x64(True):
         out = autocast(lambda x, n: (x @ x) ** n, jnp.bfloat16)(F32, 2.5)
         assert out.dtype == np.float32
@@ -647,7 +647,7 @@ def test_a_kernel_is_compiled_once_for_eager_calls():
     assert len(traces) == 3
 
 
-def test_a_kernel_of_a_wrapper_is_not_that_of_the_function_it_wraps():
+def test_a_wrapper_does_not_share_the_kernel_of_the_function_it_wraps():
     def single(x):
         return x
 

@@ -80,8 +80,8 @@ def dropping(params, batch, rng):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_training_step_comes_to_the_same_under_every_policy(precision):
-    # Powers of two and small whole numbers, which no dtype and no order of adding rounds.
+def test_a_training_step_is_the_same_under_every_policy(precision):
+    # Powers of two and small integers, which no dtype rounds, whatever the order of sums.
     states = []
     for policy in BY_NAME:
         step = jt.train_step(dropping, optax.sgd(0.5), precision=precision, accumulate=2, remat=policy)
@@ -97,7 +97,7 @@ def test_a_named_value_is_saved_through_autocast_accumulation_and_scan():
         step = jt.train_step(dropping, optax.sgd(0.5), precision="bf16", accumulate=2, remat=policy)
         return count(step.pure, step.init(PARAMS), BATCH, of=("dot_general",))
 
-    # One forward and two of its gradient; without the name, one more to compute it again.
+    # One in the forward pass and two in its gradient; without the name, one more to recompute it.
     assert products("none") == products("names:hidden") == 3
     assert products("full") == 4
 
@@ -117,11 +117,11 @@ def compiled(policy, mark=block, depth=16):
 def test_memory_decreases_with_the_values_saved():
     temporaries = {policy: compiled(policy).memory_analysis().temp_size_in_bytes for policy in BY_NAME}
     carries = 16 * 256 * 8 * 4
-    # Without remat a block keeps its hidden layer too, eight times its input and more than once.
+    # Without remat a block also saves its hidden layer, eight times the size of its input, more than once.
     assert temporaries["none"] > 8 * carries
     assert temporaries["full"] < 0.25 * temporaries["none"]
     assert temporaries["full"] < temporaries["dots_no_batch"] <= temporaries["dots"] < temporaries["none"]
-    # "dots" keeps both products of a block, the name only what the second reads.
+    # "dots" saves both products of a block, the name only the input of the second.
     assert temporaries["full"] + 8 * carries <= temporaries["names:hidden"] < temporaries["dots"]
 
 
@@ -136,7 +136,7 @@ def test_none_returns_the_function_itself():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_marked_blocks_alone_are_checkpointed_or_else_the_whole(policy):
+def test_marked_blocks_are_checkpointed_or_without_any_the_whole_function(policy):
     x = jnp.eye(2)
 
     def one(x):
@@ -160,7 +160,7 @@ def test_marked_blocks_alone_are_checkpointed_or_else_the_whole(policy):
     assert checkpoints(three_of_which_two_marked, x) == 0
 
 
-def kept(fn, policy, *args):
+def saved_shapes(fn, policy, *args):
     """Return the shapes that `fn` saves for its backward pass."""
     _, pullback = jax.vjp(remat(fn, policy), *args)
     return sorted(x.shape for x in jax.tree.leaves(pullback) if np.ndim(x))
@@ -168,14 +168,14 @@ def kept(fn, policy, *args):
 
 @block
 def attending(w, x):
-    """Of shapes [4, 8] @ [8, 8], and a batched [2, 2, 8] @ [2, 8, 2]."""
+    """Compute a product [4, 8] @ [8, 8] and a batched one, [2, 2, 8] @ [2, 8, 2]."""
     y = checkpoint_name(jnp.sin(x @ w).reshape(2, 2, 8), "y")
     return jnp.sin(jnp.einsum("bij,bkj->bik", y, y)).sum()
 
 
-def test_a_policy_saves_what_its_name_says():
+def test_a_policy_saves_the_values_it_names():
     def saved(policy):
-        return kept(attending, policy, *arguments)
+        return saved_shapes(attending, policy, *arguments)
 
     arguments = jnp.ones((8, 8)), jnp.ones((4, 8))
     full = [(4, 8), (8, 8)]
@@ -199,14 +199,14 @@ def ragged(x, w):
 )
 def test_dots_saves_convolutions_and_ragged_products_too(fn, x, w, product):
     arguments = jnp.ones(x), jnp.ones(w)
-    full = kept(fn, "full", *arguments)
-    assert kept(fn, "dots", *arguments) == sorted([*full, product])
+    full = saved_shapes(fn, "full", *arguments)
+    assert saved_shapes(fn, "dots", *arguments) == sorted([*full, product])
 
 
-# --- Refusals.
+# --- Errors.
 
 
-def test_an_unknown_policy_is_the_users_error_that_lists_the_known():
+def test_an_unknown_policy_is_refused_with_a_list_of_the_known_ones():
     known = "none, full, dots, dots_no_batch, names:a,b, offload:a,b"
     for policy in ("dot", "names", "full:a", "none:"):
         with pytest.raises(jt.UserError, match=rf"remat '{policy}' is unknown: choose one of {known}"):
@@ -234,7 +234,7 @@ def discarded(x):
 
 
 @pytest.mark.parametrize(
-    ("fn", "policy", "absent", "there"),
+    ("fn", "policy", "absent", "existing"),
     [
         (two_names, "names:a,c", "c", "a, b"),
         (two_names, "names:outside", "outside", "a, b"),
@@ -242,17 +242,17 @@ def discarded(x):
         (discarded, "names:a", "a", "none"),
     ],
 )
-def test_a_name_that_no_checkpointed_value_carries_is_refused_with_those_there(fn, policy, absent, there):
+def test_a_name_without_a_checkpointed_value_is_refused_with_the_existing_names(fn, policy, absent, existing):
     with pytest.raises(jt.UserError) as refused:
         remat(fn, policy)(X)
     first = absent.split(",")[0]
     assert str(refused.value) == (
-        f"remat '{policy}': no checkpointed block uses a value named {absent} (named there: {there}): "
+        f"remat '{policy}': no checkpointed block uses a value named {absent} (named there: {existing}): "
         f"name it, h = checkpoint_name(h, '{first}')"
     )
 
 
-def test_one_block_of_many_is_enough():
+def test_a_policy_has_to_apply_to_one_block_only():
     for policy in ("names:a", "names:b", "names: b , a"):
         assert checkpoints(remat(two_names, policy), X) == 2
     elementwise = block(jnp.sin)
@@ -284,7 +284,7 @@ opaque.defvjp(lambda x: (jnp.sin(x), (x, checkpoint_name(x @ x, "a"))), lambda s
 
 @pytest.mark.parametrize("policy", ["names:a", "dots", "dots_no_batch"])
 def test_values_inside_a_custom_forward_rule_are_not_reported_as_missing(policy):
-    assert len(kept(opaque, policy, X)) == len(kept(opaque, "full", X)) + 1
+    assert len(saved_shapes(opaque, policy, X)) == len(saved_shapes(opaque, "full", X)) + 1
 
 
 def device(platform, default, *others):
@@ -300,7 +300,7 @@ def device(platform, default, *others):
         (device("other", "device", "unpinned_host"), "is not supported: .* has no pinned_host memory"),
     ],
 )
-def test_offload_is_refused_where_nothing_would_move(where, reason, monkeypatch):
+def test_offload_is_refused_on_devices_without_separate_host_memory(where, reason, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [where])
     with pytest.raises(jt.UserError, match=rf"remat 'offload:a, b' {reason}; use names:a,b$"):
         remat(two_names, "offload:a, b")(X)
@@ -310,23 +310,23 @@ def pretend_to_be_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device("gpu", "device", "pinned_host")])
 
 
-def test_the_cpu_which_offloads_nothing_is_refused(monkeypatch):
+def test_offload_is_refused_on_the_cpu_where_xla_ignores_it(monkeypatch):
     with pytest.raises(
         jt.UserError, match=r"remat 'offload:hidden' has no effect: the memory of .* is host memory already"
     ):
         compiled("offload:hidden")
     pretend_to_be_a_gpu(monkeypatch)
     offloaded, kept = (compiled(policy).memory_analysis() for policy in ("offload:hidden", "names:hidden"))
-    # Should this fail, the refusal has outlived its reason.
+    # Once this fails, XLA offloads on the CPU too, and the refusal can be removed.
     assert offloaded.temp_size_in_bytes == kept.temp_size_in_bytes
     assert offloaded.host_temp_size_in_bytes == 0
 
 
-def test_offload_moves_the_named_to_the_host_and_back(monkeypatch):
+def test_offload_copies_named_values_to_the_host_and_back(monkeypatch):
     pretend_to_be_a_gpu(monkeypatch)
     offloaded, saved = (jax.value_and_grad(remat(attending, policy)) for policy in ("offload:y", "names:y"))
     arguments = X8, X8[:4]
     traced = jax.make_jaxpr(offloaded)(*arguments).jaxpr
-    moved = [e.outvars[0].aval for e in equations(traced) if e.primitive.name == "device_put"]
-    assert [(aval.shape, aval.memory_space.name) for aval in moved] == [((2, 2, 8), "Host"), ((2, 2, 8), "Device")]
+    copies = [e.outvars[0].aval for e in equations(traced) if e.primitive.name == "device_put"]
+    assert [(aval.shape, aval.memory_space.name) for aval in copies] == [((2, 2, 8), "Host"), ((2, 2, 8), "Device")]
     jax.tree.map(np.testing.assert_array_equal, jax.jit(offloaded)(*arguments), jax.jit(saved)(*arguments))

@@ -52,12 +52,12 @@ def test_a_step_with_unrolled_layers_equals_the_step_with_scanned_ones(precision
         )
         state = step.init(params, seed=3)
         scans = [*names(jax.make_jaxpr(step.pure)(state, TOKENS).jaxpr)].count("scan")
-        # Of accumulation alone; scanned layers have one forwards and one backwards.
+        # Accumulation has one; scanned layers have one in the forward pass and one in the backward pass.
         assert scans == (accumulate > 1) + (0 if unrolled else 2)
         for _ in range(2):
             state, metrics = step(state, TOKENS)
         results.append((state.params, metrics["loss"], metrics["grad_norm"]))
-    # XLA fuses other operations together, and so rounds others.
+    # XLA fuses other operations, and therefore rounds differently.
     eps = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 3e-3}[precision]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=eps, atol=eps / 10), *results)
 
@@ -74,14 +74,14 @@ def test_in_float64_the_gradients_are_equal_to_rounding():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), scanned, unrolled)
 
 
-def test_other_scans_stay_scans():
+def test_scans_without_blocks_are_not_unrolled():
     def cumulative(x):
         return jax.lax.scan(lambda total, y: (total + y, total), 0.0, x)[1]
 
     assert "scan[" in str(jax.make_jaxpr(unroll(cumulative))(jnp.arange(3.0)))
 
 
-def test_a_reversed_scan_and_its_outputs_come_in_order():
+def test_an_unrolled_reversed_scan_keeps_the_order_of_its_outputs():
     layer = jt.block(lambda x, w: x * w + 1.0)
 
     def layers(x, weights):
@@ -97,7 +97,7 @@ def test_a_reversed_scan_and_its_outputs_come_in_order():
 
 
 @pytest.mark.slow
-def test_generation_with_a_cache_adds_no_scan():
+def test_inference_with_unrolled_layers_equals_inference_with_scanned_ones():
     apply, params = functional(GPT2(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0)))
     plain, other = apply(params, TOKENS), unroll(apply)(params, TOKENS)
     np.testing.assert_allclose(plain, other, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,117 @@
+"""Image classification, and the classifiers without running statistics: a multilayer perceptron and a small CNN."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+import jaxtrain as jt
+from jaxtrain.data import Arrays, ImageFolder, check_labels, split_images, unigram_entropy
+from jaxtrain.models import CNN, MLP, cnn, functional, mlp
+from jaxtrain.run import row_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRecipe(jt.Recipe):
+    """An image classifier on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    data: Path | None = None
+    """Path of your own data, instead of the recipe's."""
+    steps: int = 400
+    batch_size: int = 64
+    lr: float = 3e-3
+    weight_decay: float = 0.01
+    classes: int = 10
+    """Number of classes; labels are 0 to classes - 1."""
+
+    def model(self, shape: tuple[int, ...]) -> nnx.Module:
+        """Return the model of images of this shape, called as `model(images)`."""
+        raise NotImplementedError
+
+    def task(self) -> jt.Task:
+        """Read the data and build the model."""
+        train, validation = self.images()
+        shape = train[0]["image"].shape
+        apply, _ = functional(nnx.eval_shape(lambda: self.model(shape)))
+
+        def predict(params: Any, batch: Any, _: Any) -> jt.Predictions:
+            return predictions(apply(params, batch["image"]), batch)
+
+        def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+            predicted = predict(params, batch, None)
+            return predicted.loss(), {"accuracy": predicted.accuracy()}
+
+        return jt.Task(
+            init=lambda: functional(self.model(shape))[1],
+            loss_fn=loss_fn,
+            predict=predict,
+            **self.data_fields(train, validation),
+        )
+
+    def images(self) -> tuple[Arrays | ImageFolder, Arrays | ImageFolder]:
+        """Return (train, validation). Raises `UserError` for labels outside the classes."""
+        train, validation = split_images(self.data)
+        for source in (train, validation):
+            check_labels(source.labels, self.classes)
+        return train, validation
+
+    def data_fields(self, train: Arrays | ImageFolder, validation: Arrays | ImageFolder) -> dict[str, Any]:
+        """Return the fields of the task that depend on the images alone."""
+        numbers = [str(label) for label in range(self.classes)]
+        return {
+            "train": train,
+            "validation": validation,
+            "eval_rows": len(validation),
+            "classes": self.classes,
+            "class_names": validation.classes if isinstance(validation, ImageFolder) else numbers,
+            "description": {
+                "images": str(self.data) if self.data else "scikit-learn's handwritten digits",
+                "examples": f"{len(train):,} for training, {len(validation):,} for validation",
+                "labels": f"{train.labels.min()} to {train.labels.max()}, of {self.classes} classes",
+            },
+            "references": {"class entropy": unigram_entropy(validation.labels)},
+        }
+
+
+def predictions(logits: Any, batch: Any) -> jt.Predictions:
+    """Return the predictions of the labels of a batch."""
+    return jt.Predictions(logits, batch["label"], row_weights(batch, len(batch["label"])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPRecipe(ImageRecipe):
+    """A multilayer perceptron on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    hidden: int = 512
+    """Width of the hidden layer."""
+
+    def model(self, shape: tuple[int, ...]) -> MLP:
+        """Return the model of images of any shape."""
+        return MLP((math.prod(shape), self.hidden, self.classes), rngs=nnx.Rngs(self.seed))
+
+    def task(self) -> jt.Task:
+        """Read the data and build the model."""
+        return replace(super().task(), sharding=mlp.SHARDING, names=mlp.torch_names(2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNRecipe(ImageRecipe):
+    """A small CNN on scikit-learn's 8×8 digits, or on --data FILE.npz or FOLDER_OF_CLASSES."""
+
+    width: int = 16
+    """Output channels of the convolution."""
+
+    def model(self, shape: tuple[int, ...]) -> CNN:
+        """Return the model of images [H, W, C] of this shape."""
+        if len(shape) != 3 or min(shape[:2]) < 3:
+            raise jt.UserError(f"images must have at least 3×3 pixels, got shape {list(shape)}: use digits-mlp")
+        return CNN((shape[0], shape[1], shape[2]), self.width, self.classes, rngs=nnx.Rngs(self.seed))
+
+    def task(self) -> jt.Task:
+        """Read the data and build the model."""
+        task = super().task()
+        height, width, channels = task.train[0]["image"].shape
+        names = cnn.torch_names((height, width, channels), self.width)
+        return replace(task, sharding=cnn.SHARDING, names=names)

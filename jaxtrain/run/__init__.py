@@ -1,0 +1,19 @@
+"""Recipe and Task: what a user's own run and a built-in one both are."""
+
+from jaxtrain.run.evaluation import EvaluationSums as EvaluationSums
+from jaxtrain.run.evaluation import evaluation_batches as evaluation_batches
+from jaxtrain.run.evaluation import means as means
+from jaxtrain.run.evaluation import task_batches as task_batches
+from jaxtrain.run.recipe import Recipe
+from jaxtrain.run.reference import file_of as file_of
+from jaxtrain.run.reference import is_reference as is_reference
+from jaxtrain.run.reference import load_recipe as load_recipe
+from jaxtrain.run.reference import locate as locate
+from jaxtrain.run.reference import name_of as name_of
+from jaxtrain.run.reference import own_folders as own_folders
+from jaxtrain.run.reference import reference_to as reference_to
+from jaxtrain.run.reference import source_of as source_of
+from jaxtrain.run.task import Initial, Predictions, Task, row_weights
+from jaxtrain.run.task import check_memory as check_memory
+
+__all__ = ["Initial", "Predictions", "Recipe", "Task", "row_weights"]

@@ -1,0 +1,115 @@
+"""The settings of a training run."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from jaxtrain.errors import UserError
+from jaxtrain.run.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run: its settings, and `task`, which makes its data, model and loss.
+
+    Subclass it as a frozen, keyword-only dataclass. The fields of both are flags of the command line and are written to
+    config.json, so they are numbers, strings, booleans, paths and None. By default the optimizer is AdamW with linear
+    warmup and cosine decay to a tenth of the peak learning rate; a subclass may define a method `optimizer(self)` that
+    returns any `optax.GradientTransformation` instead, which removes the flag `--optimizer`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxtrain as jt, numpy as np, optax
+      >>> @dataclass(frozen=True, kw_only=True)
+      ... class Line(Recipe):
+      ...     width: int = 1
+      ...
+      ...     def task(self):
+      ...         x = np.ones((8, self.width), np.float32)
+      ...         return jt.Task(
+      ...             init=lambda: {"w": jnp.zeros(self.width)},
+      ...             loss_fn=lambda params, batch, rng: (jt.Loss.of((batch["x"] @ params["w"] - batch["y"]) ** 2), {}),
+      ...             train={"x": x, "y": x.sum(1)},
+      ...         )
+      ...
+      ...     def optimizer(self):
+      ...         return optax.sgd(self.lr)
+      >>> Line(width=2).task().params
+      {'w': Array([0., 0.], dtype=float32)}
+    """
+
+    steps: int = 1000
+    """Number of optimizer updates."""
+    batch_size: int = 32
+    """Examples (sequences, images) per update, over all its micro-batches."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    accumulate: int = 1
+    """Number of micro-batches per update, processed one after another to save memory."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
+    """Dtype of matrix products and convolutions; parameters are float32, except with bf16_params."""
+    mesh: str | None = None
+    """Device mesh, such as "data=2,fsdp=4" (also tensor, sequence); None: one device, or all of several processes."""
+    remat: str = "none"
+    """Rematerialization of blocks: none, full, or all but dots, dots_no_batch, names:A,B or offload:A,B."""
+    unroll: bool = False
+    """Unroll the loop over layers: slower to compile, faster to run."""
+    optimizer: str = "adamw"
+    """Optimizer of jaxtrain.optim, with or without arguments, such as "sgd(momentum=0.9)"."""
+    schedule: str = "warmup-cosine"
+    """warmup-cosine, wsd, onecycle, linear, constant, or a PyTorch schedule such as "step_lr(lr=0.1, step_size=30)"."""
+    warmup_steps: int = 20
+    """Number of updates over which the learning rate rises from 0."""
+    weight_decay: float = 0.1
+    """Weight decay of the optimizer, applied to matrices only."""
+    beta2: float = 0.99
+    """Adam's decay rate of the second moment; the default suits short runs."""
+    clip_norm: float | None = 1.0
+    """Maximum global gradient norm; None disables clipping."""
+    loss_scale: str | None = None
+    """Loss scale for fp16: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)"."""
+    seed: int = 0
+    """Seed of initial parameters, data order and dropout."""
+    workers: int = 0
+    """Number of processes that read and transform examples; 0 reads in threads."""
+    log_every: int = 10
+    """Write a line of metrics.jsonl every n updates."""
+    eval_every: int = 50
+    """Evaluate every n updates."""
+    histograms: bool = False
+    """Write histograms of the parameters to TensorBoard at each evaluation."""
+    save_every: int = 100
+    """Save a checkpoint every n updates."""
+    keep_last: int = 3
+    """Number of newest checkpoints to keep."""
+    keep_best: int = 1
+    """Also keep the n checkpoints with the best evaluation, by default the lowest loss."""
+    patience: int | None = None
+    """Stop after this many evaluations in a row without a better one; None trains to the last step."""
+    keep_every: int | None = None
+    """Also keep the checkpoints at multiples of this number of updates."""
+    allow_recompile: int = 0
+    """Number of times the step may be recompiled for a batch of another shape."""
+    max_skips: int = 100
+    """Stop after this many consecutive updates skipped because of inf or NaN in fp16 gradients."""
+    spike_factor: float | None = None
+    """A loss above this multiple of the median of the last 64 is a spike; None disables the check."""
+    on_spike: Literal["stop", "rollback"] = "stop"
+    """On a spike, stop the run, or return to the last checkpoint and skip the batches since."""
+    stall_seconds: float = 600.0
+    """Warn when a batch takes longer than this many seconds; 0 disables the warning."""
+
+    def __init_subclass__(cls) -> None:
+        # A method takes the place of the field: dataclasses leave out what is annotated as a class variable.
+        if callable(cls.__dict__.get("optimizer")):
+            cls.__annotations__ = {**inspect.get_annotations(cls), "optimizer": ClassVar[Any]}
+
+    def task(self) -> Task:
+        """Make the data, model and loss of the run.
+
+        Returns:
+          The task.
+
+        Raises:
+          UserError: The subclass does not define it.
+        """
+        raise UserError(f"{type(self).__name__} has no task: define `def task(self) -> jaxtrain.Task`")

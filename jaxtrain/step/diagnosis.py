@@ -1,0 +1,44 @@
+"""What was wrong with the arguments of a call that failed."""
+
+from typing import Any
+
+import jax
+
+from jaxtrain.errors import UserError, is_out_of_memory, with_user_frames
+from jaxtrain.paths import partition
+from jaxtrain.step.mistakes import batch_error, device_error, difference, is_deleted, tracing_error
+from jaxtrain.step.state import TrainState, require_state
+from jaxtrain.step.step import StepParts
+
+
+def diagnosed(error: Exception, state: Any, batch: Any, parts: StepParts | None = None) -> Exception:
+    """Return the error to raise for one that a step raised: a `UserError` if its arguments are wrong, else itself."""
+    if not isinstance(error, UserError) and not is_out_of_memory(error):
+        message = _argument_error(state, batch, parts) or tracing_error(error)
+        if message:
+            error = UserError(message).with_traceback(error.__traceback__)
+    return with_user_frames(error)
+
+
+def _argument_error(state: Any, batch: Any, parts: StepParts | None) -> str | None:
+    try:
+        require_state(state, batch)
+    except UserError as wrong:
+        return str(wrong)
+    if any(map(is_deleted, jax.tree.leaves(state))):
+        return "the state was donated to an earlier call and no longer exists: use the state which that call returned"
+    return batch_error(batch) or device_error(state, batch) or (_state_error(state, parts) if parts else None)
+
+
+def _state_error(state: TrainState, parts: StepParts) -> str | None:
+    """Return how a state differs from those of the step with these parts, or None."""
+    try:
+        expected = jax.eval_shape(lambda params: parts.optimizer.init(partition(params, parts.frozen)[0]), state.params)
+    except Exception:
+        return None  # The optimizer fails with these parameters; its own error says why.
+    if found := difference(state.opt_state, expected):
+        return (
+            f"the state does not fit this step and its params: its opt_state {found}; "
+            "create it with this step's init(params)"
+        )
+    return None

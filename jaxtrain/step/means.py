@@ -1,0 +1,70 @@
+"""Recognize a mean among traced values: a `Loss` of a mean and a weight above 1 trains with too small a gradient.
+
+JAX records for every traced value the operation that computed it, as `tracer.parent`. This is read, instead of tracing
+the loss a second time, and is listed in `transforms/jax_internals.py`: without it nothing is recognized.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+SAME_VALUES = frozenset({"convert_element_type", "neg", "copy", "copy_p", "reshape", "squeeze", "reduce_precision"})
+"""Operations of which a mean is still a mean, up to its sign."""
+
+
+def averaged_elements(loss: Any) -> int | None:
+    """Return the number of elements that a loss's total is a mean over, if its weight counts them too; else None.
+
+    Only what is certain is reported: the total is the sum of n elements over the constant n, or a sum of such means,
+    and the weight a constant above 1 that divides n, as the number of rows of [B, T] does.
+    """
+    weight = _constant(loss.weight)
+    if weight is None or weight <= 1:
+        return None
+    size = _mean_over(loss.total)
+    return size if size and size % weight == 0 else None
+
+
+def _mean_over(x: Any) -> int | None:
+    """Return the number of elements that a traced scalar is the mean of; None if it is no mean."""
+    operation, inputs = _operation(x)
+    if operation is None:
+        return None
+    if operation in SAME_VALUES:
+        return _mean_over(inputs[0])
+    if operation in ("add", "sub"):
+        sizes = [_mean_over(y) for y in inputs]
+        return sizes[0] if sizes[0] == sizes[1] else None
+    if operation == "div" and (divisor := _constant(inputs[1])):
+        return int(divisor) if _summed_elements(inputs[0]) == divisor else None
+    return None
+
+
+def _summed_elements(x: Any) -> int | None:
+    operation, inputs = _operation(x)
+    if operation == "reduce_sum":
+        return math.prod(inputs[0].shape) if x.shape == () else None
+    return _summed_elements(inputs[0]) if operation in SAME_VALUES else None
+
+
+def _operation(x: Any) -> tuple[str | None, Any]:
+    """Return the name and the inputs of the operation that computed a traced value."""
+    # Differentiation wraps the traced value.
+    while hasattr(x, "primal"):
+        x = x.primal
+    equation: Any = getattr(x, "parent", None)
+    try:
+        return equation.primitive.name, equation.in_tracers
+    except AttributeError:
+        return None, ()
+
+
+def _constant(x: Any) -> float | None:
+    """Return the value of a number, or of a traced literal; None for other values."""
+    # A literal among the inputs of an operation, a tracer or the literal itself.
+    for _ in range(3):
+        if isinstance(x, bool | int | float | np.number) or (isinstance(x, np.ndarray) and x.shape == ()):
+            return float(x)
+        x = getattr(x, "val", None)
+    return None

@@ -1,0 +1,81 @@
+"""`parity run FILE.py::NAME` of a recipe that defines its PyTorch side."""
+
+import json
+
+from parity.cli import main
+
+FILE = """
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxtrain as jt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(jt.Recipe):
+    batch_size: int = 8
+    lr: float = 1e-2
+    width: int = 4
+
+    def task(self):
+        x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+
+        def init():
+            width = self.width
+            return {"hidden": jnp.zeros((3, width)), "bias": jnp.zeros(width), "out": jnp.zeros((width, 1))}
+
+        def loss_fn(params, batch, rng):
+            hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"][None])
+            return jt.Loss.of(((hidden @ params["out"])[:, 0] * FACTOR - batch["y"]) ** 2), {}
+
+        return jt.Task(init=init, loss_fn=loss_fn, train={"x": x, "y": np.sin(x).sum(1)})
+
+    def torch_model(self):
+        import torch
+
+        return torch.nn.Sequential(
+            torch.nn.Linear(3, self.width), torch.nn.Tanh(), torch.nn.Linear(self.width, 1, bias=False)
+        )
+
+    def torch_loss(self, model, batch):
+        error = model(batch["x"])[:, 0] - batch["y"]
+        return (error**2).sum(), len(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxOnly(jt.Recipe):
+    def task(self):
+        return Regression().task()
+"""
+
+
+def run(tmp_path, name, factor="1.0"):
+    file = tmp_path / f"recipe_{factor.replace('.', '_')}.py"
+    file.write_text(FILE.replace("FACTOR", factor))
+    out = tmp_path / "verdict.json"
+    status = main(["run", f"{file}::{name}", "--precision", "fp64", "--steps", "3", "--json", str(out)])
+    return status, json.loads(out.read_text())["cases"] if out.exists() else None
+
+
+def test_a_recipe_equals_its_pytorch_side(tmp_path):
+    status, (case,) = run(tmp_path, "Regression")
+    assert status == 0
+    assert case["grad_rel_max"] < 1e-12
+    assert 0 < case["loss_rel"] + case["param_rel_max"] < 1e-12
+
+
+def test_a_wrong_factor_is_found(tmp_path):
+    status, (case,) = run(tmp_path, "Regression", factor="1.001")
+    assert status == 1
+    assert not case["passed"]
+
+
+def test_a_recipe_without_a_pytorch_side_is_refused(tmp_path, capsys):
+    status, cases = run(tmp_path, "JaxOnly")
+    assert (status, cases) == (2, None)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "JaxOnly has no PyTorch side: define the methods torch_model(self)" in error

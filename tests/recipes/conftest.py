@@ -1,0 +1,19 @@
+"""Fixtures of the tasks' tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def write_table(tmp_path: Path) -> Callable[[dict[str, list[Any]]], Path]:
+    """Return a function that writes columns to a Parquet file and returns its path."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def write(columns: dict[str, list[Any]]) -> Path:
+        parquet.write_table(pyarrow.table(columns), tmp_path / "table.parquet", row_group_size=8)
+        return tmp_path / "table.parquet"
+
+    return write
