@@ -9,8 +9,8 @@ from parity.cases import CASES
 
 FEW = ("mlp", "cnn", "cnn-bn", "gpt2")
 LONG = {
-    *("bert", "bert.classifier", "llama.mistral", "llama.packed", "llama.qwen3", "lora", "migration", "mixtral"),
-    *("resnet", "resnet.bottleneck", "t5", "t5.gated", "vit"),
+    *("bert", "bert.classifier", "cnn", "llama", "llama.mistral", "llama.packed", "llama.qwen3", "lora", "migration"),
+    *("mixtral", "resnet", "resnet.bottleneck", "t5", "t5.gated", "vit"),
 }
 
 
