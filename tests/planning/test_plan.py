@@ -281,7 +281,7 @@ def measure_peaks(*cases):
     [
         ("digits-mlp", {"batch_size": 512, "hidden": 20_000}),
         pytest.param(("gpt-stdlib", {"n_layer": 2, "eval_sequences": 16}), marks=pytest.mark.slow),
-        pytest.param(("digits-resnet", {"batch_size": 512}), marks=pytest.mark.slow),
+        pytest.param(("digits-resnet", {"batch_size": 512}), marks=pytest.mark.nightly),
     ],
     ids=["digits-mlp", "gpt-stdlib", "digits-resnet"],
 )
