@@ -99,7 +99,11 @@ def torchs_text(theirs, mask=MASK, **options):
 LONG = {"mistral", "mixtral", "qwen2", "qwen3-by-layer"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in DECODERS])
+def marks(name):
+    return pytest.mark.nightly if name == "qwen2" else pytest.mark.slow if name in LONG else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in DECODERS])
 def test_greedy_texts_of_uneven_prompts_equal_transformers_in_float32_and_float64(name):
     model, theirs, params = made(DECODERS[name])
     ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK))
