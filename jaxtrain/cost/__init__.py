@@ -7,6 +7,9 @@ from jaxtrain.cost.communication import Communication as Communication
 from jaxtrain.cost.communication import communication as communication
 from jaxtrain.cost.flops import equation_flops as equation_flops
 from jaxtrain.cost.flops import flops as flops
+from jaxtrain.cost.hlo import LIBRARIES as LIBRARIES
+from jaxtrain.cost.hlo import SourceLines as SourceLines
+from jaxtrain.cost.hlo import short_path as short_path
 from jaxtrain.cost.memory import device_memory as device_memory
 from jaxtrain.cost.memory import peak_memory_bytes
 from jaxtrain.cost.program_memory import StepMemory, memory_per_device
