@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxtrain.cost.gpu.launches import Program, result_bytes
-from jaxtrain.cost.hlo import Computation, Instruction, SourceLines
+from jaxtrain.cost.hlo import Array, Computation, Instruction, SourceLines
 
 # Instructions whose result is their operand, or a part of it.
 _ALIASES = {"bitcast", "opt-barrier", "get-tuple-element", "tuple", "while"}
@@ -35,10 +35,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class _Peak:
-    """The most memory that a computation needs besides its parameters, and the buffers that are then alive."""
+    """The most memory that a computation needs besides its parameters, and the results that are then alive."""
 
     size_bytes: float
-    alive: tuple[tuple[Instruction, float], ...]
+    alive: tuple[tuple[Instruction, int, float], ...]
 
 
 def peak_buffers(program: Program, lines: SourceLines, most: int = 10) -> tuple[float, list[Buffer]]:
@@ -50,9 +50,9 @@ def peak_buffers(program: Program, lines: SourceLines, most: int = 10) -> tuple[
       most: Number of buffers to return.
     """
     peak = _peak(program, program.entry)
-    largest = sorted(peak.alive, key=lambda pair: -pair[1])[:most]
+    largest = sorted(peak.alive, key=lambda result: -result[2])[:most]
     return peak.size_bytes, [
-        Buffer(x.shape.split("{")[0].lstrip("("), size, x.op_name, lines.locate(x.attributes)[0]) for x, size in largest
+        Buffer(_text(x.results[i]), size, x.op_name, lines.locate(x.attributes)[0]) for x, i, size in largest
     ]
 
 
@@ -78,7 +78,7 @@ def _peak(program: Program, name: str) -> _Peak:
         inner = max(bodies, key=lambda peak: peak.size_bytes, default=_Peak(0.0, ()))
         total = sum(alive.values()) + inner.size_bytes
         if total > best.size_bytes:
-            own = tuple((computation.instructions[owner.split("#")[0]], size) for owner, size in alive.items())
+            own = tuple((*_result(computation, owner), size) for owner, size in alive.items())
             best = _Peak(total, own + inner.alive)
         alive = {owner: size for owner, size in alive.items() if last.get(owner, order[owner.split("#")[0]]) > i}
     return best
@@ -153,6 +153,15 @@ def _through_bitcasts(fused: Computation, x: Instruction) -> Instruction:
 
 def _owners(x: Instruction, parts: Mapping[str, tuple[str, ...]]) -> list[str]:
     return [owner for owner in parts[x.name] if owner.split("#")[0] == x.name]
+
+
+def _result(computation: Computation, owner: str) -> tuple[Instruction, int]:
+    name, i = owner.split("#")
+    return computation.instructions[name], int(i)
+
+
+def _text(array: Array) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def _owned_bytes(x: Instruction, owner: str) -> float:
