@@ -15,8 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.scaling_tables import columns
-from jaxtrain.cost import format_bytes, parse_bytes
-from jaxtrain.cost.gpu import SHARE_OF_PEAK, Buffer, GpuProgram, GpuTarget, find_target, gpu_devices
+from jaxtrain.cost import (
+    SHARE_OF_PEAK,
+    Buffer,
+    GpuProgram,
+    GpuTarget,
+    find_target,
+    format_bytes,
+    gpu_devices,
+    parse_bytes,
+)
 from jaxtrain.distributed import parse_mesh
 from jaxtrain.planning import Candidate, Plan, choice_notes, format_settings, plan
 from jaxtrain.recipes import command
@@ -43,7 +51,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     target = find_target(device)
     # The plugin would look for a driver; nothing of this command runs on a GPU.
     jax.config.update("jax_platforms", "cpu")
-    devices = gpu_devices(target, 1 if recipe.mesh is None else math.prod(parse_mesh(recipe.mesh).values()))
+    gpu_devices(target, 1 if recipe.mesh is None else math.prod(parse_mesh(recipe.mesh).values()))  # or say why not
     available = int(PREALLOCATED * target.memory) if memory is None else parse_bytes(memory)
     console = Console(highlight=False, quiet=as_json)
     console.print(
@@ -51,7 +59,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     )
     with console.status("reading the data") as status:
         report = _reporter(console, status)
-        found = plan(recipe, available, report, precisions=(recipe.precision,), devices=devices, target=target)
+        found = plan(recipe, available, report, precisions=(recipe.precision,), target=target)
     rows = list(_rows(found))
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}

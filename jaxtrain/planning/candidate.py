@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from jaxtrain.cost import Ceilings, equation_flops, estimate_seconds
-from jaxtrain.cost.gpu import GpuProgram, GpuTarget, compile_for_gpu
+from jaxtrain.cost import Ceilings, GpuProgram, GpuTarget, equation_flops, estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.data import Kind, kind_of
-from jaxtrain.distributed import make_mesh, parse_mesh, run_mesh, shard, window_sharding
+from jaxtrain.distributed import make_mesh, parse_mesh, run_mesh, shard
+from jaxtrain.planning.gpu import gpu_program, window_shapes
 from jaxtrain.run import Recipe, Task, task_batches
 from jaxtrain.runner import check_settings, training_step
-from jaxtrain.step import TrainState, TrainStep, split_batch
+from jaxtrain.step import TrainState, TrainStep
 
 
 @dataclass(frozen=True)
@@ -81,25 +81,33 @@ def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Seq
     )
 
 
-def compile_for_target(recipe: Recipe, task: Task, target: GpuTarget, devices: Sequence[Any]) -> Candidate:
+def compile_for_target(recipe: Recipe, task: Task, target: GpuTarget) -> Candidate:
     """Compile the training step of a recipe for a GPU that this machine does not have, and return its costs.
 
     Raises:
       UserError: The settings are invalid.
     """
     begin = time.perf_counter()
-    mesh = None if recipe.mesh is None else planned_mesh(recipe, devices)
-    program = compile_for_gpu(
-        lambda: trace_step(recipe, task, mesh, devices[0]).lowered, target, None if mesh is None else mesh.shape
+    check_settings(recipe)
+    step, batch = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
+    initial = jax.eval_shape(task.initial)
+    program = gpu_program(
+        step,
+        initial.params,
+        batch,
+        target,
+        mesh=recipe.mesh,
+        rules=task.sharding,
+        model_state=initial.model_state,
     )
     # Those of the model: without recomputation, and of attention as if it were not causal.
-    step = training_step(dataclasses.replace(recipe, remat="none"), task.loss_fn)
-    jaxpr = jax.make_jaxpr(step.pure)(abstract_state(step, task), abstract_batch(recipe, task)).jaxpr
+    plain = training_step(dataclasses.replace(recipe, remat="none"), task.loss_fn)
+    jaxpr = jax.make_jaxpr(plain.pure)(abstract_state(plain, task), batch).jaxpr
     return Candidate(
         recipe,
         peak_bytes=program.peak_bytes,
         state_bytes=program.alias_bytes,
-        flops=sum(map(equation_flops, jaxpr.eqns)) // (1 if mesh is None else mesh.size),
+        flops=sum(map(equation_flops, jaxpr.eqns)) // max(1, math.prod(program.mesh.values())),
         seconds=program.seconds,
         compile_s=time.perf_counter() - begin,
         program=program,
@@ -122,8 +130,8 @@ class Traced(NamedTuple):
     lowered: Any
 
 
-def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None, device: Any = None) -> Traced:
-    """Trace the training step of a recipe on a mesh, or on one device, by default the process's first.
+def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
+    """Trace the training step of a recipe on a mesh.
 
     Raises:
       UserError: The settings are invalid.
@@ -131,16 +139,9 @@ def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None, device: Any = None
     check_settings(recipe)
     step, window = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
     if mesh is not None:
-        step, window = shard(step, mesh, task.sharding), _window(window, mesh, recipe.accumulate)
+        step, window = shard(step, mesh, task.sharding), window_shapes(window, mesh, recipe.accumulate)
     state = abstract_state(step, task)
-    if mesh is None and device is not None:
-        state, window = _on_device(state, device), _on_device(window, device)
     return Traced(step, state, window, step.jitted.lower(state, window))
-
-
-def _on_device(shapes: Any, device: Any) -> Any:
-    sharding = SingleDeviceSharding(device)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def planned_mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
@@ -165,12 +166,6 @@ def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct
     finally:
         batches.close()
     return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-
-
-def _window(batch: Any, mesh: Mesh, accumulate: int) -> Any:
-    """Return the shapes and shardings of a batch placed by `jaxtrain.distributed.place_batch`."""
-    sharding, shapes = window_sharding(mesh, accumulate), jax.eval_shape(lambda x: split_batch(x, accumulate), batch)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
 
 
 def peak_bytes(program: Any) -> int:

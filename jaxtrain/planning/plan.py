@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.cost import ceilings, format_bytes
-from jaxtrain.cost.gpu import GpuTarget
+from jaxtrain.cost import GpuTarget, ceilings, format_bytes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning.candidate import (
     Candidate,
@@ -71,8 +70,8 @@ def plan(
       on_compile: Called with each candidate before it is compiled.
       precisions: The precisions to compile; by default that of the recipe, and bf16 if it is faster or nothing fits.
       devices: The devices to compile for, of which a mesh takes the first; by default those of a run.
-      target: The GPU whose `gpu_devices` the devices are. Times are then predicted from its programs, and the loop over
-        layers is unrolled if that is faster.
+      target: A GPU to compile for, which need not be here. Times are then predicted from its programs, and the loop
+        over layers is unrolled if that is faster.
 
     Returns:
       The candidates and the choice.
@@ -191,8 +190,7 @@ class _Search:
     def _compile(self, recipe: Recipe) -> Candidate:
         if self._target is None:
             return compile_candidate(recipe, self._task, self._ceilings, self._devices)
-        assert self._devices is not None
-        return compile_for_target(recipe, self._task, self._target, self._devices)
+        return compile_for_target(recipe, self._task, self._target)
 
     def unroll(self, fastest: Candidate) -> None:
         """Compile a candidate with the loop over layers unrolled, or with the loop."""

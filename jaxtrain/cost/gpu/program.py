@@ -1,5 +1,6 @@
 """A program compiled for a GPU: what it launches, moves and holds, and how long it should take."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -12,13 +13,12 @@ from jaxtrain.cost.gpu.buffers import Buffer, peak_buffers
 from jaxtrain.cost.gpu.launches import Launch, Program
 from jaxtrain.cost.gpu.overlap import Transfer, transfers
 from jaxtrain.cost.gpu.products import Product, products
-from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GpuTarget, compilation_for_gpus
+from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GPUS_PER_HOST, GpuTarget, compilation_for_gpus
 from jaxtrain.cost.hlo import SourceLines
 from jaxtrain.cost.roofline import Ceilings
 
 SHARE_OF_PEAK = 0.75
 """Share of the peak rate that a predicted product reaches."""
-GPUS_PER_HOST = 8
 
 
 class Origin(NamedTuple):
@@ -163,10 +163,11 @@ class GpuProgram:
     @property
     def link_bandwidth(self) -> float:
         """Bytes/s that a GPU sends to the others of the mesh: over the network if they are not of one host."""
-        size = 1
-        for n in self.mesh.values():
-            size *= n
-        return self.target.link_bandwidth if size <= GPUS_PER_HOST else self.target.network_bandwidth
+        return (
+            self.target.link_bandwidth
+            if math.prod(self.mesh.values()) <= GPUS_PER_HOST
+            else self.target.network_bandwidth
+        )
 
     @property
     def exposed_seconds(self) -> float:

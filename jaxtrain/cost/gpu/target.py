@@ -8,6 +8,7 @@ fastest on the device, and cuDNN's workspaces are counted as 0 bytes.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.transforms.jax_internals import assumed_cudnn
 
+GPUS_PER_HOST = 8
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 """Options that make programs comparable. Without a device XLA would take Triton's first tiling of each product."""
 
@@ -135,7 +137,7 @@ def find_target(name: str) -> GpuTarget:
 
 @functools.cache
 def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
-    """Return `count` devices of one host to compile for; nothing can run on them.
+    """Return `count` devices to compile for, 8 on each host; nothing can run on them.
 
     Args:
       target: The GPU.
@@ -144,8 +146,10 @@ def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
     Raises:
       UserError: JAX's CUDA plugin is not installed, or does not fit this JAX.
     """
+    hosts = math.ceil(count / GPUS_PER_HOST)
+    shape = f"1x{hosts}x{count // hosts}"
     try:
-        topology = topologies.get_topology_desc("", "cuda", target_config=target.config(), topology=f"1x1x{count}")
+        topology = topologies.get_topology_desc("", "cuda", target_config=target.config(), topology=shape)
     except (NotImplementedError, RuntimeError) as error:
         raise UserError(
             f"JAX cannot compile for {target.name} here ({brief(str(error))}): install the CUDA plugin with "
