@@ -9,13 +9,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from jaxtrain.cost.communication import Communication, communication
+from jaxtrain.cost.data_sheets import Ceilings
 from jaxtrain.cost.gpu.buffers import Buffer, peak_buffers
 from jaxtrain.cost.gpu.launches import Launch, Program
 from jaxtrain.cost.gpu.overlap import Transfer, transfers
 from jaxtrain.cost.gpu.products import Product, products
 from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GPUS_PER_HOST, GpuTarget, compilation_for_gpus
 from jaxtrain.cost.hlo import SourceLines
-from jaxtrain.cost.roofline import Ceilings
 
 SHARE_OF_PEAK = 0.75
 """Share of the peak rate that a predicted product reaches."""

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxtrain.cost.roofline import Ceilings
+from jaxtrain.cost.data_sheets import NVIDIA, Ceilings
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.transforms.jax_internals import assumed_cudnn
@@ -32,7 +32,6 @@ class GpuTarget:
 
     Attributes:
       name: JAX's `device_kind` of it.
-      ceilings: Its peak rates.
       capability: Compute capability, as (major, minor).
       cores: Number of streaming multiprocessors.
       fp32_units: Units for float32 per multiprocessor.
@@ -45,7 +44,6 @@ class GpuTarget:
     """
 
     name: str
-    ceilings: Ceilings
     capability: tuple[int, int]
     cores: int
     fp32_units: int
@@ -55,6 +53,11 @@ class GpuTarget:
     memory: int
     link_bandwidth: float
     network_bandwidth: float = 50e9
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Its peak rates."""
+        return NVIDIA[self.name]
 
     def config(self) -> str:
         """Return the `stream_executor.GpuTargetConfigProto` as text."""
@@ -84,7 +87,6 @@ class GpuTarget:
 
 _H100 = GpuTarget(
     "NVIDIA H100 80GB HBM3",
-    Ceilings(67e12, 494e12, 989e12, 3.352e12, 3e-6),
     capability=(9, 0),
     cores=132,
     fp32_units=128,
@@ -100,12 +102,10 @@ TARGETS = {
     "h200": dataclasses.replace(
         _H100,
         name="NVIDIA H200",
-        ceilings=dataclasses.replace(_H100.ceilings, bandwidth=4.8e12),
         memory=151397597184,
     ),
     "a100": GpuTarget(
         "NVIDIA A100-SXM4-80GB",
-        Ceilings(19.5e12, 156e12, 312e12, 2.039e12, 3e-6),
         capability=(8, 0),
         cores=108,
         fp32_units=64,
