@@ -5,13 +5,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.diagnosis import diagnosed
+from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
 from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
@@ -65,10 +66,14 @@ class TrainStep:
 
     @user_facing
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
-        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated."""
+        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated.
+
+        `params` and `model_state` may be shapes as well.
+        """
 
         def init() -> TrainState:
-            return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
+            arrays, state = _with_arrays(materialize(params)), _with_arrays(materialize(model_state))
+            return init_state(self.parts, arrays, state, seed, streaming)
 
         return jax.eval_shape(init)
 
@@ -85,6 +90,7 @@ class TrainStep:
         """
         return self.jitted.lower(state, batch).compile()
 
+    @takes_one_batch
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Apply one optimizer update computed from one effective batch.
 
@@ -109,6 +115,7 @@ class TrainStep:
         """
         return self._call(self.jitted, state, batch)
 
+    @takes_one_batch
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
         """Add one micro-batch to the state's window, and apply the update if that completes it.
 
@@ -225,3 +232,8 @@ def train_step(
         ema=ema,
     )
     return TrainStep(parts, allow_recompile)
+
+
+def _with_arrays(tree: Any) -> Any:
+    """Return `tree` with arrays in place of shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, tree)
