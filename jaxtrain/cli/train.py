@@ -26,7 +26,6 @@ from jaxtrain.observe import (
     QuietConsole,
     Tracker,
     WandB,
-    read_metrics,
     track_run,
 )
 from jaxtrain.planning import choice_notes, format_settings, plan
@@ -106,9 +105,8 @@ def _train(args: list[str]) -> int:
         outcome = run_training(name, recipe, run, resume=options.resume, console=console, trace=trace)
         if not processes.is_first():
             return outcome.exit_status
-        write_end(name, recipe, run, outcome)
+        metrics = write_end(name, recipe, run, outcome)
         ended(outcome.exit_status)
-    metrics = read_metrics(run.metrics)
     places = {
         "run": str(run.path),
         "report": str(run.report),

@@ -87,7 +87,7 @@ def optimizer_expression(recipe: Recipe) -> Expression:
     """Return the recipe's optimizer as an expression, completed from the recipe's other settings.
 
     Raises:
-      UserError: The recipe defines a method `optimizer`, or names no optimizer.
+      UserError: The recipe defines `make_optimizer`, or names no optimizer.
     """
     if defines_optimizer(recipe):
         raise UserError(
@@ -99,15 +99,22 @@ def optimizer_expression(recipe: Recipe) -> Expression:
 
 
 def defines_optimizer(recipe: Recipe) -> bool:
-    """Whether the recipe has a method `optimizer` in place of the setting."""
-    return callable(recipe.optimizer)
+    """Whether the recipe has a `make_optimizer` in place of the setting `optimizer`."""
+    return type(recipe).make_optimizer is not Recipe.make_optimizer
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
-    if callable(recipe.optimizer):
-        return optax.with_extra_args_support(recipe.optimizer())
+    if defines_optimizer(recipe):
+        return optax.with_extra_args_support(_made(recipe))
     return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
+
+
+def _made(recipe: Recipe) -> optax.GradientTransformation:
+    made = recipe.make_optimizer()
+    if made is None:
+        raise UserError(f"{type(recipe).__name__}.make_optimizer returned None: return an optax.GradientTransformation")
+    return made
 
 
 def loss_scale(recipe: Recipe) -> Any:

@@ -178,6 +178,8 @@ def _bind_summing(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         if name == "broadcast_in_dim" and operand.size == eqn.outvars[0].aval.size:
             return jaxpr.bind(eqn, args)
         return [_sum_gradient(lambda x, *rest: jaxpr.bind(eqn, [x, *rest])[0], operand, *rest)]
+    if name in _PRODUCTS and all(x.dtype in _LOW for x in args[:2]):  # to which the policy's precision does not apply
+        return [eqn.primitive.bind(*args, **{**eqn.params, "precision": (lax.Precision.DEFAULT,) * 2})]
     return jaxpr.bind(eqn, args)
 
 

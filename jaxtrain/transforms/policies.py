@@ -99,10 +99,10 @@ POLICIES = {
     "fp64": Policy(np.float64),
     "fp32": Policy(np.float32),
     "tf32": Policy(np.float32, matmul_precision="tensorfloat32"),
-    "bf16": Policy(np.float32, jnp.bfloat16, matmul_precision="default"),
-    "fp16": Policy(np.float32, np.float16, matmul_precision="default", loss_scaling=True),
-    "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True, matmul_precision="default"),
-    "bf16_params": Policy(jnp.bfloat16, matmul_precision="default"),
+    "bf16": Policy(np.float32, jnp.bfloat16),
+    "fp16": Policy(np.float32, np.float16, loss_scaling=True),
+    "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
+    "bf16_params": Policy(jnp.bfloat16),
 }
 """Policies by name. "bf16_params" has no float32 at all, as `model.bfloat16()`; the others have master parameters."""
 

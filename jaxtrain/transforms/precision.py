@@ -204,8 +204,14 @@ def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     operands, sizes = args[:2], args[2:]  # sizes: of the groups of a grouped product
     if not all(_is_low(x) for x in operands):
         return jaxpr.bind_as_traced(eqn, args)
-    params = {**eqn.params, "preferred_element_type": np.dtype(dtype)}
+    params = _product_params(eqn, dtype)
     return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
+
+
+def _product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
+    """Return the parameters of a product of low-precision operands, to which the policy's precision does not apply."""
+    default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+    return {**eqn.params, "precision": default, "preferred_element_type": np.dtype(result)}
 
 
 def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
@@ -229,7 +235,7 @@ def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return eqn.primitive.bind(*operands, **{**eqn.params, "preferred_element_type": np.dtype(np.float32)})
+        return eqn.primitive.bind(*operands, **_product_params(eqn, np.float32))
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents

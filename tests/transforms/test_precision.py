@@ -581,15 +581,22 @@ def test_only_fp16_scales_its_loss():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("fp32", {"HIGHEST"}), ("fp64", {"HIGHEST"}), ("tf32", {"HIGH"}), ("bf16", {"DEFAULT"})],
+    [("fp32", "HIGHEST"), ("fp64", "HIGHEST"), ("tf32", "HIGH"), ("bf16", "HIGHEST"), ("bf16_params", "HIGHEST")],
 )
-def test_a_policy_sets_the_precision_of_float32_products(name, expected):
+def test_float32_products_are_in_full_precision_unless_the_policy_is_tf32(name, expected):
+    def float32_and_low(w):
+        with jt.autocast_disabled():
+            wide = w.astype(np.float32) @ w.astype(np.float32)
+        return wide.sum().astype(w.dtype) + (w @ w).sum()
+
     with jax.enable_x64(name == "fp64"):
-        traced = jax.make_jaxpr(policy(name).apply(lambda x, w: x @ w))(X, W)
-    (eqn,) = (e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general")
-    precision = eqn.params["precision"]
-    names = {p.name for p in (precision if isinstance(precision, tuple) else (precision,))}
-    assert names == expected
+        traced = jax.make_jaxpr(jax.grad(policy(name).apply(float32_and_low)))(policy(name).cast_params(W[:3, :3]))
+    products = [e for e in equations(traced.jaxpr) if e.primitive.name == "dot_general"]
+    wide = [e for e in products if e.invars[0].aval.dtype == np.float32]
+    assert (len(products), len(wide)) == (6, 6 if name in ("fp32", "tf32") else 3)
+    assert {p.name for e in wide for p in e.params["precision"]} == {expected}
+    low = {p.name for e in products for p in e.params["precision"] if e.invars[0].aval.dtype == jnp.bfloat16}
+    assert low == ({"DEFAULT"} if name == "bf16" else {"HIGHEST"} if name == "bf16_params" else set())
 
 
 def test_bf16_params_computes_and_keeps_everything_in_bfloat16():
