@@ -6,6 +6,7 @@ where the code has several operations:
 
 - the softmax, from the exponent's argument to the quotient or logarithm, is rounded once;
 - a loss of `jaxtrain.losses` returns float32, which is rounded where it meets a value in low precision;
+- a product whose result is asked for in float32 (`preferred_element_type`) has low-precision products as its gradient;
 - the gradient of a value that is broadcast or gathered (a bias, an embedding) is summed in float32.
 
 `kernel` and the norms of `jaxtrain.models` convert to float32 themselves.
@@ -29,6 +30,8 @@ from jaxtrain.transforms.precision import (
     autocast_disabled,
     is_array,
     low_precision_operation,
+    low_unrounded,
+    product_params,
     to_dtype,
     widen,
 )
@@ -72,23 +75,27 @@ def compute_in(fn: Callable[..., Any], dtype: Any, state_argnums: Collection[int
 
 def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
     starts = {*_softmax_starts(closed.jaxpr)}
-    # By identity: the float32 values within a softmax, and numbers repeated to an array, which round nothing.
+    # By identity: values within a softmax, values computed from losses, and numbers repeated to an array.
     softmax: dict[int, Any] = {}
+    losses: dict[int, Any] = {}
     numbers: dict[int, Any] = {}
 
-    def within_softmax(outs: list[Any]) -> list[Any]:
-        softmax.update({id(out): out for out in outs})
+    def noted(outs: list[Any], kind: dict[int, Any]) -> list[Any]:
+        kind.update({id(out): out for out in outs})
         return outs
+
+    def is_unrounded(var: Any, x: Any) -> bool:
+        return id(x) in losses or (var.aval.dtype in _LOW and getattr(x, "dtype", None) == np.float32)
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
         if name in _CALLS and jaxpr.in_scope(eqn, LOSS):
-            return jaxpr.HIGHER_ORDER[name](eqn, args, _run_unrounded)
+            return noted(jaxpr.HIGHER_ORDER[name](eqn, args, _run_unrounded), losses)
         if jaxpr.in_scope(eqn, DISABLED) or jaxpr.is_call(eqn, KERNEL) or low_precision_operation(eqn):
             return jaxpr.bind_as_traced(eqn, args)
         in_softmax = any(id(x) in softmax for x in args)
-        unrounded = any(_is_unrounded(v, x) for v, x in zip(eqn.invars, args, strict=True))
-        if name in _CALLS and unrounded:
+        unrounded = any(is_unrounded(v, x) for v, x in zip(eqn.invars, args, strict=True))
+        if name in _CALLS and (unrounded or in_softmax):
             return jaxpr.evaluate_inner(eqn.params["jaxpr"], args, run)
         if name in _CALLS or (name in _CHECKPOINTS and not in_softmax):
             return jaxpr.HIGHER_ORDER[name](eqn, args, run)
@@ -97,15 +104,16 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         if jaxpr.inner_jaxprs(eqn):
             return jaxpr.bind_as_traced(eqn, args)
         if eqn.outvars[0] in starts or (in_softmax and name in _WITHIN_SOFTMAX):
-            return within_softmax(_in_float32(eqn, args))
+            return noted(_in_float32(eqn, args), softmax)
         if in_softmax and name in _END_OF_SOFTMAX:
             return _as_written(eqn, _in_float32(eqn, args))
         if unrounded and not in_softmax and name not in _PRODUCTS:
             outs = _in_float32(eqn, args)
-            return _as_written(eqn, outs) if any(_is_low_array(x) and id(x) not in numbers for x in args) else outs
+            rounds = any(_is_low_array(x) and id(x) not in numbers for x in args)
+            return _as_written(eqn, outs) if rounds else noted(outs, losses)
         outs = _bind_summing(eqn, jaxpr.cast_like([v.aval for v in eqn.invars], args))
         if name == "broadcast_in_dim" and np.size(args[0]) == 1:
-            numbers[id(outs[0])] = outs[0]
+            noted(outs, numbers)
         return outs
 
     with autocast_disabled():
@@ -114,31 +122,43 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
     return [to_dtype(aval.dtype, out) if id(out) in softmax else out for aval, out in pairs]
 
 
+class _Frame:
+    """A jaxpr as called: the equations that make its variables, and the variables of the caller that are its inputs."""
+
+    def __init__(self, traced: Jaxpr, inputs: Sequence[Any] = (), caller: "_Frame | None" = None) -> None:
+        self.producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
+        self.caller, self.inputs = caller, dict(zip(traced.invars, inputs, strict=False))
+
+    def back(self, var: Any, through: Collection[str], to: str) -> Iterator[tuple[JaxprEqn, "_Frame"]]:
+        """Yield the nearest equations `to` that `var` is computed from by those of `through` and by calls."""
+        if isinstance(var, Literal):
+            return
+        eqn = self.producers.get(var)
+        if eqn is None:
+            if self.caller is not None and var in self.inputs:
+                yield from self.caller.back(self.inputs[var], through, to)
+        elif eqn.primitive.name == to:
+            yield eqn, self
+        elif eqn.primitive.name in _CALLS:
+            body = eqn.params["jaxpr"].jaxpr
+            returned = body.outvars[eqn.outvars.index(var)]
+            yield from _Frame(body, eqn.invars, self).back(returned, through, to)
+        elif eqn.primitive.name in through:
+            for operand in eqn.invars:
+                yield from self.back(operand, through, to)
+
+
 def _softmax_starts(traced: Jaxpr) -> Iterator[Var]:
     """Yield the low-precision exponents that are summed and the differences that are their arguments."""
-    producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
-
-    def back(var: Any, through: Collection[str], to: str) -> Iterator[JaxprEqn]:
-        eqn = None if isinstance(var, Literal) else producers.get(var)
-        if eqn is not None and eqn.primitive.name == to:
-            yield eqn
-        elif eqn is not None and eqn.primitive.name in through:
-            for operand in eqn.invars:
-                yield from back(operand, through, to)
-
+    frame = _Frame(traced)
     for eqn in traced.eqns:
         if eqn.primitive.name == "reduce_sum":
-            for exp in back(eqn.invars[0], _MASKING, "exp"):
+            for exp, at in frame.back(eqn.invars[0], _MASKING, "exp"):
                 if exp.outvars[0].aval.dtype in _LOW:
                     yield exp.outvars[0]
-                    yield from (difference.outvars[0] for difference in back(exp.invars[0], ("select_n",), "sub"))
+                    yield from (sub.outvars[0] for sub, _ in at.back(exp.invars[0], ("select_n",), "sub"))
         for inner in jaxpr.inner_jaxprs(eqn):
             yield from _softmax_starts(inner)
-
-
-def _is_unrounded(var: Any, x: Any) -> bool:
-    """Return whether a value is float32 where the code has low precision."""
-    return var.aval.dtype in _LOW and getattr(x, "dtype", None) == np.float32
 
 
 def _in_float32(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
@@ -178,8 +198,10 @@ def _bind_summing(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         if name == "broadcast_in_dim" and operand.size == eqn.outvars[0].aval.size:
             return jaxpr.bind(eqn, args)
         return [_sum_gradient(lambda x, *rest: jaxpr.bind(eqn, [x, *rest])[0], operand, *rest)]
-    if name in _PRODUCTS and all(x.dtype in _LOW for x in args[:2]):  # to which the policy's precision does not apply
-        return [eqn.primitive.bind(*args, **{**eqn.params, "precision": (lax.Precision.DEFAULT,) * 2})]
+    if name in _PRODUCTS and all(x.dtype in _LOW for x in args[:2]):
+        if len(args) == 2 and eqn.outvars[0].aval.dtype == np.float32:
+            return low_unrounded(eqn, args, args[0].dtype)
+        return [eqn.primitive.bind(*args, **product_params(eqn, eqn.outvars[0].aval.dtype))]
     return jaxpr.bind(eqn, args)
 
 

@@ -84,7 +84,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if eqn.outvars[0] in biases:
                 return _add_bias(eqn, args, biases[eqn.outvars[0]], dtype, to)
             if eqn.outvars[0] in unrounded:
-                return _low_unrounded(eqn, args, dtype)
+                return low_unrounded(eqn, args, dtype)
             if name in lists:
                 return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
@@ -204,11 +204,11 @@ def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     operands, sizes = args[:2], args[2:]  # sizes: of the groups of a grouped product
     if not all(_is_low(x) for x in operands):
         return jaxpr.bind_as_traced(eqn, args)
-    params = _product_params(eqn, dtype)
+    params = product_params(eqn, dtype)
     return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
 
 
-def _product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
+def product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
     """Return the parameters of a product of low-precision operands, to which the policy's precision does not apply."""
     default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
     return {**eqn.params, "precision": default, "preferred_element_type": np.dtype(result)}
@@ -228,14 +228,14 @@ def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any
 _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
 
 
-def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     """Compute a product of low-precision operands in float32; its derivative is that of the rounded product."""
     if not all(_is_low(x) for x in args):
         return jaxpr.bind_as_traced(eqn, args)
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return eqn.primitive.bind(*operands, **_product_params(eqn, np.float32))
+        return eqn.primitive.bind(*operands, **product_params(eqn, np.float32))
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
