@@ -104,7 +104,8 @@ POLICIES = {
     "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
     "bf16_params": Policy(jnp.bfloat16),
 }
-"""Policies by name. "bf16_params" has no float32 at all, as `model.bfloat16()`; the others have master parameters."""
+"""Policies by name. "bf16_params" has no float32 parameters, as `model.bfloat16()`; the others have master parameters,
+which "bf16_compute" converts to bfloat16 for the computation."""
 
 
 def policy(precision: str | Policy) -> Policy:
