@@ -92,7 +92,7 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
-    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision), place)
+    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
     def evaluate(state: TrainState) -> dict[str, float]:
