@@ -23,6 +23,8 @@ class TrainingBatches(Protocol):
 
     rows: NDArray[np.intp]
     """Row numbers of a batch that are read."""
+    prefetch: int
+    """Number of batches read ahead in the background; 0 reads in the thread that asks for a batch."""
 
     def __next__(self) -> Batch: ...
 

@@ -1,6 +1,6 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,9 @@ from jaxtrain.distributed import (
 )
 from jaxtrain.observe import Gauges
 from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
+from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -36,6 +38,8 @@ class Training:
     step: TrainStep
     evaluate: Evaluate
     """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
+    place: Place | None = None
+    """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
 
     def init(self) -> TrainState:
         """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
@@ -45,6 +49,12 @@ class Training:
             return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
         # Each function creates the shards of its own result, never all of it on one device.
         return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
+
+    def dispatch(self, state: TrainState, batch: FetchedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatch a step, on the batch's copy on the devices if it has one."""
+        if batch.device is None:
+            return self.step(state, batch.arrays)
+        return self.step.placed(state, batch.device)
 
     def shapes(self) -> TrainState:
         """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
@@ -71,7 +81,12 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh))
+    place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh), place)
+
+
+def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
+    return any(device.platform != "cpu" for device in devices)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:

@@ -113,6 +113,14 @@ class TrainStep:
         """
         return self._call(self.jitted, state, batch)
 
+    def place(self, batch: Any) -> Any:
+        """Transfer a batch to the device for `placed`, without waiting for the transfer."""
+        return jax.device_put(batch)
+
+    def placed(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """As `__call__`, with a batch that `place` has returned."""
+        return self._call(self.jitted, state, batch)
+
     @takes_one_batch
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
         """Add one micro-batch to the state's window, and apply the update if that completes it.
