@@ -1,9 +1,9 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,13 +19,33 @@ from jaxtrain.distributed import (
     shard,
 )
 from jaxtrain.observe import Gauges
-from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
+from jaxtrain.run import (
+    EvaluationSums,
+    Media,
+    Recipe,
+    Task,
+    check_memory,
+    evaluation_batches,
+    means,
+    split_media,
+    task_batches,
+)
 from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import state_shapes, training_step
 from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 
-Evaluate = Callable[[TrainState], dict[str, float]]
+
+class Evaluation(NamedTuple):
+    """What an evaluation returns."""
+
+    metrics: dict[str, float]
+    """Means of loss and metrics over the validation rows; nothing without validation data."""
+    media: Media
+    """What the task's own `evaluate` returned besides."""
+
+
+Evaluate = Callable[[TrainState], Evaluation]
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,7 @@ class Training:
     loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
+    """Evaluates a state."""
     place: Place | None = None
     """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
 
@@ -110,17 +130,14 @@ def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if task.validation is None:
-            # An evaluation that generates samples needs no data.
-            return {} if custom is None else _floats(custom(state, iter(())))
-        batches = evaluation_batches(task.validation, task, recipe)
-        if custom is not None:
-            return _floats(custom(state, map(place, batches)))
-        return means([sums(state, batch) for batch in batches])
+    def batches() -> Iterator[Any]:
+        # An evaluation that generates samples needs no data.
+        return iter(()) if task.validation is None else evaluation_batches(task.validation, task, recipe)
+
+    def evaluate(state: TrainState) -> Evaluation:
+        metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
+        if not metrics and task.validation is not None:
+            metrics = means([sums(state, batch) for batch in batches()])
+        return Evaluation(metrics, media)
 
     return evaluate
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
