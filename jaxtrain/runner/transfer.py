@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.data import Batch
-from jaxtrain.data.batches import TrainingBatches
-from jaxtrain.data.read_ahead import ReadAhead
+from jaxtrain.data.batches import ReadAhead, TrainingBatches
 
 AHEAD = 2
 """Number of batches on the devices besides that of the current step."""
