@@ -65,6 +65,11 @@ def assert_same(case: str, **settings: Any) -> None:
         ("mlp", "bf16_params", 4),
         pytest.param("cnn-bn", "bf16_params", 1, marks=pytest.mark.slow),
         pytest.param("gpt2", "bf16_params", 4, marks=pytest.mark.slow),
+        ("mlp", "bf16_compute", 4),
+        *(
+            pytest.param(case, "bf16_compute", k, marks=pytest.mark.slow)
+            for case, k in {"gpt2": 4, "llama": 1, "bert": 1, "vit": 4, "resnet": 1, "cnn-bn": 4, "t5": 1}.items()
+        ),
         pytest.param("llama", "bf16", 4, marks=pytest.mark.slow),
         pytest.param("llama.qwen3", "fp16", 1, marks=pytest.mark.nightly),
         pytest.param("mixtral", "bf16", 1, marks=pytest.mark.nightly),
