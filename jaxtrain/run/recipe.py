@@ -92,6 +92,8 @@ class Recipe:
     """Also keep the checkpoints at multiples of this number of updates."""
     allow_recompile: int = 0
     """Number of times the step may be recompiled for a batch of another shape."""
+    deterministic: bool = False
+    """On a GPU, compute the same bits on repetition and after a resume; slower. CPUs always do."""
     max_skips: int = 100
     """Stop after this many consecutive updates skipped because of inf or NaN in fp16 gradients."""
     spike_factor: float | None = None

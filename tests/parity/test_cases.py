@@ -14,12 +14,17 @@ LONG = {
 }
 
 
-def slow(case: str, where: bool) -> Any:
-    return pytest.param(case, marks=[pytest.mark.slow] * where)
+# Each has a smaller case of its family in the slow tier.
+LONGEST = {"bert.classifier", "llama.mistral", "resnet.bottleneck", "t5.gated"}
+
+
+def slow(case: str) -> Any:
+    mark = pytest.mark.nightly if case in LONGEST else pytest.mark.slow
+    return pytest.param(case, marks=[mark] * (case in LONG))
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("case", [slow(case, case in LONG) for case in CASES])
+@pytest.mark.parametrize("case", [slow(case) for case in CASES])
 def test_in_float64_the_runs_are_equal(case: str) -> None:
     assert_same(case, accumulate=4, remat="full")
 
