@@ -245,7 +245,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
             if trace:
                 trace.before(i, state)
             batch = next(position.batches)
-            state, metrics = training.step(state, batch.arrays)
+            state, metrics = training.dispatch(state, batch)
             position.add(DispatchedStep(i, batch, metrics))
             events.step(i, metrics, state)
             line, score = None, None

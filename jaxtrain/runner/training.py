@@ -1,6 +1,6 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,9 @@ from jaxtrain.run import (
     split_media,
     task_batches,
 )
+from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 
 
@@ -56,6 +58,8 @@ class Training:
     step: TrainStep
     evaluate: Evaluate
     """Evaluates a state."""
+    place: Place | None = None
+    """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
 
     def init(self) -> TrainState:
         """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
@@ -65,6 +69,12 @@ class Training:
             return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
         # Each function creates the shards of its own result, never all of it on one device.
         return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
+
+    def dispatch(self, state: TrainState, batch: FetchedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatch a step, on the batch's copy on the devices if it has one."""
+        if batch.device is None:
+            return self.step(state, batch.arrays)
+        return self.step.placed(state, batch.device)
 
     def shapes(self) -> TrainState:
         """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
@@ -91,7 +101,12 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh))
+    place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh), place)
+
+
+def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
+    return any(device.platform != "cpu" for device in devices)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
@@ -112,7 +127,7 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
-    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision), place)
+    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
     def batches() -> Iterator[Any]:
