@@ -18,7 +18,7 @@ from jaxtrain.export.verify import Verification, make_trials, verify
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
-from jaxtrain.step import TrainState, applied_updates
+from jaxtrain.step import TrainState, applied_updates, averaged
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Export:
     (DIR-huggingface)."""
     format: Literal["torch", "onnx", "stablehlo", "huggingface"] = "torch"
     """torch: state dicts of model, optimizer, scheduler and scaler; onnx: the model for ONNX Runtime; stablehlo: the
-    model for JAX without jaxtrain; huggingface: the model for transformers."""
+    model for JAX without jaxtrain; huggingface: the model for transformers. All but torch, which continues a run,
+    export the moving average of the parameters if there is one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Restored:
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
         build = build_inference if has_signature(self.recipe) else predict_inference
-        return build(self.recipe, self.task, self.state.params, self.state.model_state)
+        state = averaged(self.state)
+        return build(self.recipe, self.task, state.params, state.model_state)
 
 
 def main(args: list[str]) -> int:
@@ -100,7 +102,7 @@ def _stablehlo(folder: Path, restored: Restored) -> str:
 
 
 def _huggingface(folder: Path, restored: Restored) -> str:
-    found, task, state = restored.inference(), restored.task, restored.state
+    found, task, state = restored.inference(), restored.task, averaged(restored.state)
     huggingface.write_huggingface(
         folder, found.model, state.params, state.model_state, class_names=task.class_names, texts=task.texts
     )

@@ -1,7 +1,7 @@
 """Build the parts of a run from its recipe."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,13 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
-from jaxtrain.data.batches import TrainingBatches
+from jaxtrain.data.batches import TrainingBatches, shorter_rows
 from jaxtrain.distributed import constrain_shardings, local_rows, place_whole_batch, run_mesh, shard
+from jaxtrain.errors import UserError
 from jaxtrain.observe import Gauges
 from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
 from jaxtrain.runner.optimizer import training_step
-from jaxtrain.step import TrainState, TrainStep, eval_step, validated
+from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 
@@ -28,7 +29,8 @@ class Training:
     loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
+    """Returns the means of loss and metrics over the validation rows; nothing without validation data. With `ema` the
+    moving average of the parameters is evaluated."""
 
 
 def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> tuple[Training, TrainState]:
@@ -45,7 +47,7 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
       UserError: The recipe's data or model cannot be built.
     """
     mesh, task = run_mesh(recipe.mesh), recipe.task()
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(_with_shorter_batch(recipe, task), task.loss_fn)
     rows = None
     if mesh is None:
         state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
@@ -59,6 +61,19 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
     return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh)), state
+
+
+def _with_shorter_batch(recipe: Recipe, task: Task) -> Recipe:
+    """Allow a compilation of the step for the smaller last batch of an epoch, if there may be one."""
+    shorter = shorter_rows(task.train, recipe.batch_size)
+    if shorter == 0:
+        return recipe
+    if shorter is not None and shorter % recipe.accumulate:
+        raise UserError(
+            f"the last batch of the DataLoader has {shorter} rows, which accumulate {recipe.accumulate} does not "
+            "divide: give it drop_last=True"
+        )
+    return replace(recipe, allow_recompile=recipe.allow_recompile + 1)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
@@ -81,6 +96,7 @@ def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     custom = task.evaluate
 
     def evaluate(state: TrainState) -> dict[str, float]:
+        state = averaged(state)
         if task.validation is None:
             # An evaluation that generates samples needs no data.
             return {} if custom is None else _floats(custom(state, iter(())))
