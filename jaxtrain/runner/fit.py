@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from jaxtrain.distributed import describe_devices
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.observe import Console, QuietConsole
 from jaxtrain.recipes import registered_name
@@ -96,8 +95,7 @@ def fit(
     if resumes:
         check_resumed(read_settings(run.config, type(recipe)), recipe)
     console = QuietConsole() if quiet else Console()
-    device = jax.devices()[0]
-    console.headline(f"{name} · {jax.device_count()} {device.device_kind} · {run.path}")
+    console.headline(f"{name} · {describe_devices(recipe.mesh)} · {run.path}")
     if resumes and (change := source_change(run, name)):
         console.message(change)
     events = Events(_functions(on_step), _functions(on_evaluation), _functions(on_checkpoint))

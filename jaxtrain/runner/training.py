@@ -10,11 +10,18 @@ from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
 from jaxtrain.data.batches import TrainingBatches, shorter_rows
-from jaxtrain.distributed import constrain_shardings, local_rows, place_whole_batch, run_mesh, shard
+from jaxtrain.distributed import (
+    constrain_shardings,
+    local_rows,
+    place_whole_batch,
+    run_devices,
+    run_mesh,
+    shard,
+)
 from jaxtrain.errors import UserError
 from jaxtrain.observe import Gauges
 from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.optimizer import state_shapes, training_step
 from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -32,16 +39,26 @@ class Training:
     """Returns the means of loss and metrics over the validation rows; nothing without validation data. With `ema` the
     moving average of the parameters is evaluated."""
 
+    def init(self) -> TrainState:
+        """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
+        task, seed = self.task, self.recipe.seed
+        if run_mesh(self.recipe.mesh) is None:
+            initial = task.initial()
+            return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
+        # Each function creates the shards of its own result, never all of it on one device.
+        return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
 
-def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> tuple[Training, TrainState]:
-    """Build the parts of a run and its initial state.
+    def shapes(self) -> TrainState:
+        """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
+        return state_shapes(self.step, self.task, self.recipe)
+
+
+def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> Training:
+    """Build the parts of a run; its state is created by their `init`, or restored into their `shapes`.
 
     Args:
       recipe: The settings of the run.
       message: Prints one line.
-
-    Returns:
-      A tuple (the parts, the initial state); on a mesh the state is initialized in shards.
 
     Raises:
       UserError: The recipe's data or model cannot be built.
@@ -50,17 +67,13 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     step = training_step(_with_shorter_batch(recipe, task), task.loss_fn)
     rows = None
     if mesh is None:
-        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
+        check_memory(task.initial)
     else:
         check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"])
         step = shard(step, mesh, task.sharding)
-        # Initialized in shards, never whole on one device.
-        state = step.init(
-            lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed
-        )
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh)), state
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh))
 
 
 def _with_shorter_batch(recipe: Recipe, task: Task) -> Recipe:
@@ -77,7 +90,10 @@ def _with_shorter_batch(recipe: Recipe, task: Task) -> Recipe:
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
-    """Build the gauges of the run's devices; FLOPs are counted for this process's rows and scaled to the batch."""
+    """Build the gauges of the run's devices, given its state or the shapes of it.
+
+    FLOPs are counted for this process's rows and scaled to the batch.
+    """
     shapes = jax.eval_shape(lambda *args: args, state.params, batch, state.rng, state.model_state)
 
     def model_flops() -> int:
@@ -85,8 +101,7 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
         processes = training.recipe.batch_size // len(next(iter(batch.values())))
         return 3 * flops(validated(training.task.loss_fn), *shapes) * processes
 
-    devices = jax.tree.leaves(state.params)[0].sharding.device_set
-    return Gauges(model_flops, len(devices), training.recipe.precision)
+    return Gauges(model_flops, run_devices(training.recipe.mesh), training.recipe.precision)
 
 
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:

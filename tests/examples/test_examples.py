@@ -1,5 +1,6 @@
 """Every example as a user runs it: trained, interrupted or killed and resumed, and read by the other commands."""
 
+import itertools
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ RESULTS = {
     "two_tower.py::Docstrings": ("eval_top5", 0.38, 0.5),
     "growing_folder.py::GrowingFolder": ("bits_per_byte", 3.1, 3.7),
 }
+QUICK_RESULTS = {"equinox_regression.py::Diabetes", "linen_vae.py::VAE"}
 # Python code by which a run kills itself.
 KILLS = {
     "after step 5": """
@@ -121,7 +123,11 @@ def test_every_example_with_a_recipe_is_tested():
     assert all(len(path.read_text().splitlines()) < 110 for path in recipes.values())
 
 
-all_examples = pytest.mark.parametrize("example", EXAMPLES)
+# These have tests of their own, or share their kind of loss with another one.
+OTHERS = {"diffusion.py::Diffusion", "gan.py::Ring", "growing_folder.py::GrowingFolder"}
+all_examples = pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.nightly] * (name in OTHERS)) for name in EXAMPLES]
+)
 
 
 @pytest.mark.slow  # the run that is killed shows the same of resuming
@@ -137,8 +143,7 @@ def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kill", KILLS)
-@all_examples
+@pytest.mark.parametrize(("example", "kill"), zip(EXAMPLES, itertools.cycle(KILLS), strict=False))
 def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
     run = chain(example)
     settings = " ".join(flags(OFTEN | EXAMPLES[example]))
@@ -201,7 +206,10 @@ def test_sample_repeats_the_text_at_the_end_of_the_run(example, chain, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", RESULTS)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name not in QUICK_RESULTS)) for name in RESULTS],
+)
 def test_an_example_reaches_the_result_that_it_states(example, tmp_path):
     name, least, most = RESULTS[example]
     done = jt.fit(load(example), tmp_path / "run", quiet=True)
