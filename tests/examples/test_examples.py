@@ -143,7 +143,7 @@ def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("example", "kill"), zip(EXAMPLES, itertools.cycle(KILLS), strict=False))
+@pytest.mark.parametrize(("example", "kill"), [*zip(EXAMPLES, itertools.cycle(KILLS), strict=False)])
 def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
     run = chain(example)
     settings = " ".join(flags(OFTEN | EXAMPLES[example]))
