@@ -222,11 +222,14 @@ def last_rows(loader: Any, batch_size: int) -> int | None:
       A number up to `batch_size`; None if it is not known before the batches are read.
     """
     batches = loader.batch_sampler
+    if getattr(batches, "drop_last", False):
+        return batch_size
+    if not hasattr(batches, "drop_last"):
+        return None  # a batch sampler of the user's
     try:
-        examples = len(batches.sampler)
-    except (AttributeError, TypeError):
-        return None  # a dataset without a length, or a batch sampler of the user's
-    return batch_size if getattr(batches, "drop_last", True) else examples % batch_size or batch_size
+        return len(batches.sampler) % batch_size or batch_size
+    except TypeError:
+        return None  # a dataset without a length
 
 
 def _parts(loader: Any) -> list[Any]:
