@@ -12,10 +12,10 @@ from rich.console import Console
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
-from jaxtrain.export.inference import Inference, Input, build_inference, has_signature
+from jaxtrain.export.inference import Inference, build_inference
 from jaxtrain.export.predict import predict_inference
 from jaxtrain.export.verify import Verification, make_trials, verify
-from jaxtrain.run import Recipe, Task
+from jaxtrain.run import Input, Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.step import TrainState, applied_updates, averaged
@@ -46,9 +46,10 @@ class Restored:
 
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
-        build = build_inference if has_signature(self.recipe) else predict_inference
         state = averaged(self.state)
-        return build(self.recipe, self.task, state.params, state.model_state)
+        if (signature := self.task.signature) is not None:
+            return build_inference(self.task, signature, state.params, state.model_state)
+        return predict_inference(self.recipe, self.task, state.params, state.model_state)
 
 
 def main(args: list[str]) -> int:

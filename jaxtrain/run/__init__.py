@@ -12,7 +12,8 @@ from jaxtrain.run.reference import locate as locate
 from jaxtrain.run.reference import name_of as name_of
 from jaxtrain.run.reference import reference_to as reference_to
 from jaxtrain.run.reference import source_of as source_of
+from jaxtrain.run.signature import Input, Signature
 from jaxtrain.run.task import Initial, Predictions, Task, row_weights
 from jaxtrain.run.task import check_memory as check_memory
 
-__all__ = ["Initial", "Predictions", "Recipe", "Task", "row_weights"]
+__all__ = ["Initial", "Input", "Predictions", "Recipe", "Signature", "Task", "row_weights"]
