@@ -72,7 +72,9 @@ class ShardingConstraints:
         """Apply `run`, a fused kernel for whole sequences, to queries, keys and values [B, T, N, H] sharded by heads.
 
         As in DeepSpeed-Ulysses (Jacobs et al. 2023). If the heads are not divisible, every device computes all of them.
+        A fourth argument is a mask [B, N, T, S], of which every device has all heads and tokens.
         """
+        args, masks = args[:3], [self._constrain_axes(x, {1: None, 2: None, 3: None}) for x in args[3:]]
         heads = math.gcd(*(x.shape[2] for x in args))
         heads_spec = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
         sharded_by_heads = [
@@ -81,7 +83,7 @@ class ShardingConstraints:
         ]
         return [
             self._constrain_axes(self._constrain_axes(y, {1: None, 2: heads_spec, 3: None}), {1: SEQUENCE})
-            for y in run(*sharded_by_heads)
+            for y in run(*sharded_by_heads, *masks)
         ]
 
     def _constrain_axes(self, x: Any, axes: Mapping[int, Any]) -> Any:

@@ -52,7 +52,7 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
             constraints = ShardingConstraints(
                 mesh, count, _lengths(closed.jaxpr, count) if sequence_parallel_size(mesh.shape) > 1 else ()
             )
-            unmerge_rows = UnmergeRows()
+            unmerge_rows, on_gpu = UnmergeRows(), _is_on_gpu(mesh)
 
             def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
                 if jaxpr.is_call(eqn, BLOCK):
@@ -71,7 +71,7 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                         f"the mesh axis {SEQUENCE} shards tokens, and experts select theirs from all rows: "
                         f"put its devices on {DATA} or {FSDP}"
                     )
-                if precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
+                if on_gpu and precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
                     )
@@ -84,6 +84,10 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
         return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
 
     return constrained
+
+
+def _is_on_gpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "gpu"
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

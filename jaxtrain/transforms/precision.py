@@ -177,8 +177,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
-            if operation := low_precision_operation(eqn):
-                return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
+            if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
+                return _on_cuda(on_cuda, eqn, args, dtype, run)
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
             if eqn.outvars[0] in biases:
@@ -247,33 +247,64 @@ def _kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     return autocast_kernel
 
 
-def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Mark a pure function as one operation of autocast's low-precision list.
+def low_precision(fn: Callable[..., jax.Array], on_cuda: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Mark a pure function as one operation that CUDA has a low-precision kernel for.
 
-    Under autocast it is called again with inputs in autocast's dtype, by which it may choose how to compute.
+    A program compiled for CUDA computes `on_cuda` where autocast's dtype, or that of all floating-point arguments, is
+    bfloat16 or float16. Every other program computes `fn`, under autocast operation by operation.
 
     Args:
       fn: A pure function of arrays.
+      on_cuda: The same function of arguments in bfloat16 or float16.
 
     Returns:
       The jitted function, the same one for every call with the same `fn`. Keep a reference to it while programs that
       contain it are in use.
 
     Example:
-      >>> product = low_precision(lambda x: x @ x if x.dtype == jnp.bfloat16 else 0 * x)
-      >>> autocast(product, jnp.bfloat16)(jnp.ones((2, 2)))[0, 0].item(), product(jnp.ones((2, 2)))[0, 0].item()
-      (2.0, 0.0)
+      >>> product = low_precision(lambda x: x @ x, lambda x: x @ x)
+      >>> x = jnp.ones((2, 2))
+      >>> autocast(product, jnp.bfloat16)(x).dtype.name, product(x).dtype.name
+      ('bfloat16', 'float32')
+      >>> text = str(jax.make_jaxpr(autocast(product, jnp.bfloat16))(x))
+      >>> "platform_index" in text
+      True
     """
-    return jaxpr.jit_once(fn, _low_precision)
+    return jaxpr.jit_once(fn, _LowOperation(on_cuda))
 
 
-def _low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def autocast_low_operation(*args: Any) -> jax.Array:
-        return fn(*args)
+@dataclass(frozen=True)
+class _LowOperation:
+    on_cuda: Callable[..., jax.Array]
 
-    autocast_low_operation.__name__ = f"{_LOW_OPERATION}_{next(_NUMBERS)}"
-    _LOW_OPERATIONS[autocast_low_operation.__name__] = fn
-    return autocast_low_operation
+    def __call__(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def autocast_low_operation(*args: Any) -> jax.Array:
+            if any(_is_float(x) and x.dtype not in (jnp.bfloat16, jnp.float16) for x in args):
+                return fn(*args)
+            computed: jax.Array = lax.platform_dependent(*args, cuda=self.on_cuda, default=fn)
+            return computed
+
+        autocast_low_operation.__name__ = f"{_LOW_OPERATION}_{next(_NUMBERS)}"
+        _LOW_OPERATIONS[autocast_low_operation.__name__] = self.on_cuda
+        return autocast_low_operation
+
+
+def _is_cast(eqn: JaxprEqn, args: list[Any]) -> bool:
+    """Return whether autocast converts arguments of an operation traced in float32, none of them being float64."""
+    traced = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, np.floating)]  # type: ignore[attr-defined]
+    return np.float32 in traced and all(_is_low(x) for x in args if _is_float(x))
+
+
+def _on_cuda(
+    operation: Callable[..., jax.Array], eqn: JaxprEqn, args: list[Any], dtype: Any, run: jaxpr.Run
+) -> list[Any]:
+    """Compute a marked operation by its kernel where the program is compiled for CUDA."""
+    body = eqn.params["jaxpr"]
+
+    def low(*args: Any) -> list[Any]:
+        return [operation(*(_to(dtype, x) if _is_float(x) else x for x in args))]
+
+    return lax.platform_dependent(*args, cuda=low, default=lambda *args: run(body.jaxpr, body.consts, args))
 
 
 class _Casts:
@@ -357,7 +388,7 @@ def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
-    """Return the function of an equation marked by `low_precision`; None for any other equation."""
+    """Return the kernel of an equation marked by `low_precision`; None for any other equation."""
     name = eqn.params.get("name", "")
     if not (isinstance(name, str) and name.startswith(_LOW_OPERATION) and jaxpr.is_call(eqn, name)):
         return None
