@@ -61,7 +61,7 @@ class Diabetes(jt.Recipe):
             is_highest_best=True,
         )
 
-    def optimizer(self):
+    def make_optimizer(self):
         return optax.adamw(optax.cosine_decay_schedule(self.lr, self.steps), weight_decay=self.weight_decay)
 
 

@@ -77,7 +77,7 @@ class Ring(jt.Recipe):
             is_highest_best=True,
         )
 
-    def optimizer(self):
+    def make_optimizer(self):
         def adam(turn):
             return optax.transforms.conditionally_mask(optax.adam(self.lr, b1=0.5), lambda step: step % 2 == turn)
 

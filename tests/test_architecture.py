@@ -12,9 +12,9 @@ import jaxtrain
 ROOT = Path(__file__).parents[1]
 # The order, from the leaves to the commands; `jaxtrain/__init__.py` and CONTRIBUTING.md list the same one.
 ORDER = (
-    *("errors", "fields", "paths", "user_cache", "transforms", "cpu", "step", "optim", "data", "interop", "losses"),
-    *("models", "cost", "distributed", "run", "recipes", "profile", "debug", "run_folder", "observe", "runner"),
-    *("planning", "export", "cli"),
+    *("errors", "fields", "paths", "user_cache", "user_file", "transforms", "cpu", "step", "optim", "data", "interop"),
+    *("losses", "models", "cost", "distributed", "run", "recipes", "profile", "debug", "run_folder", "observe"),
+    *("runner", "planning", "export", "cli"),
 )
 # Programs on top of the packages, each importing those before it.
 PROGRAMS = ("jaxtrain", "parity", "benchmarks")

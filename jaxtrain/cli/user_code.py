@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Set
 from pathlib import Path
 
+from jaxtrain.user_file import own_folders
+
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -19,8 +21,6 @@ def print_own_traceback(error: Exception) -> bool:
     Returns:
       Whether a user's file took part; otherwise nothing is printed.
     """
-    from jaxtrain.run import own_folders  # imports JAX
-
     folders = own_folders()
     first = error.__traceback__
     while first is not None and not _is_own(first.tb_frame.f_code.co_filename, folders):

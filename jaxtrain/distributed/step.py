@@ -18,7 +18,16 @@ from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
 from jaxtrain.errors import UserError, user_facing
-from jaxtrain.step import Step, TrainState, TrainStep, init_state, is_factory, limit_recompilation, window_step
+from jaxtrain.step import (
+    Step,
+    TrainState,
+    TrainStep,
+    init_state,
+    is_factory,
+    limit_recompilation,
+    takes_one_batch,
+    window_step,
+)
 
 
 @user_facing
@@ -103,10 +112,12 @@ class ShardedStep(TrainStep):
         with bypass_compilation_cache(self._mesh):
             return self.jitted.lower(state, self.place(batch)).compile()
 
+    @takes_one_batch
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.__call__`; the metrics are replicated."""
         return self._call(lambda state, batch: self.jitted(state, self.place(batch)), state, batch)
 
+    @takes_one_batch
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """As `TrainStep.micro`."""
         return self._call(lambda state, batch: self._micro(state, place_batch(batch, self._mesh)), state, micro_batch)

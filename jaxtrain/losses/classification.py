@@ -1,6 +1,7 @@
 """Losses for classification. The classes are on the last axis; PyTorch has them on the second."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,8 +185,19 @@ def _check_labels(scores: jax.Array, labels: jax.Array, class_weight: ArrayLike 
         raise UserError(f"class_weight must have shape {list(scores.shape[-1:])}, got {list(jnp.shape(class_weight))}")
 
 
+@jax.custom_jvp
 def _score_of_label(scores: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.take_along_axis(scores, labels[..., None], axis=-1, mode="clip")[..., 0]
+
+
+@_score_of_label.defjvp
+def _score_of_label_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # By comparison: the transpose of an index is a scatter into zeros, which no compiler fuses with the softmax.
+    (scores, labels), (tangent, _) = primals, tangents
+    classes = scores.shape[-1]
+    index = lax.broadcasted_iota(labels.dtype, scores.shape, scores.ndim - 1)
+    is_label = index == jnp.clip(labels, 0, classes - 1)[..., None]
+    return _score_of_label(scores, labels), jnp.where(is_label, tangent, 0).sum(-1)
 
 
 def _apply_class_weight(losses: jax.Array, labels: jax.Array, class_weight: ArrayLike | None) -> jax.Array:

@@ -47,7 +47,7 @@ def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> l
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jaxtrain.cost.roofline import CPU
+      >>> from jaxtrain.cost.data_sheets import CPU
       >>> step = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).T)(jnp.ones((512, 512))).jaxpr
       >>> [(row.kind, row.count, row.top[0].name) for row in estimate_table(step, CPU, steps=10)]
       [('matmul', 10, 'dot_general'), ('elementwise', 10, 'tanh'), ('copy', 10, 'transpose')]

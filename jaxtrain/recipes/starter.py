@@ -73,7 +73,7 @@ class Spirals(jt.Recipe):
 
     # The optimizer is AdamW, or the one of --optimizer. Any optax transformation may replace it:
     #
-    # def optimizer(self):
+    # def make_optimizer(self):
     #     return optax.sgd(self.lr, momentum=0.9)
 
 

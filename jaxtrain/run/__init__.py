@@ -10,7 +10,6 @@ from jaxtrain.run.reference import is_reference as is_reference
 from jaxtrain.run.reference import load_recipe as load_recipe
 from jaxtrain.run.reference import locate as locate
 from jaxtrain.run.reference import name_of as name_of
-from jaxtrain.run.reference import own_folders as own_folders
 from jaxtrain.run.reference import reference_to as reference_to
 from jaxtrain.run.reference import source_of as source_of
 from jaxtrain.run.task import Initial, Predictions, Task, row_weights

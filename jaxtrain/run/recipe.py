@@ -4,6 +4,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import optax
+
 from jaxtrain.errors import UserError
 from jaxtrain.run.task import Task
 
@@ -14,8 +16,8 @@ class Recipe:
 
     Subclass it as a frozen, keyword-only dataclass. The fields of both are flags of the command line and are written to
     config.json, so they are numbers, strings, booleans, paths and None. By default the optimizer is AdamW with linear
-    warmup and cosine decay to a tenth of the peak learning rate; a subclass may define a method `optimizer(self)` that
-    returns any `optax.GradientTransformation` instead, which removes the flag `--optimizer`.
+    warmup and cosine decay to a tenth of the peak learning rate; a subclass may define `make_optimizer`, which
+    removes the flag `--optimizer`.
 
     Example:
       >>> import jax.numpy as jnp, jaxtrain as jt, numpy as np, optax
@@ -31,7 +33,7 @@ class Recipe:
       ...             train={"x": x, "y": x.sum(1)},
       ...         )
       ...
-      ...     def optimizer(self):
+      ...     def make_optimizer(self):
       ...         return optax.sgd(self.lr)
       >>> Line(width=2).task().params
       {'w': Array([0., 0.], dtype=float32)}
@@ -99,9 +101,19 @@ class Recipe:
     """Warn when a batch takes longer than this many seconds; 0 disables the warning."""
 
     def __init_subclass__(cls) -> None:
-        # A method takes the place of the field: dataclasses leave out what is annotated as a class variable.
         if callable(cls.__dict__.get("optimizer")):
+            raise UserError(f"{cls.__name__}.optimizer is a setting: define the method as make_optimizer")
+        # The method takes the place of the setting: dataclasses leave out what is annotated as a class variable.
+        if "make_optimizer" in cls.__dict__:
             cls.__annotations__ = {**inspect.get_annotations(cls), "optimizer": ClassVar[Any]}
+
+    def make_optimizer(self) -> optax.GradientTransformation | None:
+        """Make the optimizer of the run, in place of the settings.
+
+        Returns:
+          Any optax transformation; None to build the one that the setting `optimizer` names.
+        """
+        return None
 
     def task(self) -> Task:
         """Make the data, model and loss of the run.

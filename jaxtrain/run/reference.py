@@ -1,18 +1,14 @@
 """References to a user's recipe, FILE.py::NAME."""
 
 import dataclasses
-import hashlib
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
-from types import ModuleType
 
 from jaxtrain.errors import UserError
 from jaxtrain.run.recipe import Recipe
+from jaxtrain.user_file import import_file, imported_source
 
 _MARK = "::"
-_SOURCES: dict[Path, bytes] = {}  # file -> its content when it was last imported
 
 
 def is_reference(name: str) -> bool:
@@ -35,7 +31,7 @@ def load_recipe(reference: str) -> tuple[str, Recipe]:
     path, name = split_reference(reference)
     if not path.is_file():
         raise UserError(f"{path} does not exist: give FILE.py::NAME of a subclass of jaxtrain.Recipe")
-    module = _import(path)
+    module = import_file(path)
     defined = {
         key: value
         for key, value in vars(module).items()
@@ -98,13 +94,7 @@ def locate(reference: str, file: str) -> str:
 
 def source_of(reference: str) -> bytes:
     """Return the content of the file of a reference, as it was imported if it was."""
-    path = file_of(reference)
-    return _SOURCES.get(path.resolve()) or path.read_bytes()
-
-
-def own_folders() -> set[Path]:
-    """Return the folders of the files that were imported, which hold the modules that those import."""
-    return {path.parent for path in _SOURCES}
+    return imported_source(file_of(reference))
 
 
 def _create(kind: type[Recipe], reference: str) -> Recipe:
@@ -118,33 +108,3 @@ def _create(kind: type[Recipe], reference: str) -> Recipe:
     if required:
         raise UserError(f"{reference} has fields without defaults ({', '.join(required)}): give each a default")
     return kind()
-
-
-def _import(path: Path) -> ModuleType:
-    """Import a file as a separate module, with its folder importable, as `python FILE.py` does; once per content."""
-    resolved = path.resolve()
-    source = resolved.read_bytes()
-    name = f"jaxtrain_run_{hashlib.sha256(bytes(resolved) + source).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by its name.
-    sys.modules[name] = module
-    _SOURCES[resolved] = source
-    folder = str(resolved.parent)
-    is_new = folder not in sys.path
-    if is_new:
-        sys.path.insert(0, folder)
-    try:
-        # Not by the loader, whose cached bytecode may be that of another content of the same size and second.
-        exec(compile(source, str(resolved), "exec", dont_inherit=True), vars(module))
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        if is_new:  # last from now on: another file of that folder must not replace a module that is imported later
-            sys.path.remove(folder)
-            sys.path.append(folder)
-    return module

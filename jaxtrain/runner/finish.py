@@ -1,6 +1,6 @@
 """What the end of a run writes: result.json, the report, the last of TensorBoard."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe import (
     ErrorAnalysis,
+    LogLine,
     evaluate_examples,
     log_error_analysis,
     log_final,
@@ -26,7 +27,7 @@ from jaxtrain.step import TrainState
 _WORST, _EVALUATED = 8, 512
 
 
-def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> None:
+def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> Sequence[LogLine]:
     """Write a run's result, report and TensorBoard summary.
 
     Args:
@@ -34,6 +35,9 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> No
       recipe: The settings of the run.
       run: The folder of the run.
       outcome: Where the run stands.
+
+    Returns:
+      The lines of metrics.jsonl.
 
     Raises:
       RunFailed: A file cannot be written.
@@ -52,6 +56,7 @@ def write_end(name: str, recipe: Recipe, run: RunFolder, outcome: Outcome) -> No
         raise RunFailed(
             f"{run.report} cannot be written ({error.strerror}): the run is saved at step {outcome.step}"
         ) from error
+    return record.metrics
 
 
 def analyze_errors(

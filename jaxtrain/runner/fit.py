@@ -1,15 +1,13 @@
 """`jaxtrain.fit`: a whole run from a script or a notebook."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from jaxtrain.distributed import describe_devices
 from jaxtrain.errors import UserError, user_facing
-from jaxtrain.observe import Console, QuietConsole, read_metrics
+from jaxtrain.observe import Console, QuietConsole
 from jaxtrain.recipes import registered_name
 from jaxtrain.run import Recipe
 from jaxtrain.run_folder import RunFolder, default_folder, read_settings, source_change
@@ -83,7 +81,7 @@ def fit(
       ...             train=[{"x": a, "y": 2 * a} for a in x],
       ...         )
       ...
-      ...     def optimizer(self):
+      ...     def make_optimizer(self):
       ...         return optax.sgd(self.lr)
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     done = fit(Line(steps=40, lr=0.5), folder + "/line", quiet=True)
@@ -97,19 +95,16 @@ def fit(
     if resumes:
         check_resumed(read_settings(run.config, type(recipe)), recipe)
     console = QuietConsole() if quiet else Console()
-    device = jax.devices()[0]
-    console.headline(f"{name} · {jax.device_count()} {device.device_kind} · {run.path}")
+    console.headline(f"{name} · {describe_devices(recipe.mesh)} · {run.path}")
     if resumes and (change := source_change(run, name)):
         console.message(change)
     events = Events(_functions(on_step), _functions(on_evaluation), _functions(on_checkpoint))
     outcome = run_training(name, recipe, run, resume=resume, console=console, events=events)
-    write_end(name, recipe, run, outcome)
-    metrics = read_metrics(run.metrics)
+    metrics = write_end(name, recipe, run, outcome)
     console.summary(metrics, outcome.task.references, {"run": str(run.path), "report": str(run.report)})
     if outcome.exit_status:
         console.message(f"stopped and saved at step {outcome.step}: continue with fit(…, resume=True)")
-    history = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return Fit(outcome.state, history, run, outcome.exit_status, outcome.sample)
+    return Fit(outcome.state, [line.to_json() for line in metrics], run, outcome.exit_status, outcome.sample)
 
 
 def _check_recipe(recipe: Any) -> None:

@@ -92,7 +92,9 @@ def run_training(
     with uncached, RunLock(run.path) as lock, explain_out_of_memory(name, recipe, run):
         resuming = processes.once(lambda: _is_resuming(run, lock, resume))
         with console.phase("reading the data, initializing the model"):
-            training, state = build_training(recipe, console.message)
+            training = build_training(recipe, console.message)
+            # A state that is to be restored is not allocated before: it would be on the devices twice.
+            state = training.shapes() if resuming else training.init()
         batch = training.loader.peek()
         preflight.check_labels_in_batch(training.task, batch)
         baselines = {} if resuming or not processes.is_first() else training.task.baselines()

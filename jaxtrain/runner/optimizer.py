@@ -1,6 +1,7 @@
-"""Build the optimizer, learning rate schedule and loss scale of a recipe."""
+"""Build the training step of a recipe: its optimizer, learning rate schedule and loss scale."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import optax
@@ -17,8 +18,8 @@ from jaxtrain.optim import (
     no_decay,
     parse_expression,
 )
-from jaxtrain.run import Recipe
-from jaxtrain.step import LossFn, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
+from jaxtrain.run import Recipe, Task
+from jaxtrain.step import LossFn, TrainState, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,
@@ -47,6 +48,12 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
         loss_scale=loss_scale(recipe),
         allow_recompile=recipe.allow_recompile,
     )
+
+
+def state_shapes(step: TrainStep, task: Task, recipe: Recipe) -> TrainState:
+    """Return the shapes of a recipe's state: nothing is allocated."""
+    initial = cache(task.initial)  # params and model_state are of one trace
+    return step.shapes(lambda: initial().params, model_state=lambda: initial().model_state, seed=recipe.seed)
 
 
 def schedule(recipe: Recipe) -> optax.Schedule:
@@ -87,7 +94,7 @@ def optimizer_expression(recipe: Recipe) -> Expression:
     """Return the recipe's optimizer as an expression, completed from the recipe's other settings.
 
     Raises:
-      UserError: The recipe defines a method `optimizer`, or names no optimizer.
+      UserError: The recipe defines `make_optimizer`, or names no optimizer.
     """
     if defines_optimizer(recipe):
         raise UserError(
@@ -99,15 +106,22 @@ def optimizer_expression(recipe: Recipe) -> Expression:
 
 
 def defines_optimizer(recipe: Recipe) -> bool:
-    """Whether the recipe has a method `optimizer` in place of the setting."""
-    return callable(recipe.optimizer)
+    """Whether the recipe has a `make_optimizer` in place of the setting `optimizer`."""
+    return type(recipe).make_optimizer is not Recipe.make_optimizer
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
     """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
-    if callable(recipe.optimizer):
-        return optax.with_extra_args_support(recipe.optimizer())
+    if defines_optimizer(recipe):
+        return optax.with_extra_args_support(_made(recipe))
     return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
+
+
+def _made(recipe: Recipe) -> optax.GradientTransformation:
+    made = recipe.make_optimizer()
+    if made is None:
+        raise UserError(f"{type(recipe).__name__}.make_optimizer returned None: return an optax.GradientTransformation")
+    return made
 
 
 def loss_scale(recipe: Recipe) -> Any:

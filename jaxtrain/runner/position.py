@@ -28,7 +28,10 @@ class Position:
     def start(
         cls, training: Training, state: TrainState, batch: Any, *, source: str, message: Callable[[str], None]
     ) -> "Position":
-        """Return the position before the first step. `source` names the data; `message` prints one line."""
+        """Return the position before the first step of a state, or of the shapes of one.
+
+        `source` names the data; `message` prints one line.
+        """
         recipe = training.recipe
         has_dynamic_scale = isinstance(state.loss_scale, LossScaleState)
         return cls(

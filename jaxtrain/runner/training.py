@@ -10,10 +10,17 @@ from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
 from jaxtrain.data.batches import TrainingBatches
-from jaxtrain.distributed import constrain_shardings, local_rows, place_whole_batch, run_mesh, shard
+from jaxtrain.distributed import (
+    constrain_shardings,
+    local_rows,
+    place_whole_batch,
+    run_devices,
+    run_mesh,
+    shard,
+)
 from jaxtrain.observe import Gauges
 from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.optimizer import state_shapes, training_step
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 
 Evaluate = Callable[[TrainState], dict[str, float]]
@@ -30,16 +37,26 @@ class Training:
     evaluate: Evaluate
     """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
 
+    def init(self) -> TrainState:
+        """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
+        task, seed = self.task, self.recipe.seed
+        if run_mesh(self.recipe.mesh) is None:
+            initial = task.initial()
+            return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
+        # Each function creates the shards of its own result, never all of it on one device.
+        return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
 
-def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> tuple[Training, TrainState]:
-    """Build the parts of a run and its initial state.
+    def shapes(self) -> TrainState:
+        """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
+        return state_shapes(self.step, self.task, self.recipe)
+
+
+def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> Training:
+    """Build the parts of a run; its state is created by their `init`, or restored into their `shapes`.
 
     Args:
       recipe: The settings of the run.
       message: Prints one line.
-
-    Returns:
-      A tuple (the parts, the initial state); on a mesh the state is initialized in shards.
 
     Raises:
       UserError: The recipe's data or model cannot be built.
@@ -48,21 +65,20 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     step = training_step(recipe, task.loss_fn)
     rows = None
     if mesh is None:
-        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
+        check_memory(task.initial)
     else:
         check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"])
         step = shard(step, mesh, task.sharding)
-        # Initialized in shards, never whole on one device.
-        state = step.init(
-            lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed
-        )
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh)), state
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh))
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
-    """Build the gauges of the run's devices; FLOPs are counted for this process's rows and scaled to the batch."""
+    """Build the gauges of the run's devices, given its state or the shapes of it.
+
+    FLOPs are counted for this process's rows and scaled to the batch.
+    """
     shapes = jax.eval_shape(lambda *args: args, state.params, batch, state.rng, state.model_state)
 
     def model_flops() -> int:
@@ -70,8 +86,7 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
         processes = training.recipe.batch_size // len(next(iter(batch.values())))
         return 3 * flops(validated(training.task.loss_fn), *shapes) * processes
 
-    devices = jax.tree.leaves(state.params)[0].sharding.device_set
-    return Gauges(model_flops, len(devices), training.recipe.precision)
+    return Gauges(model_flops, run_devices(training.recipe.mesh), training.recipe.precision)
 
 
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:

@@ -11,7 +11,7 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.diagnosis import diagnosed
+from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
 from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
@@ -85,6 +85,7 @@ class TrainStep:
         """
         return self.jitted.lower(state, batch).compile()
 
+    @takes_one_batch
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Apply one optimizer update computed from one effective batch.
 
@@ -109,6 +110,7 @@ class TrainStep:
         """
         return self._call(self.jitted, state, batch)
 
+    @takes_one_batch
     def micro(self, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
         """Add one micro-batch to the state's window, and apply the update if that completes it.
 

@@ -1,6 +1,9 @@
 """What was wrong with the arguments of a call that failed."""
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 
@@ -9,6 +12,30 @@ from jaxtrain.paths import partition
 from jaxtrain.step.mistakes import batch_error, device_error, difference, is_deleted, tracing_error
 from jaxtrain.step.state import TrainState, require_state
 from jaxtrain.step.step import StepParts
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def takes_one_batch(call: _F) -> _F:
+    """Raise `UserError` if a function of a state and a batch is called with other arguments."""
+    is_method = "self" in inspect.signature(call).parameters
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise with_user_frames(error)  # noqa: B904
+            given = [f"{len(args) - is_method} positional arguments", *(f"{name}=" for name in kwargs)]
+            raise UserError(
+                f"a step takes a state and one batch, got {' and '.join(given)}: "
+                "pass all arrays of the batch in one pytree, as in step(state, {'x': x, 'y': y})"
+            ) from None
+        except Exception as error:
+            raise with_user_frames(error)  # noqa: B904
+
+    return cast(_F, checked)
 
 
 def diagnosed(error: Exception, state: Any, batch: Any, parts: StepParts | None = None) -> Exception:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import user_facing
-from jaxtrain.step.diagnosis import diagnosed
+from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.mistakes import check_loss_fn
 from jaxtrain.step.objective import Loss, LossFn
@@ -37,6 +37,7 @@ def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[
 
     jitted = jax.jit(evaluate)
 
+    @takes_one_batch
     @functools.wraps(evaluate)
     def call(state: TrainState, batch: Any) -> dict[str, Loss]:
         try:

@@ -157,6 +157,12 @@ def loss_fn_error(error: Exception, loss_fn: Callable[..., Any], args: tuple[Any
             f"loss_fn must take (params, batch, rng), got {signature}: "
             "a fourth parameter requires step.init(params, model_state=...)"
         )
+    if isinstance(error, TypeError) and str(error).startswith("Loss.__new__() missing"):
+        where = user_location(error) or "loss_fn"
+        return (
+            f"{where}: Loss(total) needs its weight too: use Loss.of(losses) with the losses before their sum, "
+            "or Loss(total, weight)"
+        )
     if rng is None and re.search(r"PRNG ?key|`rngs?`|rng key", str(error), re.IGNORECASE):
         where = user_location(error) or "loss_fn"
         return (

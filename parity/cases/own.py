@@ -1,10 +1,8 @@
 """A user's own case: `path/to/file.py::name`, of a case, a function that returns one, or a recipe."""
 
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from parity.case import Case
@@ -17,11 +15,12 @@ def own_case(spec: str, **options: Any) -> Case:
       UserError: There is no such file or name, or the function does not take an option.
     """
     from jaxtrain.errors import UserError
+    from jaxtrain.user_file import import_file
 
     path, _, name = spec.rpartition("::")
     if not Path(path).is_file():
         raise UserError(f"there is no file {path!r}: name a case as path/to/file.py::case")
-    module = _imported(Path(path))
+    module = import_file(Path(path))
     found = getattr(module, name, None)
     if isinstance(found, Case) and options:
         raise UserError(f"{spec} has no {next(iter(options))}: define it as a function with that argument")
@@ -52,14 +51,3 @@ def _recipe_case(spec: str, kind: Any, options: dict[str, Any]) -> Case:
     for option in options.keys() - kind.__dataclass_fields__.keys():
         raise UserError(f"{spec} has no {option}: leave it out, or add the field to the recipe")
     return recipe_case(kind(**options))
-
-
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # for imports from the folder of the file
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module

@@ -144,7 +144,7 @@ class Sentiment(jt.Recipe):
             validation=make_loader(6, 1, "sequential", padding="max_length", max_length=8),
         )
 
-    def optimizer(self):
+    def make_optimizer(self):
         return jt.optim.sgd(self.lr)
 
 

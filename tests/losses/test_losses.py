@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.test_util
 import numpy as np
 import pytest
 import torch
@@ -273,6 +274,18 @@ def test_an_invalid_label_makes_only_its_own_loss_and_gradient_nan(fn, label):
     assert np.isfinite(gradient[jnp.array([0, 2])]).all()
     assert values[2] == 0
     np.testing.assert_array_equal(gradient[2], 0)
+
+
+@pytest.mark.parametrize("fn", [losses.cross_entropy, losses.nll])
+def test_the_gradient_of_a_label_has_no_scatter_and_both_modes_of_all_orders(fn):
+    """A scatter into zeros is as large as the logits, and no compiler fuses it with the softmax."""
+    rng = np.random.default_rng(0)
+    y = labels(rng, 6)
+    with jax.enable_x64(True):
+        x = jnp.asarray(scores(rng, 6))
+        gradient = jax.grad(lambda x: (fn(x, y) ** 2).sum())
+        assert "scatter" not in str(jax.make_jaxpr(gradient)(x))
+        jax.test_util.check_grads(lambda x: fn(x, y) ** 2, [x], order=2)
 
 
 def test_a_class_of_probability_zero_does_not_affect_an_ignored_label():

@@ -17,9 +17,10 @@ from jax import lax
 
 from jaxtrain.cli import train
 from jaxtrain.cost.byte_amounts import format_bytes, parse_bytes
+from jaxtrain.cost.data_sheets import CPU, ceilings
 from jaxtrain.cost.flops import flops
 from jaxtrain.cost.memory import host_memory
-from jaxtrain.cost.roofline import CPU, ceilings, estimate_seconds
+from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning.plan import Candidate, choice_notes, plan

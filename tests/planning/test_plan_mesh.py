@@ -19,7 +19,7 @@ from jaxtrain.cli import main
 from jaxtrain.cli import plan as plan_command
 from jaxtrain.cost.byte_amounts import parse_bandwidth
 from jaxtrain.cost.communication import _group, communication
-from jaxtrain.cost.roofline import CPU, find_gpu
+from jaxtrain.cost.data_sheets import CPU, find_gpu
 from jaxtrain.distributed import make_mesh
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
@@ -258,7 +258,11 @@ def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     )
     assert (status, err) == (0, "")
     found = json.loads(out)
-    assert (found["grows"], found["device"], found["bandwidth_bytes_per_s"]) == ("data", "NVIDIA H100", 8e9)
+    assert (found["grows"], found["device"], found["bandwidth_bytes_per_s"]) == (
+        "data",
+        "NVIDIA H100 80GB HBM3",
+        8e9,
+    )
     assert [(row["devices"], row["mesh"], row["batch_size"]) for row in found["rows"]] == [
         (1, "data=1", 8),
         (2, "data=2", 16),
@@ -310,7 +314,7 @@ def test_the_tables_are_printed_before_the_error_that_nothing_fits(capsys):
             "'50GB' is not a bandwidth: write it with its unit, as in 50GB/s or 400Gbit/s",
         ),
         ("--mesh data=2 --memory 50", "'50' is not an amount of memory"),
-        ("--mesh data=2 --device abacus", "device 'abacus' is not known: choose one of H200, H100, A100, L4, V100, T4"),
+        ("--mesh data=2 --device abacus", "device 'abacus' is not known: choose one of B200, GH200, H200, H100, A100"),
         ("--bandwidth 50GB/s", "--bandwidth requires --mesh: add one, such as --mesh data=8"),
         ("--device H100", "--device requires --mesh: add one"),
     ],
@@ -347,7 +351,7 @@ def test_bandwidths_and_devices():
     for wrong in ("50", "50GB", "50 gb/s", "-1GB/s", "0GB/s", "50Gbit", "1e3GB/s", ""):
         with pytest.raises(UserError, match="is not a bandwidth: write it with its unit"):
             parse_bandwidth(wrong)
-    assert find_gpu("NVIDIA H100") == find_gpu("h100")
+    assert find_gpu("NVIDIA H100 80GB HBM3") == find_gpu("h100")
     assert find_gpu("H100")[1].half > find_gpu("A100")[1].half
 
 

@@ -45,7 +45,7 @@ class Line(jt.Recipe):
     def task(self):
         return jt.Task(init=lambda: {"w": jnp.zeros(self.width)}, loss_fn=squared_error, train=examples())
 
-    def optimizer(self):
+    def make_optimizer(self):
         return optax.sgd(self.lr, momentum=0.9)
 
 
@@ -76,6 +76,14 @@ def same(one, two):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return jt.fit(Line(), tmp_path_factory.mktemp("whole") / "run", quiet=True)
+
+
+def test_a_method_over_the_setting_optimizer_is_refused():
+    with pytest.raises(jt.UserError, match=r"Mine\.optimizer is a setting: define the method as make_optimizer"):
+
+        class Mine(jt.Recipe):
+            def optimizer(self):
+                return optax.sgd(0.1)
 
 
 def test_fit_equals_a_loop_of_training_steps(whole):

@@ -135,6 +135,10 @@ MISTAKES = {
         lambda: returning(lambda x: (jt.Loss(x.sum(), None), {})),
         r".*weight=None\): use Loss\.of\(losses\)",
     ),
+    "a Loss without a weight": (
+        lambda: returning(lambda x: (jt.Loss(x.sum()), {})),
+        r"test_mistakes\.py:\d+: Loss\(total\) needs its weight too: use Loss\.of\(losses\) .*, or Loss\(total, w",
+    ),
     "a torch total": (
         lambda: returning(lambda x: (jt.Loss(torch.ones(()), 1), {})),
         r".*total=torch\.Tensor.*: use Loss",
@@ -393,6 +397,23 @@ MISTAKES = {
         r"x is a list of 2 numbers, .*: pass num",
     ),
     "another shape": (no_wider_batch, r"recompilation: batch/x is float32\[5,4\], was float32\[12,4\]; use one shape"),
+    # The arguments of a call.
+    "two batches": (
+        lambda: shared()(shared().init(PARAMS), BATCH["x"], BATCH["y"]),
+        r"a step takes a state and one batch, got 3 positional arguments: pass all arrays .* step\(state, \{'x': x,",
+    ),
+    "a state alone": (
+        lambda: shared().micro(shared().init(PARAMS)),
+        r"a step takes a state and one batch, got 1 positional arguments: pass all",
+    ),
+    "named arrays on a mesh": (
+        lambda: shard(build(), make_mesh())(shared().init(PARAMS), x=BATCH["x"], y=BATCH["y"]),
+        r"a step takes a state and one batch, got 1 positional arguments and x= and y=: pass all",
+    ),
+    "two batches in evaluation": (
+        lambda: jt.eval_step(loss_fn)(shared().init(PARAMS), BATCH["x"], BATCH["y"]),
+        r"a step takes a state and one batch, got 3 positional arguments: pass all",
+    ),
     # Evaluation.
     "dropout in evaluation": (
         lambda: jt.eval_step(with_dropout)(shared().init(PARAMS), BATCH),

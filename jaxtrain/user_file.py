@@ -1,0 +1,49 @@
+"""A user's Python file, imported as `python FILE.py` would find its imports."""
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+_SOURCES: dict[Path, bytes] = {}  # file -> its content when it was last imported
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file as a separate module, with its folder importable, as `python FILE.py` does; once per content."""
+    resolved = path.resolve()
+    source = resolved.read_bytes()
+    name = f"jaxtrain_run_{hashlib.sha256(bytes(resolved) + source).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by its name.
+    sys.modules[name] = module
+    _SOURCES[resolved] = source
+    folder = str(resolved.parent)
+    is_new = folder not in sys.path
+    if is_new:
+        sys.path.insert(0, folder)
+    try:
+        # Not by the loader, whose cached bytecode may be that of another content of the same size and second.
+        exec(compile(source, str(resolved), "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        if is_new:  # last from now on: another file of that folder must not replace a module that is imported later
+            sys.path.remove(folder)
+            sys.path.append(folder)
+    return module
+
+
+def imported_source(path: Path) -> bytes:
+    """Return the content of a file, as it was imported if it was."""
+    return _SOURCES.get(path.resolve()) or path.read_bytes()
+
+
+def own_folders() -> set[Path]:
+    """Return the folders of the files that were imported, which hold the modules that those import."""
+    return {path.parent for path in _SOURCES}
