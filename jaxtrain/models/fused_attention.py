@@ -129,7 +129,7 @@ def _cudnn_arguments(
     bias = unused
     if masks:
         shape = (*masks[0].shape[:2], q.shape[1], k.shape[1])
-        bias = jnp.where(jnp.broadcast_to(masks[0], shape), 0.0, MASKED[q.dtype.name]).astype(q.dtype)
+        bias = jnp.where(jnp.broadcast_to(masks[0], shape), q.dtype.type(0), q.dtype.type(MASKED[q.dtype.name]))
     settings = {
         "scale": scale,
         "seed": 0,

@@ -188,8 +188,9 @@ class Attention(nnx.Module):
         q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
         k, v, cache = update_cache(k, v, cache)
         causal, dropout = mask is None, self.config.attention_dropout
-        attended = attention(q, k, v, mask=mask, causal=causal, dropout=dropout, rng=rng).reshape(b, t, -1)
-        return self.o_proj(checkpoint_name(attended, "attention")), cache
+        window = self.config.sliding_window if causal and self.config.layer_types is None else None
+        attended = attention(q, k, v, mask=mask, causal=causal, window=window, dropout=dropout, rng=rng)
+        return self.o_proj(checkpoint_name(attended.reshape(b, t, -1), "attention")), cache
 
 
 class MLP(nnx.Module):
@@ -331,7 +332,12 @@ def _layer_kinds(config: LlamaConfig) -> LayerKind:
 
 
 def _masks(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Any, Any]:
-    """Return (mask of all layers, None), or (mask without the window, mask with it) where layers differ."""
+    """Return (mask of all layers, None), or (mask without the window, mask with it) where layers differ.
+
+    None for the causal mask, with the window of all layers if there is one: `attention` has kernels for them.
+    """
+    if config.layer_types is None and segments is None and cache is None:
+        return None, None
     narrow = attention_mask(t, segments, config.sliding_window, cache)
     if config.layer_types is None or narrow is None:
         return narrow, None

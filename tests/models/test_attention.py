@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attention, segment_mask
 from jaxtrain.models.fused_attention import Options, fused_attention
+from jaxtrain.transforms import block, remat
 from jaxtrain.transforms.precision import autocast
 from tests.models.programs import equations
 
@@ -195,6 +196,25 @@ def test_in_low_precision_a_program_for_cuda_calls_cudnn(dtype):
         assert fused_calls(lowered(gradients(**options), *low)) == expected
         assert fused_calls(lowered(gradients(dtype, **options), *arrays)) == expected
         assert fused_calls(lowered(gradients(dtype, **options), *arrays, platform="cpu")) == []
+
+
+def test_remat_of_dots_keeps_the_output_of_the_kernel():
+    q, k, v = inputs(6, 6, heads=2, dtype=np.float32)[:3]
+
+    def layer(q, k, v):
+        return attention(jnp.sin(q), k, v, causal=True)
+
+    def calls(policy):
+        cast = autocast(lambda *qkv: block(layer)(*qkv).astype(np.float32).sum(), jnp.bfloat16)
+        traced = jax.make_jaxpr(jax.grad(remat(cast, policy), argnums=(0, 1, 2)))(q, k, v)
+        names = [eqn.primitive.name for eqn in equations(traced.jaxpr)]
+        return names.count("fused_attention"), names.count("fused_attention_backward")
+
+    assert calls("none") == calls("dots") == (1, 1)
+    assert calls("full") == (2, 1)
+    # The kernel's forward rule hides no name that a policy may save.
+    with pytest.raises(UserError, match="no checkpointed block uses a value named absent"):
+        calls("names:absent")
 
 
 def test_other_programs_compute_the_formula():
