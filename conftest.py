@@ -38,7 +38,6 @@ import ctypes  # noqa: E402
 import gc  # noqa: E402
 import platform  # noqa: E402
 from collections import Counter  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -52,7 +51,7 @@ settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDa
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-# A worker that has grown by this much drops its compiled programs at the end of a module.
+# A worker that has grown by this much drops its compiled programs after the test.
 MAX_GROWTH_BYTES = 1e9
 # The resident size of a worker after its programs were last dropped.
 BASE_RESIDENT_BYTES = pytest.StashKey[int]()
@@ -84,18 +83,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Return the memory of compiled programs to the system at the end of a module if a worker has grown."""
-    yield
-    base = request.config.stash.setdefault(BASE_RESIDENT_BYTES, 0)
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Return the memory of compiled programs to the system after a test if a worker has grown."""
+    base = item.config.stash.setdefault(BASE_RESIDENT_BYTES, 0)
     if platform.libc_ver()[0] == "glibc" and resident_bytes() > base + MAX_GROWTH_BYTES:
         import jax
 
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        request.config.stash[BASE_RESIDENT_BYTES] = resident_bytes()
+        item.config.stash[BASE_RESIDENT_BYTES] = resident_bytes()
+
+
+def pytest_sessionfinish() -> None:
+    """Collect garbage once: pytest collects it five times at exit, which takes seconds in a worker's large heap."""
+    gc.collect()
+    gc.freeze()
 
 
 def resident_bytes() -> int:

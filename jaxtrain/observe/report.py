@@ -6,6 +6,7 @@ expressions by `new Function`; plotly.js-basic-dist-min 4.1.1 1.19 MB. Skips, ro
 drawn by us.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -47,6 +48,13 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
     partial.replace(path)
 
 
+@functools.cache
+def _template() -> jinja2.Template:
+    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _PACKAGE.joinpath("report.html.j2").read_text()
+    )
+
+
 def render_report(records: Sequence[Record], *, live: bool = False) -> str:
     """Render the page as HTML: metrics, curves, samples, settings and environment. It fetches nothing.
 
@@ -54,11 +62,8 @@ def render_report(records: Sequence[Record], *, live: bool = False) -> str:
       records: The runs; at least one.
       live: Whether the page polls its server for a newer version.
     """
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _PACKAGE.joinpath("report.html.j2").read_text()
-    )
     columns, settings = _settings(records)
-    return template.render(
+    return _template().render(
         records=records,
         live=live,
         data=chart_data(records),

@@ -9,9 +9,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.cost import Ceilings, estimate_seconds
+from jaxtrain.cost import LIBRARIES, Ceilings, estimate_seconds, short_path
 from jaxtrain.profile.kinds import kind_of_opcodes
-from jaxtrain.profile.program import ATTENTION, LIBRARIES, short_path
+from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 

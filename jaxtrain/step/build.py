@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import user_facing
@@ -65,10 +66,14 @@ class TrainStep:
 
     @user_facing
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
-        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated."""
+        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated.
+
+        `params` and `model_state` may be shapes as well.
+        """
 
         def init() -> TrainState:
-            return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
+            arrays, state = _with_arrays(materialize(params)), _with_arrays(materialize(model_state))
+            return init_state(self.parts, arrays, state, seed, streaming)
 
         return jax.eval_shape(init)
 
@@ -227,3 +232,8 @@ def train_step(
         ema=ema,
     )
     return TrainStep(parts, allow_recompile)
+
+
+def _with_arrays(tree: Any) -> Any:
+    """Return `tree` with arrays in place of shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, tree)

@@ -5,9 +5,10 @@ parameters of higher-order primitives and a few private modules. They are all li
 from here only, `jaxtrain doctor` reports what the installed JAX lacks, and a test runs every probe.
 """
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +78,19 @@ def _attention_is_known() -> bool:
 def _attention_backward_is_known() -> bool:
     names = inspect.signature(fused_attention._dot_product_attention_bwd_impl).parameters
     return tuple(names) == (*_ATTENTION, *_RESIDUALS, *_SETTINGS)
+
+
+@contextlib.contextmanager
+def assumed_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Lower for a version of cuDNN where none is installed."""
+    major, minor, patch = version
+    number = major * 10_000 + minor * 100 + patch
+    installed = fused_attention.check_cudnn_version
+    fused_attention.check_cudnn_version = lambda: number
+    try:
+        yield
+    finally:
+        fused_attention.check_cudnn_version = installed
 
 
 _jaxpr, _processes, _fused = "transforms.jaxpr", "distributed.processes", "models.fused_attention"
@@ -214,6 +228,11 @@ INTERNALS: tuple[Internal, ...] = (
             lambda: importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient,
             *("key_value_set", "key_value_dir_get", "blocking_key_value_get", "wait_at_barrier"),
         ),
+    ),
+    Internal(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version",
+        "cost.gpu.target",
+        _has(lambda: fused_attention, "check_cudnn_version"),
     ),
     Internal("JaxprEqn.source_info.traceback.frames", "debug.first_nonfinite", _traceback_frames),
     Internal("Tracer.primal, parent.primitive, parent.in_tracers, val.val", "step.means", _parents_are_recorded),

@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.cost.gpu.target import COMPILER_OPTIONS
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional, gpt2
 from jaxtrain.models.attention import attention
 from jaxtrain.optim import adamw
-from tests.gpu_programs.conftest import PRODUCTS_BY_CUBLAS
 
 pytestmark = pytest.mark.slow
 B, T, N, H, LAYERS = 4, 96, 4, 64, 2
@@ -31,7 +31,7 @@ def on(sharding, tree):
 
 def calls(lowered):
     """Return the number of each kind of attention in the compiled program, which has no branch and no scores."""
-    text = lowered.compile(compiler_options=PRODUCTS_BY_CUBLAS).as_text()
+    text = lowered.compile(compiler_options=COMPILER_OPTIONS).as_text()
     assert " conditional(" not in text
     assert not re.search(rf"f32\[(\d+,)*{T},{T}\]", text)  # no scores
     assert f"[{LAYERS},{B},{N},{T},{T}]" not in text  # nor a place for those of all layers
@@ -61,7 +61,7 @@ def test_a_gpu_without_the_kernel_computes_the_formula(gpus):
     for device, options in ((gpus(7, 5)[0], {}), (gpus(8)[0], {"width": 256})):
         shapes = [jax.ShapeDtypeStruct((B, T, N, options.get("width", H)), np.float16)] * 3
         traced = jax.jit(jax.grad(lambda *qkv: attention(*qkv, causal=True).astype(np.float32).sum()))
-        text = traced.lower(*on(SingleDeviceSharding(device), shapes)).compile(compiler_options=PRODUCTS_BY_CUBLAS)
+        text = traced.lower(*on(SingleDeviceSharding(device), shapes)).compile(compiler_options=COMPILER_OPTIONS)
         assert "cudnn" not in text.as_text()
     assert attention_calls(gpus(8)[0], jnp.bfloat16, causal=True) == {SOFTMAX: 1, f"{SOFTMAX}Backward": 1}
 
