@@ -69,7 +69,9 @@ def attention(
     dropping = rng is not None and dropout > 0.0
     if not dropping and is_supported(q, k, v, mask):
         return _fused_on_cuda(causal, window, scale)(q, k, v, *(() if mask is None else (mask,)))
-    return _explicit(q, k, v, mask, causal=causal, window=window, scale=scale, dropout=dropout, rng=rng)
+    return scaled_dot_product_attention(
+        q, k, v, mask, causal=causal, window=window, scale=scale, dropout=dropout, rng=rng
+    )
 
 
 def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
@@ -97,7 +99,7 @@ def _fused_on_cuda(causal: bool, window: int | None, scale: float) -> Callable[.
     """
 
     def formula(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        return _explicit(q, k, v, mask, causal=causal, window=window, scale=scale)
+        return scaled_dot_product_attention(q, k, v, mask, causal=causal, window=window, scale=scale)
 
     options = Options(causal, scale, window, formula)
 
@@ -107,7 +109,7 @@ def _fused_on_cuda(causal: bool, window: int | None, scale: float) -> Callable[.
     return low_precision(formula, fused)
 
 
-def _explicit(
+def scaled_dot_product_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -119,6 +121,7 @@ def _explicit(
     dropout: float = 0.0,
     rng: jax.Array | None = None,
 ) -> jax.Array:
+    """Compute the formula of `attention`, with all of its scores."""
     (b, t, n, h), (_, s, heads, _) = q.shape, k.shape
     grouped = q.reshape(b, t, heads, n // heads, h)
     wide = np.promote_types(q.dtype, np.float32)
