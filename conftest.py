@@ -14,13 +14,19 @@ FORMER_EMITTERS = (
     else ""
 )
 
-for name, value in {
-    "JAX_PLATFORMS": "cpu",
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+OF_CPU = {
     # Four devices for sharding; collectives may wait long for a device whose thread gets no core.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     # Compilation dominates the tests; without LLVM's optimizations it takes half the time.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" + FORMER_EMITTERS,
+}
+# The tests measure the memory that is in use, not what is reserved.
+OF_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+for name, value in {
+    **(OF_CPU if os.environ["JAX_PLATFORMS"].startswith("cpu") else OF_GPU),
     # With several threads per worker, PyTorch's threads would wait for each other.
     "OMP_NUM_THREADS": "1",
     # Workers and later runs share all compiled programs, however short their compilation.
@@ -58,6 +64,14 @@ BASE_RESIDENT_BYTES = pytest.StashKey[int]()
 
 # The commands make glibc retain freed memory for the whole process, so that workers would only grow.
 jaxtrain.cli.keep_host_memory = lambda: False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect only the tests for GPUs if only they are selected: others import packages that they do not need."""
+    gpu = Path(__file__).parent / "tests" / "gpu"
+    if config.getoption("markexpr") != "gpu" or collection_path in (gpu, *gpu.parents):
+        return None
+    return gpu not in collection_path.parents or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

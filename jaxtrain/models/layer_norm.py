@@ -6,11 +6,14 @@ multiplies the scale by the inverse standard deviation first, for which XLA:CPU 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalization over the last axis, (x − mean) / √(var + ε) · scale + bias.
+    """Layer normalization over the last axis: (x − mean) / √(var + ε) · scale + bias.
+
+    It is computed in float32 at least and rounded once.
 
     Example:
       >>> LayerNorm(2, 0.0)(jnp.array([[1.0, 3.0]])).tolist()
@@ -23,7 +26,8 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        axes = (1,) * (x.ndim - 1) + (-1,)
-        centered = x - x.mean(-1, keepdims=True)
+        wide = np.promote_types(x.dtype, np.float32)
+        scale, bias = (p[...].astype(wide).reshape((1,) * (x.ndim - 1) + (-1,)) for p in (self.scale, self.bias))
+        centered = x.astype(wide) - x.astype(wide).mean(-1, keepdims=True)
         normalized = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + self.epsilon)
-        return normalized * self.scale[...].reshape(axes) + self.bias[...].reshape(axes)
+        return (normalized * scale + bias).astype(x.dtype)

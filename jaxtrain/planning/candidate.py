@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtrain.cost import Ceilings, GpuProgram, GpuTarget, equation_flops, estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.data import Kind, kind_of
-from jaxtrain.distributed import make_mesh, parse_mesh, run_mesh, shard
+from jaxtrain.distributed import make_mesh, parse_mesh, run_devices, run_mesh, shard
 from jaxtrain.planning.gpu import gpu_program, window_shapes
 from jaxtrain.run import Recipe, Task, task_batches
 from jaxtrain.runner import check_settings, training_step
@@ -67,7 +67,9 @@ def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Seq
     """
     begin = time.perf_counter()
     step, state, _, lowered = trace_step(recipe, task, planned_mesh(recipe, devices))
-    program = lowered.compile()
+    # Timing kernels would allocate their operands, and does not change the memory of the program.
+    is_cpu = all(device.platform == "cpu" for device in devices or run_devices(recipe.mesh))
+    program = lowered.compile() if is_cpu else lowered.compile({"xla_gpu_autotune_level": 0})
     elapsed = time.perf_counter() - begin
     jaxpr = jax.make_jaxpr(step.pure)(state, abstract_batch(recipe, task)).jaxpr
     return Candidate(

@@ -47,6 +47,7 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
         unroll=recipe.unroll,
         loss_scale=loss_scale(recipe),
         allow_recompile=recipe.allow_recompile,
+        deterministic=recipe.deterministic,
     )
 
 

@@ -1,9 +1,9 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,11 +19,33 @@ from jaxtrain.distributed import (
     shard,
 )
 from jaxtrain.observe import Gauges
-from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
+from jaxtrain.run import (
+    EvaluationSums,
+    Media,
+    Recipe,
+    Task,
+    check_memory,
+    evaluation_batches,
+    means,
+    split_media,
+    task_batches,
+)
+from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 
-Evaluate = Callable[[TrainState], dict[str, float]]
+
+class Evaluation(NamedTuple):
+    """What an evaluation returns."""
+
+    metrics: dict[str, float]
+    """Means of loss and metrics over the validation rows; nothing without validation data."""
+    media: Media
+    """What the task's own `evaluate` returned besides."""
+
+
+Evaluate = Callable[[TrainState], Evaluation]
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,9 @@ class Training:
     loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
+    """Evaluates a state."""
+    place: Place | None = None
+    """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
 
     def init(self) -> TrainState:
         """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
@@ -45,6 +69,12 @@ class Training:
             return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
         # Each function creates the shards of its own result, never all of it on one device.
         return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
+
+    def dispatch(self, state: TrainState, batch: FetchedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatch a step, on the batch's copy on the devices if it has one."""
+        if batch.device is None:
+            return self.step(state, batch.arrays)
+        return self.step.placed(state, batch.device)
 
     def shapes(self) -> TrainState:
         """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
@@ -71,7 +101,12 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh))
+    place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh), place)
+
+
+def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
+    return any(device.platform != "cpu" for device in devices)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
@@ -92,20 +127,17 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
-    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision), place)
+    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if task.validation is None:
-            # An evaluation that generates samples needs no data.
-            return {} if custom is None else _floats(custom(state, iter(())))
-        batches = evaluation_batches(task.validation, task, recipe)
-        if custom is not None:
-            return _floats(custom(state, map(place, batches)))
-        return means([sums(state, batch) for batch in batches])
+    def batches() -> Iterator[Any]:
+        # An evaluation that generates samples needs no data.
+        return iter(()) if task.validation is None else evaluation_batches(task.validation, task, recipe)
+
+    def evaluate(state: TrainState) -> Evaluation:
+        metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
+        if not metrics and task.validation is not None:
+            metrics = means([sums(state, batch) for batch in batches()])
+        return Evaluation(metrics, media)
 
     return evaluate
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}

@@ -20,7 +20,7 @@ SPEC.loader.exec_module(notebooks)
 
 LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data"}
 # They start dozens of programs.
-LONG = {"data", "migrate", "scale"}
+LONG = {"data", "migrate", "port", "scale"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
