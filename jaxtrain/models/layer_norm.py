@@ -4,9 +4,13 @@ flax's layer computes the variance as E[x²] − E[x]² by default, which loses 
 multiplies the scale by the inverse standard deviation first, for which XLA:CPU broadcasts the scale to every token.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jaxtrain.transforms import recomputed
 
 
 class LayerNorm(nnx.Module):
@@ -24,6 +28,12 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         axes = (1,) * (x.ndim - 1) + (-1,)
-        centered = x - x.mean(-1, keepdims=True)
-        normalized = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + self.epsilon)
-        return normalized * self.scale[...].reshape(axes) + self.bias[...].reshape(axes)
+        return recomputed(partial(_normalize, epsilon=self.epsilon))(
+            x, self.scale[...].reshape(axes), self.bias[...].reshape(axes)
+        )
+
+
+def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
+    centered = x - x.mean(-1, keepdims=True)
+    normalized = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon)
+    return normalized * scale + bias

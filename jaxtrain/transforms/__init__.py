@@ -9,6 +9,7 @@ from jaxtrain.transforms.precision import KERNEL as KERNEL
 from jaxtrain.transforms.precision import Policy, autocast, autocast_disabled, kernel
 from jaxtrain.transforms.precision import low_precision as low_precision
 from jaxtrain.transforms.precision import policy as policy
+from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat

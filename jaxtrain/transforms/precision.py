@@ -23,6 +23,7 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.biased_product import KERNEL, biased_product
+from jaxtrain.transforms.recompute import RECOMPUTED, recompute
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
@@ -177,6 +178,9 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
+            if jaxpr.is_call(eqn, RECOMPUTED):
+                body = eqn.params["jaxpr"]
+                return recompute(lambda *xs: run(body.jaxpr, body.consts, xs), args, body.jaxpr)
             if operation := low_precision_operation(eqn):
                 return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
             if name in jaxpr.HIGHER_ORDER:
@@ -373,9 +377,12 @@ def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts
 
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    with _within_kernel():
-        outs = jaxpr.bind_as_traced(eqn, args)
-        return [_to(args[0].dtype, outs[0]), *outs[1:]]
+    def rounded(*args: Any) -> list[Any]:
+        with _within_kernel():
+            outs = jaxpr.bind_as_traced(eqn, list(args))
+            return [_to(args[0].dtype, outs[0]), *outs[1:]]
+
+    return recompute(rounded, args, eqn.params["jaxpr"].jaxpr)
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
