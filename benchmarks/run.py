@@ -27,7 +27,8 @@ def engine(job: Job) -> Engine:
     from jaxtrain.runner import Checkpoints, DispatchedStep, FetchedBatch, Guard, Interval, build_training
 
     recipe = RECIPES[RECIPE]
-    training, state = build_training(recipe)
+    training = build_training(recipe)
+    state = training.init()
     batch = next(training.loader)
     interval, guard = Interval(recipe, training.task), Guard(recipe, state.params)
     numbers = itertools.count(1)

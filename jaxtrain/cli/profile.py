@@ -13,7 +13,8 @@ from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse, run_folder_argument
-from jaxtrain.cost import ceilings
+from jaxtrain.cost import ceilings, known_ceilings
+from jaxtrain.distributed import run_devices
 from jaxtrain.errors import UserError
 from jaxtrain.profile import INPUT, Row, StepTrace, current_source_lines, estimate_table, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
@@ -40,13 +41,16 @@ def main(args: list[str]) -> int:
     name, recipe = read_recipe(run)
     enable_compilation_cache()
     console = Console(highlight=False)
-    console.print(f"{run.path} · {name} · {jax.devices()[0].device_kind} · {options.steps} steps", markup=False)
+    device = run_devices(recipe.mesh)[0]
+    console.print(f"{run.path} · {name} · {device.device_kind} · {options.steps} steps", markup=False)
     # Compile for the shape of the next batch, whatever the shapes before it were.
-    training, state = build_training(dataclasses.replace(recipe, allow_recompile=0))
+    training = build_training(dataclasses.replace(recipe, allow_recompile=0))
     if saved_steps(run.checkpoints):
         with Checkpoints(run.checkpoints) as checkpoints:
-            state, saved = checkpoints.restore(state)
+            state, saved = checkpoints.restore(training.shapes())
         training.loader.restore(saved)
+    else:
+        state = training.init()
     batch = next(training.loader)
     with current_source_lines():
         hlo = training.step.compile(state, batch).as_text()
@@ -67,15 +71,19 @@ def main(args: list[str]) -> int:
     if rows:
         print_time_table(console, rows, options.steps)
     else:
-        device = jax.local_devices()[0]
         jaxpr = jax.make_jaxpr(training.step.pure)(state, batch).jaxpr
         console.print(NO_OPERATIONS)
         console.print(f"{1e3 * elapsed / options.steps:.2f} ms per step, wall-clock time")
-        title = f"estimated by the roofline of {device.device_kind}, not measured"
+        title = f"estimated by the roofline of {_roofline_of(device)}, not measured"
         print_table(console, estimate_table(jaxpr, ceilings(device), options.steps), options.steps, title)
     console.print(f"trace: {trace}", markup=False, soft_wrap=True)
     console.print(f"view it with: xprof --logdir {out}", markup=False, soft_wrap=True)
     return 0
+
+
+def _roofline_of(device: jax.Device) -> str:
+    is_known = known_ceilings(device) is not None
+    return device.device_kind if is_known else f"an A100, because that of {device.device_kind} is not known"
 
 
 def print_time_table(console: Console, rows: list[Row], steps: int) -> None:

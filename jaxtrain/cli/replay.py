@@ -27,6 +27,7 @@ from jaxtrain.runner import (
     read_batch,
     read_recipe,
     saved_steps,
+    state_shapes,
     training_step,
 )
 from jaxtrain.step import TrainState, leaf_name
@@ -71,8 +72,8 @@ def main(args: list[str]) -> int:
 
 
 def _replay(run: RunFolder, name: str, recipe: Recipe, step: int) -> int:
-    training, initial = build_training(recipe)
-    state, batch, recorded = _before(run, training, initial, step)
+    training = build_training(recipe)
+    state, batch, recorded = _before(run, training, step)
     print(f"{run.path} · {name} · step {step}")
     new, metrics = training.step(jax.tree.map(jnp.copy, state), batch)
     loss = np.asarray(metrics["loss"])
@@ -120,9 +121,7 @@ def _with_available_mesh(recipe: Recipe, available: int) -> Recipe:
     return dataclasses.replace(recipe, mesh=None)
 
 
-def _before(
-    run: RunFolder, training: Training, initial: TrainState, step: int
-) -> tuple[TrainState, Batch, dict[str, Any] | None]:
+def _before(run: RunFolder, training: Training, step: int) -> tuple[TrainState, Batch, dict[str, Any] | None]:
     """Return the state before a step, its batch, and its metrics if the run recorded them when it failed.
 
     The steps since the previous checkpoint, or since the start, are executed again, bit for bit as in the run.
@@ -133,13 +132,15 @@ def _before(
     last = max([*saved_at, *(line.step for line in lines), step if recorded else 0])
     if step > last:
         raise UserError(f"STEP must be at most {last}, the last step of {run.path}, got {step}: use an earlier step")
-    state, loader = initial, training.loader
+    loader = training.loader
     if any(s < step for s in saved_at):
         with Checkpoints(run.checkpoints) as checkpoints:
-            state, saved = checkpoints.restore(initial, before=step)
+            state, saved = checkpoints.restore(training.shapes(), before=step)
         loader.restore(saved)
     elif run.torch.exists():
         raise UserError(f"{run.path} was imported and has no checkpoint before step {step}: use a later step")
+    else:
+        state = training.init()
     begin = int(state.step)
     print(f"starting at step {begin}: {step - 1 - begin} steps to rerun before step {step}")
     logged = [line.rollback for line in lines if line.rollback]
@@ -168,7 +169,7 @@ def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Bat
     if wide:
         recipe = dataclasses.replace(recipe, precision="fp32", loss_scale=None)
     step = training_step(recipe, training.task.loss_fn)
-    like = jax.eval_shape(lambda: step.init(training.task.params, model_state=training.task.model_state))
+    like = state_shapes(step, training.task, recipe)
     state = jax.device_put(state, jax.devices()[0])
     before = state._replace(loss_scale=like.loss_scale) if wide else state
     before = jax.tree.map(lambda x, shape: x if x.dtype == shape.dtype else x.astype(shape.dtype), before, like)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jax
 import tyro
 
 import jaxtrain
@@ -17,7 +16,7 @@ from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import optional_value, parse_known, parse_with_recipe, recipe_name
 from jaxtrain.cli.profile import print_time_table
 from jaxtrain.cost import device_memory, format_bytes
-from jaxtrain.distributed import processes
+from jaxtrain.distributed import describe_devices, processes
 from jaxtrain.errors import UserError
 from jaxtrain.observe import (
     Console,
@@ -89,9 +88,8 @@ def _train(args: list[str]) -> int:
         recipe = parse_recipe(base or named_recipe(name), name, options, flags)
     console, trackers = _console(options), _trackers(options)
     trace = _trace(options.profile, run, recipe) if options.profile and processes.is_first() else None
-    device = jax.devices()[0]
     console.headline(
-        f"jaxtrain {jaxtrain.__version__} · {name} · {jax.device_count()} {device.device_kind} · {run.path} · "
+        f"jaxtrain {jaxtrain.__version__} · {name} · {describe_devices(recipe.mesh)} · {run.path} · "
         f"compilation cache {enable_compilation_cache()}"
     )
     if options.from_:

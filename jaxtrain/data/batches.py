@@ -11,7 +11,7 @@ from jaxtrain.data.epoch import check_batch_size
 from jaxtrain.data.epoch import epoch_batches as epoch_batches
 from jaxtrain.data.kinds import Kind, kind_of
 from jaxtrain.data.loader import Loader
-from jaxtrain.data.read_ahead import ReadAhead
+from jaxtrain.data.read_ahead import ReadAhead as ReadAhead
 from jaxtrain.data.source import Batch, Collate, Rows
 from jaxtrain.data.stream import StreamReader
 from jaxtrain.data.torch_loader import DataLoaderReader
@@ -23,6 +23,8 @@ class TrainingBatches(Protocol):
 
     rows: NDArray[np.intp]
     """Row numbers of a batch that are read."""
+    prefetch: int
+    """Number of batches read ahead in the background; 0 reads in the thread that asks for a batch."""
 
     def __next__(self) -> Batch: ...
 

@@ -7,7 +7,9 @@ from jaxtrain.distributed.mesh import DATA as DATA
 from jaxtrain.distributed.mesh import FSDP as FSDP
 from jaxtrain.distributed.mesh import TENSOR as TENSOR
 from jaxtrain.distributed.mesh import data_parallel_size, make_mesh, run_mesh, run_mesh_sizes
+from jaxtrain.distributed.mesh import describe_devices as describe_devices
 from jaxtrain.distributed.mesh import parse_mesh as parse_mesh
+from jaxtrain.distributed.mesh import run_devices as run_devices
 from jaxtrain.distributed.processes import is_first as is_first
 from jaxtrain.distributed.processes import process_group as process_group
 from jaxtrain.distributed.program import constrain_shardings

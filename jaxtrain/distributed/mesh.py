@@ -89,6 +89,17 @@ def run_mesh(spec: str | None) -> Mesh | None:
     return None if spec is None and jax.process_count() == 1 else make_mesh(spec)
 
 
+def run_devices(spec: str | None) -> list[jax.Device]:
+    """Return the devices of a run, those of other processes included."""
+    mesh = run_mesh(spec)
+    return jax.devices()[:1] if mesh is None else mesh.devices.ravel().tolist()
+
+
+def describe_devices(spec: str | None) -> str:
+    """Return the number and the kind of the devices of a run, as "8 NVIDIA H200"."""
+    return f"{math.prod(run_mesh_sizes(spec).values())} {jax.devices()[0].device_kind}"
+
+
 def data_parallel_size(shape: Mapping[str, int]) -> int:
     """Return the number of devices that the rows of a batch are sharded over.
 

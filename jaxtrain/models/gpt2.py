@@ -35,6 +35,8 @@ from jaxtrain.models.layer_norm import LayerNorm
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.transforms import block, kernel
 
+_gelu = kernel(partial(jax.nn.gelu, approximate=True))
+
 
 @dataclass(frozen=True)
 class GPT2Config:
@@ -134,7 +136,7 @@ class Block(nnx.Module):
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
         attended, cache = self.attention(self.ln_1(x), mask, rngs[0], cache)
         x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
-        hidden = checkpoint_name(gelu(self.fc(self.ln_2(x))), "hidden")
+        hidden = checkpoint_name(_gelu(self.fc(self.ln_2(x))), "hidden")
         return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), cache
 
     def attention(
@@ -147,12 +149,6 @@ class Block(nnx.Module):
         k, v, cache = update_cache(k, v, cache)
         attended = attention(q, k, v, mask=mask, causal=mask is None, dropout=self.config.dropout, rng=rng)
         return attended.reshape(b, t, width), cache
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Compute GELU by its approximation with tanh, as one kernel."""
-    activated: jax.Array = kernel(partial(jax.nn.gelu, approximate=True))(x)
-    return activated
 
 
 def _stacked_blocks(config: GPT2Config, rngs: nnx.Rngs) -> Block:

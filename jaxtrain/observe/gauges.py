@@ -1,7 +1,7 @@
 """Measure how well the device is used: model FLOPs utilization and GPU utilization."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from threading import Event, Thread
@@ -20,21 +20,23 @@ _WAITING = 0.1  # share of a step spent waiting for its batch
 
 
 class Gauges:
-    """Adds device utilization to the lines of a run; nothing on a CPU or an unknown GPU.
+    """Adds device utilization to the lines of a run; nothing on a CPU.
 
     Model FLOPs utilization counts what forward and backward passes need, without rematerialization (Chowdhery et al.
     2022, arXiv:2204.02311, appendix B).
 
     Args:
       flops: Returns the FLOPs of one update on all devices; called only if the device's peak is known.
-      devices: Number of devices.
+      devices: The devices of the run, those of other processes included.
       precision: Precision of the run, which decides the peak.
     """
 
-    def __init__(self, flops: Callable[[], float], devices: int, precision: str) -> None:
-        peak = peak_flops(jax.local_devices()[0], precision)
-        self._ideal_step_time_s = flops() / (peak * devices) if peak else None
-        self._gpu = GpuUtilization()
+    def __init__(self, flops: Callable[[], float], devices: Sequence[jax.Device], precision: str) -> None:
+        device = devices[0]
+        peak = peak_flops(device, precision)
+        self._ideal_step_time_s = flops() / (peak * len(devices)) if peak else None
+        self._unknown = device.device_kind if peak is None and device.platform == "gpu" else None
+        self._gpu = GpuUtilization([d for d in devices if d.process_index == jax.process_index()])
         self._idle_lines, self._has_warned = 0, False
 
     def measure(self, line: LogLine) -> LogLine:
@@ -45,7 +47,10 @@ class Gauges:
         return replace(line, mfu=mfu, gpu_utilization=self._gpu.mean())
 
     def warning(self, line: LogLine) -> str | None:
-        """Return a warning, once, if the GPU stays idle, with the likely cause."""
+        """Return a warning, once each, of a GPU without a known peak and of one that stays idle, with the cause."""
+        if self._unknown is not None:
+            kind, self._unknown = self._unknown, None
+            return f"the peak FLOP/s of {kind} are not known: the MFU of the run is not computed"
         utilization = 1.0 if line.gpu_utilization is None else line.gpu_utilization
         self._idle_lines = self._idle_lines + 1 if utilization < _LOW else 0
         if self._has_warned or self._idle_lines < _IDLE_LINES:
@@ -69,23 +74,23 @@ def _cause(line: LogLine) -> str:
 
 def peak_flops(device: jax.Device, precision: str) -> float | None:
     """Return the peak FLOP/s of a device's matrix products, from NVIDIA's data sheets; None if it is not listed."""
-    listed = [rates for name, rates in NVIDIA.items() if device.device_kind.startswith(name)]
-    if not listed:
-        return None
-    (rates,) = listed
-    return {"fp32": rates.fp32, "tf32": rates.tf32}.get(precision, rates.half)
+    rates = NVIDIA.get(device.device_kind)
+    return None if rates is None else {"fp32": rates.fp32, "tf32": rates.tf32}.get(precision, rates.half)
 
 
 class GpuUtilization:
-    """Samples, in a thread, how busy this process's NVIDIA GPUs are, by NVML.
+    """Samples, in a thread, how busy NVIDIA GPUs are, by NVML.
 
     Without NVML, its Python package nvidia-ml-py or a GPU, `mean` returns None.
+
+    Args:
+      devices: Devices of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._samples: list[float] = []
         self._stop = Event()
-        self._nvml, self._handles = _visible_gpus()
+        self._nvml, self._handles = _handles([device for device in devices if device.platform == "gpu"])
         self._thread = Thread(target=self._sample, name="gpu", daemon=True)
         if self._handles:
             self._thread.start()
@@ -108,22 +113,33 @@ class GpuUtilization:
             self._samples.append(fmean(shares))
 
 
-def _visible_gpus() -> tuple[Any, list[Any]]:
-    """(NVML, handles of the GPUs in CUDA_VISIBLE_DEVICES; of all GPUs if it is unset)."""
+def _handles(gpus: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
+    """Return NVML and its handles of the GPUs; none if NVML is missing or numbers the GPUs in another order."""
+    if not gpus:
+        return None, []
     try:
         import pynvml
     except ImportError:
         return None, []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         pynvml.nvmlInit()
-        every = range(pynvml.nvmlDeviceGetCount())
-        chosen = list(every) if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
-        return pynvml, [_handle(pynvml, name) for name in chosen]
-    except pynvml.NVMLError:
+        handles = [_handle(pynvml, gpu.local_hardware_id) for gpu in gpus]
+        names = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+    except (pynvml.NVMLError, LookupError):
         return None, []
+    # Unless CUDA_DEVICE_ORDER is PCI_BUS_ID, CUDA numbers the GPUs of a mixed machine by speed.
+    return pynvml, handles if names == [gpu.device_kind for gpu in gpus] else []
 
 
-def _handle(nvml: Any, name: int | str) -> Any:
-    is_index = str(name).isdecimal()
-    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if is_index else nvml.nvmlDeviceGetHandleByUUID(name)
+def _handle(nvml: Any, ordinal: int) -> Any:
+    """Return NVML's handle of CUDA's device `ordinal`, which counts the GPUs in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    name = str(ordinal) if visible is None else visible.split(",")[ordinal].strip()
+    if name.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(name))
+    every = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    # The beginning of a UUID suffices for CUDA.
+    matching = [gpu for gpu in every if nvml.nvmlDeviceGetUUID(gpu).startswith(name)]
+    if len(matching) != 1:
+        raise LookupError(name)
+    return matching[0]

@@ -19,7 +19,7 @@ import jax
 from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
 from jaxtrain.distributed import AXES, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
-from jaxtrain.planning.plan import abstract_batch, abstract_state, peak_bytes, trace_step
+from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
 from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step
 

@@ -9,15 +9,16 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.cost import Ceilings, estimate_seconds
+from jaxtrain.cost import LIBRARIES, Ceilings, estimate_seconds, short_path
 from jaxtrain.profile.kinds import kind_of_opcodes
-from jaxtrain.profile.program import ATTENTION, LIBRARIES, short_path
+from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
     "dot_general": "dot",
+    "biased_product": "dot",
     "ragged_dot_general": "dot",
     "conv_general_dilated": "convolution",
     "broadcast_in_dim": "broadcast",
@@ -47,7 +48,7 @@ def estimate_table(step: Jaxpr, device: Ceilings, steps: int, top: int = 3) -> l
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jaxtrain.cost.roofline import CPU
+      >>> from jaxtrain.cost.data_sheets import CPU
       >>> step = jax.make_jaxpr(lambda x: jnp.tanh(x @ x).T)(jnp.ones((512, 512))).jaxpr
       >>> [(row.kind, row.count, row.top[0].name) for row in estimate_table(step, CPU, steps=10)]
       [('matmul', 10, 'dot_general'), ('elementwise', 10, 'tanh'), ('copy', 10, 'transpose')]

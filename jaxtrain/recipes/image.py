@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.data import Arrays, ImageFolder, check_labels, split_images, unigram_entropy
+from jaxtrain.data import Arrays, ImageFolder, check_labels, pixels, split_images, unigram_entropy
 from jaxtrain.models import CNN, MLP, cnn, functional, mlp
 from jaxtrain.run import row_weights
 
@@ -37,7 +37,7 @@ class ImageRecipe(jt.Recipe):
         apply, _ = functional(nnx.eval_shape(lambda: self.model(shape)))
 
         def predict(params: Any, batch: Any, _: Any) -> jt.Predictions:
-            return predictions(apply(params, batch["image"]), batch)
+            return predictions(apply(params, pixels(batch["image"])), batch)
 
         def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
             predicted = predict(params, batch, None)
@@ -71,6 +71,7 @@ class ImageRecipe(jt.Recipe):
                 "examples": f"{len(train):,} for training, {len(validation):,} for validation",
                 "labels": f"{train.labels.min()} to {train.labels.max()}, of {self.classes} classes",
             },
+            "bounds": {"image": 256},
             "references": {"class entropy": unigram_entropy(validation.labels)},
         }
 

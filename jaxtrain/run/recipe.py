@@ -47,8 +47,9 @@ class Recipe:
     """Peak learning rate."""
     accumulate: int = 1
     """Number of micro-batches per update, processed one after another to save memory."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
-    """Dtype of matrix products and convolutions; parameters are float32, except with bf16_params."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params"] = "fp32"
+    """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
+    are float32, except with bf16_params."""
     mesh: str | None = None
     """Device mesh, such as "data=2,fsdp=4" (also tensor, sequence); None: one device, or all of several processes."""
     remat: str = "none"
@@ -91,6 +92,8 @@ class Recipe:
     """Also keep the checkpoints at multiples of this number of updates."""
     allow_recompile: int = 0
     """Number of times the step may be recompiled for a batch of another shape."""
+    deterministic: bool = False
+    """On a GPU, compute the same bits on repetition and after a resume; slower. CPUs always do."""
     max_skips: int = 100
     """Stop after this many consecutive updates skipped because of inf or NaN in fp16 gradients."""
     spike_factor: float | None = None

@@ -74,9 +74,10 @@ class Task:
     """Validation data, of the same kinds; with None nothing is evaluated, except by `evaluate`."""
     eval_rows: int | None = None
     """Number of validation examples per evaluation; None for all."""
-    evaluate: Callable[[TrainState, Iterator[Any]], Mapping[str, float]] | None = None
+    evaluate: Callable[[TrainState, Iterator[Any]], Mapping[str, Any]] | None = None
     """`evaluate(state, batches)` returns the metrics of an evaluation; None computes the means of loss_fn's. Without
-    validation data it is given no batches."""
+    validation data it is given no batches. It may also return `jaxtrain.Image`, `Audio`, `Text` and `Table`, or lists
+    of one of them, by tag; if it returns these alone, the means of loss_fn's are the metrics."""
     best_metric: str = "loss"
     """Metric of an evaluation that `keep_best` and `patience` go by."""
     is_highest_best: bool = False

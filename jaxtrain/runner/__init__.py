@@ -20,6 +20,7 @@ from jaxtrain.runner.loop import run_training as run_training
 from jaxtrain.runner.optimizer import loss_scale as loss_scale
 from jaxtrain.runner.optimizer import optimizer_expression as optimizer_expression
 from jaxtrain.runner.optimizer import schedule_call as schedule_call
+from jaxtrain.runner.optimizer import state_shapes as state_shapes
 from jaxtrain.runner.optimizer import training_step as training_step
 from jaxtrain.runner.preflight import check_settings as check_settings
 from jaxtrain.runner.preflight import read_recipe as read_recipe

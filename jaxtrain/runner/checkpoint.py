@@ -32,7 +32,7 @@ from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner.optimizer import state_shapes, training_step
 from jaxtrain.step import TrainState
 
 _PARTIAL = ".partial"
@@ -331,8 +331,7 @@ def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
     Raises:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
-    step = training_step(recipe, task.loss_fn)
-    like = step.shapes(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed)
+    like = state_shapes(training_step(recipe, task.loss_fn), task, recipe)
     with Checkpoints(path) as checkpoints:
         state, _ = checkpoints.restore(like)
     return state

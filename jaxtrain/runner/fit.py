@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from jaxtrain.distributed import describe_devices
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.observe import Console, QuietConsole
 from jaxtrain.recipes import registered_name
@@ -57,8 +56,9 @@ def fit(
       resume: False starts a new run, True continues the one in the folder, "auto" does whichever applies.
       quiet: Print only warnings, to standard error.
       on_step: Called as `f(step, metrics, state)` after each step was dispatched. Reading a metric waits for the step,
-        and the state's arrays are donated to the next one.
-      on_evaluation: Called as `f(step, metrics, state)` after each evaluation.
+        and the state's arrays are donated to the next one. It may return a mapping of tags to `jaxtrain.Image`,
+        `Audio`, `Text` or `Table`, or lists of one of them, which are logged.
+      on_evaluation: Called as `f(step, metrics, state)` after each evaluation; it may return the same.
       on_checkpoint: Called as `f(step, path)` once a checkpoint is committed.
 
     Returns:
@@ -96,8 +96,7 @@ def fit(
     if resumes:
         check_resumed(read_settings(run.config, type(recipe)), recipe)
     console = QuietConsole() if quiet else Console()
-    device = jax.devices()[0]
-    console.headline(f"{name} · {jax.device_count()} {device.device_kind} · {run.path}")
+    console.headline(f"{name} · {describe_devices(recipe.mesh)} · {run.path}")
     if resumes and (change := source_change(run, name)):
         console.message(change)
     events = Events(_functions(on_step), _functions(on_evaluation), _functions(on_checkpoint))

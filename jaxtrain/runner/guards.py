@@ -57,7 +57,7 @@ class Guard:
 
     def __init__(self, recipe: Recipe, params: Any) -> None:
         self._factor, self._max_skips = recipe.spike_factor, recipe.max_skips
-        self._params = jax.eval_shape(lambda: params)
+        self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._newest: DispatchedStep | None = None
         self._is_checked = True

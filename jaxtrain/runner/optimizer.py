@@ -1,6 +1,7 @@
-"""Build the optimizer, learning rate schedule and loss scale of a recipe."""
+"""Build the training step of a recipe: its optimizer, learning rate schedule and loss scale."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import optax
@@ -17,8 +18,8 @@ from jaxtrain.optim import (
     no_decay,
     parse_expression,
 )
-from jaxtrain.run import Recipe
-from jaxtrain.step import LossFn, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
+from jaxtrain.run import Recipe, Task
+from jaxtrain.step import LossFn, TrainState, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,
@@ -46,7 +47,14 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
         unroll=recipe.unroll,
         loss_scale=loss_scale(recipe),
         allow_recompile=recipe.allow_recompile,
+        deterministic=recipe.deterministic,
     )
+
+
+def state_shapes(step: TrainStep, task: Task, recipe: Recipe) -> TrainState:
+    """Return the shapes of a recipe's state: nothing is allocated."""
+    initial = cache(task.initial)  # params and model_state are of one trace
+    return step.shapes(lambda: initial().params, model_state=lambda: initial().model_state, seed=recipe.seed)
 
 
 def schedule(recipe: Recipe) -> optax.Schedule:

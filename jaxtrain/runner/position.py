@@ -28,11 +28,14 @@ class Position:
     def start(
         cls, training: Training, state: TrainState, batch: Any, *, source: str, message: Callable[[str], None]
     ) -> "Position":
-        """Return the position before the first step. `source` names the data; `message` prints one line."""
+        """Return the position before the first step of a state, or of the shapes of one.
+
+        `source` names the data; `message` prints one line.
+        """
         recipe = training.recipe
         has_dynamic_scale = isinstance(state.loss_scale, LossScaleState)
         return cls(
-            Batches(training.loader, source, recipe.stall_seconds, message),
+            Batches(training.loader, source, recipe.stall_seconds, message, training.place),
             Interval(recipe, training.task, warn_low_scale=has_dynamic_scale),
             Guard(recipe, state.params),
             Patience(recipe.patience, training.task.best_metric, is_highest_best=training.task.is_highest_best),

@@ -1,22 +1,51 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
 from jaxtrain.data.batches import TrainingBatches
-from jaxtrain.distributed import constrain_shardings, local_rows, place_whole_batch, run_mesh, shard
+from jaxtrain.distributed import (
+    constrain_shardings,
+    local_rows,
+    place_whole_batch,
+    run_devices,
+    run_mesh,
+    shard,
+)
 from jaxtrain.observe import Gauges
-from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.run import (
+    EvaluationSums,
+    Media,
+    Recipe,
+    Task,
+    check_memory,
+    evaluation_batches,
+    means,
+    split_media,
+    task_batches,
+)
+from jaxtrain.runner.batches import FetchedBatch
+from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, eval_step, validated
 
-Evaluate = Callable[[TrainState], dict[str, float]]
+
+class Evaluation(NamedTuple):
+    """What an evaluation returns."""
+
+    metrics: dict[str, float]
+    """Means of loss and metrics over the validation rows; nothing without validation data."""
+    media: Media
+    """What the task's own `evaluate` returned besides."""
+
+
+Evaluate = Callable[[TrainState], Evaluation]
 
 
 @dataclass(frozen=True)
@@ -28,18 +57,36 @@ class Training:
     loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
+    """Evaluates a state."""
+    place: Place | None = None
+    """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
+
+    def init(self) -> TrainState:
+        """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
+        task, seed = self.task, self.recipe.seed
+        if run_mesh(self.recipe.mesh) is None:
+            initial = task.initial()
+            return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
+        # Each function creates the shards of its own result, never all of it on one device.
+        return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
+
+    def dispatch(self, state: TrainState, batch: FetchedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatch a step, on the batch's copy on the devices if it has one."""
+        if batch.device is None:
+            return self.step(state, batch.arrays)
+        return self.step.placed(state, batch.device)
+
+    def shapes(self) -> TrainState:
+        """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
+        return state_shapes(self.step, self.task, self.recipe)
 
 
-def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> tuple[Training, TrainState]:
-    """Build the parts of a run and its initial state.
+def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text: None) -> Training:
+    """Build the parts of a run; its state is created by their `init`, or restored into their `shapes`.
 
     Args:
       recipe: The settings of the run.
       message: Prints one line.
-
-    Returns:
-      A tuple (the parts, the initial state); on a mesh the state is initialized in shards.
 
     Raises:
       UserError: The recipe's data or model cannot be built.
@@ -48,21 +95,25 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     step = training_step(recipe, task.loss_fn)
     rows = None
     if mesh is None:
-        state = step.init(task.params, model_state=task.model_state, seed=recipe.seed)
+        check_memory(task.initial)
     else:
         check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"])
         step = shard(step, mesh, task.sharding)
-        # Initialized in shards, never whole on one device.
-        state = step.init(
-            lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed
-        )
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh)), state
+    place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh), place)
+
+
+def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
+    return any(device.platform != "cpu" for device in devices)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
-    """Build the gauges of the run's devices; FLOPs are counted for this process's rows and scaled to the batch."""
+    """Build the gauges of the run's devices, given its state or the shapes of it.
+
+    FLOPs are counted for this process's rows and scaled to the batch.
+    """
     shapes = jax.eval_shape(lambda *args: args, state.params, batch, state.rng, state.model_state)
 
     def model_flops() -> int:
@@ -70,27 +121,23 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
         processes = training.recipe.batch_size // len(next(iter(batch.values())))
         return 3 * flops(validated(training.task.loss_fn), *shapes) * processes
 
-    devices = jax.tree.leaves(state.params)[0].sharding.device_set
-    return Gauges(model_flops, len(devices), training.recipe.precision)
+    return Gauges(model_flops, run_devices(training.recipe.mesh), training.recipe.precision)
 
 
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
-    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision), place)
+    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if task.validation is None:
-            # An evaluation that generates samples needs no data.
-            return {} if custom is None else _floats(custom(state, iter(())))
-        batches = evaluation_batches(task.validation, task, recipe)
-        if custom is not None:
-            return _floats(custom(state, map(place, batches)))
-        return means([sums(state, batch) for batch in batches])
+    def batches() -> Iterator[Any]:
+        # An evaluation that generates samples needs no data.
+        return iter(()) if task.validation is None else evaluation_batches(task.validation, task, recipe)
+
+    def evaluate(state: TrainState) -> Evaluation:
+        metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
+        if not metrics and task.validation is not None:
+            metrics = means([sums(state, batch) for batch in batches()])
+        return Evaluation(metrics, media)
 
     return evaluate
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}

@@ -1,8 +1,9 @@
 """Location of the first inf or NaN of a window's gradient: its micro-batch and its parameter.
 
-The check sums squares, because the gradient norm needs the same sums and the compiler computes them once. A sum of
-finite squares may overflow, so the elements are inspected if a sum is not finite. `norm_of` is the tree whose norm is
-computed anyway: the gradient times a factor, finite only where the gradient is.
+On CPUs, where another pass over the gradient is slow, the elements are inspected only if the gradient norm, which is
+computed anyway, is not finite: a norm may also overflow. On GPUs a branch would make the host wait for the device; the
+elements are always inspected there, and the compiler does it in the pass that computes the norm. `norm_of` is the tree
+whose norm is computed anyway: the gradient times a factor, finite only where the gradient is.
 """
 
 from typing import Any, NamedTuple
@@ -41,22 +42,19 @@ def locate_nonfinite(grads: Any, micro_batch: jax.Array | int, norm_of: Any = No
     (3, 1)
     """
 
-    def search() -> Nonfinite:
-        finite = finite_leaves(grads)
-        first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
-        return _select(jnp.all(finite), none_nonfinite(), first)
-
-    return lax.cond(_has_finite_norm(grads, norm_of), none_nonfinite, search)
+    finite = _finite_gradients(grads, norm_of)
+    first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
+    return _select(jnp.all(finite), none_nonfinite(), first)
 
 
 def all_finite(grads: Any, norm_of: Any = None) -> jax.Array:
     """Return whether no leaf holds an inf or a NaN, bool[]."""
-    return lax.cond(_has_finite_norm(grads, norm_of), lambda: jnp.array(True), lambda: jnp.all(finite_leaves(grads)))
+    return jnp.all(_finite_gradients(grads, norm_of))
 
 
-def finite_leaves(grads: Any) -> jax.Array:
+def finite_leaves(tree: Any) -> jax.Array:
     """Return which leaves hold neither inf nor NaN, bool[number of leaves]."""
-    return jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+    return jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)])
 
 
 def earliest(first: Nonfinite, second: Nonfinite) -> Nonfinite:
@@ -81,8 +79,16 @@ def leaf_name(params: Any, leaf: int) -> str:
     return path_name(jax.tree_util.tree_leaves_with_path(params)[leaf][0])
 
 
-def _has_finite_norm(grads: Any, norm_of: Any) -> jax.Array:
-    return jnp.isfinite(optax.tree.norm(grads if norm_of is None else norm_of))
+def _finite_gradients(grads: Any, norm_of: Any) -> jax.Array:
+    """Return which leaves are finite, in the way that is fast on the platform compiled for."""
+    leaves = jax.tree.leaves(grads)
+
+    def inspect_if_needed(norm: jax.Array) -> jax.Array:
+        return lax.cond(jnp.isfinite(norm), lambda: jnp.ones(len(leaves), bool), lambda: finite_leaves(leaves))
+
+    norm = optax.tree.norm(leaves if norm_of is None else norm_of)
+    finite: jax.Array = lax.platform_dependent(norm, cpu=inspect_if_needed, default=lambda norm: finite_leaves(leaves))
+    return finite
 
 
 def _select(condition: jax.Array, a: Nonfinite, b: Nonfinite) -> Nonfinite:

@@ -1,7 +1,10 @@
 """A window whose micro-batches arrive one by one: its gradient so far is part of the state."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,6 +24,8 @@ from jaxtrain.step.step import (
     weighted_means,
     window_step,
 )
+
+Close = Callable[[TrainState], tuple[TrainState, Metrics]]
 
 
 def micro_step(parts: StepParts, state: TrainState, micro_batch: Any) -> tuple[TrainState, Metrics]:
@@ -64,8 +69,19 @@ def _close_if(condition: Any, parts: StepParts, state: TrainState) -> tuple[Trai
         )
         return state, {**metrics, "updated": jnp.array(False)}
 
-    new: tuple[TrainState, Metrics] = lax.cond(condition, close, leave_open, state)
+    new: tuple[TrainState, Metrics] = lax.platform_dependent(
+        condition, state, cpu=partial(_branch, close, leave_open), default=partial(_select, close, leave_open)
+    )
     return new
+
+
+def _branch(yes: Close, no: Close, condition: jax.Array, state: TrainState) -> tuple[TrainState, Metrics]:
+    return lax.cond(condition, yes, no, state)
+
+
+def _select(yes: Close, no: Close, condition: jax.Array, state: TrainState) -> tuple[TrainState, Metrics]:
+    """Compute both: on a GPU a branch would make the host wait for the device at every micro-batch."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes(state), no(state))
 
 
 def _window(state: TrainState) -> Window:

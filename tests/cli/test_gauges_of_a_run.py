@@ -15,7 +15,7 @@ from jaxtrain.observe import gauges
 def test_a_run_on_a_gpu_logs_its_utilization_and_histograms(monkeypatch, capsys):
     busy = types.SimpleNamespace(mean=lambda: 0.25, close=lambda: None)
     monkeypatch.setattr(gauges, "peak_flops", lambda device, precision: 1e12)
-    monkeypatch.setattr(gauges, "GpuUtilization", lambda: busy)
+    monkeypatch.setattr(gauges, "GpuUtilization", lambda devices: busy)
     flags = "--steps 6 --hidden 32 --batch-size 16 --log-every 1 --eval-every 3 --out run --histograms"
     assert main(["train", "digits-mlp", *flags.split()]) == 0
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][1:]

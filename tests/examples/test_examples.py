@@ -33,6 +33,7 @@ RESULTS = {
     "two_tower.py::Docstrings": ("eval_top5", 0.38, 0.5),
     "growing_folder.py::GrowingFolder": ("bits_per_byte", 3.1, 3.7),
 }
+SHORT = {"equinox_regression.py::Diabetes", "linen_vae.py::VAE"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,11 @@ def test_every_example_with_a_recipe_is_tested():
     assert all(len(path.read_text().splitlines()) < 110 for path in recipes.values())
 
 
-all_examples = pytest.mark.parametrize("example", EXAMPLES)
+# The others have files of tests of their own.
+CI = {"equinox_regression.py::Diabetes", "linen_vae.py::VAE", "diffusion.py::Diffusion"}
+all_examples = pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in CI)) for name in EXAMPLES]
+)
 
 
 @pytest.mark.sampled(1)
@@ -158,7 +163,10 @@ def test_sample_repeats_the_text_at_the_end_of_the_run(example, chain, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", RESULTS)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SHORT)) for name in RESULTS],
+)
 def test_an_example_reaches_the_result_that_it_states(example, tmp_path):
     name, least, most = RESULTS[example]
     done = jt.fit(load(example), tmp_path / "run", quiet=True)

@@ -10,9 +10,13 @@ import pytest
 from jaxtrain.observe import LogLine, gauges
 from jaxtrain.observe.gauges import Gauges, GpuUtilization, peak_flops
 
+A100 = "NVIDIA A100-SXM4-80GB"
 
-def device(kind: str):
-    return types.SimpleNamespace(device_kind=kind, platform="gpu")
+
+def device(kind: str, ordinal: int = 0, process: int = 0):
+    return types.SimpleNamespace(
+        device_kind=kind, platform="gpu", local_hardware_id=ordinal, process_index=process, id=ordinal
+    )
 
 
 @pytest.fixture
@@ -24,7 +28,8 @@ def nvml(monkeypatch):
     fake.nvmlInit = lambda: None
     fake.nvmlDeviceGetCount = lambda: 2
     fake.nvmlDeviceGetHandleByIndex = int
-    fake.nvmlDeviceGetHandleByUUID = {"GPU-b": 1}.__getitem__
+    fake.nvmlDeviceGetUUID = ["GPU-a1b2", "GPU-b1c2"].__getitem__
+    fake.nvmlDeviceGetName = lambda gpu: A100
 
     def utilization(gpu):
         if fake.busy[gpu] is None:
@@ -52,6 +57,12 @@ def first_mean(gpu: GpuUtilization) -> float | None:
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40", "bf16", 181e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", 70e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
         ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
         ("NVIDIA A100-SXM4-80GB", "bf16_params", 312e12),
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
@@ -63,38 +74,70 @@ def test_peak_flops_equal_the_data_sheets(kind, precision, peak):
 
 
 def test_a_cpu_has_no_gauges_and_counts_no_flops():
-    gauges_of_cpu = Gauges(lambda: pytest.fail("counted"), 1, "fp32")
+    gauges_of_cpu = Gauges(lambda: pytest.fail("counted"), jax.devices("cpu")[:1], "fp32")
     line = LogLine(step=1, step_time_s=0.1)
     assert gauges_of_cpu.measure(line) == line
     assert gauges_of_cpu.warning(line) is None
     gauges_of_cpu.close()
 
 
-def test_mfu_counts_all_devices(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: [device("NVIDIA A100-SXM4-80GB")])
-    gauges_of_gpu = Gauges(lambda: 312e12, 4, "bf16")
-    assert gauges_of_gpu.measure(LogLine(step=1, step_time_s=0.5)).mfu == pytest.approx(0.5)
+def test_mfu_counts_all_devices_of_the_run():
+    gauges_of_gpu = Gauges(lambda: 312e12, [device(A100, i % 2, process=i // 2) for i in range(4)], "bf16")
+    line = gauges_of_gpu.measure(LogLine(step=1, step_time_s=0.5))
+    assert line.mfu == pytest.approx(0.5)
+    assert gauges_of_gpu.warning(line) is None
     gauges_of_gpu.close()
 
 
-def test_only_visible_gpus_are_sampled(nvml, monkeypatch):
-    assert first_mean(GpuUtilization()) == pytest.approx(0.4)
-    for visible, share in (("1", 0.5), ("0,1", 0.4), ("GPU-b", 0.5)):
+def test_an_unknown_gpu_is_named_once():
+    watched = Gauges(lambda: pytest.fail("counted"), [device("NVIDIA GeForce GTX 9999")], "fp32")
+    lines = [watched.measure(LogLine(step=i, step_time_s=0.1)) for i in range(3)]
+    assert {line.mfu for line in lines} == {None}
+    warnings = [watched.warning(line) for line in lines]
+    assert warnings[0].startswith("the peak FLOP/s of NVIDIA GeForce GTX 9999 are not known")
+    assert warnings[1:] == [None, None]
+    watched.close()
+
+
+def test_only_gpus_of_the_run_are_sampled(nvml, monkeypatch):
+    first, second = device(A100, 0), device(A100, 1)
+    assert first_mean(GpuUtilization([first, second])) == pytest.approx(0.4)
+    for visible, gpu, share in (
+        (None, first, 0.3),
+        (None, second, 0.5),
+        ("1", first, 0.5),
+        ("1,0", second, 0.3),
+        ("GPU-b1", first, 0.5),
+        ("GPU-b1c2, 0", second, 0.3),
+    ):
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert first_mean(GpuUtilization([gpu])) == pytest.approx(share)
+    assert GpuUtilization([device("NVIDIA L4", 1)]).mean() is None  # CUDA numbers the GPUs in another order
+    for visible in ("0", "GPU-", "MIG-b1c2,MIG-b1c3"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert first_mean(GpuUtilization()) == pytest.approx(share)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert GpuUtilization().mean() is None
+        assert GpuUtilization([second]).mean() is None
+
+
+def test_gauges_sample_the_gpus_of_this_process(nvml):
+    gauges_of_gpu = Gauges(lambda: 1.0, [device(A100, 1), device(A100, 0, process=1)], "bf16")
+    for _ in range(200):
+        if (share := gauges_of_gpu.measure(LogLine(step=1)).gpu_utilization) is not None:
+            break
+        time.sleep(0.005)
+    gauges_of_gpu.close()
+    assert share == pytest.approx(0.5)
 
 
 def test_without_nvml_there_is_no_gpu_utilization(nvml, monkeypatch):
     nvml.busy = [None, None]
-    gpu = GpuUtilization()
+    gpu = GpuUtilization([device(A100)])
     time.sleep(0.05)
     assert gpu.mean() is None
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(nvml.NVMLError)
-    assert GpuUtilization().mean() is None
+    assert GpuUtilization([device(A100)]).mean() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert GpuUtilization().mean() is None
+    assert GpuUtilization([device(A100)]).mean() is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +149,7 @@ def test_without_nvml_there_is_no_gpu_utilization(nvml, monkeypatch):
     ],
 )
 def test_an_idle_gpu_is_reported_once_with_the_likely_cause(line, cause):
-    watched = Gauges(lambda: 0.0, 1, "fp32")
+    watched = Gauges(lambda: 0.0, jax.devices("cpu")[:1], "fp32")
     idle = [0.9, 0.5, 0.5, 0.8, 0.5, 0.6, 0.5, 0.1, 0.1, 0.1]
     warnings = [watched.warning(LogLine(step=i, gpu_utilization=share, **line)) for i, share in enumerate(idle)]
     (warning,) = filter(None, warnings)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from benchmarks.memory import reset_peak, status_kib
-from jaxtrain.cost.roofline import CPU
+from jaxtrain.cost.data_sheets import CPU
 from jaxtrain.data.loader import Loader
 from jaxtrain.planning.plan import compile_candidate
 from jaxtrain.recipes import RECIPES

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.cost.roofline import CPU
+from jaxtrain.cost.data_sheets import CPU
 from jaxtrain.data.loader import Loader
 from jaxtrain.distributed import shard
 from jaxtrain.distributed.mesh import make_mesh, parse_mesh

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.cost.roofline import CPU, estimate_seconds
+from jaxtrain.cost.data_sheets import CPU
+from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.errors import RunFailed
 from jaxtrain.models.attention import attention
 from jaxtrain.profile.estimate import estimate_table

@@ -16,7 +16,8 @@ import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.transforms import jaxpr, precision, recomputed
-from jaxtrain.transforms.precision import POLICIES, autocast, kernel, policy
+from jaxtrain.transforms.policies import POLICIES, policy
+from jaxtrain.transforms.precision import autocast, kernel
 from jaxtrain.transforms.remat import remat as rematerialize
 from tests.models.programs import equations
 
