@@ -170,8 +170,8 @@ class LowPrecisionCopy:
                 if rounded.grad is not None:
                     master.grad = rounded.grad.to(master.dtype) + (0 if master.grad is None else master.grad)
                     rounded.grad = None
-            for master, rounded in self._buffers:
-                master.copy_(rounded)
+            for buffer, converted in self._buffers:
+                buffer.copy_(converted)
 
 
 class Updates:

@@ -154,7 +154,7 @@ def _softmax_starts(traced: Jaxpr) -> Iterator[Var]:
     for eqn in traced.eqns:
         if eqn.primitive.name == "reduce_sum":
             for exp, at in frame.back(eqn.invars[0], _MASKING, "exp"):
-                if exp.outvars[0].aval.dtype in _LOW:
+                if _aval(exp.outvars[0]).dtype in _LOW:
                     yield exp.outvars[0]
                     yield from (sub.outvars[0] for sub, _ in at.back(exp.invars[0], ("select_n",), "sub"))
         for inner in jaxpr.inner_jaxprs(eqn):
@@ -169,6 +169,10 @@ def _in_float32(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
 
 def _as_written(eqn: JaxprEqn, outs: list[Any]) -> list[Any]:
     return jaxpr.cast_like([v.aval for v in eqn.outvars], outs)
+
+
+def _aval(var: Any) -> Any:
+    return var.aval
 
 
 def _is_low_array(x: Any) -> bool:
@@ -190,18 +194,18 @@ def _bind_summing(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """Apply an operation as written; the gradient of an operand that it repeats is summed in float32."""
     name = eqn.primitive.name
     if name in _BROADCASTING:
-        shape = eqn.outvars[0].aval.shape
+        shape = _aval(eqn.outvars[0]).shape
         given = zip(eqn.invars, args, strict=True)
         return jaxpr.bind(eqn, [x if isinstance(v, Literal) else _broadcast(x, shape) for v, x in given])
     if name in ("broadcast_in_dim", "gather") and not isinstance(eqn.invars[0], Literal):
         operand, *rest = args
-        if name == "broadcast_in_dim" and operand.size == eqn.outvars[0].aval.size:
+        if name == "broadcast_in_dim" and operand.size == _aval(eqn.outvars[0]).size:
             return jaxpr.bind(eqn, args)
         return [_sum_gradient(lambda x, *rest: jaxpr.bind(eqn, [x, *rest])[0], operand, *rest)]
     if name in _PRODUCTS and all(x.dtype in _LOW for x in args[:2]):
-        if len(args) == 2 and eqn.outvars[0].aval.dtype == np.float32:
+        if len(args) == 2 and _aval(eqn.outvars[0]).dtype == np.float32:
             return low_unrounded(eqn, args, args[0].dtype)
-        return [eqn.primitive.bind(*args, **product_params(eqn, eqn.outvars[0].aval.dtype))]
+        return [eqn.primitive.bind(*args, **product_params(eqn, _aval(eqn.outvars[0]).dtype))]
     return jaxpr.bind(eqn, args)
 
 
