@@ -14,13 +14,19 @@ FORMER_EMITTERS = (
     else ""
 )
 
-for name, value in {
-    "JAX_PLATFORMS": "cpu",
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+OF_CPU = {
     # Four devices for sharding; collectives may wait long for a device whose thread gets no core.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4"
     " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     # Compilation dominates the tests; without LLVM's optimizations it takes half the time.
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" + FORMER_EMITTERS,
+}
+# The tests measure the memory that is in use, not what is reserved.
+OF_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+for name, value in {
+    **(OF_CPU if os.environ["JAX_PLATFORMS"].startswith("cpu") else OF_GPU),
     # With several threads per worker, PyTorch's threads would wait for each other.
     "OMP_NUM_THREADS": "1",
     # Workers and later runs share all compiled programs, however short their compilation.
@@ -38,7 +44,6 @@ import ctypes  # noqa: E402
 import gc  # noqa: E402
 import platform  # noqa: E402
 from collections import Counter  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -52,13 +57,21 @@ settings.register_profile("dev", deadline=None, database=DirectoryBasedExampleDa
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-# A worker that has grown by this much drops its compiled programs at the end of a module.
+# A worker that has grown by this much drops its compiled programs after the test.
 MAX_GROWTH_BYTES = 1e9
 # The resident size of a worker after its programs were last dropped.
 BASE_RESIDENT_BYTES = pytest.StashKey[int]()
 
 # The commands make glibc retain freed memory for the whole process, so that workers would only grow.
 jaxtrain.cli.keep_host_memory = lambda: False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect only the tests for GPUs if only they are selected: others import packages that they do not need."""
+    gpu = Path(__file__).parent / "tests" / "gpu"
+    if config.getoption("markexpr") != "gpu" or collection_path in (gpu, *gpu.parents):
+        return None
+    return gpu not in collection_path.parents or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,18 +97,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Return the memory of compiled programs to the system at the end of a module if a worker has grown."""
-    yield
-    base = request.config.stash.setdefault(BASE_RESIDENT_BYTES, 0)
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Return the memory of compiled programs to the system after a test if a worker has grown."""
+    base = item.config.stash.setdefault(BASE_RESIDENT_BYTES, 0)
     if platform.libc_ver()[0] == "glibc" and resident_bytes() > base + MAX_GROWTH_BYTES:
         import jax
 
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        request.config.stash[BASE_RESIDENT_BYTES] = resident_bytes()
+        item.config.stash[BASE_RESIDENT_BYTES] = resident_bytes()
+
+
+def pytest_sessionfinish() -> None:
+    """Collect garbage once: pytest collects it five times at exit, which takes seconds in a worker's large heap."""
+    gc.collect()
+    gc.freeze()
 
 
 def resident_bytes() -> int:

@@ -147,28 +147,35 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
         _enable_checkpointing(model, job)
     elif job.remat != "none":
         raise UserError(f"remat {job.remat!r} has no counterpart in PyTorch: use none or full")
+    dtype = torch_side.COPY.get(job.precision)
+    copied = torch_side.LowPrecisionCopy(model, dtype) if dtype else None
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(case.optimizer), fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "fp16")
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
     rows = case.rows // job.accumulate
     micro_batches = [
-        {name: _tensor(x[i : i + rows], wide).to(device) for name, x in batch.items()}
+        {name: _tensor(x[i : i + rows], torch.float64 if wide else dtype).to(device) for name, x in batch.items()}
         for i in range(0, case.rows, rows)
     ]
 
     # Not `model.compile()`, which does nothing to a `Sequential`.
-    called: Any = torch.compile(model) if job.engine == "torch_compile" else model
+    computing = copied.model if copied else model
+    called: Any = torch.compile(computing) if job.engine == "torch_compile" else computing
     losses: list[float] = []
 
     def run_step() -> None:
         total = torch.zeros([], device=device)
         optimizer.zero_grad()
+        if copied:
+            copied.round_params()
         for micro_batch in micro_batches:
             with InFloat64() if wide else nullcontext():
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
                     summed, weight = case.torch_loss(called, micro_batch)
                     loss = summed / weight / job.accumulate
                 scaler.scale(loss).backward()
+                if copied:
+                    copied.move_gradients()
             total = total + loss.detach()
         scaler.unscale_(optimizer)
         if case.clip_norm is not None:
@@ -190,11 +197,12 @@ def _torch(case: Case, batch: Batch, job: Job, workload: Workload) -> Engine:
     return Engine(run_step, losses, name, peak_bytes, cold, _seconds(run_step))
 
 
-def _tensor(x: Any, wide: bool) -> Any:
+def _tensor(x: Any, dtype: Any) -> Any:
+    """Return `x` as a tensor, a floating one in `dtype`; None keeps its dtype."""
     import torch
 
     tensor = torch.from_numpy(x)
-    return tensor.double() if wide and tensor.is_floating_point() else tensor
+    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
 def _seconds(call: Callable[[], None]) -> float:

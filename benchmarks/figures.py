@@ -147,5 +147,6 @@ def _speedup(torch_s: float | None, jax: Timing) -> float | None:
 
 def _peak_rate(ceilings: Sequence[Timing], precision: str) -> float | None:
     """Return the FLOP/s of the fastest product in a precision, by either framework."""
-    rates = [t.flops / t.wall.min() for t in ceilings if t.job.precision == precision and t.flops]
+    of_products = {"bf16_compute": "bf16"}.get(precision, precision)
+    rates = [t.flops / t.wall.min() for t in ceilings if t.job.precision == of_products and t.flops]
     return max(rates, default=None)

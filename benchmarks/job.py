@@ -13,7 +13,7 @@ class Job:
     Attributes:
       workload: A name in `benchmarks.workloads`, or of an update, input, run or ceiling.
       engine: "jax", "optax", "torch_eager" or "torch_compile".
-      precision: "fp32", "tf32", "bf16" or "fp16"; "fp64" only in the equality check.
+      precision: "fp32", "tf32", "bf16", "fp16" or "bf16_compute"; "fp64" only in the equality check.
       accumulate: Micro-batches per window.
       remat: Rematerialization policy.
       sizes: Overrides of the workload's own sizes (rows, depth, ...).

@@ -47,6 +47,7 @@ SUITES: Mapping[str, Suite] = {
         [
             _with_jax("gpt2-124m", "bf16", *BOTH),
             _with_jax("gpt2-124m", "fp16", *BOTH),
+            _with_jax("gpt2-124m", "bf16_compute", *BOTH),
             _with_jax("gpt2-124m", "bf16", "torch_eager", remat="full"),
             _with_jax("resnet50", "bf16", *BOTH),
             _with_jax("llama-160m", "bf16", "torch_eager"),

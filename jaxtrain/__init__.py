@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jaxtrain.cpu.host_memory import keep_host_memory
     from jaxtrain.errors import UserError
     from jaxtrain.optim import EffectiveBatch
-    from jaxtrain.run import Initial, Predictions, Recipe, Task
+    from jaxtrain.run import Audio, Image, Initial, Predictions, Recipe, Table, Task, Text
     from jaxtrain.runner import fit
     from jaxtrain.step import (
         Loss,
@@ -53,13 +53,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audio",
     "EffectiveBatch",
+    "Image",
     "Initial",
     "Loss",
     "Policy",
     "Predictions",
     "Recipe",
+    "Table",
     "Task",
+    "Text",
     "TrainState",
     "TrainStep",
     "UserError",
@@ -82,7 +86,7 @@ _MODULES = {
     "errors": ("UserError",),
     "optim": ("EffectiveBatch",),
     "runner": ("fit",),
-    "run": ("Initial", "Predictions", "Recipe", "Task"),
+    "run": ("Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text"),
     "step": (
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
         *("eval_step", "leaf_name", "static_loss_scale", "train_step"),

@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def media(self) -> Path:
+        """Images, audio, texts and tables that lines of metrics.jsonl name."""
+        return self.path / "media"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per saved step."""
         return self.path / "checkpoints"

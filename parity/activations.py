@@ -154,7 +154,7 @@ def _jax_values(
         batch = {name: x[: case.rows // accumulate] for name, x in next(case.batches(seed, 1)).items()}
         numerics, made = policy(precision), list[_Computed]()
         recorded = _recorded(validated(case.loss_fn), made, wanted)
-        compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded)
+        compute = in_float64(recorded) if precision == "fp64" else numerics.apply(recorded, state_argnums=(3,))
         values = jax.jit(compute)(
             numerics.cast_params(params),
             jax_side.arrays(batch, precision),

@@ -238,7 +238,10 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train cases in PyTorch and in JAX, and compare")
     run.add_argument("cases", nargs="*", type=_case, metavar="CASE", help="default: all")
     run.add_argument(
-        "--precision", action="extend", type=_precisions, help="default fp64,fp32; also bf16, fp16, bf16_params"
+        "--precision",
+        action="extend",
+        type=_precisions,
+        help="default fp64,fp32; also bf16, fp16, bf16_compute, bf16_params",
     )
     run.add_argument(
         "--accumulate", type=_at_least(1), default=1, metavar="K", help="micro-batches per accumulation window"

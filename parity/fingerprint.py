@@ -44,7 +44,9 @@ def fingerprint(value: np.ndarray) -> Fingerprint:
     magnitudes = np.abs(x)
     if not magnitudes.max(initial=0) < MASKED:  # or a NaN
         x, magnitudes = x[magnitudes < MASKED], magnitudes[magnitudes < MASKED]
-    return Fingerprint(np.size(value), float(x @ x), float(magnitudes.sum()), float(x.max(initial=-np.inf)))
+    # Not `x @ x`, whose threads wait for each other on a busy machine.
+    squares, largest = np.square(x).sum(), x.max(initial=-np.inf)
+    return Fingerprint(np.size(value), float(squares), float(magnitudes.sum()), float(largest))
 
 
 @dataclass(frozen=True)

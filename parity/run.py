@@ -16,7 +16,7 @@ from parity.trajectory import JUDGED, RUNS
 if TYPE_CHECKING:
     from parity.randomness import Masks
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_params")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params")
 REORDERINGS = 3
 """Number of PyTorch's runs over permuted rows. The farthest of them and the plain run measure a precision's noise.
 
@@ -91,7 +91,7 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
 
     Args:
       case: The case.
-      precision: "fp64", "fp32", "bf16", "fp16" or "bf16_params".
+      precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute" or "bf16_params".
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
         explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well.
       **settings: Fields of `Settings`.

@@ -3,6 +3,7 @@
 It always runs on the CPU, so that the reference is the same on every machine.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from parity.record import Record, Snapshot, Step, Tensors
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
 """Dtype that model and batch are converted to, as with `model.to(dtype)`."""
+COPY = {"bf16_compute": torch.bfloat16}
+"""Dtype of the batch and of a copy of the model, which computes the gradients of the float32 parameters."""
 
 
 def initial_weights(case: Case, seed: int) -> Tensors:
@@ -75,6 +78,7 @@ def run(
     """
     model = seeded_model(case, seed)
     model = model.to(WHOLE.get(precision, torch.float32))
+    copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
     optimizer = case.optimizer.torch(model.named_parameters())
     if variant.one_ulp is not None:
         nudge = _one_ulp_off(model, variant.one_ulp)
@@ -90,13 +94,17 @@ def run(
     for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, variant.reorder)):
         before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
+        if copied:
+            copied.round_params()
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
                 with autocast, nullcontext() if mask is None else GivenMasks(mask):
-                    total, weight = _checked(case.torch_loss(model, micro_batch))
+                    total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()
+                if copied:
+                    copied.move_gradients()
             window_loss = window_loss + loss.detach()
             weights.add(int(weight))
         _check_alike(weights, case)
@@ -135,6 +143,35 @@ def _clip(model: torch.nn.Module, clip_norm: float | None) -> float:
     if clip_norm is not None:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+
+class LowPrecisionCopy:
+    """A copy of a model in a low precision, which computes the gradients of the model's float32 parameters.
+
+    Attributes:
+      model: The copy.
+    """
+
+    def __init__(self, masters: torch.nn.Module, dtype: torch.dtype) -> None:
+        self.model = copy.deepcopy(masters).to(dtype)
+        self._params = [*zip(masters.parameters(), self.model.parameters(), strict=True)]
+        self._buffers = [*zip(masters.buffers(), self.model.buffers(), strict=True)]
+
+    def round_params(self) -> None:
+        """Copy the model's parameters to the copy."""
+        with torch.no_grad():
+            for master, rounded in self._params:
+                rounded.copy_(master)
+
+    def move_gradients(self) -> None:
+        """Add the copy's gradients to the model's in float32, and copy its buffers to the model."""
+        with torch.no_grad():
+            for master, rounded in self._params:
+                if rounded.grad is not None:
+                    master.grad = rounded.grad.to(master.dtype) + (0 if master.grad is None else master.grad)
+                    rounded.grad = None
+            for buffer, converted in self._buffers:
+                buffer.copy_(converted)
 
 
 class Updates:
@@ -213,7 +250,7 @@ def _windows(
 def tensor(array: np.ndarray, precision: str) -> torch.Tensor:
     """`array` as a contiguous tensor, floating ones in the dtype that a whole model is converted to for `precision`."""
     x = torch.from_numpy(np.asarray(array, order="C"))
-    return x.to(WHOLE.get(precision, torch.float32)) if x.is_floating_point() else x
+    return x.to({**WHOLE, **COPY}.get(precision, torch.float32)) if x.is_floating_point() else x
 
 
 def _check_alike(weights: set[int], case: Case) -> None:

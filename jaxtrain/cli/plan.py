@@ -1,6 +1,7 @@
 """`jaxtrain plan RECIPE`: find settings that fit in memory and print the command for them.
 
-With `--mesh` it computes memory and communication per device on that mesh and on meshes from 1 to 1,024 devices.
+With `--mesh` it computes memory and communication per device on that mesh and on meshes from 1 to 1,024 devices, with
+`--device` (and no `--bandwidth`) the costs of the programs of a GPU, which need not be here.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse_with_recipe, recipe_name
+from jaxtrain.cli.plan_gpu import plan_for_gpu
 from jaxtrain.cli.scaling_tables import ScalingTables, columns
 from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
 from jaxtrain.distributed import parse_mesh
@@ -52,7 +54,7 @@ class PlanOptions:
     bandwidth: str | None = None
     """Bandwidth between the devices of --mesh, such as 50GB/s or 400Gbit/s."""
     device: str | None = None
-    """Device type of --mesh for estimating compute time, such as H100; this machine's by default."""
+    """GPU to compile for, which need not be here: h100, h200 or a100. With --bandwidth: device type for estimates."""
     json: bool = False
     """Print the table as JSON and nothing else."""
 
@@ -62,11 +64,12 @@ def main(args: list[str]) -> int:
     name, flags = recipe_name(args)
     parsed = parse_with_recipe(PlanOptions(), named_recipe(name), flags, f"jaxtrain plan {name}", PlanOptions.__doc__)
     options, recipe = parsed.options, parsed.recipe
+    if options.device is not None and options.bandwidth is None:
+        return plan_for_gpu(name, recipe, options.device, options.memory, options.json)
     if recipe.mesh is not None:
         return _plan_mesh(name, recipe, options)
-    for flag in ("bandwidth", "device"):
-        if getattr(options, flag) is not None:
-            raise UserError(f"--{flag} requires --mesh: add one, such as --mesh data=8")
+    if options.bandwidth is not None:
+        raise UserError("--bandwidth requires --mesh: add one, such as --mesh data=8")
     memory = device_memory() if options.memory is None else parse_bytes(options.memory)
     enable_compilation_cache()
     console = Console(highlight=False, quiet=options.json)

@@ -12,6 +12,16 @@ from jaxtrain.cost.data_sheets import find_gpu as find_gpu
 from jaxtrain.cost.data_sheets import known_ceilings as known_ceilings
 from jaxtrain.cost.flops import equation_flops as equation_flops
 from jaxtrain.cost.flops import flops as flops
+from jaxtrain.cost.gpu import SHARE_OF_PEAK as SHARE_OF_PEAK
+from jaxtrain.cost.gpu import Buffer as Buffer
+from jaxtrain.cost.gpu import GpuProgram as GpuProgram
+from jaxtrain.cost.gpu import GpuTarget as GpuTarget
+from jaxtrain.cost.gpu import compile_for_gpu as compile_for_gpu
+from jaxtrain.cost.gpu import find_target as find_target
+from jaxtrain.cost.gpu import gpu_devices as gpu_devices
+from jaxtrain.cost.hlo import LIBRARIES as LIBRARIES
+from jaxtrain.cost.hlo import SourceLines as SourceLines
+from jaxtrain.cost.hlo import short_path as short_path
 from jaxtrain.cost.memory import device_memory as device_memory
 from jaxtrain.cost.memory import peak_memory_bytes
 from jaxtrain.cost.program_memory import StepMemory, memory_per_device

@@ -18,12 +18,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from jaxtrain.cost.hlo import Instruction, parse_hlo, parse_numbers
 
 
 class Traffic(NamedTuple):
@@ -91,13 +91,7 @@ def communication(hlo: str, mesh: Mapping[str, int]) -> Communication:
     return Communication(tuple(sorted(totals.values(), key=lambda t: -t.sent)), len(program.unbounded_loops))
 
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _COLLECTIVE = re.compile(r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?")
-_CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{(.*?)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _PAIRS = re.compile(r"\bsource_target_pairs=\{(.*?)\}(?:,|$)")
 _LISTED = re.compile(r"\breplica_groups=\{(?:\{([\d,]+)\})?")
 _IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -109,53 +103,13 @@ _PART = re.compile(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?")
 _LAYOUT_ONLY = {"bitcast", "copy", "reshape", "transpose", "convert"}
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    shape: str
-    opcode: str
-    operands: str
-    attributes: str
-
-    @property
-    def arrays(self) -> list[tuple[int, float]]:
-        """Number of elements and bytes of each array of the result."""
-        sizes = [(kind, math.prod(_parse_numbers(shape))) for kind, shape in _ARRAY.findall(self.shape)]
-        return [(size, size * _element_bytes(kind)) for kind, size in sizes]
-
-    @property
-    def called(self) -> list[str]:
-        branches = _BRANCHES.search(self.attributes)
-        return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(self.attributes)
-
-
-@dataclass(frozen=True)
-class _Computation:
-    instructions: dict[str, _Instruction]
-    root: str
-
-    @cached_property
-    def users(self) -> Mapping[str, list[tuple[_Instruction, int]]]:
-        """For each value, the instructions that use it, with the index of the operand."""
-        found = defaultdict(list)
-        for user in self.instructions.values():
-            for i, operand in enumerate(re.findall(r"%([\w.-]+)", user.operands)):
-                found[operand].append((user, i))
-        return found
-
-    def parameter(self, i: int) -> str:
-        """Return the name of the i-th parameter."""
-        of_opcode = (x for x in self.instructions.values() if x.opcode == "parameter")
-        return next(x.name for x in of_opcode if x.operands == str(i))
-
-
 class _Program:
     """The computations of a program for a mesh, and the loops of unknown length found so far."""
 
     def __init__(self, hlo: str, mesh: Mapping[str, int]) -> None:
         self.unbounded_loops: set[str] = set()
         self._mesh = mesh
-        self._computations, self.entry = _parse(hlo)
+        self._computations, self.entry = parse_hlo(hlo)
 
     def traffic(self, computation: str, times: int) -> Iterator[Traffic]:
         """Yield the traffic of a computation that runs `times` times."""
@@ -172,15 +126,14 @@ class _Program:
                 for called in x.called:
                     yield from self.traffic(called, times)
 
-    def _loop(self, loop: _Instruction, times: int) -> Iterator[Traffic]:
-        trips = _TRIPS.search(loop.attributes)
-        iterations = times * int(trips[1] if trips else 1)
+    def _loop(self, loop: Instruction, times: int) -> Iterator[Traffic]:
+        iterations = times * (loop.trips or 1)
         inside = [part for called in loop.called for part in self.traffic(called, iterations)]
-        if inside and not trips:
+        if inside and loop.trips is None:
             self.unbounded_loops.add(loop.name)
         yield from inside
 
-    def _collective(self, computation: str, x: _Instruction, kind: str, times: int) -> Iterator[Traffic]:
+    def _collective(self, computation: str, x: Instruction, kind: str, times: int) -> Iterator[Traffic]:
         if kind == "collective-permute":
             yield from self._collective_permute(x, times)
             return
@@ -203,11 +156,11 @@ class _Program:
         for counted, sent in of_kind.items():
             yield Traffic(counted, axes, times, times * sent)
 
-    def _collective_permute(self, x: _Instruction, times: int) -> Iterator[Traffic]:
+    def _collective_permute(self, x: Instruction, times: int) -> Iterator[Traffic]:
         found = _PAIRS.search(x.attributes)
         if found is None:
             raise ValueError(f"a collective-permute without source_target_pairs: {x.attributes[:200]}")
-        pairs = np.array(_parse_numbers(found[1].replace("{", "").replace("}", ""))).reshape(-1, 2)
+        pairs = np.array(parse_numbers(found[1].replace("{", "").replace("}", ""))).reshape(-1, 2)
         pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         if len(pairs):
             crossed = {axis for pair in pairs for axis in self._axes(pair)}
@@ -219,7 +172,7 @@ class _Program:
         coordinates = np.unravel_index(devices, tuple(self._mesh.values()))
         return tuple(axis for axis, at in zip(self._mesh, coordinates, strict=True) if len(set(at.tolist())) > 1)
 
-    def _is_scattered(self, computation: str, x: _Instruction, i: int, size: int, n: int) -> bool:
+    def _is_scattered(self, computation: str, x: Instruction, i: int, size: int, n: int) -> bool:
         """Return whether every device uses only one n-th of the i-th array of the result."""
         if not x.shape.startswith("("):
             return self._is_sliced(computation, x.name, size, n, lambda: False)
@@ -234,7 +187,7 @@ class _Program:
         """Return whether all uses of a value are of one n-th of it; `outside` answers for its uses in the caller."""
         inside = self._computations[computation]
 
-        def use_is_sliced(user: _Instruction, i: int) -> bool:
+        def use_is_sliced(user: Instruction, i: int) -> bool:
             if user.opcode == "dynamic-slice":
                 return i == 0 and user.arrays[0][0] * n == size
             if user.opcode in _LAYOUT_ONLY:
@@ -253,33 +206,13 @@ class _Program:
         return bool(users) and all(use_is_sliced(*use) for use in users)
 
 
-def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
-    """Return the computations by name, and the name of the entry computation."""
-    bodies: dict[str, dict[str, _Instruction]] = {}
-    roots: dict[str, str] = {}
-    entry = inside = ""
-    for text in hlo.splitlines():
-        if header := _HEADER.match(text):
-            inside = header[2]
-            bodies[inside] = {}
-            entry = inside if header[1] else entry
-        elif inside and (found := _INSTRUCTION.match(text)):
-            root, name, *rest = found.groups()
-            bodies[inside][name] = _Instruction(name, *rest)
-            if root:
-                roots[inside] = name
-    if not entry:
-        raise ValueError("not the text of a compiled program: it has no ENTRY")
-    return {name: _Computation(body, roots.get(name, "")) for name, body in bodies.items()}, entry
-
-
 def _group(attributes: str, devices: int) -> NDArray[np.int64]:
     """Return the devices in the group of the first one.
 
     The formats are those of XLA's `replica_group.cc`: a list, an iota, or axes of a mesh.
     """
     if found := _LISTED.search(attributes):
-        return np.array(_parse_numbers(found[1])) if found[1] else np.arange(devices)
+        return np.array(parse_numbers(found[1])) if found[1] else np.arange(devices)
     if found := _IOTA.search(attributes):
         return _tiled(found[2], found[3])[: int(found[1])]
     if found := _MESH_AXES.search(attributes):
@@ -299,22 +232,12 @@ def _group_of_mesh(sizes: str, devices: str | None, parts: str) -> NDArray[np.in
         grid = np.arange(math.prod(shape.values()))
     else:
         tiled = _TILED.fullmatch(devices)
-        grid = _tiled(tiled[1], tiled[2]) if tiled else np.array(_parse_numbers(devices))
+        grid = _tiled(tiled[1], tiled[2]) if tiled else np.array(parse_numbers(devices))
     return grid.reshape(tuple(shape.values()))[np.ix_(*along.values())].ravel()
 
 
 def _tiled(dimensions: str, transposed: str | None) -> NDArray[np.int64]:
     """Return 0, 1, 2, … reshaped to the dimensions, transposed and flattened."""
-    shape = _parse_numbers(dimensions)
-    order = _parse_numbers(transposed) if transposed else list(range(len(shape)))
+    shape = parse_numbers(dimensions)
+    order = parse_numbers(transposed) if transposed else list(range(len(shape)))
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel()
-
-
-def _parse_numbers(listed: str) -> list[int]:
-    return [int(n) for n in listed.split(",") if n]
-
-
-def _element_bytes(kind: str) -> float:
-    """Return the bytes of an element: 4 for "f32", 1 for "f8e4m3fn" and "pred", 0.5 for "s4"."""
-    bits = re.search(r"\d+", kind)
-    return int(bits[0]) / 8 if bits else float(kind == "pred")

@@ -11,6 +11,7 @@ from jaxtrain.data.images import ImageFolder, image_folder, split_images
 from jaxtrain.data.kinds import Kind as Kind
 from jaxtrain.data.kinds import kind_of as kind_of
 from jaxtrain.data.packing import PackedRows, first_fit, pack, pad_tokens
+from jaxtrain.data.pixels import pixels
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
 from jaxtrain.data.rows import IndexedSource, MappedSource, Subset, split_source, subsample
 from jaxtrain.data.source import Batch as Batch
@@ -68,6 +69,7 @@ __all__ = [
     "npz",
     "pack",
     "pad_tokens",
+    "pixels",
     "python_statements",
     "replace_unprintable",
     "split_columns",

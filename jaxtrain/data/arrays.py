@@ -26,7 +26,7 @@ class Arrays:
     """Labeled examples in memory: item `i` is `{"image": images[i], "label": labels[i]}`.
 
     Args:
-      images: float32 [N, H, W, C], or [N, ...].
+      images: float32 or uint8 [N, H, W, C], or [N, ...].
       labels: int32 [N].
 
     Raises:
@@ -37,7 +37,7 @@ class Arrays:
       np.int32(1)
     """
 
-    images: NDArray[np.float32]
+    images: NDArray[np.float32 | np.uint8]
     labels: Labels
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
       path: File written by `numpy.savez` or `numpy.savez_compressed`.
 
     Returns:
-      A tuple (train, validation). uint8 pixels become float32 in [0, 1], other numbers float32; [N, H, W] becomes
-      [N, H, W, 1].
+      A tuple (train, validation). uint8 images stay uint8, which `pixels` scales to [0, 1] on the device; other numbers
+      become float32. [N, H, W] becomes [N, H, W, 1].
 
     Raises:
       UserError: The file is missing, not an npz, or unpacks to far more than its size or its headers state; or an array
@@ -99,8 +99,8 @@ def npz(path: str | os.PathLike[str]) -> tuple[Arrays, Arrays]:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     np.savez(f"{folder}/data.npz", x=np.full((20, 4, 4), 255, np.uint8), y=np.arange(20) % 2)
       ...     train, validation = npz(f"{folder}/data.npz")
-      >>> train.images.shape, float(train.images.max()), len(validation)
-      ((18, 4, 4, 1), 1.0, 2)
+      >>> train.images.shape, str(train.images.dtype), len(validation)
+      ((18, 4, 4, 1), 'uint8', 2)
     """
     file = Path(path)
     if not file.is_file():
@@ -160,12 +160,12 @@ def _read_pair(archive: zipfile.ZipFile, file: Path, keys: Keys) -> Arrays:
         raise UserError(f"{where} has {len(labels)} labels for {len(images)} images: lengths must match")
     if max(abs(int(labels.min())), int(labels.max())) > np.iinfo(np.int32).max:
         raise UserError(f"{where} runs from {labels.min()} to {labels.max()}, beyond int32: number the classes from 0")
-    scale = np.float32(255 if images.dtype == np.uint8 else 1)
-    with np.errstate(over="ignore"):
-        pixels = images.astype(np.float32) / scale
-    if not np.isfinite(pixels).all():
-        raise UserError(f"{file}: {keys[0]!r} holds inf or NaN in float32: fix the data")
-    return Arrays(pixels[..., None] if pixels.ndim == 3 else pixels, labels.astype(np.int32))
+    if images.dtype != np.uint8:
+        with np.errstate(over="ignore"):
+            images = images.astype(np.float32)
+        if not np.isfinite(images).all():
+            raise UserError(f"{file}: {keys[0]!r} holds inf or NaN in float32: fix the data")
+    return Arrays(images[..., None] if images.ndim == 3 else images, labels.astype(np.int32))
 
 
 def _read_array(archive: zipfile.ZipFile, file: Path, key: str) -> NDArray[Any]:

@@ -28,7 +28,7 @@ _EIGHT_BIT_MODES = _GRAY_MODES | {"LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """Labeled image files, decoded on access: items as those of `Arrays`, float32 [H, W, C] in [0, 1].
+    """Labeled image files, decoded on access: items as those of `Arrays`, uint8 [H, W, C] for `pixels` to scale.
 
     Args:
       files: Image files.
@@ -50,8 +50,8 @@ class ImageFolder:
 
     def __getitem__(self, index: int, /) -> Example:
         with _opened(self.files[index]) as image:
-            pixels = np.asarray(image.convert(self.mode), np.float32) / np.float32(255)
-        return {"image": pixels.reshape(*pixels.shape[:2], -1), "label": self.labels[index]}
+            decoded = np.array(image.convert(self.mode), np.uint8)
+        return {"image": decoded.reshape(*decoded.shape[:2], -1), "label": self.labels[index]}
 
 
 def split_images(path: Path | None) -> tuple[Arrays | ImageFolder, Arrays | ImageFolder]:

@@ -84,6 +84,7 @@ class Loader:
             raise UserError(f"the number of workers must be at least 0, got {workers}")
         if prefetch < 0:
             raise UserError(f"the number of batches to prefetch must be at least 0, got {prefetch}")
+        self.prefetch = prefetch
         self._order = {"examples": len(source), "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         # Indices are permuted instead of examples, so that only the rows needed are read.
         # shuffle(seed) would add the epoch to the seed, so that seeds 0 and 1 share all epochs but one;

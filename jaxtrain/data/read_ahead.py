@@ -51,7 +51,7 @@ class ReadAhead:
 
     def __init__(self, reader: Reader, prefetch: int, batch_size: int, rows: Rows | None = None) -> None:
         self.rows: NDArray[np.intp] = np.arange(batch_size) if rows is None else np.asarray(rows, np.intp)
-        self._reader, self._prefetch = reader, prefetch
+        self._reader, self.prefetch = reader, prefetch
         self._position = reader.position()
         self._peeked: _Read | None = None
         self._thread: _Thread | None = None
@@ -61,7 +61,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Batch:
-        batch, position = self._peeked or self._fetch(1 + self._prefetch)
+        batch, position = self._peeked or self._fetch(1 + self.prefetch)
         self._peeked, self._position = None, position
         return batch
 
@@ -100,7 +100,7 @@ class ReadAhead:
         """Return the next batch, while `requested` batches including it are being read."""
         position = self._position if self._is_elsewhere else None
         self._is_elsewhere = False
-        if self._prefetch:
+        if self.prefetch:
             if self._thread is None:
                 self._thread = _Thread(self._reader, position)
             read = self._thread.next(requested)

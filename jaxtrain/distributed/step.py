@@ -19,9 +19,11 @@ from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
+    CompilerOptions,
     Step,
     TrainState,
     TrainStep,
+    compiler_options,
     init_state,
     is_factory,
     limit_recompilation,
@@ -71,14 +73,16 @@ class ShardedStep(TrainStep):
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
         super().__init__(
-            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules)), step.allow_recompile
+            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules)),
+            step.allow_recompile,
+            step.deterministic,
         )
         self.jitted = self._jit(partial(window_step, self.parts), "state", "batch")
 
     def _jit(self, step: Step, *names: str) -> Any:
         limited = limit_recompilation(step, names, self.allow_recompile)
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
-        return _Jitted(limited, shardings, self._mesh)
+        return _Jitted(limited, shardings, self._mesh, compiler_options(deterministic=self.deterministic))
 
     @user_facing
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
@@ -126,8 +130,14 @@ class ShardedStep(TrainStep):
 class _Jitted:
     """`jax.jit` of a function of a state and a batch, with shardings derived from the structure of the state."""
 
-    def __init__(self, function: Callable[..., Any], shardings: Callable[[Any], Any], mesh: Mesh) -> None:
-        self._function, self._shardings, self._mesh = function, shardings, mesh
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        shardings: Callable[[Any], Any],
+        mesh: Mesh,
+        options: CompilerOptions | None,
+    ) -> None:
+        self._function, self._shardings, self._mesh, self._options = function, shardings, mesh, options
         self._by_kind: dict[Any, Any] = {}
         self._compiled: set[Any] = set()
 
@@ -155,6 +165,7 @@ class _Jitted:
                 in_shardings=(shardings, *[None] * len(batch)),
                 out_shardings=(shardings, NamedSharding(self._mesh, P())),
                 donate_argnums=0,
+                compiler_options=self._options,
             )
         return self._by_kind[kind]
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
@@ -16,4 +17,6 @@ def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     if rng is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
+    # In float32 at least: 1 − rate is not a number of bfloat16.
+    scaled = (x.astype(np.promote_types(x.dtype, np.float32)) / (1.0 - rate)).astype(x.dtype)
+    return jnp.where(keep, scaled, jnp.zeros_like(x))

@@ -8,6 +8,7 @@ two projections into the residual stream.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,9 @@ from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
 from jaxtrain.models.linear import Linear, product
-from jaxtrain.transforms import block
+from jaxtrain.transforms import block, kernel
+
+_gelu = kernel(partial(jax.nn.gelu, approximate=True))
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Block(nnx.Module):
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
         attended, cache = self.attention(self.ln_1(x), mask, rngs[0], cache)
         x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
-        hidden = checkpoint_name(jax.nn.gelu(self.fc(self.ln_2(x)), approximate=True), "hidden")
+        hidden = checkpoint_name(_gelu(self.fc(self.ln_2(x))), "hidden")
         return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), cache
 
     def attention(

@@ -363,8 +363,9 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.d_model))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        mean_square = jnp.square(x).mean(-1, keepdims=True)
-        normalized = x * lax.rsqrt(mean_square + self.epsilon)
+        wide = x.astype(np.promote_types(x.dtype, np.float32))
+        mean_square = jnp.square(wide).mean(-1, keepdims=True)
+        normalized = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
         return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)) * normalized
 
 

@@ -5,7 +5,7 @@ its attributes. Only this file knows the keys on disk.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -46,7 +46,7 @@ _NUMBERS = (
     *("loss", "grad_norm", "loss_scale", "skipped", "step_time_s", "input_wait_s", "peak_memory_bytes", "lr"),
     *("mfu", "gpu_utilization"),
 )
-_RATE, _EVAL, _PER_S = "lr/", "eval_", "_per_s"
+_RATE, _EVAL, _PER_S, _MEDIA = "lr/", "eval_", "_per_s", "media"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,8 @@ class LogLine:
     """Mean validation loss and metrics, by name, without the prefix `eval_`."""
     other: Mapping[str, Any] = field(default_factory=dict)
     """Metrics of a user's own loop."""
+    media: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Names of files in the run's folder `media`, by tag."""
 
     @property
     def eval_loss(self) -> float | None:
@@ -109,6 +111,8 @@ class LogLine:
         """
         left = {key: math.nan if value is None else value for key, value in line.items()}
         known: dict[str, Any] = {"step": left.pop("step")}
+        if isinstance(left.get(_MEDIA), Mapping):
+            known["media"] = left.pop(_MEDIA)
         for name in _NUMBERS:
             if _KEYS.get(name, name) in left:
                 known[name] = left.pop(_KEYS.get(name, name))
@@ -144,5 +148,6 @@ class LogLine:
         return {key: value for key, value in named.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line as a JSON object: `values` with null for numbers that are not finite."""
-        return {key: value if math.isfinite(value) else None for key, value in self.values().items()}
+        """Return the line as a JSON object: `values` with null for numbers that are not finite, and `media`."""
+        finite = {key: value if math.isfinite(value) else None for key, value in self.values().items()}
+        return finite | ({_MEDIA: self.media} if self.media else {})

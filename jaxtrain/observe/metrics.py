@@ -1,9 +1,10 @@
-"""metrics.jsonl and TensorBoard: one line, and its numbers as scalars, per logged step."""
+"""metrics.jsonl, media and TensorBoard: one line, its files, and its numbers as scalars, per logged step."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,13 +13,16 @@ from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.observe.histograms import Histogram
 from jaxtrain.observe.log_line import LogLine
+from jaxtrain.observe.media import write_media
 from jaxtrain.observe.tensorboard import Events, write_all
+from jaxtrain.run import encode_media
 
 
 class MetricsLog:
     """Append lines to metrics.jsonl and scalars to TensorBoard event files.
 
     A line is with the operating system before `write` returns. JSON has no NaN: a number that is not finite is null.
+    The files of media are in the folder `media` beside metrics.jsonl; a line names its own.
 
     A resumed run passes `from_step`, the first step that it repeats. Lines of that step and of later ones, and a line
     cut short by a kill, then leave metrics.jsonl; they are appended to metrics.superseded.jsonl beside it, never
@@ -34,6 +38,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, tensorboard: Path, from_step: int | None = None) -> None:
+        self._media = path.with_name("media")
         try:
             _supersede(path, from_step)
             self._events = Events(tensorboard, from_step)
@@ -51,19 +56,23 @@ class MetricsLog:
         self._file.close()
         self._events.close()
 
-    def write(self, line: LogLine | Mapping[str, Any]) -> None:
-        """Log the metrics of one step.
+    def write(self, line: LogLine | Mapping[str, Any], media: Mapping[str, Any] | None = None) -> None:
+        """Log the metrics of one step, and media.
 
         Args:
           line: A `LogLine`, or a mapping with a "step" and any numbers by name.
+          media: `jaxtrain.Image`, `Audio`, `Text` and `Table`, or lists of one of them, by tag.
 
         Raises:
+          UserError: A value of `media` is not valid.
           RunFailed: The operating system refuses the write.
         """
-        line = LogLine.of(line)
+        line, files = LogLine.of(line), encode_media(media or {})
         with self._write_errors(line.step):
+            line = replace(line, media=write_media(self._media, line.step, files))
             write_all(self._file, json.dumps(line.to_json()).encode() + b"\n")
             self._events.scalars(line)
+            self._events.media(line.step, files)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write the distributions of arrays, by name, to TensorBoard.
@@ -94,7 +103,7 @@ class NoMetricsLog:
     def __exit__(self, *raised: object) -> None:
         pass
 
-    def write(self, line: LogLine | Mapping[str, Any]) -> None:
+    def write(self, line: LogLine | Mapping[str, Any], media: Mapping[str, Any] | None = None) -> None:
         """Ignore the line."""
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:

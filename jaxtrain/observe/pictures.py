@@ -17,7 +17,9 @@ _DARK = (23, 78, 166)
 
 
 def image_of(example: Mapping[str, Any]) -> Pixels | None:
-    """Return the example's image, scaled from min(lowest, 0) to max(highest, 1); None if it has no displayable one.
+    """Return the example's image; None if it has no displayable one.
+
+    uint8 pixels are shown as they are, others scaled from min(lowest, 0) to max(highest, 1).
 
     >>> image_of({"image": np.array([[[0.0], [0.5], [1.0]]])}).tolist()
     [[0, 128, 255]]
@@ -26,6 +28,8 @@ def image_of(example: Mapping[str, Any]) -> Pixels | None:
     values = example.get("image")
     if values is None or values.ndim != 3 or values.shape[-1] not in (1, 3):
         return None
+    if values.dtype == np.uint8:
+        return values[..., 0] if values.shape[-1] == 1 else values
     low, high = min(float(values.min()), 0.0), max(float(values.max()), 1.0)
     pixels = np.round((values - low) / (high - low) * 255).astype(np.uint8)
     return pixels[..., 0] if pixels.shape[-1] == 1 else pixels

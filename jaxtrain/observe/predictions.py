@@ -109,7 +109,7 @@ def evaluate_examples(
     if model is None:
         raise UserError("the task has no `predict`, which returns a batch's predictions: define Task.predict")
     evaluate = eval_step(task.loss_fn, precision=precision)
-    batch_sums, compute = EvaluationSums(evaluate), policy(precision).apply(model)
+    batch_sums, compute = EvaluationSums(evaluate), policy(precision).apply(model, state_argnums=(2,))
     sums: list[Any] = []
     parts: list[Any] = []
     classes = None
@@ -118,7 +118,7 @@ def evaluate_examples(
             found = jax.eval_shape(compute, state.params, batch, state.model_state)
             classes = found.logits.shape[-1] if isinstance(found, ClassLogits) else None
             # The losses of logits are computed in the dtypes of the run's evaluation.
-            scored = policy(precision).apply(partial(_classes, model))
+            scored = policy(precision).apply(partial(_classes, model), state_argnums=(2,))
             examples = jax.jit(partial(_outputs, compute, evaluate) if classes is None else partial(_of_state, scored))
         sums.append(batch_sums(state, batch))
         rows = int(batch["weight"].sum())

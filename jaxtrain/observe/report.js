@@ -456,6 +456,34 @@ new ResizeObserver(([entry]) => {
   if (entry.contentRect.width !== width) { width = entry.contentRect.width; requestAnimationFrame(redraw); }
 }).observe(document.querySelector(".charts"));
 
+// Media: one step of each tag at a time
+
+const chosen = new Map(); // tag -> the step that the reader chose; none for the latest
+
+function showStep(tag, index) {
+  const steps = [...tag.querySelectorAll("[data-step]")], slider = tag.querySelector("input");
+  steps.forEach((step, i) => { step.hidden = i !== index; });
+  const text = `step ${steps[index].dataset.step}`;
+  tag.querySelector("output").textContent = text;
+  slider.value = index;
+  slider.setAttribute("aria-valuetext", text);
+}
+
+function restoreSteps() {
+  for (const [name, step] of chosen) {
+    const tag = [...document.querySelectorAll("[data-tag]")].find((one) => one.dataset.tag === name);
+    const index = tag ? [...tag.querySelectorAll("[data-step]")].findIndex((one) => one.dataset.step === step) : -1;
+    if (index >= 0 && tag.querySelector("input")) showStep(tag, index);
+  }
+}
+
+document.querySelector(".media").addEventListener("input", (event) => {
+  const tag = event.target.closest("[data-tag]"), index = Number(event.target.value);
+  showStep(tag, index);
+  if (index === Number(event.target.max)) chosen.delete(tag.dataset.tag);
+  else chosen.set(tag.dataset.tag, tag.querySelectorAll("[data-step]")[index].dataset.step);
+});
+
 // Live: replace the parts of the page that changed
 
 const live = document.getElementById("live");
@@ -487,6 +515,7 @@ function replace(page) {
     return true;
   });
   if (!changed.length) return;
+  restoreSteps();
   data = JSON.parse(document.getElementById("data").textContent);
   document.querySelectorAll("figure[data-chart]").forEach((figure) => {
     const { title, log } = data.charts[figure.dataset.chart];

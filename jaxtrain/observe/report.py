@@ -1,11 +1,12 @@
 """Render report.html: one self-contained page about one run, or comparing several.
 
-The curves are drawn by report.js, 22 kB, inlined in the page under a policy that forbids fetching and evaluating code.
+The curves are drawn by report.js, 23 kB, inlined in the page under a policy that forbids fetching and evaluating code.
 Inlined libraries would be larger than most reports: vega, vega-lite and vega-embed 0.83 MB, and vega compiles its
 expressions by `new Function`; plotly.js-basic-dist-min 4.1.1 1.19 MB. Skips, rollbacks and references would still be
 drawn by us.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -18,6 +19,7 @@ from jaxtrain.cost import format_bytes
 from jaxtrain.observe.charts import chart_data
 from jaxtrain.observe.formatting import format_count, format_duration
 from jaxtrain.observe.record import Record
+from jaxtrain.observe.shown_media import shown_media
 from jaxtrain.recipes import RECIPES
 
 _PACKAGE = resources.files("jaxtrain.observe")
@@ -47,21 +49,26 @@ def write_report(path: Path, records: Sequence[Record]) -> None:
     partial.replace(path)
 
 
+@functools.cache
+def _template() -> jinja2.Template:
+    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        _PACKAGE.joinpath("report.html.j2").read_text()
+    )
+
+
 def render_report(records: Sequence[Record], *, live: bool = False) -> str:
-    """Render the page as HTML: metrics, curves, samples, settings and environment. It fetches nothing.
+    """Render the page as HTML: metrics, curves, media, samples, settings and environment. It fetches nothing.
 
     Args:
       records: The runs; at least one.
       live: Whether the page polls its server for a newer version.
     """
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        _PACKAGE.joinpath("report.html.j2").read_text()
-    )
     columns, settings = _settings(records)
-    return template.render(
+    return _template().render(
         records=records,
         live=live,
         data=chart_data(records),
+        media=shown_media(records),
         columns=columns,
         settings=settings,
         environment=_rows([_flatten(_environment(record.config)) for record in records]),

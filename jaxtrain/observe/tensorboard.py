@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import time
+import wave
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -20,7 +21,9 @@ from typing import Any
 
 from jaxtrain.observe.histograms import Histogram
 from jaxtrain.observe.log_line import LogLine
+from jaxtrain.observe.media import markdown_table, numbered, read_table
 from jaxtrain.observe.pictures import Pixels
+from jaxtrain.run import Media, MediaFile, png
 
 
 class Events:
@@ -67,20 +70,18 @@ class Events:
 
     def text(self, step: int, name: str, text: str) -> None:
         """Write a text, to be shown verbatim: TensorBoard renders Markdown."""
-        from tensorboardX import summary
-
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))  # a Markdown code block
-        self._append(step=step, summary=summary.text(name, indented))
+        self._markdown(step, name, indented)
 
     def image(self, step: int, name: str, pixels: Pixels) -> None:
         """Write an image."""
-        from PIL import Image
+        self._png(step, name, png(pixels))
 
-        png = io.BytesIO()
-        Image.fromarray(pixels).save(png, "png")
-        shape = {"height": pixels.shape[0], "width": pixels.shape[1], "colorspace": 1 if pixels.ndim == 2 else 3}
-        image = self._summary.Image(**shape, encoded_image_string=png.getvalue())
-        self._append(step=step, summary=self._summary(value=[self._summary.Value(tag=name, image=image)]))
+    def media(self, step: int, media: Media) -> None:
+        """Write images, audio, texts, and tables as texts; several of one tag as TAG/0, TAG/1 and so on."""
+        for tag, files in media.items():
+            for name, file in numbered(tag, files):
+                self._medium(step, name, file)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write the histogram of each array that has finite elements."""
@@ -105,6 +106,37 @@ class Events:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _medium(self, step: int, name: str, file: MediaFile) -> None:
+        match file.suffix:
+            case "png":
+                self._png(step, name, file.data)
+            case "wav":
+                self._wav(step, name, file.data)
+            case "txt":
+                self.text(step, name, file.data.decode())
+            case _:
+                self._markdown(step, name, markdown_table(*read_table(file.data)))
+
+    def _png(self, step: int, name: str, data: bytes) -> None:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(data)) as picture:
+            shape = {"height": picture.height, "width": picture.width, "colorspace": len(picture.getbands())}
+        image = self._summary.Image(**shape, encoded_image_string=data)
+        self._append(step=step, summary=self._summary(value=[self._summary.Value(tag=name, image=image)]))
+
+    def _wav(self, step: int, name: str, data: bytes) -> None:
+        with wave.open(io.BytesIO(data)) as sound:
+            shape = {"num_channels": sound.getnchannels(), "length_frames": sound.getnframes()}
+            rate = sound.getframerate()
+        audio = self._summary.Audio(sample_rate=rate, **shape, encoded_audio_string=data, content_type="audio/wav")
+        self._append(step=step, summary=self._summary(value=[self._summary.Value(tag=name, audio=audio)]))
+
+    def _markdown(self, step: int, name: str, text: str) -> None:
+        from tensorboardX import summary
+
+        self._append(step=step, summary=summary.text(name, text))
 
     def _append(self, **fields: Any) -> None:
         from tensorboardX.record_writer import masked_crc32c

@@ -1,15 +1,19 @@
 """Report runs to Weights & Biases and MLflow."""
 
+import html
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.observe.log_line import LogLine
+from jaxtrain.observe.media import media_paths, read_table
 from jaxtrain.observe.record import Record
+from jaxtrain.run_folder import RunFolder
 
 _WANDB_TIMEOUT = 30  # seconds for the server's first answer
 _MLFLOW_BATCH = 900  # metrics per request: MLflow accepts 1000
@@ -23,11 +27,13 @@ class WandB:
     def __init__(self, project: str) -> None:
         self._project = project
         self._run: Any = None
+        self._media = Path()
 
     def begin(self, record: Record, folder: Path, run_id: str | None) -> str:
         """Create or continue a run; return its id."""
         import wandb
 
+        self._media = RunFolder(folder).media
         # wandb's own terminal output would mix with ours, and with JSON.
         settings = wandb.Settings(console="off", silent=True, init_timeout=_WANDB_TIMEOUT)
         wandb.setup(settings)
@@ -48,7 +54,8 @@ class WandB:
     def log(self, lines: Sequence[LogLine]) -> None:
         """Log against our own step: wandb's cannot decrease, as it does in a rollback."""
         for line in lines:
-            self._run.log(_finite(line))
+            media = {f"media/{name}": _wandb_medium(path) for name, path in media_paths(self._media, line)}
+            self._run.log(_finite(line) | media)
 
     def end(self, record: Record, exit_status: int) -> str:
         """Finish the run; return its address, or its local folder."""
@@ -69,6 +76,7 @@ class MLflow:
     def __init__(self, uri: str) -> None:
         self._uri = uri
         self._run = ""
+        self._media = Path()
         self._client: Any = None
 
     def begin(self, record: Record, folder: Path, run_id: str | None) -> str:
@@ -76,6 +84,7 @@ class MLflow:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        self._media = RunFolder(folder).media
         for name in ("mlflow", "urllib3.connectionpool"):  # a failure is reported once, by us
             logging.getLogger(name).setLevel(logging.ERROR)
         self._client = MlflowClient(self._uri)
@@ -93,7 +102,7 @@ class MLflow:
         return self._run
 
     def log(self, lines: Sequence[LogLine]) -> None:
-        """Log a point for each finite number of each line."""
+        """Log a point for each finite number of each line, and its media as artifacts."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -105,6 +114,9 @@ class MLflow:
         ]
         for batch in _batches(points):
             self._client.log_batch(self._run, metrics=batch)
+        for line in lines:
+            for name, path in media_paths(self._media, line):
+                self._log_medium(line.step, name, path)
 
     def end(self, record: Record, exit_status: int) -> str:
         """Finish the run; return its id and URI."""
@@ -114,6 +126,31 @@ class MLflow:
         status = "FINISHED" if exit_status == 0 else "KILLED" if by_signal else "FAILED"
         self._client.set_terminated(self._run, status)
         return f"run {self._run} at {self._uri}"
+
+    def _log_medium(self, step: int, name: str, path: Path) -> None:
+        if path.suffix != ".png":
+            self._client.log_artifact(self._run, str(path), "media")
+            return
+        from PIL import Image
+
+        key = re.sub(r"[^\w\-./ ]", "_", name, flags=re.ASCII)
+        with Image.open(path) as picture:
+            self._client.log_image(self._run, picture, key=key, step=step, synchronous=True)
+
+
+def _wandb_medium(path: Path) -> Any:
+    import wandb
+
+    match path.suffix:
+        case ".png":
+            return wandb.Image(str(path))
+        case ".wav":
+            return wandb.Audio(str(path))
+        case ".txt":
+            return wandb.Html(f"<pre>{html.escape(path.read_text())}</pre>", data_is_not_path=True)
+        case _:
+            columns, rows = read_table(path.read_bytes())
+            return wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)
 
 
 def _finite(line: LogLine) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """Search for settings that fit into memory, and predictions of how a run scales over devices."""
 
-from jaxtrain.planning.plan import Candidate as Candidate
+from jaxtrain.planning.candidate import Candidate as Candidate
+from jaxtrain.planning.candidate import compile_for_target as compile_for_target
+from jaxtrain.planning.candidate import format_settings as format_settings
+from jaxtrain.planning.gpu import gpu_program as gpu_program
 from jaxtrain.planning.plan import Plan as Plan
 from jaxtrain.planning.plan import candidate_rows as candidate_rows
 from jaxtrain.planning.plan import choice_notes as choice_notes
-from jaxtrain.planning.plan import format_settings as format_settings
 from jaxtrain.planning.plan import plan as plan
 from jaxtrain.planning.scaling import MAX_DEVICES as MAX_DEVICES
 from jaxtrain.planning.scaling import DeviceShare as DeviceShare

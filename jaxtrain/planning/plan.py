@@ -7,52 +7,27 @@ only if it permits a larger micro-batch.
 """
 
 import dataclasses
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from jaxtrain.cost import Ceilings, ceilings, equation_flops, estimate_seconds, format_bytes
-from jaxtrain.cpu.workspace import cpu_workspace
-from jaxtrain.data import Kind, kind_of
-from jaxtrain.distributed import make_mesh, parse_mesh, run_mesh, shard, window_sharding
+from jaxtrain.cost import GpuTarget, ceilings, format_bytes
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.run import Recipe, Task, task_batches
+from jaxtrain.planning.candidate import (
+    Candidate,
+    abstract_state,
+    compile_candidate,
+    compile_for_target,
+    format_settings,
+    planned_mesh,
+)
+from jaxtrain.run import Recipe, Task
 from jaxtrain.runner import check_settings, training_step
-from jaxtrain.step import TrainState, TrainStep, split_batch
 
 REMATS = ("none", "dots", "full")
 """Settings of rematerialization, from the fastest to the one with the least memory."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The cost of a step of a recipe, from its compiled program.
-
-    Attributes:
-      recipe: The recipe.
-      peak_bytes: Peak memory of a step on one device, in bytes.
-      state_bytes: Part of it that the state takes, between steps too.
-      flops: FLOPs of a step, including recomputation.
-      seconds: Time of a step estimated by a roofline, for comparison between candidates only.
-      compile_s: Time of the compilation, in seconds.
-    """
-
-    recipe: Recipe
-    peak_bytes: int
-    state_bytes: int
-    flops: int
-    seconds: float
-    compile_s: float
-
-    @property
-    def micro_batch(self) -> int:
-        """Number of examples of a micro-batch."""
-        return self.recipe.batch_size // self.recipe.accumulate
 
 
 @dataclass(frozen=True)
@@ -83,6 +58,7 @@ def plan(
     *,
     precisions: Sequence[str] | None = None,
     devices: Sequence[Any] | None = None,
+    target: GpuTarget | None = None,
 ) -> Plan:
     """Choose the fastest settings of a recipe that fit into memory.
 
@@ -94,6 +70,8 @@ def plan(
       on_compile: Called with each candidate before it is compiled.
       precisions: The precisions to compile; by default that of the recipe, and bf16 if it is faster or nothing fits.
       devices: The devices to compile for, of which a mesh takes the first; by default those of a run.
+      target: A GPU to compile for, which need not be here. Times are then predicted from its programs, and the loop
+        over layers is unrolled if that is faster.
 
     Returns:
       The candidates and the choice.
@@ -109,13 +87,16 @@ def plan(
             f"nothing fits {format_bytes(memory)}: parameters and optimizer state alone take {format_bytes(state)}: "
             "make the model smaller, or give it more memory"
         )
-    search = _Search(recipe, task, memory, on_compile, devices)
+    search = _Search(recipe, task, memory, on_compile, devices, target)
     own = search.compile(recipe)
     for precision in precisions or (recipe.precision, *_alternatives(recipe)):
         if precision != recipe.precision and precisions is None and search.fitting() and not _is_faster(precision):
             continue
         search.fill(precision)
     fitting = search.fitting()
+    if target is not None and fitting:
+        search.unroll(_fastest(fitting, own))
+        fitting = search.fitting()
     if not fitting:
         least = min(search.done.values(), key=lambda c: c.peak_bytes)
         raise RunFailed(
@@ -123,111 +104,24 @@ def plan(
             f"{format_bytes(least.state_bytes)} of it for the state, with {format_settings(least.recipe)}: "
             "make the model smaller, or give it more memory"
         )
-    same_numbers = [c for c in fitting if c.recipe.precision == own.recipe.precision]
-    chosen = min(same_numbers or fitting, key=lambda c: c.seconds)
     return Plan(
-        memory, list(search.done.values()), chosen, batch_norm=jax.eval_shape(task.initial).model_state is not None
+        memory,
+        list(search.done.values()),
+        _fastest(fitting, own),
+        batch_norm=jax.eval_shape(task.initial).model_state is not None,
     )
 
 
-class Traced(NamedTuple):
-    """A training step traced for shapes.
-
-    Attributes:
-      step: The step.
-      state: Shapes of its state.
-      window: Shapes of its window of micro-batches.
-      lowered: The program, a `jax.stages.Lowered`.
-    """
-
-    step: TrainStep
-    state: TrainState
-    window: dict[str, jax.ShapeDtypeStruct]
-    lowered: Any
-
-
-def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
-    """Trace the training step of a recipe on a mesh.
-
-    Raises:
-      UserError: The settings are invalid.
-    """
-    check_settings(recipe)
-    step, window = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
-    if mesh is not None:
-        step, window = shard(step, mesh, task.sharding), _window(window, mesh, recipe.accumulate)
-    state = abstract_state(step, task)
-    return Traced(step, state, window, step.jitted.lower(state, window))
-
-
-def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:
-    """Compile the training step of a recipe and return its costs.
-
-    Raises:
-      UserError: The settings are invalid.
-    """
-    begin = time.perf_counter()
-    step, state, _, lowered = trace_step(recipe, task, _mesh(recipe, devices))
-    program = lowered.compile()
-    elapsed = time.perf_counter() - begin
-    jaxpr = jax.make_jaxpr(step.pure)(state, abstract_batch(recipe, task)).jaxpr
-    return Candidate(
-        recipe,
-        peak_bytes=peak_bytes(program),
-        # The state is donated, and is all that is aliased.
-        state_bytes=int(program.memory_analysis().alias_size_in_bytes),
-        flops=sum(map(equation_flops, jaxpr.eqns)),
-        seconds=estimate_seconds(jaxpr, device),
-        compile_s=elapsed,
-    )
-
-
-def _mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
-    if devices is None or recipe.mesh is None:
-        return run_mesh(recipe.mesh)
-    return make_mesh(recipe.mesh, devices[: math.prod(parse_mesh(recipe.mesh).values())])
+def _fastest(fitting: Sequence[Candidate], own: Candidate) -> Candidate:
+    same_numbers = [c for c in fitting if c.recipe.precision == own.recipe.precision]
+    return min(same_numbers or fitting, key=lambda c: c.seconds)
 
 
 def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> int:
     """Return a lower bound of the memory of any candidate: the share of the state of one device."""
-    mesh = _mesh(recipe, devices)
+    mesh = planned_mesh(recipe, devices)
     leaves = jax.tree.leaves(abstract_state(training_step(recipe, task.loss_fn), task))
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
-
-
-def abstract_state(step: TrainStep, task: Task) -> TrainState:
-    """Return the shapes of the initial state of a run."""
-    return step.shapes(lambda: task.initial().params, model_state=lambda: task.initial().model_state)
-
-
-def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes of a training batch."""
-    # A plan may be for larger batches than the source has examples: one of them shows the shapes.
-    is_stacked = kind_of(task.train)[0] is Kind.SOURCE and task.collate is None
-    batches = task_batches(task, dataclasses.replace(recipe, batch_size=1) if is_stacked else recipe)
-    try:
-        batch = batches.peek()
-    finally:
-        batches.close()
-    return {name: jax.ShapeDtypeStruct((recipe.batch_size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
-
-
-def _window(batch: Any, mesh: Mesh, accumulate: int) -> Any:
-    """Return the shapes and shardings of a batch placed by `jaxtrain.distributed.place_batch`."""
-    sharding, shapes = window_sharding(mesh, accumulate), jax.eval_shape(lambda x: split_batch(x, accumulate), batch)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-
-
-def peak_bytes(program: Any) -> int:
-    """Return the peak memory of a `jax.stages.Compiled` on one device in bytes, including its arguments."""
-    analysis = program.memory_analysis()
-    planned = (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-    )
-    return int(planned) + cpu_workspace(program.as_text())
 
 
 def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
@@ -270,17 +164,6 @@ def choice_notes(found: Plan) -> list[str]:
     return notes
 
 
-def format_settings(recipe: Recipe) -> str:
-    """Return the settings of a recipe that a plan chooses, as text.
-
-    >>> from jaxtrain.recipes import RECIPES
-    >>> format_settings(RECIPES["gpt-stdlib"])
-    'micro-batch 16 × 1, remat none, fp32'
-    """
-    micro_batch, k = recipe.batch_size // recipe.accumulate, recipe.accumulate
-    return f"micro-batch {micro_batch} × {k}, remat {recipe.remat}, {recipe.precision}"
-
-
 class _Search:
     """The candidates compiled so far, by recipe."""
 
@@ -291,17 +174,28 @@ class _Search:
         memory: int,
         on_compile: Callable[[Recipe], None],
         devices: Sequence[Any] | None,
+        target: GpuTarget | None,
     ) -> None:
         self.done: dict[Recipe, Candidate] = {}
-        self._recipe, self._task, self._memory, self._devices = recipe, task, memory, devices
+        self._recipe, self._task, self._memory, self._devices, self._target = recipe, task, memory, devices, target
         self._on_compile = on_compile
         self._ceilings = ceilings(jax.local_devices()[0])
 
     def compile(self, recipe: Recipe) -> Candidate:
         if recipe not in self.done:
             self._on_compile(recipe)
-            self.done[recipe] = compile_candidate(recipe, self._task, self._ceilings, self._devices)
+            self.done[recipe] = self._compile(recipe)
         return self.done[recipe]
+
+    def _compile(self, recipe: Recipe) -> Candidate:
+        if self._target is None:
+            return compile_candidate(recipe, self._task, self._ceilings, self._devices)
+        return compile_for_target(recipe, self._task, self._target)
+
+    def unroll(self, fastest: Candidate) -> None:
+        """Compile a candidate with the loop over layers unrolled, or with the loop."""
+        # Models without such a loop have one program for both.
+        self.compile(dataclasses.replace(fastest.recipe, unroll=not fastest.recipe.unroll))
 
     def fitting(self) -> list[Candidate]:
         return [c for c in self.done.values() if c.peak_bytes <= self._memory]

@@ -9,15 +9,16 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtrain.cost import Ceilings, estimate_seconds
+from jaxtrain.cost import LIBRARIES, Ceilings, estimate_seconds, short_path
 from jaxtrain.profile.kinds import kind_of_opcodes
-from jaxtrain.profile.program import ATTENTION, LIBRARIES, short_path
+from jaxtrain.profile.program import ATTENTION
 from jaxtrain.profile.trace import Row, Span, table_rows
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
     "dot_general": "dot",
+    "biased_product": "dot",
     "ragged_dot_general": "dot",
     "conv_general_dilated": "convolution",
     "broadcast_in_dim": "broadcast",

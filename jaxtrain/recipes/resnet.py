@@ -6,9 +6,10 @@ from typing import Any, Literal
 from flax import nnx
 
 import jaxtrain as jt
+from jaxtrain.data import pixels
 from jaxtrain.distributed import data_parallel_size, run_mesh_sizes
 from jaxtrain.models import ResNet, ResNetConfig, functional_with_state, resnet, set_batch_norm_groups
-from jaxtrain.recipes.image import ImageRecipe, predictions
+from jaxtrain.recipes.image import ImageRecipe, predictions, signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,11 @@ class ResNetRecipe(ImageRecipe):
         apply, *_ = functional_with_state(model)
 
         def predict(params: Any, batch: Any, model_state: Any) -> jt.Predictions:
-            return predictions(apply(params, model_state, batch["image"], False)[0], batch)
+            return predictions(apply(params, model_state, pixels(batch["image"]), False)[0], batch)
 
         def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
             # Training, which has a key, normalizes with the statistics of the batch.
-            logits, model_state = apply(params, model_state, batch["image"], rng is not None)
+            logits, model_state = apply(params, model_state, pixels(batch["image"]), rng is not None)
             predicted = predictions(logits, batch)
             return predicted.loss(), {"accuracy": predicted.accuracy()}, model_state
 
@@ -60,6 +61,7 @@ class ResNetRecipe(ImageRecipe):
             init=lambda: jt.Initial(*functional_with_state(self.model(shape))[1:]),
             loss_fn=loss_fn,
             predict=predict,
+            signature=signature(model, shape),
             sharding=resnet.SHARDING,
             names=resnet.torch_names(model.config),
             buffers=resnet.torch_buffers(model.config),

@@ -4,6 +4,12 @@ from jaxtrain.run.evaluation import EvaluationSums as EvaluationSums
 from jaxtrain.run.evaluation import evaluation_batches as evaluation_batches
 from jaxtrain.run.evaluation import means as means
 from jaxtrain.run.evaluation import task_batches as task_batches
+from jaxtrain.run.media import Audio, Image, Table, Text
+from jaxtrain.run.media import Media as Media
+from jaxtrain.run.media import MediaFile as MediaFile
+from jaxtrain.run.media import encode_media as encode_media
+from jaxtrain.run.media import png as png
+from jaxtrain.run.media import split_media as split_media
 from jaxtrain.run.recipe import Recipe
 from jaxtrain.run.reference import file_of as file_of
 from jaxtrain.run.reference import is_reference as is_reference
@@ -12,7 +18,20 @@ from jaxtrain.run.reference import locate as locate
 from jaxtrain.run.reference import name_of as name_of
 from jaxtrain.run.reference import reference_to as reference_to
 from jaxtrain.run.reference import source_of as source_of
+from jaxtrain.run.signature import Input, Signature
 from jaxtrain.run.task import Initial, Predictions, Task, row_weights
 from jaxtrain.run.task import check_memory as check_memory
 
-__all__ = ["Initial", "Predictions", "Recipe", "Task", "row_weights"]
+__all__ = [
+    "Audio",
+    "Image",
+    "Initial",
+    "Input",
+    "Predictions",
+    "Recipe",
+    "Signature",
+    "Table",
+    "Task",
+    "Text",
+    "row_weights",
+]

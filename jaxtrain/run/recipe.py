@@ -47,8 +47,9 @@ class Recipe:
     """Peak learning rate."""
     accumulate: int = 1
     """Number of micro-batches per update, processed one after another to save memory."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] = "fp32"
-    """Dtype of matrix products and convolutions; parameters are float32, except with bf16_params."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params"] = "fp32"
+    """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
+    are float32, except with bf16_params."""
     mesh: str | None = None
     """Device mesh, such as "data=2,fsdp=4" (also tensor, sequence); None: one device, or all of several processes."""
     remat: str = "none"
@@ -67,6 +68,10 @@ class Recipe:
     """Adam's decay rate of the second moment; the default suits short runs."""
     clip_norm: float | None = 1.0
     """Maximum global gradient norm; None disables clipping."""
+    frozen: str | None = None
+    """Parameters that are not trained: shell patterns of their paths, such as "wte*,blocks/*/bias"; None trains all."""
+    ema: float | None = None
+    """Decay of a moving average of the parameters, which is then evaluated, sampled and exported; None for none."""
     loss_scale: str | None = None
     """Loss scale for fp16: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)"."""
     seed: int = 0
@@ -91,6 +96,8 @@ class Recipe:
     """Also keep the checkpoints at multiples of this number of updates."""
     allow_recompile: int = 0
     """Number of times the step may be recompiled for a batch of another shape."""
+    deterministic: bool = False
+    """On a GPU, compute the same bits on repetition and after a resume; slower. CPUs always do."""
     max_skips: int = 100
     """Stop after this many consecutive updates skipped because of inf or NaN in fp16 gradients."""
     spike_factor: float | None = None

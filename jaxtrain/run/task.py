@@ -16,6 +16,7 @@ from jaxtrain.data import Collate, Example, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
+from jaxtrain.run.signature import Signature
 from jaxtrain.step import Loss, LossFn, TrainState
 
 
@@ -74,9 +75,10 @@ class Task:
     """Validation data, of the same kinds; with None nothing is evaluated, except by `evaluate`."""
     eval_rows: int | None = None
     """Number of validation examples per evaluation; None for all."""
-    evaluate: Callable[[TrainState, Iterator[Any]], Mapping[str, float]] | None = None
+    evaluate: Callable[[TrainState, Iterator[Any]], Mapping[str, Any]] | None = None
     """`evaluate(state, batches)` returns the metrics of an evaluation; None computes the means of loss_fn's. Without
-    validation data it is given no batches."""
+    validation data it is given no batches. It may also return `jaxtrain.Image`, `Audio`, `Text` and `Table`, or lists
+    of one of them, by tag; if it returns these alone, the means of loss_fn's are the metrics."""
     best_metric: str = "loss"
     """Metric of an evaluation that `keep_best` and `patience` go by."""
     is_highest_best: bool = False
@@ -84,6 +86,9 @@ class Task:
     predict: Callable[[Any, Any, Any], Any] | None = None
     """`predict(params, batch, model_state)` returns `Predictions` of classes or tokens, or other arrays with a leading
     batch axis, in evaluation mode."""
+    signature: Signature | None = None
+    """The model as `export` writes it to ONNX, StableHLO and Hugging Face, for instance for rows of any length; None
+    exports `predict`, whose inputs have the shapes of a batch."""
     classes: int | None = None
     """Number of classes: bounds the integers in a batch, and the initial loss is about log(classes)."""
     unit: str = "examples"

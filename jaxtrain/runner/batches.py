@@ -15,6 +15,7 @@ from jaxtrain.data import Batch
 from jaxtrain.data.batches import TrainingBatches
 from jaxtrain.distributed import processes
 from jaxtrain.profile import INPUT
+from jaxtrain.runner.transfer import Place, TransferAhead, TransferredBatch
 
 
 class FetchedBatch(NamedTuple):
@@ -25,6 +26,8 @@ class FetchedBatch(NamedTuple):
     """The loader's position after it."""
     wait_s: float = 0.0
     """Seconds that the loop waited for it."""
+    device: Any = None
+    """Its copy on the devices; None if the step transfers it."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,20 @@ class Batches:
       source: Names the data in the warning.
       stall_seconds: Warn once a batch has been waited for this long; 0 never warns.
       message: Prints one line.
+      place: Places a batch on the devices, which is then done ahead of the steps; None leaves it to the step.
     """
 
     def __init__(
-        self, loader: TrainingBatches, source: str, stall_seconds: float, message: Callable[[str], None]
+        self,
+        loader: TrainingBatches,
+        source: str,
+        stall_seconds: float,
+        message: Callable[[str], None],
+        place: Place | None = None,
     ) -> None:
-        self._loader, self._source, self._limit, self._message = loader, source, stall_seconds, message
+        self._source, self._limit, self._message = source, stall_seconds, message
+        self._rows = loader.rows
+        self._loader = loader if place is None else TransferAhead(loader, place)
         self._next_batch = loader.state()["next_batch"]
         self._waiting_since: float | None = None
         self._ended = threading.Event()
@@ -73,18 +84,19 @@ class Batches:
         begin = self._waiting_since = time.perf_counter()
         try:
             with jax.profiler.TraceAnnotation(INPUT):
-                arrays = next(self._loader)
+                batch: Any = next(self._loader)
         finally:
             self._waiting_since = None
         wait_s = time.perf_counter() - begin
         self._next_batch += 1
-        return FetchedBatch(arrays, self._next_batch, wait_s)
+        arrays, on_devices = batch if isinstance(batch, TransferredBatch) else (batch, None)
+        return FetchedBatch(arrays, self._next_batch, wait_s, on_devices)
 
     def gather(self, batch: Batch) -> Batch:
         """Return the whole batch of all processes, each of which holds some of its rows."""
         if processes.count() == 1:
             return batch
-        rows, parts = process_allgather((self._loader.rows, batch), tiled=True)
+        rows, parts = process_allgather((self._rows, batch), tiled=True)
         _, first = np.unique(rows, return_index=True)  # several processes may hold the same row
         return {name: x[first] for name, x in parts.items()}
 

@@ -56,8 +56,9 @@ def fit(
       resume: False starts a new run, True continues the one in the folder, "auto" does whichever applies.
       quiet: Print only warnings, to standard error.
       on_step: Called as `f(step, metrics, state)` after each step was dispatched. Reading a metric waits for the step,
-        and the state's arrays are donated to the next one.
-      on_evaluation: Called as `f(step, metrics, state)` after each evaluation.
+        and the state's arrays are donated to the next one. It may return a mapping of tags to `jaxtrain.Image`,
+        `Audio`, `Text` or `Table`, or lists of one of them, which are logged.
+      on_evaluation: Called as `f(step, metrics, state)` after each evaluation; it may return the same.
       on_checkpoint: Called as `f(step, path)` once a checkpoint is committed.
 
     Returns:

@@ -21,8 +21,8 @@ from jaxtrain.runner.lock import RunLock, check_free
 from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
 from jaxtrain.runner.signals import StopSignals
-from jaxtrain.runner.training import Training, build_training
-from jaxtrain.step import TrainState
+from jaxtrain.runner.training import Evaluation, Training, build_training
+from jaxtrain.step import TrainState, averaged
 
 Resume = bool | Literal["auto"]
 
@@ -104,7 +104,7 @@ def run_training(
         first = None
         if not resuming:
             first = _first_evaluation(training, state, console)
-            position.patience.score(first)
+            position.patience.score(first.metrics)
             processes.once(lambda: _create_folder(run, lock))
             processes.once(lambda: run.write_config(name, recipe))
         with Checkpoints(run.checkpoints, retention) as checkpoints, position.running():
@@ -136,11 +136,11 @@ def _is_resuming(run: RunFolder, lock: RunLock, resume: Resume) -> bool:
     return has_begun or resume is True
 
 
-def _first_evaluation(training: Training, state: TrainState, console: Console) -> dict[str, float]:
+def _first_evaluation(training: Training, state: TrainState, console: Console) -> Evaluation:
     with console.phase("compiling the evaluation, computing the first loss"):
         first = training.evaluate(state)
-    if "loss" in first:
-        console.facts(preflight.check_first_loss(first["loss"], training.task))
+    if "loss" in first.metrics:
+        console.facts(preflight.check_first_loss(first.metrics["loss"], training.task))
     return first
 
 
@@ -171,11 +171,11 @@ def _compile(session: Session, state: TrainState, batch: Any) -> None:
 
 def _outcome(session: Session, state: TrainState, exit_status: int) -> Outcome:
     task, recipe = session.training.task, session.training.recipe
-    sample = task.sample(state, recipe.seed) if task.sample and not exit_status else None
+    sample = task.sample(averaged(state), recipe.seed) if task.sample and not exit_status else None
     return Outcome(int(state.step), exit_status, state, task, sample)
 
 
-def _train_through(session: Session, state: TrainState, first: dict[str, float] | None) -> tuple[TrainState, int]:
+def _train_through(session: Session, state: TrainState, first: Evaluation | None) -> tuple[TrainState, int]:
     """Train to the end, rolling back after loss spikes if the recipe asks for it.
 
     `first` is the evaluation of a new run's initial state. Raises `RunFailed` if the run cannot continue.
@@ -185,10 +185,10 @@ def _train_through(session: Session, state: TrainState, first: dict[str, float] 
     while True:
         with metrics_log(run.metrics, run.tensorboard, from_step=int(state.step) + (first is None)) as log:
             if first is not None:
-                log.write(LogLine(step=0, evaluation=first))
-                score = position.patience.add(first)
+                events.evaluation(0, first.metrics, state, first.media)
+                log.write(LogLine(step=0, evaluation=first.metrics), events.take_media())
+                score = position.patience.add(first.metrics)
                 checkpoints.save(state, position.state(), score)
-                events.evaluation(0, first, state)
             try:
                 return _train(session, state, log)
             except RunInvalid as error:
@@ -245,21 +245,23 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
             if trace:
                 trace.before(i, state)
             batch = next(position.batches)
-            state, metrics = training.step(state, batch.arrays)
+            state, metrics = training.dispatch(state, batch)
             position.add(DispatchedStep(i, batch, metrics))
             events.step(i, metrics, state)
             line, score = None, None
             if interval.is_due(i) or i == recipe.steps or guard.reached_skip_limit:
                 line = position.line(i, state)
             if i % recipe.eval_every == 0 or i == recipe.steps:
-                line = replace(line or LogLine(step=i), evaluation=training.evaluate(state))
-                score = patience.add(line.evaluation)
-                events.evaluation(i, line.evaluation, state)
+                evaluation = training.evaluate(state)
+                line = replace(line or LogLine(step=i), evaluation=evaluation.metrics)
+                score = patience.add(evaluation.metrics)
+                events.evaluation(i, evaluation.metrics, state, evaluation.media)
                 if recipe.histograms:
                     log.histograms(i, histograms(state.params))
                 interval.restart_clock()
-            if line:
-                log.write(line)
+            media = events.take_media()
+            if line or media:
+                log.write(line or LogLine(step=i), media)
             progress.advance(i, line)
             for warning in position.warnings(line) if line else ():
                 console.message(warning)

@@ -35,7 +35,7 @@ class Position:
         recipe = training.recipe
         has_dynamic_scale = isinstance(state.loss_scale, LossScaleState)
         return cls(
-            Batches(training.loader, source, recipe.stall_seconds, message),
+            Batches(training.loader, source, recipe.stall_seconds, message, training.place),
             Interval(recipe, training.task, warn_low_scale=has_dynamic_scale),
             Guard(recipe, state.params),
             Patience(recipe.patience, training.task.best_metric, is_highest_best=training.task.is_highest_best),

@@ -1,15 +1,15 @@
 """Build the parts of a run from its recipe."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
-from jaxtrain.data.batches import TrainingBatches
+from jaxtrain.data.batches import TrainingBatches, shorter_rows
 from jaxtrain.distributed import (
     constrain_shardings,
     local_rows,
@@ -18,12 +18,35 @@ from jaxtrain.distributed import (
     run_mesh,
     shard,
 )
+from jaxtrain.errors import UserError
 from jaxtrain.observe import Gauges
-from jaxtrain.run import EvaluationSums, Recipe, Task, check_memory, evaluation_batches, means, task_batches
+from jaxtrain.run import (
+    EvaluationSums,
+    Media,
+    Recipe,
+    Task,
+    check_memory,
+    evaluation_batches,
+    means,
+    split_media,
+    task_batches,
+)
+from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import state_shapes, training_step
-from jaxtrain.step import TrainState, TrainStep, eval_step, validated
+from jaxtrain.runner.transfer import Place
+from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
-Evaluate = Callable[[TrainState], dict[str, float]]
+
+class Evaluation(NamedTuple):
+    """What an evaluation returns."""
+
+    metrics: dict[str, float]
+    """Means of loss and metrics over the validation rows; nothing without validation data."""
+    media: Media
+    """What the task's own `evaluate` returned besides."""
+
+
+Evaluate = Callable[[TrainState], Evaluation]
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,9 @@ class Training:
     loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Returns the means of loss and metrics over the validation rows; nothing without validation data."""
+    """Evaluates a state, with `ema` by the moving average of its parameters."""
+    place: Place | None = None
+    """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
 
     def init(self) -> TrainState:
         """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
@@ -45,6 +70,12 @@ class Training:
             return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
         # Each function creates the shards of its own result, never all of it on one device.
         return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
+
+    def dispatch(self, state: TrainState, batch: FetchedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatch a step, on the batch's copy on the devices if it has one."""
+        if batch.device is None:
+            return self.step(state, batch.arrays)
+        return self.step.placed(state, batch.device)
 
     def shapes(self) -> TrainState:
         """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
@@ -62,7 +93,7 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
       UserError: The recipe's data or model cannot be built.
     """
     mesh, task = run_mesh(recipe.mesh), recipe.task()
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(_with_shorter_batch(recipe, task), task.loss_fn)
     rows = None
     if mesh is None:
         check_memory(task.initial)
@@ -71,7 +102,25 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh))
+    place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
+    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh), place)
+
+
+def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
+    return any(device.platform != "cpu" for device in devices)
+
+
+def _with_shorter_batch(recipe: Recipe, task: Task) -> Recipe:
+    """Allow a compilation of the step for the smaller last batch of an epoch, if there may be one."""
+    shorter = shorter_rows(task.train, recipe.batch_size)
+    if shorter == 0:
+        return recipe
+    if shorter is not None and shorter % recipe.accumulate:
+        raise UserError(
+            f"the last batch of the DataLoader has {shorter} rows, which accumulate {recipe.accumulate} does not "
+            "divide: give it drop_last=True"
+        )
+    return replace(recipe, allow_recompile=recipe.allow_recompile + 1)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
@@ -92,20 +141,18 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
 def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
-    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision), place)
+    sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)
     custom = task.evaluate
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        if task.validation is None:
-            # An evaluation that generates samples needs no data.
-            return {} if custom is None else _floats(custom(state, iter(())))
-        batches = evaluation_batches(task.validation, task, recipe)
-        if custom is not None:
-            return _floats(custom(state, map(place, batches)))
-        return means([sums(state, batch) for batch in batches])
+    def batches() -> Iterator[Any]:
+        # An evaluation that generates samples needs no data.
+        return iter(()) if task.validation is None else evaluation_batches(task.validation, task, recipe)
+
+    def evaluate(state: TrainState) -> Evaluation:
+        state = averaged(state)
+        metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
+        if not metrics and task.validation is not None:
+            metrics = means([sums(state, batch) for batch in batches()])
+        return Evaluation(metrics, media)
 
     return evaluate
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}

@@ -5,12 +5,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
+from jaxtrain.step.determinism import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
@@ -34,8 +36,8 @@ class TrainStep:
       jitted: `pure` under `jax.jit`, its state donated.
     """
 
-    def __init__(self, parts: StepParts, allow_recompile: int | None) -> None:
-        self.parts, self.allow_recompile = parts, allow_recompile
+    def __init__(self, parts: StepParts, allow_recompile: int | None, deterministic: bool = False) -> None:
+        self.parts, self.allow_recompile, self.deterministic = parts, allow_recompile, deterministic
         self._uses = Uses(location_of(parts.loss.loss_fn))
         self.pure: Step = partial(batch_step, parts)
         self.jitted = self._jit(self.pure, "state", "batch")
@@ -43,7 +45,9 @@ class TrainStep:
         self._flush = self._jit(partial(flush, parts), "state")
 
     def _jit(self, step: Step, *names: str) -> Any:
-        return jax.jit(limit_recompilation(step, names, self.allow_recompile), donate_argnums=0)
+        limited = limit_recompilation(step, names, self.allow_recompile)
+        options = compiler_options(deterministic=self.deterministic)
+        return jax.jit(limited, donate_argnums=0, compiler_options=options)
 
     @user_facing
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
@@ -65,10 +69,14 @@ class TrainStep:
 
     @user_facing
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
-        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated."""
+        """Return the state that `init` would create, as `jax.ShapeDtypeStruct`s: nothing is allocated.
+
+        `params` and `model_state` may be shapes as well.
+        """
 
         def init() -> TrainState:
-            return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
+            arrays, state = _with_arrays(materialize(params)), _with_arrays(materialize(model_state))
+            return init_state(self.parts, arrays, state, seed, streaming)
 
         return jax.eval_shape(init)
 
@@ -108,6 +116,14 @@ class TrainStep:
         Raises:
           UserError: The state or the batch does not fit the step, or shapes changed more than `allow_recompile` times.
         """
+        return self._call(self.jitted, state, batch)
+
+    def place(self, batch: Any) -> Any:
+        """Transfer a batch to the device for `placed`, without waiting for the transfer."""
+        return jax.device_put(batch)
+
+    def placed(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """As `__call__`, with a batch that `place` has returned."""
         return self._call(self.jitted, state, batch)
 
     @takes_one_batch
@@ -158,6 +174,7 @@ def train_step(
     loss_scale: optax.GradientTransformation | None = None,
     hooks: Mapping[str, Hook] | None = None,
     allow_recompile: int | None = None,
+    deterministic: bool = False,
 ) -> TrainStep:
     """Build the jitted training step of a loss function under an optimizer.
 
@@ -165,7 +182,7 @@ def train_step(
       loss_fn: `loss_fn(params, batch, rng) -> (Loss, metrics)`; with model state
         `loss_fn(params, batch, rng, model_state) -> (Loss, metrics, model_state)`.
       optimizer: An optax transformation, of `jaxtrain.optim` or of optax.
-      precision: "fp64", "fp32", "tf32", "bf16", "fp16", "bf16_params", or a `Policy`.
+      precision: "fp64", "fp32", "tf32", "bf16", "fp16", "bf16_compute", "bf16_params", or a `Policy`.
       accumulate: Micro-batches per window, or a schedule of them: a function of the number of applied updates. With a
         schedule the micro-batches are passed to `TrainStep.micro`.
       clip_norm: Upper bound of the gradient's global norm, as `torch.nn.utils.clip_grad_norm_`. None for no clipping.
@@ -181,6 +198,9 @@ def train_step(
       hooks: Functions of the gradient, by parameter path or by `checkpoint_name` of a value.
       allow_recompile: Number of further compilations allowed for other shapes or dtypes. None allows any number, and
         warns once of a batch with fewer rows.
+      deterministic: Whether the step computes the same bits whenever it is compiled and run on a kind of GPU, as with
+        `torch.use_deterministic_algorithms(True)`: slower, and an error for an operation that has no such kernel. Then
+        `pure`, not `jitted`, is for use inside another `jax.jit`. CPUs always do.
 
     Returns:
       A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -226,4 +246,9 @@ def train_step(
         frozen=frozen,
         ema=ema,
     )
-    return TrainStep(parts, allow_recompile)
+    return TrainStep(parts, allow_recompile, deterministic)
+
+
+def _with_arrays(tree: Any) -> Any:
+    """Return `tree` with arrays in place of shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, tree)

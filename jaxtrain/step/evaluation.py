@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import user_facing
+from jaxtrain.step.determinism import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.mistakes import check_loss_fn
@@ -16,12 +17,15 @@ from jaxtrain.transforms import Policy, policy
 
 
 @user_facing
-def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[[TrainState, Any], dict[str, Loss]]:
+def eval_step(
+    loss_fn: LossFn, *, precision: str | Policy = "fp32", deterministic: bool = False
+) -> Callable[[TrainState, Any], dict[str, Loss]]:
     """Build the jitted evaluation of one batch.
 
     Args:
       loss_fn: As for `train_step`; called with `rng=None`, so without dropout.
       precision: Name of a precision policy, or a `Policy`.
+      deterministic: As for `train_step`.
 
     Returns:
       A function (state, batch) → dict of `Loss`es, `loss` and the loss_fn's metrics: add them over the batches, then
@@ -35,7 +39,7 @@ def eval_step(loss_fn: LossFn, *, precision: str | Policy = "fp32") -> Callable[
         loss, metrics, _ = compute_loss(state.params, batch, None, state.model_state)
         return {"loss": loss, **metrics}
 
-    jitted = jax.jit(evaluate)
+    jitted = jax.jit(evaluate, compiler_options=compiler_options(deterministic=deterministic))
 
     @takes_one_batch
     @functools.wraps(evaluate)

@@ -44,7 +44,7 @@ class LossProgram(NamedTuple):
             # Before autocast, so that a parameter's hook receives the float32 gradient, as in PyTorch.
             partial(add_hooks, hooks=self.hooks),
             # Decides every operation's dtype; what follows only changes how operations are computed.
-            self.policy.apply,
+            partial(self.policy.apply, state_argnums=(3,)),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
             unroll if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.

@@ -5,10 +5,14 @@ from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
+from jaxtrain.transforms.policies import Policy
+from jaxtrain.transforms.policies import policy as policy
 from jaxtrain.transforms.precision import KERNEL as KERNEL
-from jaxtrain.transforms.precision import Policy, autocast, autocast_disabled, kernel
+from jaxtrain.transforms.precision import LOSS as LOSS
+from jaxtrain.transforms.precision import autocast, autocast_disabled, kernel
 from jaxtrain.transforms.precision import low_precision as low_precision
-from jaxtrain.transforms.precision import policy as policy
+from jaxtrain.transforms.precision import widen as widen
+from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat

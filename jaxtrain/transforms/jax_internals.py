@@ -5,8 +5,9 @@ parameters of higher-order primitives and a few private modules. They are all li
 from here only, `jaxtrain doctor` reports what the installed JAX lacks, and a test runs every probe.
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,23 @@ source_info_util: Any = _private("source_info_util")
 
 distributed: Any = _private("distributed")
 """Holds the client of the key-value store that the processes of a run share."""
+
+
+fused_attention: Any = _private("cudnn.fused_attention_stablehlo")
+"""Lowers cuDNN's attention, for which it asks which cuDNN is installed."""
+
+
+@contextlib.contextmanager
+def assumed_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
+    """Lower for a version of cuDNN where none is installed."""
+    major, minor, patch = version
+    number = major * 10_000 + minor * 100 + patch
+    installed = fused_attention.check_cudnn_version
+    fused_attention.check_cudnn_version = lambda: number
+    try:
+        yield
+    finally:
+        fused_attention.check_cudnn_version = installed
 
 
 _jaxpr, _processes = "transforms.jaxpr", "distributed.processes"
@@ -165,6 +183,11 @@ INTERNALS: tuple[Internal, ...] = (
             lambda: importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient,
             *("key_value_set", "key_value_dir_get", "blocking_key_value_get", "wait_at_barrier"),
         ),
+    ),
+    Internal(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version",
+        "cost.gpu.target",
+        _has(lambda: fused_attention, "check_cudnn_version"),
     ),
     Internal("JaxprEqn.source_info.traceback.frames", "debug.first_nonfinite", _traceback_frames),
     Internal("Tracer.primal, parent.primitive, parent.in_tracers, val.val", "step.means", _parents_are_recorded),

@@ -1,4 +1,4 @@
-"""Mixed precision by program transformation: named policies, and autocast over the jaxpr.
+"""Autocast by program transformation, over the jaxpr.
 
 `autocast_lists` defines the dtype of each operation. Master parameters stay in `param_dtype`; a model written in
 float32 needs no change.
@@ -8,8 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -22,116 +21,18 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
+from jaxtrain.transforms.biased_product import KERNEL, biased_product
+from jaxtrain.transforms.recompute import RECOMPUTED, recompute
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
-_LOW_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-_DISABLED = "autocast_disabled"
+_LOWER_FLOATS = (jnp.bfloat16, jnp.float16)
+_LOW_FLOATS = (*_LOWER_FLOATS, np.float32)
+DISABLED = "autocast_disabled"
+LOSS = "float32_loss"
 _LOW_OPERATION = "autocast_low_operation"
 _LOW_OPERATIONS: WeakValueDictionary[str, Callable[..., jax.Array]] = WeakValueDictionary()  # by name in a jaxpr
 _NUMBERS = itertools.count()
-KERNEL = "autocast_kernel"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The dtypes of a computation, and the precision of float32 matrix products on hardware with cheaper ones.
-
-    Policies compose: a function under one policy keeps it inside a computation under another.
-    `dataclasses.replace` creates variants.
-
-    Attributes:
-      param_dtype: Dtype of the parameters and, without `compute_dtype`, of all floating-point inputs.
-      compute_dtype: Dtype to autocast to; None computes in `param_dtype`, as the code is written.
-      matmul_precision: As for `jax.default_matmul_precision`; "highest" is PyTorch's default for float32 products on
-        GPUs.
-      loss_scaling: Whether `train_step` scales the loss by default.
-
-    Example:
-      >>> x = jnp.ones((2, 2))
-      >>> head = POLICIES["fp32"].apply(lambda x: x @ x)
-      >>> body_and_head = POLICIES["bf16"].apply(lambda x: (x @ x, head(x)))
-      >>> [y.dtype.name for y in body_and_head(x)]
-      ['bfloat16', 'float32']
-    """
-
-    param_dtype: Any
-    compute_dtype: Any = None
-    matmul_precision: str = "highest"
-    loss_scaling: bool = False
-
-    def cast_params(self, params: Any) -> Any:
-        """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
-
-        Args:
-          params: Pytree of arrays.
-
-        Returns:
-          The copy; leaves that are not floating-point keep their dtypes.
-
-        Raises:
-          UserError: `param_dtype` is float64 and JAX's x64 mode is off.
-        """
-        self._check_available()
-        return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if _is_float(x) else None, copy=True), params)
-
-    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Apply the policy to a function.
-
-        Args:
-          fn: A function of arrays.
-
-        Returns:
-          The same function, computed under this policy.
-        """
-        inner = self._uncast(fn) if self.compute_dtype is None else autocast(fn, self.compute_dtype)
-
-        def compute(*args: Any, **kwargs: Any) -> Any:
-            with jax.default_matmul_precision(self.matmul_precision):
-                return inner(*args, **kwargs)
-
-        return compute
-
-    def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def compute(*args: Any, **kwargs: Any) -> Any:
-            self._check_available()
-            args, kwargs = jax.tree.map(lambda x: _to(self.param_dtype, x) if _is_array(x) else x, (args, kwargs))
-            with autocast_disabled():
-                return fn(*args, **kwargs)
-
-        return compute
-
-    def _check_available(self) -> None:
-        if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
-            raise UserError("precision 'fp64' needs JAX's x64 mode: call jax.config.update('jax_enable_x64', True)")
-
-
-POLICIES = {
-    "fp64": Policy(np.float64),
-    "fp32": Policy(np.float32),
-    "tf32": Policy(np.float32, matmul_precision="tensorfloat32"),
-    "bf16": Policy(np.float32, jnp.bfloat16),
-    "fp16": Policy(np.float32, np.float16, loss_scaling=True),
-    "bf16_params": Policy(jnp.bfloat16),
-}
-"""Policies by name. "bf16_params" has no float32 at all, as `model.bfloat16()`; the others have master parameters."""
-
-
-def policy(precision: str | Policy) -> Policy:
-    """Return the policy of a name, or the policy itself.
-
-    Raises:
-      UserError: The name is unknown.
-
-    Example:
-      >>> policy("fp16").loss_scaling
-      True
-    """
-    if isinstance(precision, Policy):
-        return precision
-    if precision not in POLICIES:
-        raise UserError(f"precision {precision!r} is unknown: choose one of {', '.join(POLICIES)}")
-    return POLICIES[precision]
 
 
 def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callable[..., Any]:
@@ -173,10 +74,13 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
             name, to = eqn.primitive.name, casts.setdefault(run, _Casts())
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
-            if jaxpr.in_scope(eqn, _DISABLED):
+            if jaxpr.in_scope(eqn, DISABLED):
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
+            if jaxpr.is_call(eqn, RECOMPUTED):
+                body = eqn.params["jaxpr"]
+                return recompute(lambda *xs: run(body.jaxpr, body.consts, xs), args, body.jaxpr)
             if operation := low_precision_operation(eqn):
                 return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
             if name in jaxpr.HIGHER_ORDER:
@@ -184,7 +88,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if eqn.outvars[0] in biases:
                 return _add_bias(eqn, args, biases[eqn.outvars[0]], dtype, to)
             if eqn.outvars[0] in unrounded:
-                return _low_unrounded(eqn, args, dtype)
+                return [_Product(eqn, args)] if _awaits_bias(eqn, args) else low_unrounded(eqn, args, dtype)
+            args = [x.unrounded(dtype) if isinstance(x, _Product) else x for x in args]
             if name in lists:
                 return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
@@ -196,7 +101,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             with _within_kernel():
                 return jaxpr.bind(eqn, _widen(args, to))
 
-        with jax.named_scope(_DISABLED):  # an inner autocast takes precedence, as PyTorch's
+        with jax.named_scope(DISABLED):  # an inner autocast takes precedence, as PyTorch's
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
     return jaxpr.retrace(fn, evaluate)
@@ -216,20 +121,20 @@ def autocast_disabled() -> AbstractContextManager[None]:
       'float32'
     """
     # Equations retain the scopes they were traced in, through jit, scan and differentiation.
-    return jax.named_scope(_DISABLED)
+    return jax.named_scope(DISABLED)
 
 
 def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a pure function as one operation that PyTorch has a kernel for and lists nowhere (batch_norm, gelu).
 
-    Under autocast it is computed in float32 and rounded once, as that kernel does.
+    In low precision it is computed in float32 and rounded once, as that kernel does.
 
     Args:
       fn: A pure function of arrays.
 
     Returns:
-      The jitted function, the same one for every call with the same `fn`. Under autocast its first result has the dtype
-      of the first argument.
+      The jitted function, the same one for every call with the same `fn`. In low precision its first result has the
+      dtype of the first argument.
 
     Example:
       >>> def twice_cubed(x):
@@ -242,9 +147,18 @@ def kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     def autocast_kernel(*args: Any) -> Any:
-        return fn(*args)
+        # Under autocast `fn` is traced in float32, so that this changes nothing.
+        first, *others = jax.tree.leaves(out := fn(*map(widen, args)))
+        if (dtype := getattr(args[0], "dtype", None)) in _LOWER_FLOATS:
+            first = to_dtype(dtype, first)
+        return jax.tree.unflatten(jax.tree.structure(out), [first, *others])
 
     return autocast_kernel
+
+
+def widen(x: Any) -> Any:
+    """Convert a bfloat16 or float16 array to float32."""
+    return to_dtype(np.float32, x) if getattr(x, "dtype", None) in _LOWER_FLOATS else x
 
 
 def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -284,10 +198,10 @@ class _Casts:
         self._widened: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, dtype: Any, x: Any) -> Any:
-        if dtype != np.float32 or not _is_array(x) or x.dtype == np.float32:
-            return _to(dtype, x)
+        if dtype != np.float32 or not is_array(x) or x.dtype == np.float32:
+            return to_dtype(dtype, x)
         if id(x) not in self._widened:
-            self._widened[id(x)] = x, _to(dtype, x)
+            self._widened[id(x)] = x, to_dtype(dtype, x)
         return self._widened[id(x)][1]
 
 
@@ -295,11 +209,11 @@ def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     operands, sizes = args[:2], args[2:]  # sizes: of the groups of a grouped product
     if not all(_is_low(x) for x in operands):
         return jaxpr.bind_as_traced(eqn, args)
-    params = _product_params(eqn, dtype)
+    params = product_params(eqn, dtype)
     return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
 
 
-def _product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
+def product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
     """Return the parameters of a product of low-precision operands, to which the policy's precision does not apply."""
     default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
     return {**eqn.params, "precision": default, "preferred_element_type": np.dtype(result)}
@@ -313,47 +227,72 @@ def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any
 def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
     widest = _widest(args)
     with _within_kernel():
-        return [_to(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
+        return [to_dtype(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
 
 
 _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
 
 
-def _low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
+def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     """Compute a product of low-precision operands in float32; its derivative is that of the rounded product."""
     if not all(_is_low(x) for x in args):
         return jaxpr.bind_as_traced(eqn, args)
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return eqn.primitive.bind(*operands, **_product_params(eqn, np.float32))
+        return eqn.primitive.bind(*operands, **product_params(eqn, np.float32))
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
         parts = [_low(eqn, ab, dtype, _Casts())[0] for ab in ([dx, y], [x, dy]) if not any(map(_is_zero, ab))]
         with _within_kernel():
-            return product(x, y), _to(np.float32, functools.reduce(lax.add, parts))
+            return product(x, y), to_dtype(np.float32, functools.reduce(lax.add, parts))
 
     product.defjvp(jvp, symbolic_zeros=True)
-    return [product(*(_to(dtype, x) for x in args))]
+    return [product(*(to_dtype(dtype, x) for x in args))]
+
+
+class _Product(NamedTuple):
+    """A product that waits for its bias."""
+
+    eqn: JaxprEqn
+    args: list[Any]
+
+    def unrounded(self, dtype: Any) -> Any:
+        """Return the product by itself, in float32."""
+        return low_unrounded(self.eqn, self.args, dtype)[0]
+
+
+def _awaits_bias(eqn: JaxprEqn, args: list[Any]) -> bool:
+    return eqn.primitive.name == "dot_general" and all(_is_low(x) and is_array(x) for x in args)
 
 
 def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
     """Add a bias and round once. The bias's gradient is summed in float32 and then rounded, as in PyTorch's kernel."""
     product, bias = args[1 - which], args[which]
+    if isinstance(product, _Product):
+        out: Any = eqn.outvars[0].aval
+        if _is_low(bias) and bias.shape == (1,) * (out.ndim - 1) + out.shape[-1:]:
+            x, kernel, bias = (to_dtype(dtype, operand) for operand in (*product.args, bias))
+            return [biased_product(x, kernel, bias, product.eqn.params["dimension_numbers"])]
+        product = product.unrounded(dtype)
+        args = [product, bias] if which else [bias, product]
     if not (_is_low(product) and _is_low(bias)):
         return jaxpr.bind(eqn, _widen(args, to))
-    bias = _to(dtype, bias)
+    bias = to_dtype(dtype, bias)
     with _within_kernel():
-        bias = lax.broadcast_in_dim(_to(np.float32, bias), product.shape, range(product.ndim))
+        bias = lax.broadcast_in_dim(to_dtype(np.float32, bias), product.shape, range(product.ndim))
         (total,) = jaxpr.bind(eqn, [to(np.float32, product), bias])
-        return [_to(dtype, total)]
+        return [to_dtype(dtype, total)]
 
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    with _within_kernel():
-        outs = jaxpr.bind_as_traced(eqn, args)
-        return [_to(args[0].dtype, outs[0]), *outs[1:]]
+    def rounded(*args: Any) -> list[Any]:
+        with _within_kernel():
+            outs = jaxpr.bind_as_traced(eqn, list(args))
+            return [to_dtype(args[0].dtype, outs[0]), *outs[1:]]
+
+    return recompute(rounded, args, eqn.params["jaxpr"].jaxpr)
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
@@ -374,12 +313,12 @@ def _within_kernel() -> AbstractContextManager[None]:
 def _widen(args: list[Any], to: _Casts) -> list[Any]:
     """Convert floating-point `args` to the widest dtype among them."""
     widest = _widest(args)
-    return args if widest is None else [to(widest, x) if _is_float(x) else x for x in args]
+    return args if widest is None else [to(widest, x) if is_float(x) else x for x in args]
 
 
 def _widest(args: list[Any]) -> Any:
     """Return the widest floating dtype of the arrays with dimensions, else of the scalars; None without any."""
-    strong = [x for x in args if _is_float(x) and not getattr(x, "weak_type", isinstance(x, float))]
+    strong = [x for x in args if is_float(x) and not getattr(x, "weak_type", isinstance(x, float))]
     deciding = [x for x in strong if np.ndim(x)] or strong
     return functools.reduce(_wider, (x.dtype for x in deciding)) if deciding else None
 
@@ -391,10 +330,11 @@ def _wider(a: Any, b: Any) -> Any:
 
 def _weaken(invar: Any, x: Any) -> Any:
     """Convert a float literal to a Python number, so that neither it nor its broadcasts widen other operands."""
-    return float(x) if isinstance(invar, Literal) and _is_float(x) else x
+    return float(x) if isinstance(invar, Literal) and is_float(x) else x
 
 
-def _to(dtype: Any, x: Any) -> Any:
+def to_dtype(dtype: Any, x: Any) -> Any:
+    """Convert `x` to `dtype` unless it has it."""
     return x if getattr(x, "dtype", None) == dtype else lax.convert_element_type(x, dtype)
 
 
@@ -402,7 +342,8 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
+    """Return whether `x` is a floating-point number or array."""
     return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", np.int32), np.floating)
 
 
@@ -410,11 +351,12 @@ def _only_weakens(eqn: JaxprEqn) -> bool:
     """Return whether a conversion only fixes a number's dtype, as of the 1 in `where`: it continues not to widen."""
     x: Any = eqn.invars[0].aval
     strips = x.weak_type and x.dtype == eqn.params["new_dtype"]
-    return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not _is_float(x)))
+    return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not is_float(x)))
 
 
-def _is_array(x: Any) -> bool:
-    return _is_float(x) and not isinstance(x, float)
+def is_array(x: Any) -> bool:
+    """Return whether `x` is a floating-point array, rather than a number or an array of integers."""
+    return is_float(x) and not isinstance(x, float)
 
 
 def _is_low(x: Any) -> bool:

@@ -127,7 +127,14 @@ def page_case(result: Result) -> PageCase:
     )
 
 
-FLOORS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10, "bf16_params": 2.0**-7}
+FLOORS = {
+    "fp64": 2.0**-52,
+    "fp32": 2.0**-23,
+    "bf16": 2.0**-7,
+    "fp16": 2.0**-10,
+    "bf16_compute": 2.0**-7,
+    "bf16_params": 2.0**-7,
+}
 """The distance from 1 to the next number of each precision's matrix products."""
 
 

@@ -119,7 +119,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_page_is_self_contained_and_shows_the_worst_examples(run):
     page = Page((run / "eval" / "step-4-validation.html").read_text())
     result = json.loads(run.with_suffix(".json").read_text())
@@ -176,7 +176,7 @@ def test_bad_input_is_a_one_line_error_with_exit_status_2(command, root, capsys)
     assert BAD[command] in err
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_tensorboard_shows_the_worst_examples_and_the_confusion_matrix(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -42,7 +42,7 @@ def printed_losses(out: str) -> list[float]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_finite_step_has_the_logged_loss(precision, capsys):
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --precision {precision} --out run") == 0
-    for step in (1, 8, 12):
+    for step in (1, 12):
         out = replayed(capsys, f"run {step}", 0)
         assert "all values are finite" in out
         own, wide = printed_losses(out)

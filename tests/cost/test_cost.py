@@ -11,7 +11,7 @@ import jaxtrain as jt
 from jaxtrain.cost.flops import flops
 from jaxtrain.optim import adamw
 from jaxtrain.transforms.jaxpr import inner_jaxprs
-from jaxtrain.transforms.precision import policy
+from jaxtrain.transforms.policies import policy
 
 WIDTH, ROWS = 192, 8
 PARAMS = jax.ShapeDtypeStruct((3, WIDTH, WIDTH), np.float32)

@@ -29,7 +29,7 @@ SIZES = st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(1
 SEEDS = st.integers(0, 2**40)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(SIZES, SEEDS, st.booleans(), st.integers(0, 30), st.integers(0, 8))
 def test_resuming_at_any_position_equals_an_uninterrupted_loader(
     sizes: tuple[int, int], seed: int, shuffle: bool, stop: int, read_past: int

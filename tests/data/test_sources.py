@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from jaxtrain.data import (
     digits,
     image_folder,
     npz,
+    pixels,
     split_text,
     stdlib_files,
     text_files,
@@ -205,11 +207,11 @@ def test_npz_holds_out_a_tenth_of_each_class(tmp_path: Path, keys: tuple[str, st
     train, validation = npz(tmp_path / "d.npz")
     assert np.bincount(validation.labels).tolist() == [2, 2]
     seen = np.concatenate([train.images, validation.images])[:, 0, 0, 0]
-    assert sorted(np.round(seen * 255).astype(int)) == list(range(40))
+    assert sorted(seen) == list(range(40))
     # Pinned: a different split in a later release would invalidate comparisons with older runs.
-    assert np.round(validation.images[:, 0, 0, 0] * 255).astype(int).tolist() == [2, 3, 23, 36]
+    assert validation.images[:, 0, 0, 0].tolist() == [2, 3, 23, 36]
     assert train.images.shape == (36, 3, 3, 1)
-    assert (train[0]["image"].dtype, train[0]["label"].dtype) == (np.float32, np.int32)
+    assert (train[0]["image"].dtype, train[0]["label"].dtype) == (np.uint8, np.int32)
 
 
 @pytest.mark.parametrize("keys", [("x_test", "y_test"), ("x_val", "y_val")])
@@ -295,17 +297,25 @@ def test_image_folder_numbers_the_sorted_classes_and_holds_out_a_tenth_of_each(t
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 3), ("P", 3)])
-def test_images_are_decoded_to_float32_in_the_unit_interval(tmp_path: Path, mode: str, channels: int) -> None:
-    pixels = np.arange(8, dtype=np.uint8).reshape(2, 4) * 36
-    image = Image.fromarray(pixels).convert(mode)
+def test_images_are_decoded_to_uint8(tmp_path: Path, mode: str, channels: int) -> None:
+    image = Image.fromarray(np.arange(8, dtype=np.uint8).reshape(2, 4) * 36).convert(mode)
     (tmp_path / "a").mkdir()
     for name in ("1.png", "2.png"):
         image.save(tmp_path / "a" / name)
     example = image_folder(tmp_path)[0][0]
-    assert (example["image"].dtype, example["label"].dtype) == (np.float32, np.int32)
+    assert (example["image"].dtype, example["label"].dtype) == (np.uint8, np.int32)
+    expected = np.asarray(image.convert("L" if channels == 1 else "RGB")).reshape(2, 4, channels)
     assert example["image"].shape == (2, 4, channels)
-    expected = np.asarray(image.convert("L" if channels == 1 else "RGB"), np.float32).reshape(2, 4, channels)
-    assert np.allclose(example["image"], expected / 255)
+    assert (example["image"] == expected).all()
+
+
+def test_pixels_are_divided_by_255_to_the_bit() -> None:
+    every = np.arange(256, dtype=np.uint8).reshape(4, 64)
+    for scale in (pixels, jax.jit(pixels)):
+        scaled = np.asarray(scale(every))
+        assert scaled.dtype == np.float32
+        assert (scaled == every.astype(np.float32) / np.float32(255)).all()
+    assert pixels(scaled) is scaled
 
 
 def test_invalid_image_folders_are_reported(tmp_path: Path) -> None:

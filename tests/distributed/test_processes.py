@@ -21,6 +21,7 @@ from jaxtrain.distributed import processes
 from jaxtrain.distributed.processes import initialize_arguments
 from jaxtrain.errors import UserError
 from jaxtrain.runner.checkpoint import saved_steps
+from tests.soak.fork_server import fork_server
 from tests.soak.test_kills import assert_same_run, state, untimed
 
 RECIPE = (
@@ -34,7 +35,7 @@ JAXTRAIN = [sys.executable, "-m", "jaxtrain.cli"]
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a user: without the strict settings of the tests, devices set by the launcher."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
-    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag)
     return {**kept, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "300", **more}
 
 
@@ -46,13 +47,17 @@ def launched(args: str, folder: Path, n: int = 2, options: str = "") -> subproce
     return run([*JAXTRAIN, "launch", "-n", str(n), *options.split(), "--", "train", *args.split()], folder)
 
 
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 class Unsupervised:
     """Processes of one run started by another launcher, which does not terminate the others when one fails."""
 
     def __init__(self, command: list[str], folder: Path, n: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = free_address()
         self.outputs = [folder / f"output-{i}.txt" for i in range(n)]
         self.processes = []
         for i, path in enumerate(self.outputs):
@@ -86,20 +91,41 @@ def unsupervised(command: list[str], folder: Path, n: int = 2) -> Iterator[Unsup
             process.wait()
 
 
-def test_two_processes_equal_one_process_with_two_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+# As `jaxtrain launch -n 2`, whose processes would import everything again.
+TWO = """
+import os
+os.environ |= {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "2", "COLUMNS": "300"}
+pids = []
+while len(pids) < 2 and all(pids):
+    os.environ["JAX_PROCESS_ID"] = str(len(pids))
+    pids.append(os.fork())
+if pids[-1]:
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os._exit(max(map(abs, statuses)))
+if len(pids) == 2:
+    os.dup2(os.open("second.txt", os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process with two devices."""
+    folder, devices = tmp_path_factory.mktemp("one"), jax.devices()[:2]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax, "devices", lambda: devices)
+        assert main(f"train {RECIPE} --steps 6 --out {folder}/run --mesh data=2 --quiet".split()) == 0
+    return folder / "run"
+
+
+def test_two_processes_equal_one_process_with_two_devices(one_process: Path, tmp_path: Path) -> None:
     """Bit-identical state, metrics, TensorBoard and retained checkpoints; only the first process prints."""
-    two = launched(f"{RECIPE} --steps 6 --out two", tmp_path)
-    assert (two.returncode, two.stderr) == (0, "")
-    assert "effective batch  16 = 4 × 2 micro-batches × 2 devices" in two.stdout
-    assert set(re.findall(r"^\[(\d)\] ", two.stdout, re.MULTILINE)) == {"0"}
-    monkeypatch.chdir(tmp_path)
-    devices = jax.devices()[:2]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert main(f"train {RECIPE} --steps 6 --out one --mesh data=2".split()) == 0
-    capsys.readouterr()
-    assert_same_run(tmp_path / "one", tmp_path / "two")
+    with fork_server(tmp_path) as server:
+        status, text = server.run(f"train {RECIPE} --steps 6 --out two", f"ADDRESS = {free_address()!r}\n{TWO}")
+    assert status == 0, text
+    assert "effective batch  16 = 4 × 2 micro-batches × 2 devices" in text
+    assert (tmp_path / "second.txt").read_text() == ""
+    assert_same_run(one_process, tmp_path / "two")
     assert json.loads((tmp_path / "two" / "config.json").read_text())["devices"] == ["cpu"] * 2
     assert (tmp_path / "two" / "report.html").exists()
 
@@ -451,11 +477,11 @@ def test_a_nan_ends_all_processes_and_stores_the_whole_batch(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs Open MPI: apt-get install openmpi-bin")
-def test_open_mpi_starts_a_run(uninterrupted: Path, tmp_path: Path) -> None:
+def test_open_mpi_starts_a_run(one_process: Path, tmp_path: Path) -> None:
     # By default mpirun refuses to run as root, or with more processes than cores.
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun", "-n", "2", "--oversubscribe", *JAXTRAIN, "train", *f"{RECIPE} --steps 120 --out run".split()]
+    command = ["mpirun", "-n", "2", "--oversubscribe", *JAXTRAIN, "train", *f"{RECIPE} --steps 6 --out run".split()]
     done = run(command, tmp_path, **allowed)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("best evaluation") == 1
-    assert_same_run(uninterrupted, tmp_path / "run")
+    assert_same_run(one_process, tmp_path / "run")

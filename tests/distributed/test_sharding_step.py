@@ -59,14 +59,22 @@ def test_twenty_steps_equal_those_of_one_device(double):
         assert kernel.addressable_shards[0].data.size * 4 == kernel.size
 
 
-SLOW = {"gpt2", "cnn"}
+THREE_AXES = ["data=2,fsdp=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly) for name in RUNS]
+    ("name", "specs"),
+    [
+        pytest.param("cnn", FACTORIZATIONS, marks=pytest.mark.slow),
+        pytest.param("gpt2", THREE_AXES, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, FACTORIZATIONS + SEQUENCE_MESHES * (name in SEQUENCES), marks=pytest.mark.nightly)
+            for name in RUNS
+            if name != "cnn"
+        ),
+    ],
 )
-def test_twenty_steps_on_every_mesh_of_eight_devices_equal_those_of_one(name):
-    specs = FACTORIZATIONS + (SEQUENCE_MESHES if name in SEQUENCES else [])
+def test_twenty_steps_on_every_mesh_of_eight_devices_equal_those_of_one(name, specs):
     done = run_with_devices(8, "-m", "tests.distributed.on_every_mesh", name, *specs, double=True)
     distances = json.loads(done)
     assert distances.keys() == {*specs}

@@ -23,7 +23,7 @@ SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "jt.Reci
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (page.name == "tutorial.md")) for page in PAGES],
+    [pytest.param(page, marks=[pytest.mark.nightly] * (page.name == "tutorial.md")) for page in PAGES],
     ids=lambda page: page.name,
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(page):

@@ -19,17 +19,15 @@ sys.modules[SPEC.name] = notebooks  # required by dataclass
 SPEC.loader.exec_module(notebooks)
 
 LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data"}
-# The others start dozens of programs.
-QUICK = {"nans", "plan"}
+# They start dozens of programs.
+LONG = {"data", "migrate", "port", "scale"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def by_name(quick):
-    return [
-        pytest.param(page, id=page.stem, marks=[] if page.stem in quick else [pytest.mark.slow])
-        for page in notebooks.PAGES
-    ]
+def by_name():
+    mark = lambda page: pytest.mark.nightly if page.stem in LONG else pytest.mark.slow  # noqa: E731
+    return [pytest.param(page, id=page.stem, marks=mark(page)) for page in notebooks.PAGES]
 
 
 def agrees(expected, line):
@@ -88,8 +86,7 @@ def run(notebook, folder):
     return [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("page", by_name(QUICK))
+@pytest.mark.parametrize("page", by_name())
 def test_a_tutorial_runs_and_prints_what_its_page_shows(page, reader_environment):
     printed = run(notebooks.notebook(page.read_text()), reader_environment)
     code = [part for part in notebooks.parts(page.read_text()) if isinstance(part, notebooks.Code)]

@@ -7,7 +7,8 @@ from math import log
 
 import pytest
 
-from jaxtrain.observe import read_record, write_report
+import jaxtrain as jt
+from jaxtrain.observe import MetricsLog, read_record, write_report
 from jaxtrain.observe.report import render_report
 from jaxtrain.observe.serve import report_server
 
@@ -110,6 +111,36 @@ def test_dragging_zooms_in(shown):
 def test_the_page_fits_the_window(width, shown, tmp_path):
     shown.screenshot(tmp_path / "page.png", width, dark=width == 700)
     assert shown.run("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_step_of_media_is_chosen_and_kept_by_a_live_page(window, tmp_path):
+    run = write_run(tmp_path / "run")
+
+    def log(step):
+        with MetricsLog(run.metrics, run.tensorboard) as metrics:
+            metrics.write({"step": step}, {tag: jt.Text(f"{tag} {step}") for tag in ("a", "b")})
+
+    def shown():
+        script = "return [...document.querySelectorAll('.tag')].map((tag) => tag.innerText.split(/\\s*\\n\\s*/))"
+        return [[text for text in tag if text] for tag in window.run(script)]
+
+    for step in (50, 60, 70):
+        log(step)
+    with report_server(
+        0, lambda: str(run.metrics.stat()), lambda: render_report([read_record(run)], live=True)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        window.open(f"http://127.0.0.1:{server.server_address[1]}/")
+        assert shown() == [["a", "step 70", "a 70"], ["b", "step 70", "b 70"]]
+        window.run("document.querySelector('.tag input').focus()")
+        window.press(LEFT)
+        assert shown() == [["a", "step 60", "a 60"], ["b", "step 70", "b 70"]]
+        assert window.run("return document.activeElement.ariaValueText") == "step 60"
+        log(80)
+        time.sleep(3)
+        assert shown() == [["a", "step 60", "a 60"], ["b", "step 80", "b 80"]]
+        assert window.complaints() == []
+        server.shutdown()
 
 
 def test_a_live_page_updates_and_keeps_the_readers_view(window, tmp_path):

@@ -22,7 +22,7 @@ COUNT = st.integers(1, 1500)
 
 
 def drawn(*strategies):
-    return lambda test: settings(max_examples=20)(given(*strategies)(test))
+    return lambda test: settings(max_examples=12)(given(*strategies)(test))
 
 
 def optimizer(lr=0.1, kind=torch.optim.SGD):

@@ -9,23 +9,32 @@ from parity.cases import CASES
 
 FEW = ("mlp", "cnn", "cnn-bn", "gpt2")
 LONG = {
-    *("bert", "bert.classifier", "llama.mistral", "llama.packed", "llama.qwen3", "lora", "migration", "mixtral"),
-    *("resnet", "resnet.bottleneck", "t5", "t5.gated", "vit"),
+    *("bert", "bert.classifier", "cnn", "llama", "llama.mistral", "llama.packed", "llama.qwen3", "lora", "migration"),
+    *("mixtral", "resnet", "resnet.bottleneck", "t5", "t5.gated", "vit"),
 }
 
 
-def slow(case: str, where: bool) -> Any:
-    return pytest.param(case, marks=[pytest.mark.slow] * where)
+# Each has a smaller case of its family in the slow tier.
+LONGEST = {"bert.classifier", "llama.mistral", "resnet.bottleneck", "t5.gated"}
+
+
+def slow(case: str) -> Any:
+    mark = pytest.mark.nightly if case in LONGEST else pytest.mark.slow
+    return pytest.param(case, marks=[mark] * (case in LONG))
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("case", [slow(case, case in LONG) for case in CASES])
+@pytest.mark.parametrize("case", [slow(case) for case in CASES])
 def test_in_float64_the_runs_are_equal(case: str) -> None:
     assert_same(case, accumulate=4, remat="full")
 
 
+# The longest train with accumulation and remat, above.
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", [slow(case, case not in FEW) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.nightly] * (case in LONG and case not in FEW)) for case in CASES],
+)
 def test_in_float64_the_runs_are_equal_without_accumulation_and_remat(case: str) -> None:
     assert_same(case, accumulate=1, remat="none")
 
@@ -56,16 +65,21 @@ def assert_same(case: str, **settings: Any) -> None:
         ("mlp", "bf16_params", 4),
         pytest.param("cnn-bn", "bf16_params", 1, marks=pytest.mark.slow),
         pytest.param("gpt2", "bf16_params", 4, marks=pytest.mark.slow),
+        ("mlp", "bf16_compute", 4),
+        *(
+            pytest.param(case, "bf16_compute", k, marks=pytest.mark.slow)
+            for case, k in {"gpt2": 4, "llama": 1, "bert": 1, "vit": 4, "resnet": 1, "cnn-bn": 4, "t5": 1}.items()
+        ),
         pytest.param("llama", "bf16", 4, marks=pytest.mark.slow),
-        pytest.param("llama.qwen3", "fp16", 1, marks=pytest.mark.slow),
-        pytest.param("mixtral", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param("llama.qwen3", "fp16", 1, marks=pytest.mark.nightly),
+        pytest.param("mixtral", "bf16", 1, marks=pytest.mark.nightly),
         pytest.param("t5", "fp16", 4, marks=pytest.mark.slow),
-        pytest.param("t5", "fp16", 1, marks=pytest.mark.slow),
-        pytest.param("t5.gated", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param("t5", "fp16", 1, marks=pytest.mark.nightly),
+        pytest.param("t5.gated", "bf16", 1, marks=pytest.mark.nightly),
         pytest.param("bert", "fp16", 4, marks=pytest.mark.slow),
         pytest.param("vit", "bf16", 1, marks=pytest.mark.slow),
-        pytest.param("resnet", "bf16", 1, marks=pytest.mark.slow),
-        pytest.param("lora", "bf16", 4, marks=pytest.mark.slow),
+        pytest.param("resnet", "bf16", 1, marks=pytest.mark.nightly),
+        pytest.param("lora", "bf16", 4, marks=pytest.mark.nightly),
         pytest.param("migration", "fp32", 4, marks=pytest.mark.slow),
         ("losses.chunked-cross-entropy", "bf16", 4),
         ("losses.clip", "fp16", 1),

@@ -35,7 +35,7 @@ def test_plain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.nightly), "2"])
 def test_marked_tests_are_checked_and_summarized(pytester: pytest.Pytester, workers: str) -> None:
     pytester.makepyfile(TESTS)
     ran = pytester.runpytest_subprocess("-n", workers, "--parity-json", "found.json", "-p", "no:cacheprovider")

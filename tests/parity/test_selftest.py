@@ -19,7 +19,7 @@ import jaxtrain.step.loss_program
 import jaxtrain.step.loss_scale
 import jaxtrain.step.step
 from jaxtrain.transforms import remat
-from jaxtrain.transforms.precision import POLICIES
+from jaxtrain.transforms.policies import POLICIES
 from parity import jax_side, selftest
 from parity.cli import main
 from parity.record import Record, Snapshot

@@ -152,7 +152,8 @@ def test_the_noise_of_a_single_row_is_measured_by_one_ulp_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [100])
 def test_gpt2_equals_pytorch_for_a_hundred_steps_without_chaos(steps: int) -> None:
-    verdict = check(gpt2.case(), steps=steps)
+    config = dataclasses.replace(gpt2.CONFIG, n_layer=1)
+    verdict = check(gpt2.case(config, reference=config), steps=steps)
     assert verdict.passed, verdict.faults
     assert verdict.trajectory is not None
     assert verdict.trajectory.chaos is None
@@ -168,4 +169,4 @@ def test_a_too_large_learning_rate_is_chaos_and_a_wrong_epsilon_with_it_is_a_fau
     assert verdict.trajectory.chaos is not None
     ours = dataclasses.replace(adamw, eps=1.1e-8).jax
     wrong = dataclasses.replace(case, optimizer=Optimizer("AdamW", adamw.torch, ours, adamw.moments))
-    assert not check(wrong, steps=80).passed
+    assert not check(wrong, steps=30).passed

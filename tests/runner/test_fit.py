@@ -263,12 +263,13 @@ def data_loader():
 
 KINDS = {
     "mapping": arrays,
+    "DataLoader": data_loader,
     "dataset of tuples": Examples,
     "stream": lambda: examples,
-    "DataLoader": data_loader,
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_data_resumes_to_the_same_bits(kind, tmp_path, monkeypatch):
     def task(self):

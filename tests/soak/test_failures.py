@@ -13,7 +13,7 @@ from jaxtrain.cli import main
 from jaxtrain.runner.checkpoint import saved_steps
 from jaxtrain.runner.manifest import verify
 
-from .fork_server import ForkServer, fork_server
+from .fork_server import ForkServer
 from .test_kills import untimed
 
 TRAIN = "train digits-mlp --hidden 16 --batch-size 8 --log-every 1 --eval-every 50"
@@ -31,18 +31,6 @@ def limited(self, metrics):
 interval.Interval.add = limited
 """
 
-# A mount that only this process and its children see, and that ends with them.
-SMALL_DISK = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-os.mkdir("small")
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
-refused = libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-refused = refused or libc.mount(b"tmpfs", b"small", b"tmpfs", 0, b"size=600k")
-if refused:
-    open("refused", "w").close()
-"""
-
 # Without CAP_DAC_OVERRIDE (1), permissions apply to root as well: capset(2), version 3.
 NO_PRIVILEGE = """
 import ctypes, struct
@@ -52,12 +40,6 @@ assert libc.capget(header, data) == 0
 words = [w & ~(1 << 1) if i < 3 else w for i, w in enumerate(struct.unpack("6I", data.raw))]
 assert libc.capset(header, ctypes.create_string_buffer(struct.pack("6I", *words))) == 0
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> ForkServer:
-    with fork_server(tmp_path_factory.mktemp("runs"), SMALL_DISK) as started:
-        yield started
 
 
 def error_line(text: str) -> str:

@@ -16,7 +16,7 @@ from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import Checkpoints, saved_steps
 from jaxtrain.runner.optimizer import training_step
 
-from .fork_server import Child, ForkServer, fork_server
+from .fork_server import Child, ForkServer
 
 # Logging, evaluations and saves seldom all fall on one step; kills hit each of them.
 COMMAND = (
@@ -31,19 +31,19 @@ MANY = int(os.environ.get("JAXTRAIN_KILLS", 200))
 
 
 @pytest.mark.parametrize(
-    "kills", [3, pytest.param(50, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.nightly)]
+    "kills", [3, pytest.param(15, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.nightly)]
 )
-def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, tmp_path):
+def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, server):
     rng = random.Random(kills)
     command = f"{COMMAND} --steps {20 + 2 * kills}"
-    with fork_server(tmp_path) as server:
-        assert server.run(f"{command} --out whole")[0] == 0
-        done, chains = dict.fromkeys(MOMENTS, 0), 0
-        while sum(done.values()) < kills:
-            chains += 1
-            folder = tmp_path / f"killed-{chains}"
-            killed_chain(server, command, folder, kills - sum(done.values()), done, rng)
-            assert_same_run(tmp_path / "whole", folder)
+    whole = server.folder / f"whole-{kills}"
+    assert server.run(f"{command} --out {whole.name}")[0] == 0
+    done, chains = dict.fromkeys(MOMENTS, 0), 0
+    while sum(done.values()) < kills:
+        chains += 1
+        folder = server.folder / f"killed-{kills}-{chains}"
+        killed_chain(server, command, folder, kills - sum(done.values()), done, rng)
+        assert_same_run(whole, folder)
     print(f"{done}, {chains} chains")
     assert min(done.values()) >= kills // len(MOMENTS)
 

@@ -69,6 +69,9 @@ def test_fractional_weights_keep_float64_precision(mask):
         np.testing.assert_allclose(after_one_update(k, mask)[0], w - 0.5 * gradient, rtol=1e-13, atol=1e-14)
 
 
+add_micro_batch = jax.jit(accumulate.add_micro_batch)
+
+
 @settings(max_examples=50)
 @given(
     st.lists(
@@ -81,7 +84,7 @@ def test_a_window_sums_weighted_gradients_and_divides_once(micro_batches):
     k = len(micro_batches)
     window = accumulate.open_window({"w": jnp.zeros(3)})
     for gradient, weight in micro_batches:
-        window = accumulate.add_micro_batch(
+        window = add_micro_batch(
             window, {"w": jnp.asarray(gradient)}, jt.Loss(jnp.float32(weight), jnp.float32(weight)), k
         )
     weight = sum(w for _, w in micro_batches)
@@ -104,9 +107,7 @@ def test_a_nonfinite_micro_batch_affects_its_own_window_only(bad, position):
         window = accumulate.open_window(params)
         for i in range(3):
             w = jnp.array([1.0, bad if inject and i == position else 2.0])
-            window = accumulate.add_micro_batch(
-                window, {"w": w, "b": jnp.ones(1)}, jt.Loss(jnp.float32(1), jnp.float32(2)), 3
-            )
+            window = add_micro_batch(window, {"w": w, "b": jnp.ones(1)}, jt.Loss(jnp.float32(1), jnp.float32(2)), 3)
         return accumulate.mean_gradient(window)
 
     clean = window_of(inject=False)

@@ -183,41 +183,53 @@ def check_update(state, metrics, loop, window):
 DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@settings(DRAWN, max_examples=SEQUENCES // 4)
-@given(
-    micros=MICROS,
-    flushes=st.sets(st.integers(0, MAX_MICROS - 1), max_size=8),
-    schedule=st.lists(st.integers(1, MAX_K), min_size=1, max_size=8),
-    init_scale=SCALES,
-    interval=INTERVALS,
+@pytest.mark.parametrize(
+    ("optimizer", "clip_norm", "histories"),
+    [
+        ("adamw", 0.5, SEQUENCES // 20),
+        pytest.param("adamw", None, SEQUENCES // 10, marks=pytest.mark.slow),
+        pytest.param("sgd", 0.5, SEQUENCES // 10, marks=pytest.mark.slow),
+        *(
+            pytest.param(optimizer, clip_norm, SEQUENCES // 4, marks=pytest.mark.nightly)
+            for optimizer in ("adamw", "sgd")
+            for clip_norm in (None, 0.5)
+        ),
+    ],
 )
-def test_every_update_of_streamed_windows_equals_that_of_a_pytorch_loop(
-    optimizer, clip_norm, micros, flushes, schedule, init_scale, interval
-):
+def test_every_update_of_streamed_windows_equals_that_of_a_pytorch_loop(optimizer, clip_norm, histories):
     """k follows a schedule of applied updates; a flush applies a short window and does nothing to an empty one."""
-    lengths = np.resize(np.array(schedule, np.int32), MAX_MICROS + 1)
-    micro, flush = compiled(optimizer, clip_norm, interval)
-    loop = TorchLoop(optimizer, clip_norm, init_scale, interval)
-    with jax.enable_x64(True):
-        state, window = start(optimizer, init_scale, streaming=True), []
-        for i, micro_batch in enumerate(micros):
-            state, metrics = micro(state, micro_batch.batch(), lengths)
-            window.append(micro_batch)
-            filled = len(window) == int(lengths[loop.applied])
-            assert bool(metrics["updated"]) is filled
-            if filled:
-                check_update(state, metrics, loop, window)
-                window = []
-            if i in flushes:
-                state, metrics = flush(state, lengths)
-                assert bool(metrics["updated"]) is bool(window)
-                if window:
+
+    @settings(DRAWN, max_examples=histories)
+    @given(
+        micros=MICROS,
+        flushes=st.sets(st.integers(0, MAX_MICROS - 1), max_size=8),
+        schedule=st.lists(st.integers(1, MAX_K), min_size=1, max_size=8),
+        init_scale=SCALES,
+        interval=INTERVALS,
+    )
+    def check(micros, flushes, schedule, init_scale, interval):
+        lengths = np.resize(np.array(schedule, np.int32), MAX_MICROS + 1)
+        micro, flush = compiled(optimizer, clip_norm, interval)
+        loop = TorchLoop(optimizer, clip_norm, init_scale, interval)
+        with jax.enable_x64(True):
+            state, window = start(optimizer, init_scale, streaming=True), []
+            for i, micro_batch in enumerate(micros):
+                state, metrics = micro(state, micro_batch.batch(), lengths)
+                window.append(micro_batch)
+                filled = len(window) == int(lengths[loop.applied])
+                assert bool(metrics["updated"]) is filled
+                if filled:
                     check_update(state, metrics, loop, window)
-                    event("a short window")
-                window = []
+                    window = []
+                if i in flushes:
+                    state, metrics = flush(state, lengths)
+                    assert bool(metrics["updated"]) is bool(window)
+                    if window:
+                        check_update(state, metrics, loop, window)
+                        event("a short window")
+                    window = []
+
+    check()
 
 
 @functools.cache

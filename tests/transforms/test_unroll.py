@@ -40,7 +40,8 @@ def names(traced):
     ("precision", "accumulate", "remat"),
     [
         ("fp32", 1, "none"),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in [("bf16", 2, "full"), ("fp16", 1, "names:hidden")]),
+        pytest.param("bf16", 2, "full", marks=pytest.mark.slow),
+        pytest.param("fp16", 1, "names:hidden", marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_with_unrolled_layers_equals_the_step_with_scanned_ones(precision, accumulate, remat):

@@ -1,0 +1,215 @@
+"""A program compiled for a GPU: what it launches, moves and holds, and how long it should take."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jaxtrain.cost.communication import Communication, communication
+from jaxtrain.cost.data_sheets import Ceilings
+from jaxtrain.cost.gpu.buffers import Buffer, peak_buffers
+from jaxtrain.cost.gpu.launches import Launch, Program
+from jaxtrain.cost.gpu.overlap import Transfer, transfers
+from jaxtrain.cost.gpu.products import Product, products
+from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GPUS_PER_HOST, GpuTarget, compilation_for_gpus
+from jaxtrain.cost.hlo import SourceLines
+
+SHARE_OF_PEAK = 0.75
+"""Share of the peak rate that a predicted product reaches."""
+
+
+class Origin(NamedTuple):
+    """Launches of the same kind from the same scopes of the traced function.
+
+    Attributes:
+      kind: What is launched.
+      op_name: The scopes and the primitive, without numbers.
+      times: Number of launches.
+      moved: Bytes that all of them read and write.
+    """
+
+    kind: str
+    op_name: str
+    times: int
+    moved: float
+
+
+@dataclass(frozen=True)
+class GpuProgram:
+    """A program compiled for one GPU, or the share of one GPU in a program for several.
+
+    Attributes:
+      target: The GPU.
+      hlo: Text of the program.
+      mesh: Sizes of the mesh by axis; empty for one GPU.
+      argument_bytes: Bytes of the arguments.
+      output_bytes: Bytes of the results.
+      alias_bytes: Bytes of the results that are donated arguments.
+      temporary_bytes: Bytes of everything else that is allocated while it runs.
+    """
+
+    target: GpuTarget
+    hlo: str
+    mesh: Mapping[str, int]
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a run of the program needs."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+    @cached_property
+    def program(self) -> Program:
+        """The text, parsed."""
+        return Program.parse(self.hlo)
+
+    @cached_property
+    def launches(self) -> tuple[Launch, ...]:
+        """All launches."""
+        return self.program.launches
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """All products, convolutions and attentions."""
+        return tuple(products(self.program))
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All collectives with what runs beside them."""
+        return tuple(transfers(self.program))
+
+    @cached_property
+    def communication(self) -> Communication:
+        """Bytes that a GPU sends, by collective and axes."""
+        return communication(self.hlo, self.mesh)
+
+    @property
+    def launch_counts(self) -> Counter[str]:
+        """Number of launches of each kind."""
+        counted: Counter[str] = Counter()
+        for launch in self.launches:
+            counted[launch.kind] += launch.times
+        return counted
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that all launches read and write."""
+        return sum(launch.moved_in_all for launch in self.launches)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all products, as executed: with rematerialization, and half of the scores of causal attention."""
+        return sum(product.flops * product.times for product in self.products)
+
+    @property
+    def product_dtypes(self) -> Counter[str]:
+        """Number of products by the dtypes of operands and result."""
+        counted: Counter[str] = Counter()
+        for product in self.products:
+            counted[product.dtypes] += product.times
+        return counted
+
+    @property
+    def host_waits(self) -> int:
+        """Number of places where the host waits for the GPU: conditionals, loops of unknown length, host transfers."""
+        waits = re.compile(r"conditional|infeed|outfeed|send|recv")
+        return sum(
+            waits.fullmatch(x.opcode) is not None or (x.opcode == "while" and x.trips is None)
+            for name in self.program.scheduled
+            for x in self.program.computations[name].instructions.values()
+        )
+
+    def origins(self) -> list[Origin]:
+        """Return the launches by kind and origin, most bytes first."""
+        times: Counter[tuple[str, str]] = Counter()
+        moved: Counter[tuple[str, str]] = Counter()
+        for launch in self.launches:
+            key = launch.kind, re.sub(r"\d+", "#", launch.instruction.op_name)
+            times[key] += launch.times
+            moved[key] += launch.moved_in_all  # type: ignore[assignment]  # a Counter of floats
+        return [Origin(*key, times[key], size) for key, size in moved.most_common()]
+
+    def largest_buffers(self, most: int = 10) -> list[Buffer]:
+        """Return the largest temporaries that are alive at the peak, with their source lines."""
+        return peak_buffers(self.program, SourceLines(self.hlo), most)[1]
+
+    @property
+    def product_seconds(self) -> float:
+        """Predicted time of the products, each at `SHARE_OF_PEAK` or at the bandwidth."""
+        moved = {launch.instruction: launch.moved for launch in self.launches}
+        bandwidth = self.target.ceilings.bandwidth
+        return sum(
+            product.times
+            * max(
+                product.flops / (SHARE_OF_PEAK * peak_rate(product, self.target.ceilings)),
+                moved.get(product.instruction, 0.0) / bandwidth,
+            )
+            for product in self.products
+        )
+
+    @property
+    def traffic_seconds(self) -> float:
+        """Predicted time of all other launches at the bandwidth."""
+        inside = {product.instruction for product in self.products}
+        other = (launch for launch in self.launches if launch.instruction not in inside)
+        return sum(launch.moved_in_all for launch in other) / self.target.ceilings.bandwidth
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes/s that a GPU sends to the others of the mesh: over the network if they are not of one host."""
+        return (
+            self.target.link_bandwidth
+            if math.prod(self.mesh.values()) <= GPUS_PER_HOST
+            else self.target.network_bandwidth
+        )
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Predicted time of the communication that no product overlaps."""
+        total = sum(transfer.times * transfer.result_bytes for transfer in self.transfers)
+        exposed = sum(t.times * t.result_bytes for t in self.transfers if not t.products)
+        sent = self.communication.sent if self.mesh else 0.0
+        return sent * exposed / total / self.link_bandwidth if total else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a run."""
+        return self.product_seconds + self.traffic_seconds + self.exposed_seconds
+
+
+def peak_rate(product: Product, ceilings: Ceilings) -> float:
+    """Return the peak rate of a GPU for a product, in FLOP/s."""
+    if product.operands[0] in ("bf16", "f16"):
+        return ceilings.half
+    return ceilings.fp32 if product.full_precision or product.operands[0] == "f64" else ceilings.tf32
+
+
+def compile_for_gpu(lowered: Any, target: GpuTarget, mesh: Mapping[str, int] | None = None) -> GpuProgram:
+    """Compile a program for a GPU that this machine does not have.
+
+    Args:
+      lowered: A `jax.stages.Lowered` for devices of `gpu_devices`, or a function without arguments that returns one.
+      target: The GPU.
+      mesh: Sizes of the mesh by axis; None for one GPU.
+
+    Returns:
+      The program.
+    """
+    with compilation_for_gpus():
+        compiled = (lowered() if callable(lowered) else lowered).compile(compiler_options=COMPILER_OPTIONS)
+    memory = compiled.memory_analysis()
+    return GpuProgram(
+        target,
+        compiled.as_text(),
+        dict(mesh or {}),
+        argument_bytes=int(memory.argument_size_in_bytes),
+        output_bytes=int(memory.output_size_in_bytes),
+        alias_bytes=int(memory.alias_size_in_bytes),
+        temporary_bytes=int(memory.temp_size_in_bytes),
+    )

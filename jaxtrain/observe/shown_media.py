@@ -1,0 +1,151 @@
+"""The media of a run that its report shows: of each tag some steps, within a number of bytes."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.observe.media import cell_text, read_table
+from jaxtrain.observe.record import Record
+from jaxtrain.run_folder import RunFolder
+
+_PAGE_BYTES = 8 * 2**20  # of the files of all runs and tags
+_STEPS, _ITEMS = 50, 24  # of a tag; of a step
+_CHARACTERS, _ROWS, _COLUMNS = 20_000, 100, 30  # of a text; of a table
+_SMALL = 128  # pixels; narrower images are enlarged
+
+
+@dataclass(frozen=True)
+class Item:
+    """One medium."""
+
+    kind: str
+    """image, audio, text or table."""
+    source: str = ""
+    """Data URI of an image or of audio."""
+    width: int = 0
+    """Width of an image in the page, in pixels."""
+    is_enlarged: bool = False
+    text: str = ""
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    left_out: str = ""
+    """What is not shown of it."""
+
+
+@dataclass(frozen=True)
+class ShownStep:
+    """The media of a tag at a step."""
+
+    step: int
+    items: Sequence[Item]
+    left_out: str = ""
+
+
+@dataclass(frozen=True)
+class ShownTag:
+    """The media of a tag."""
+
+    run: str
+    """The path of the run's folder."""
+    tag: str
+    steps: Sequence[ShownStep] = field(default_factory=list)
+    left_out: str = ""
+
+
+def shown_media(records: Sequence[Record]) -> list[ShownTag]:
+    """Select and read the media that a report of these runs shows."""
+    tags = [
+        (record, tag) for record in records for tag in dict.fromkeys(t for line in record.metrics for t in line.media)
+    ]
+    return [_shown_tag(record, tag, _PAGE_BYTES // len(tags)) for record, tag in tags]
+
+
+def _shown_tag(record: Record, tag: str, most_bytes: int) -> ShownTag:
+    folder = RunFolder(Path(record.name)).media
+    lines = [line for line in record.metrics if tag in line.media]
+    files = [[folder / Path(name).name for name in line.media[tag]] for line in lines]
+    chosen = spread([sum(map(_size, paths[:_ITEMS])) for paths in files], most_bytes)
+    steps = [_shown_step(lines[i].step, files[i], most_bytes) for i in chosen]
+    left_out = f"{len(chosen):,} of {len(lines):,} steps are shown: all are in {folder}"
+    return ShownTag(record.name, tag, steps, left_out if len(chosen) < len(lines) else "")
+
+
+def spread(sizes: Sequence[int], most_bytes: int, most: int = _STEPS) -> list[int]:
+    """Return the indices of as many steps as fit, evenly spaced and with the last one, which is always included.
+
+    >>> spread([1, 1, 1, 1, 1], most_bytes=3)
+    [0, 2, 4]
+    >>> spread([1, 1, 9], most_bytes=3)
+    [2]
+    """
+    last = len(sizes) - 1
+    for count in range(min(most, len(sizes)), 1, -1):
+        indices = sorted({int(i) for i in np.linspace(0, last, count).round()})
+        if sum(sizes[i] for i in indices) <= most_bytes:
+            return indices
+    return [last]
+
+
+def _shown_step(step: int, paths: Sequence[Path], most_bytes: int) -> ShownStep:
+    items: list[Item] = []
+    for path in paths[:_ITEMS]:
+        size = _size(path)
+        if path.is_file() and size <= most_bytes:
+            items.append(_item(path))
+            most_bytes -= size
+    left_out = f"{len(items):,} of {len(paths):,} are shown: all are in {paths[0].parent}"
+    return ShownStep(step, items, left_out if len(items) < len(paths) else "")
+
+
+def _size(path: Path) -> int:
+    """Return the bytes that a file takes in the page, about."""
+    size = path.stat().st_size if path.is_file() else 0
+    return min(size, _CHARACTERS) if path.suffix in (".txt", ".json") else size
+
+
+def _item(path: Path) -> Item:
+    data = path.read_bytes()
+    match path.suffix:
+        case ".png":
+            return _image(data)
+        case ".wav":
+            return Item("audio", source=_uri("audio/wav", data))
+        case ".txt":
+            text = data.decode(errors="replace")
+            cut = f"the first {_CHARACTERS:,} of {len(text):,} characters" if len(text) > _CHARACTERS else ""
+            return Item("text", text=text[:_CHARACTERS], left_out=cut)
+        case _:
+            return _table(*read_table(data))
+
+
+def _image(data: bytes) -> Item:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as picture:
+        width = picture.width
+    scale = max(_SMALL // width, 1)
+    return Item("image", source=_uri("image/png", data), width=width * scale, is_enlarged=scale > 1)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Item:
+    shown = [[_short(cell_text(cell)) for cell in row[:_COLUMNS]] for row in rows[:_ROWS]]
+    cut = [
+        f"the first {most:,} of {count:,} {what}"
+        for count, most, what in ((len(rows), _ROWS, "rows"), (len(columns), _COLUMNS, "columns"))
+        if count > most
+    ]
+    return Item("table", columns=[_short(name) for name in columns[:_COLUMNS]], rows=shown, left_out=", ".join(cut))
+
+
+def _short(text: str) -> str:
+    most = _CHARACTERS // _ROWS
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

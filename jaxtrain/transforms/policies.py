@@ -1,0 +1,125 @@
+"""Named precision policies: the dtypes of a computation."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.transforms.low_compute import compute_in
+from jaxtrain.transforms.precision import autocast, autocast_disabled, is_array, is_float, to_dtype
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The dtypes of a computation, and the precision of float32 matrix products on hardware with cheaper ones.
+
+    Policies compose: a function under one policy keeps it inside a computation under another.
+    `dataclasses.replace` creates variants.
+
+    Attributes:
+      param_dtype: Dtype of the parameters and, without `compute_dtype`, of all floating-point inputs.
+      compute_dtype: Dtype to autocast to; None computes in `param_dtype`, as the code is written.
+      cast_inputs: Whether all of the function is computed in `compute_dtype`, its inputs converted to it first as with
+        `model.to(compute_dtype)`, instead of autocast.
+      matmul_precision: As for `jax.default_matmul_precision`; "highest" is PyTorch's default for float32 products on
+        GPUs.
+      loss_scaling: Whether `train_step` scales the loss by default.
+
+    Example:
+      >>> x = jnp.ones((2, 2))
+      >>> head = POLICIES["fp32"].apply(lambda x: x @ x)
+      >>> body_and_head = POLICIES["bf16"].apply(lambda x: (x @ x, head(x)))
+      >>> [y.dtype.name for y in body_and_head(x)]
+      ['bfloat16', 'float32']
+    """
+
+    param_dtype: Any
+    compute_dtype: Any = None
+    cast_inputs: bool = False
+    matmul_precision: str = "highest"
+    loss_scaling: bool = False
+
+    def cast_params(self, params: Any) -> Any:
+        """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
+
+        Args:
+          params: Pytree of arrays.
+
+        Returns:
+          The copy; leaves that are not floating-point keep their dtypes.
+
+        Raises:
+          UserError: `param_dtype` is float64 and JAX's x64 mode is off.
+        """
+        self._check_available()
+        return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if is_float(x) else None, copy=True), params)
+
+    def apply(self, fn: Callable[..., Any], *, state_argnums: Collection[int] = ()) -> Callable[..., Any]:
+        """Apply the policy to a function.
+
+        Args:
+          fn: A function of arrays.
+          state_argnums: Positions of the arguments with model state, which `cast_inputs` leaves in their dtypes.
+
+        Returns:
+          The same function, computed under this policy.
+        """
+        if self.compute_dtype is None:
+            inner = self._uncast(fn)
+        elif self.cast_inputs:
+            inner = compute_in(fn, self.compute_dtype, state_argnums)
+        else:
+            inner = autocast(fn, self.compute_dtype)
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with jax.default_matmul_precision(self.matmul_precision):
+                return inner(*args, **kwargs)
+
+        return compute
+
+    def _uncast(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            self._check_available()
+            args, kwargs = jax.tree.map(lambda x: to_dtype(self.param_dtype, x) if is_array(x) else x, (args, kwargs))
+            with autocast_disabled():
+                return fn(*args, **kwargs)
+
+        return compute
+
+    def _check_available(self) -> None:
+        if jax.dtypes.canonicalize_dtype(self.param_dtype) != self.param_dtype:
+            raise UserError("precision 'fp64' needs JAX's x64 mode: call jax.config.update('jax_enable_x64', True)")
+
+
+POLICIES = {
+    "fp64": Policy(np.float64),
+    "fp32": Policy(np.float32),
+    "tf32": Policy(np.float32, matmul_precision="tensorfloat32"),
+    "bf16": Policy(np.float32, jnp.bfloat16),
+    "fp16": Policy(np.float32, np.float16, loss_scaling=True),
+    "bf16_compute": Policy(np.float32, jnp.bfloat16, cast_inputs=True),
+    "bf16_params": Policy(jnp.bfloat16),
+}
+"""Policies by name. "bf16_params" has no float32 parameters, as `model.bfloat16()`; the others have master parameters,
+which "bf16_compute" converts to bfloat16 for the computation."""
+
+
+def policy(precision: str | Policy) -> Policy:
+    """Return the policy of a name, or the policy itself.
+
+    Raises:
+      UserError: The name is unknown.
+
+    Example:
+      >>> policy("fp16").loss_scaling
+      True
+    """
+    if isinstance(precision, Policy):
+        return precision
+    if precision not in POLICIES:
+        raise UserError(f"precision {precision!r} is unknown: choose one of {', '.join(POLICIES)}")
+    return POLICIES[precision]
