@@ -6,6 +6,8 @@ places.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -20,6 +22,31 @@ def none_frozen(path: str) -> bool:
     """Return False: every parameter is trained."""
     del path
     return False
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Predicate on paths: whether one of several shell patterns matches; `*` also matches "/".
+
+    Attributes:
+      patterns: The patterns, such as "blocks/*/bias".
+
+    Example:
+      >>> frozen = Matching.of("wte*, blocks/*/bias")
+      >>> [frozen(path) for path in ("wte/embedding", "blocks/qkv/bias", "blocks/qkv/kernel")]
+      [True, True, False]
+    """
+
+    patterns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, patterns: str) -> "Matching":
+        """Return the predicate of patterns separated by commas."""
+        return cls(tuple(pattern.strip() for pattern in patterns.split(",")))
+
+    def __call__(self, path: str) -> bool:
+        """Return whether a pattern matches the path."""
+        return any(fnmatchcase(path, pattern) for pattern in self.patterns)
 
 
 def path_name(path: Any) -> str:

@@ -12,13 +12,13 @@ from rich.console import Console
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
-from jaxtrain.export.inference import Inference, Input, build_inference, has_signature
+from jaxtrain.export.inference import Inference, build_inference
 from jaxtrain.export.predict import predict_inference
 from jaxtrain.export.verify import Verification, make_trials, verify
-from jaxtrain.run import Recipe, Task
+from jaxtrain.run import Input, Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
-from jaxtrain.step import TrainState, applied_updates
+from jaxtrain.step import TrainState, applied_updates, averaged
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Export:
     (DIR-huggingface)."""
     format: Literal["torch", "onnx", "stablehlo", "huggingface"] = "torch"
     """torch: state dicts of model, optimizer, scheduler and scaler; onnx: the model for ONNX Runtime; stablehlo: the
-    model for JAX without jaxtrain; huggingface: the model for transformers."""
+    model for JAX without jaxtrain; huggingface: the model for transformers. All but torch, which continues a run,
+    export the moving average of the parameters if there is one."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ class Restored:
 
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
-        build = build_inference if has_signature(self.recipe) else predict_inference
-        return build(self.recipe, self.task, self.state.params, self.state.model_state)
+        state = averaged(self.state)
+        if (signature := self.task.signature) is not None:
+            return build_inference(self.task, signature, state.params, state.model_state)
+        return predict_inference(self.recipe, self.task, state.params, state.model_state)
 
 
 def main(args: list[str]) -> int:
@@ -100,7 +103,7 @@ def _stablehlo(folder: Path, restored: Restored) -> str:
 
 
 def _huggingface(folder: Path, restored: Restored) -> str:
-    found, task, state = restored.inference(), restored.task, restored.state
+    found, task, state = restored.inference(), restored.task, averaged(restored.state)
     huggingface.write_huggingface(
         folder, found.model, state.params, state.model_state, class_names=task.class_names, texts=task.texts
     )

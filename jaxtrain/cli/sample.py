@@ -13,6 +13,7 @@ from jaxtrain.data import replace_unprintable
 from jaxtrain.errors import UserError
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_params, restore_state
+from jaxtrain.step import averaged
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ def main(args: list[str]) -> int:
                 "or use a run of a language model"
             )
         if task.continue_text is not None:
-            params = restore_params(run.checkpoints, jax.eval_shape(task.initial).params)
+            like = jax.eval_shape(task.initial).params
+            params = restore_params(run.checkpoints, like, averaged=recipe.ema is not None)
             chunks = task.continue_text(
                 params, options.prompt, length=options.length, temperature=options.temperature, seed=options.seed
             )
         else:
             assert task.sample is not None
-            chunks = iter([task.sample(restore_state(run.checkpoints, recipe, task), options.seed)])
+            state = averaged(restore_state(run.checkpoints, recipe, task))
+            chunks = iter([task.sample(state, options.seed)])
         begin = [*itertools.islice(chunks, 2)]  # the prompt and the first chunk, which compiles
     for text in itertools.chain(begin, chunks):
         sys.stdout.write(replace_unprintable(text))

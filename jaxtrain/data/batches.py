@@ -14,7 +14,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.data.read_ahead import ReadAhead as ReadAhead
 from jaxtrain.data.source import Batch, Collate, Rows
 from jaxtrain.data.stream import StreamReader
-from jaxtrain.data.torch_loader import DataLoaderReader
+from jaxtrain.data.torch_loader import DataLoaderReader, last_rows
 from jaxtrain.errors import UserError
 
 
@@ -64,7 +64,7 @@ def training_batches(
     | mapping of arrays of equal length | shuffled by `seed`, as `Loader` does |
     | anything with `__len__` and `__getitem__`: a list, a dataset of PyTorch or `datasets` | the same |
     | iterable of examples, or function that returns one | in their order, epoch after epoch |
-    | `torch.utils.data.DataLoader` | its own, with its workers and its `collate_fn` |
+    | `torch.utils.data.DataLoader` | its own, with its workers and its `collate_fn`, the smaller last one included |
 
     Examples are dicts of arrays of NumPy, JAX or PyTorch, numbers or lists of numbers; or tuples of them, named by
     `batch_keys`. `MappedSource` applies a function to the examples of a source. 64-bit numbers become 32-bit ones
@@ -139,3 +139,20 @@ def training_batches(
         raise UserError(f"{option} does not apply to a DataLoader: use its {its}")
     # Not in a thread, because the global random generators are exchanged while the loader is used.
     return ReadAhead(DataLoaderReader(data, batch_size, seed, rows, collator, message), 0, batch_size, rows)
+
+
+def shorter_rows(data: Any, batch_size: int) -> int | None:
+    """Return how many rows the smaller last batch of an epoch has, with which a DataLoader may end.
+
+    Args:
+      data: The data.
+      batch_size: Number of rows of the other batches.
+
+    Returns:
+      Their number, 0 if there is no smaller batch, None if that is not known before the data are read.
+    """
+    kind, data = kind_of(data)
+    if kind is not Kind.LOADER:
+        return 0
+    last = last_rows(data, batch_size)
+    return 0 if last == batch_size else last

@@ -47,7 +47,8 @@ class DataLoaderReader:
       message: Prints one line.
 
     Raises:
-      UserError: The batch size of the loader differs, or its last batch is smaller than the others.
+      UserError: The batch size of the loader differs, or its last batch is smaller than the others and `rows` are
+        given.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DataLoaderReader:
         collator: Collator,
         message: Callable[[str], None],
     ) -> None:
-        _check_batches(loader, batch_size)
+        _check_batches(loader, batch_size, rows)
         self.order: dict[str, Any] = {"data": "DataLoader", "batch_size": batch_size, "seed": seed}
         self._loader, self._batch_size, self._seed, self._collator = loader, batch_size, seed, collator
         self._rows, self._message = rows if rows is None else np.asarray(rows, np.intp), message
@@ -67,21 +68,31 @@ class DataLoaderReader:
         self._batches = 0  # read of the epoch
         self._random = RandomStates(loader)
         self._iterator: Iterator[Any] | None = None
+        self._is_shorter_known = False
 
     def read(self) -> Batch:
-        """Read the next batch.
+        """Read the next batch; the last one of an epoch may have fewer rows.
 
         Raises:
-          UserError: The loader is empty, the batch has another size, or its values are not arrays.
+          UserError: The loader is empty, the batch has more rows or differing numbers of them, or its values are not
+            arrays.
         """
         where = f"batch {self._batches} of epoch {self._epoch} of the DataLoader"
         batch = self._collator.batch(self._next(), where)
+        first = next(iter(batch.values()))
+        count = len(first) if first.ndim and 0 < len(first) < self._batch_size else self._batch_size
         for name, array in batch.items():
-            if not array.ndim or len(array) != self._batch_size:
+            if not array.ndim or len(array) != count:
                 raise UserError(
-                    f"{name!r} of {where} has {len(array) if array.ndim else 0} rows, not {self._batch_size}: give the"
-                    " DataLoader drop_last=True, or batches of one size"
+                    f"{name!r} of {where} has {len(array) if array.ndim else 0} rows, not {count}: give the"
+                    " DataLoader batches of one size"
                 )
+        if count < self._batch_size:
+            if self._rows is not None:
+                raise _shorter_on_mesh(count, self._batch_size)
+            if not self._is_shorter_known:
+                self._message(f"{where} has {count} rows, not {self._batch_size}: the step is compiled for them too")
+            self._is_shorter_known = True
         return batch if self._rows is None else {name: array[self._rows] for name, array in batch.items()}
 
     def position(self) -> dict[str, Any]:
@@ -200,6 +211,27 @@ def loader_examples(loader: Any, collator: Collator) -> Iterator[dict[str, Any]]
         number += 1
 
 
+def last_rows(loader: Any, batch_size: int) -> int | None:
+    """Return the number of rows of the last batch of an epoch.
+
+    Args:
+      loader: The DataLoader.
+      batch_size: Its number of rows of a batch.
+
+    Returns:
+      A number up to `batch_size`; None if it is not known before the batches are read.
+    """
+    batches = loader.batch_sampler
+    if getattr(batches, "drop_last", False):
+        return batch_size
+    if not hasattr(batches, "drop_last"):
+        return None  # a batch sampler of the user's
+    try:
+        return len(batches.sampler) % batch_size or batch_size
+    except TypeError:
+        return None  # a dataset without a length
+
+
 def _parts(loader: Any) -> list[Any]:
     """Return what may have a random generator, or differ from epoch to epoch."""
     batches = loader.batch_sampler
@@ -207,21 +239,22 @@ def _parts(loader: Any) -> list[Any]:
     return list({id(part): part for part in parts if part is not None}.values())
 
 
-def _check_batches(loader: Any, batch_size: int) -> None:
+def _check_batches(loader: Any, batch_size: int, rows: Rows | None) -> None:
     """Check what is known of the batches before they are read."""
     batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None)
     if size not in (None, batch_size):
         raise UserError(f"the DataLoader has batch_size {size}, but the run has {batch_size}: give both the same")
-    try:
-        examples = len(batches.sampler)
-    except (AttributeError, TypeError):
-        return  # a dataset without a length, or a batch sampler of the user's
-    if examples % batch_size and not getattr(batches, "drop_last", True):
-        raise UserError(
-            f"the last batch of the DataLoader has {examples % batch_size} rows, not {batch_size}: give it"
-            " drop_last=True"
-        )
+    last = last_rows(loader, batch_size)
+    if last is not None and last < batch_size and rows is not None:
+        raise _shorter_on_mesh(last, batch_size)
+
+
+def _shorter_on_mesh(count: int, batch_size: int) -> UserError:
+    return UserError(
+        f"the last batch of the DataLoader has {count} rows, not {batch_size}, which a mesh does not divide: give it"
+        " drop_last=True"
+    )
 
 
 _END = object()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
+from jaxtrain.distributed.mesh import FSDP, SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.rows import window_sharding
 from jaxtrain.distributed.sharding import fit_spec
 from jaxtrain.errors import UserError
@@ -85,6 +86,17 @@ class ShardingConstraints:
             self._constrain_axes(self._constrain_axes(y, {1: None, 2: heads_spec, 3: None}), {1: SEQUENCE})
             for y in run(*sharded_by_heads, *masks)
         ]
+
+    def moves_less_than(self, table: Any, indices: Any) -> bool:
+        """Return whether every device looks up fewer rows than `table` has, by `indices` [B, …, 1]."""
+        lookups = math.prod(indices.shape) // data_parallel_size(self._mesh.shape)
+        sharded = self._mesh.shape.get(FSDP, 1) > 1 and not self.lengths and self._has_rows(indices)
+        return sharded and lookups < table.shape[0]
+
+    def replicate_over_fsdp(self, x: Any, axes: Mapping[int, Any] = MappingProxyType({})) -> Any:
+        """Shard the rows of `x` [B, …] over the other axes of the mesh only, and the given axes."""
+        rows = tuple(axis for axis in self._rows if axis != FSDP)
+        return self._constrain(x, {0: rows, **axes}, None)
 
     def _constrain_axes(self, x: Any, axes: Mapping[int, Any]) -> Any:
         """Shard the rows of `x` and the given axes; leave its other axes unconstrained."""

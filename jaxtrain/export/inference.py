@@ -11,37 +11,12 @@ from flax import nnx
 from jax import lax
 from jax.export import symbolic_shape
 
-from jaxtrain.data import tokenizer
 from jaxtrain.interop import leaves, unflatten
 from jaxtrain.models import functional_with_state
-from jaxtrain.models.t5 import shift_right
-from jaxtrain.recipes.image import ImageRecipe
-from jaxtrain.recipes.language import LanguageRecipe
-from jaxtrain.recipes.masked_language import MaskedLanguageRecipe
-from jaxtrain.recipes.seq2seq import Seq2SeqRecipe
-from jaxtrain.recipes.text_classification import TextClassificationRecipe
-from jaxtrain.run import Recipe, Task
+from jaxtrain.run import Input, Signature, Task
 
 ROWS = 8
 """Number of validation examples on which an export is verified."""
-
-
-@dataclass(frozen=True)
-class Input:
-    """An input of a model, [batch, *shape].
-
-    Attributes:
-      shape: Shape of a row; with a `fill`, of the longest row.
-      dtype: Its dtype.
-      fill: Value with which shorter rows are padded, which does not change the logits of the other tokens; None for a
-        fixed shape.
-      length: Name of the axis that may be shorter.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    fill: int | None = None
-    length: str = "length"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +81,21 @@ def _pad(kind: Input, x: Any) -> Any:
     return jnp.concatenate([x, jnp.full((rows, kind.shape[0] - length), kind.fill, x.dtype)], axis=1)
 
 
-def has_signature(recipe: Recipe) -> bool:
-    """Whether the task of a recipe is that of a built-in one, whose inputs `build_inference` knows."""
-    return type(recipe).task.__module__.startswith("jaxtrain.recipes.")
-
-
-def build_inference(recipe: Recipe, task: Task, params: Any, model_state: Any) -> Inference:
-    """Build the inference function of a built-in recipe's run; float16 and bfloat16 weights become float32."""
-    model = nnx.eval_shape(lambda: _model(recipe, task))
-    inputs, logits, length_input = _signature(recipe, task, model)
+def build_inference(task: Task, signature: Signature, params: Any, model_state: Any) -> Inference:
+    """Build the inference function of a task's `signature`; float16 and bfloat16 weights become float32."""
     examples = [task.validation[i] for i in range(min(ROWS, len(task.validation)))]
     rows = {
         name: np.stack([np.asarray(example[name], x.dtype)[: x.shape[0]] for example in examples])
-        for name, x in inputs.items()
+        for name, x in signature.inputs.items()
     }
-    return Inference(model, named_weights(params, model_state), inputs, logits, length_input, rows)
+    return Inference(
+        signature.model,
+        named_weights(params, model_state),
+        signature.inputs,
+        signature.logits,
+        signature.length_input,
+        rows,
+    )
 
 
 def named_weights(params: Any, model_state: Any) -> dict[str, Any]:
@@ -131,45 +106,3 @@ def named_weights(params: Any, model_state: Any) -> dict[str, Any]:
 def widen(leaf: Any) -> Any:
     """Return an array with float16 and bfloat16 as float32."""
     return leaf.astype(np.float32) if leaf.dtype in (jnp.bfloat16, np.float16) else leaf
-
-
-def _signature(recipe: Recipe, task: Task, model: Any) -> tuple[dict[str, Input], Callable[..., Any], str | None]:
-    """Return `inputs`, `logits` and `length_input` of an `Inference`."""
-    if isinstance(recipe, ImageRecipe):
-        return {"image": Input(_image_shape(task), np.float32)}, lambda call, image: call(image), None
-    if isinstance(recipe, LanguageRecipe):
-        # The padding follows the tokens, which do not attend to it.
-        return {"tokens": Input((recipe.seq_len,), np.int32, 0)}, lambda call, tokens: call(tokens), "tokens"
-    pad = model.config.pad_token_id
-    if isinstance(recipe, Seq2SeqRecipe):
-        return (
-            {
-                "source": Input((recipe.source_len,), np.int32, pad, "source_length"),
-                "target": Input((recipe.target_len,), np.int32, pad, "target_length"),
-            },
-            lambda call, source, target: call(source, shift_right(target, model.config), source != pad),
-            "target",
-        )
-    return (
-        {"tokens": Input((model.config.max_position_embeddings,), np.int32, pad)},
-        lambda call, tokens: call(tokens, tokens != pad),
-        "tokens" if isinstance(recipe, MaskedLanguageRecipe) else None,
-    )
-
-
-def _model(recipe: Recipe, task: Task) -> nnx.Module:
-    if isinstance(recipe, ImageRecipe):
-        return recipe.model(_image_shape(task))
-    if isinstance(recipe, LanguageRecipe) and task.classes is not None:
-        return recipe.model(task.classes)
-    if isinstance(recipe, MaskedLanguageRecipe):
-        return recipe.bert(tokenizer(recipe.tokenizer), recipe.seq_len, num_labels=None)
-    if isinstance(recipe, TextClassificationRecipe):
-        return recipe.bert(tokenizer(recipe.tokenizer), recipe.seq_len + 2, num_labels=task.classes)
-    if isinstance(recipe, Seq2SeqRecipe):
-        return recipe.model(tokenizer(recipe.tokenizer))
-    raise TypeError(f"no model for {type(recipe).__name__}")
-
-
-def _image_shape(task: Task) -> tuple[int, ...]:
-    return tuple(task.validation[0]["image"].shape)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.export.inference import ROWS, Inference, Input, widen
+from jaxtrain.export.inference import ROWS, Inference, widen
 from jaxtrain.interop import leaves, unflatten
-from jaxtrain.run import Predictions, Recipe, Task, evaluation_batches
+from jaxtrain.run import Input, Predictions, Recipe, Task, evaluation_batches
 
 _STATE = "model_state/"
 _REASON_LENGTH = 160

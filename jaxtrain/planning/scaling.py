@@ -19,6 +19,7 @@ import jax
 from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
 from jaxtrain.distributed import AXES, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
+from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
 from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step
@@ -194,14 +195,14 @@ class Scaling:
     def _compile(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
         task, mesh = recipe.task(), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
-        _, state, window, lowered = trace_step(recipe, task, mesh)
+        step, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
         # Axes that do not shard rows shard the arithmetic of each row.
         flops, roofline = (x / (mesh.size // data_parallel_size(shape)) for x in self._unsharded_cost)
         return DeviceShare(
             recipe,
             shape,
-            _memory(state, window, program),
+            _memory(state, partition(state.params, step.parts.frozen)[0], window, program),
             communication(program.as_text(), mesh.shape),
             flops,
             roofline,
@@ -218,7 +219,7 @@ class Scaling:
         return sum(map(equation_flops, jaxpr.eqns)), estimate_seconds(jaxpr, self._device)
 
 
-def _memory(state: Any, window: Any, program: Any) -> DeviceMemory:
+def _memory(state: Any, trained: Any, window: Any, program: Any) -> DeviceMemory:
     whole, peak = _bytes(state), peak_bytes(program)
     parameters, batch = _bytes((state.params, state.model_state)), _bytes(window)
     return DeviceMemory(
@@ -226,7 +227,7 @@ def _memory(state: Any, window: Any, program: Any) -> DeviceMemory:
         optimizer=whole - parameters,
         batch=batch,
         temporaries=peak - whole - batch,
-        gradients=sum(4 * math.prod(_shard(x)) for x in jax.tree.leaves(state.params)),
+        gradients=sum(4 * math.prod(_shard(x)) for x in jax.tree.leaves(trained)),
         peak=peak,
     )
 

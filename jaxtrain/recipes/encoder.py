@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import Tokenizer
 from jaxtrain.models import Bert, BertConfig
+from jaxtrain.run import Input, Signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +52,10 @@ class EncoderRecipe(jt.Recipe):
             num_labels=num_labels,
         )
         return Bert(config, rngs=nnx.Rngs(self.seed))
+
+
+def signature(model: Bert, length_input: str | None) -> Signature:
+    """Return the signature of a model of padded tokens; `length_input` is that of `Signature`."""
+    pad, length = model.config.pad_token_id, model.config.max_position_embeddings
+    inputs = {"tokens": Input((length,), np.int32, pad)}
+    return Signature(model, inputs, lambda call, tokens: call(tokens, tokens != pad), length_input)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.data import Arrays, ImageFolder, check_labels, pixels, split_images, unigram_entropy
 from jaxtrain.models import CNN, MLP, cnn, functional, mlp
-from jaxtrain.run import row_weights
+from jaxtrain.run import Input, Signature, row_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class ImageRecipe(jt.Recipe):
         """Read the data and build the model."""
         train, validation = self.images()
         shape = train[0]["image"].shape
-        apply, _ = functional(nnx.eval_shape(lambda: self.model(shape)))
+        model = nnx.eval_shape(lambda: self.model(shape))
+        apply, _ = functional(model)
 
         def predict(params: Any, batch: Any, _: Any) -> jt.Predictions:
             return predictions(apply(params, pixels(batch["image"])), batch)
@@ -47,6 +49,7 @@ class ImageRecipe(jt.Recipe):
             init=lambda: functional(self.model(shape))[1],
             loss_fn=loss_fn,
             predict=predict,
+            signature=signature(model, shape),
             **self.data_fields(train, validation),
         )
 
@@ -74,6 +77,11 @@ class ImageRecipe(jt.Recipe):
             "bounds": {"image": 256},
             "references": {"class entropy": unigram_entropy(validation.labels)},
         }
+
+
+def signature(model: nnx.Module, shape: tuple[int, ...]) -> Signature:
+    """Return the signature of a model of images of this shape."""
+    return Signature(model, {"image": Input(tuple(shape), np.float32)}, lambda call, image: call(image))
 
 
 def predictions(logits: Any, batch: Any) -> jt.Predictions:

@@ -24,7 +24,7 @@ from jaxtrain.data import (
     unigram_entropy,
 )
 from jaxtrain.models import Sampling, functional, stream, stream_text
-from jaxtrain.run import row_weights
+from jaxtrain.run import Input, Signature, row_weights
 
 BYTES = 256
 PROMPT = "def "
@@ -88,6 +88,10 @@ class LanguageRecipe(jt.Recipe):
             init=jax.jit(lambda: functional(self.model(vocab_size))[1]),
             loss_fn=lambda params, batch, rng: (predict(params, batch, rng).loss(), {}),
             predict=lambda params, batch, _: predict(params, batch, None),
+            # The padding follows the tokens, which do not attend to it.
+            signature=Signature(
+                model, {"tokens": Input((self.seq_len,), np.int32, 0)}, lambda call, tokens: call(tokens), "tokens"
+            ),
             texts=texts,
             train=train,
             validation=validation,

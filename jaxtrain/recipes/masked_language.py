@@ -26,7 +26,7 @@ from jaxtrain.data import (
 )
 from jaxtrain.losses import mask_tokens
 from jaxtrain.models import bert, functional
-from jaxtrain.recipes.encoder import EncoderRecipe
+from jaxtrain.recipes.encoder import EncoderRecipe, signature
 from jaxtrain.run import row_weights
 
 
@@ -89,6 +89,7 @@ class MaskedLanguageRecipe(EncoderRecipe):
             init=jax.jit(lambda: functional(create())[1]),
             loss_fn=loss_fn,
             predict=lambda params, batch, _: predict(params, batch, None),
+            signature=signature(model, "tokens"),
             texts=texts,
             train=train,
             validation=validation,

@@ -23,7 +23,7 @@ from jaxtrain.data import (
     unigram_entropy,
 )
 from jaxtrain.models import T5, functional, generate_texts, t5
-from jaxtrain.run import row_weights
+from jaxtrain.run import Input, Signature, row_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,15 @@ class Seq2SeqRecipe(jt.Recipe):
             init=jax.jit(lambda: functional(self.model(texts))[1]),
             loss_fn=loss_fn,
             predict=lambda params, batch, _: predict(params, batch, None),
+            signature=Signature(
+                model,
+                {
+                    "source": Input((self.source_len,), np.int32, pad, "source_length"),
+                    "target": Input((self.target_len,), np.int32, pad, "target_length"),
+                },
+                lambda call, source, target: call(source, t5.shift_right(target, config), source != pad),
+                "target",
+            ),
             texts=texts,
             input_text=lambda example: texts.decode(example["source"]),
             train=train,

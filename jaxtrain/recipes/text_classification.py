@@ -25,7 +25,7 @@ from jaxtrain.data import (
     tokenizer,
 )
 from jaxtrain.models import bert, functional
-from jaxtrain.recipes.encoder import EncoderRecipe
+from jaxtrain.recipes.encoder import EncoderRecipe, signature
 from jaxtrain.run import row_weights
 
 
@@ -72,6 +72,7 @@ class TextClassificationRecipe(EncoderRecipe):
             init=jax.jit(lambda: functional(create())[1]),
             loss_fn=loss_fn,
             predict=lambda params, batch, _: predict(params, batch, None),
+            signature=signature(model, None),
             class_names=[str(name) for name in classes],
             input_text=lambda example: texts.decode(example["tokens"]),
             train=MappedSource(train, encode),

@@ -18,7 +18,20 @@ from jaxtrain.run.reference import locate as locate
 from jaxtrain.run.reference import name_of as name_of
 from jaxtrain.run.reference import reference_to as reference_to
 from jaxtrain.run.reference import source_of as source_of
+from jaxtrain.run.signature import Input, Signature
 from jaxtrain.run.task import Initial, Predictions, Task, row_weights
 from jaxtrain.run.task import check_memory as check_memory
 
-__all__ = ["Audio", "Image", "Initial", "Predictions", "Recipe", "Table", "Task", "Text", "row_weights"]
+__all__ = [
+    "Audio",
+    "Image",
+    "Initial",
+    "Input",
+    "Predictions",
+    "Recipe",
+    "Signature",
+    "Table",
+    "Task",
+    "Text",
+    "row_weights",
+]

@@ -68,6 +68,10 @@ class Recipe:
     """Adam's decay rate of the second moment; the default suits short runs."""
     clip_norm: float | None = 1.0
     """Maximum global gradient norm; None disables clipping."""
+    frozen: str | None = None
+    """Parameters that are not trained: shell patterns of their paths, such as "wte*,blocks/*/bias"; None trains all."""
+    ema: float | None = None
+    """Decay of a moving average of the parameters, which is then evaluated, sampled and exported; None for none."""
     loss_scale: str | None = None
     """Loss scale for fp16: "dynamic_loss_scale(growth_interval=500)", "static_loss_scale(scale=1024.0)"."""
     seed: int = 0

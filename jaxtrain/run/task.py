@@ -16,6 +16,7 @@ from jaxtrain.data import Collate, Example, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
+from jaxtrain.run.signature import Signature
 from jaxtrain.step import Loss, LossFn, TrainState
 
 
@@ -85,6 +86,9 @@ class Task:
     predict: Callable[[Any, Any, Any], Any] | None = None
     """`predict(params, batch, model_state)` returns `Predictions` of classes or tokens, or other arrays with a leading
     batch axis, in evaluation mode."""
+    signature: Signature | None = None
+    """The model as `export` writes it to ONNX, StableHLO and Hugging Face, for instance for rows of any length; None
+    exports `predict`, whose inputs have the shapes of a batch."""
     classes: int | None = None
     """Number of classes: bounds the integers in a batch, and the initial loss is about log(classes)."""
     unit: str = "examples"

@@ -198,16 +198,18 @@ class Checkpoints:
         folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
         return self._read(folder, like), json.loads((folder / _RUN).read_text())["data"]
 
-    def restore_params(self, like: Any) -> Any:
+    def restore_params(self, like: Any, *, averaged: bool = False) -> Any:
         """Restore only the parameters of the newest checkpoint.
 
         Args:
           like: The parameters, or their shapes.
+          averaged: Whether to restore their moving average instead.
 
         Raises:
           UserError: As `restore`.
         """
-        return self._read(self._verified(None), {"params": like}, partial_restore=True)["params"]
+        name = "ema" if averaged else "params"
+        return self._read(self._verified(None), {name: like}, partial_restore=True)[name]
 
     def _read(self, folder: Path, like: Any, **how: bool) -> Any:
         """Read the tree `like`. Raises `UserError` if another was saved: orbax would convert it silently."""
@@ -306,18 +308,19 @@ def saved_steps(path: Path) -> list[int]:
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
-def restore_params(path: Path, like: Any) -> Any:
+def restore_params(path: Path, like: Any, *, averaged: bool = False) -> Any:
     """Restore the parameters of the newest checkpoint.
 
     Args:
       path: The folder of checkpoints.
       like: The parameters, or their shapes.
+      averaged: Whether to restore their moving average instead.
 
     Raises:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
     with Checkpoints(path) as checkpoints:
-        return checkpoints.restore_params(like)
+        return checkpoints.restore_params(like, averaged=averaged)
 
 
 def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:

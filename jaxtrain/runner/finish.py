@@ -21,7 +21,7 @@ from jaxtrain.observe import (
 from jaxtrain.run import Recipe, Task, evaluation_batches
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner.loop import Outcome
-from jaxtrain.step import TrainState
+from jaxtrain.step import TrainState, averaged
 
 # Misclassified examples shown in TensorBoard, and the number of validation examples they are taken from.
 _WORST, _EVALUATED = 8, 512
@@ -68,7 +68,7 @@ def analyze_errors(
       name: Name of the recipe.
       recipe: The settings of the run.
       task: The task of the run.
-      state: The state to evaluate.
+      state: The state to evaluate, by its moving average if it has one.
       split: "validation" for the examples of the run's evaluations, "train" for as many training examples.
       max_examples: Evaluate a fixed random subset of this size; None for all examples.
 
@@ -91,7 +91,7 @@ def analyze_errors(
     if kind is not Kind.SOURCE or not isinstance(source[0], Mapping):
         examples = []
         batches = _recorded(batches, examples)
-    means, predictions = evaluate_examples(task, state, batches, precision=recipe.precision)
+    means, predictions = evaluate_examples(task, averaged(state), batches, precision=recipe.precision)
     return ErrorAnalysis(name, int(state.step), split, task, examples, means, predictions)
 
 

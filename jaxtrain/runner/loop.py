@@ -22,7 +22,7 @@ from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
-from jaxtrain.step import TrainState
+from jaxtrain.step import TrainState, averaged
 
 Resume = bool | Literal["auto"]
 
@@ -171,7 +171,7 @@ def _compile(session: Session, state: TrainState, batch: Any) -> None:
 
 def _outcome(session: Session, state: TrainState, exit_status: int) -> Outcome:
     task, recipe = session.training.task, session.training.recipe
-    sample = task.sample(state, recipe.seed) if task.sample and not exit_status else None
+    sample = task.sample(averaged(state), recipe.seed) if task.sample and not exit_status else None
     return Outcome(int(state.step), exit_status, state, task, sample)
 
 

@@ -18,6 +18,7 @@ from jaxtrain.optim import (
     no_decay,
     parse_expression,
 )
+from jaxtrain.paths import Matching, none_frozen
 from jaxtrain.run import Recipe, Task
 from jaxtrain.step import LossFn, TrainState, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
 
@@ -43,6 +44,8 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
         precision=recipe.precision,
         accumulate=recipe.accumulate,
         clip_norm=recipe.clip_norm,
+        frozen=none_frozen if recipe.frozen is None else Matching.of(recipe.frozen),
+        ema=recipe.ema,
         remat=recipe.remat,
         unroll=recipe.unroll,
         loss_scale=loss_scale(recipe),

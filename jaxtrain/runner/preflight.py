@@ -16,6 +16,7 @@ from jaxtrain.distributed import data_parallel_size, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
+from jaxtrain.paths import Matching, none_frozen, path_name
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder, read_config
 from jaxtrain.runner.optimizer import defines_optimizer, loss_scale, optimizer_expression, schedule, schedule_call
@@ -104,6 +105,8 @@ def check_settings(recipe: Recipe) -> None:
             raise UserError(f"{name} must be in [0, 1), got {value}")
     if "masked" in ours and not 0 < (masked := getattr(recipe, "masked", 0.5)) < 1:
         raise UserError(f"masked must be in (0, 1), got {masked}")
+    if recipe.ema is not None and not 0 <= recipe.ema < 1:
+        raise UserError(f"ema must be in [0, 1), got {recipe.ema}: 0.999 averages about the last 1000 updates")
     for name in ("lr", "clip_norm"):
         if (value := getattr(recipe, name)) is not None and not _is_positive(value):
             raise UserError(f"{name} must be positive and representable in float32, got {value}")
@@ -209,6 +212,9 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
     effective = EffectiveBatch(
         recipe.batch_size // recipe.accumulate // data_parallel_size(mesh), recipe.accumulate, data_parallel_size(mesh)
     )
+    frozen = Matching.of(recipe.frozen) if recipe.frozen is not None else none_frozen
+    held = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(state.params) if frozen(path_name(path)))
+    average = {} if recipe.ema is None else {"evaluated": f"moving average of the parameters, decay {recipe.ema:g}"}
     sharding = {}
     if math.prod(mesh.values()) > 1:
         local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -217,7 +223,8 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
     return {
         **task.description,
         **arrays,
-        "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB",
+        "parameters": f"{count:,} in {dtypes}, {size / 2**20:.1f} MiB" + (f", {held:,} frozen" if held else ""),
+        **average,
         **sharding,
         "effective batch": str(effective).removeprefix("effective batch "),
     }

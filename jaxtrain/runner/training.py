@@ -1,7 +1,7 @@
 """Build the parts of a run from its recipe."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
-from jaxtrain.data.batches import TrainingBatches
+from jaxtrain.data.batches import TrainingBatches, shorter_rows
 from jaxtrain.distributed import (
     constrain_shardings,
     local_rows,
@@ -18,6 +18,7 @@ from jaxtrain.distributed import (
     run_mesh,
     shard,
 )
+from jaxtrain.errors import UserError
 from jaxtrain.observe import Gauges
 from jaxtrain.run import (
     EvaluationSums,
@@ -33,7 +34,7 @@ from jaxtrain.run import (
 from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import state_shapes, training_step
 from jaxtrain.runner.transfer import Place
-from jaxtrain.step import TrainState, TrainStep, eval_step, validated
+from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
 
 class Evaluation(NamedTuple):
@@ -57,7 +58,7 @@ class Training:
     loader: TrainingBatches
     step: TrainStep
     evaluate: Evaluate
-    """Evaluates a state."""
+    """Evaluates a state, with `ema` by the moving average of its parameters."""
     place: Place | None = None
     """Places a batch on the devices ahead of its step; None on a CPU, where there is nothing to transfer."""
 
@@ -92,7 +93,7 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
       UserError: The recipe's data or model cannot be built.
     """
     mesh, task = run_mesh(recipe.mesh), recipe.task()
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(_with_shorter_batch(recipe, task), task.loss_fn)
     rows = None
     if mesh is None:
         check_memory(task.initial)
@@ -107,6 +108,19 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
 
 def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
     return any(device.platform != "cpu" for device in devices)
+
+
+def _with_shorter_batch(recipe: Recipe, task: Task) -> Recipe:
+    """Allow a compilation of the step for the smaller last batch of an epoch, if there may be one."""
+    shorter = shorter_rows(task.train, recipe.batch_size)
+    if shorter == 0:
+        return recipe
+    if shorter is not None and shorter % recipe.accumulate:
+        raise UserError(
+            f"the last batch of the DataLoader has {shorter} rows, which accumulate {recipe.accumulate} does not "
+            "divide: give it drop_last=True"
+        )
+    return replace(recipe, allow_recompile=recipe.allow_recompile + 1)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
@@ -135,6 +149,7 @@ def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
         return iter(()) if task.validation is None else evaluation_batches(task.validation, task, recipe)
 
     def evaluate(state: TrainState) -> Evaluation:
+        state = averaged(state)
         metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
         if not metrics and task.validation is not None:
             metrics = means([sums(state, batch) for batch in batches()])

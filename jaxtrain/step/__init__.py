@@ -29,6 +29,7 @@ from jaxtrain.step.objective import validated as validated
 from jaxtrain.step.retrace import limit_recompilation as limit_recompilation
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.state import applied_updates as applied_updates
+from jaxtrain.step.state import averaged as averaged
 from jaxtrain.step.state import is_factory as is_factory
 from jaxtrain.step.state import micro_batch_key as micro_batch_key
 from jaxtrain.step.step import Step as Step

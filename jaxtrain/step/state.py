@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.errors import UserError
-from jaxtrain.paths import Frozen, none_frozen, partition, path_name
+from jaxtrain.paths import Frozen, Matching, none_frozen, partition, path_name
 from jaxtrain.step.accumulate import Window
 from jaxtrain.step.loss_scale import skipped_updates
 from jaxtrain.step.mistakes import called, check_container, check_params
@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
       loss_scale: State of the loss scaler.
       rng: Key from which every micro-batch's key is folded.
       window: Accumulation window of a run that streams its micro-batches, else None.
-      ema: Moving average of the parameters, or None; `state._replace(params=state.ema)` evaluates it.
+      ema: Moving average of the parameters, or None; `averaged(state)` evaluates it.
     """
 
     step: jax.Array
@@ -45,6 +45,18 @@ def micro_batch_key(rng: jax.Array, micro_step: int | jax.Array) -> jax.Array:
 def applied_updates(state: TrainState) -> jax.Array:
     """Return the number of updates applied so far, int32[]: what schedules count."""
     return state.step - skipped_updates(state.loss_scale)
+
+
+def averaged(state: TrainState) -> TrainState:
+    """Return the state to evaluate: with the moving average in place of the parameters, if there is one.
+
+    Args:
+      state: A state.
+
+    Returns:
+      The state with `params` replaced by `ema`, or the state itself.
+    """
+    return state if state.ema is None else state._replace(params=state.ema)
 
 
 def is_factory(tree: Any) -> bool:
@@ -90,6 +102,9 @@ def require_trainable(params: Any, frozen: Frozen) -> None:
                 f"use {float(leaf)} to train it, or an integer array to leave it as it is"
             )
     paths = [path_name(path) for path, _ in leaves]
+    for pattern in frozen.patterns if isinstance(frozen, Matching) else ():
+        if not any(map(Matching((pattern,)), paths)):
+            raise UserError(f"frozen pattern {pattern!r} matches no parameter: the paths are {', '.join(paths)}")
     if frozen is not none_frozen and not any(map(frozen, paths)):
         raise UserError(f"frozen matches no parameter: the paths are {', '.join(paths)}")
     trained, _ = partition(params, frozen)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -22,6 +22,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
+from jaxtrain.transforms.biased_product import KERNEL, biased_product
+from jaxtrain.transforms.recompute import RECOMPUTED, recompute
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
@@ -32,7 +34,6 @@ LOSS = "float32_loss"
 _LOW_OPERATION = "autocast_low_operation"
 _LOW_OPERATIONS: WeakValueDictionary[str, Callable[..., jax.Array]] = WeakValueDictionary()  # by name in a jaxpr
 _NUMBERS = itertools.count()
-KERNEL = "autocast_kernel"
 
 
 def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callable[..., Any]:
@@ -78,6 +79,9 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
+            if jaxpr.is_call(eqn, RECOMPUTED):
+                body = eqn.params["jaxpr"]
+                return recompute(lambda *xs: run(body.jaxpr, body.consts, xs), args, body.jaxpr)
             if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
                 return _on_cuda(on_cuda, eqn, args, dtype, run)
             if name in jaxpr.HIGHER_ORDER:
@@ -85,7 +89,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if eqn.outvars[0] in biases:
                 return _add_bias(eqn, args, biases[eqn.outvars[0]], dtype, to)
             if eqn.outvars[0] in unrounded:
-                return low_unrounded(eqn, args, dtype)
+                return [_Product(eqn, args)] if _awaits_bias(eqn, args) else low_unrounded(eqn, args, dtype)
+            args = [x.unrounded(dtype) if isinstance(x, _Product) else x for x in args]
             if name in lists:
                 return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
@@ -279,9 +284,31 @@ def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     return [product(*(to_dtype(dtype, x) for x in args))]
 
 
+class _Product(NamedTuple):
+    """A product that waits for its bias."""
+
+    eqn: JaxprEqn
+    args: list[Any]
+
+    def unrounded(self, dtype: Any) -> Any:
+        """Return the product by itself, in float32."""
+        return low_unrounded(self.eqn, self.args, dtype)[0]
+
+
+def _awaits_bias(eqn: JaxprEqn, args: list[Any]) -> bool:
+    return eqn.primitive.name == "dot_general" and all(_is_low(x) and is_array(x) for x in args)
+
+
 def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
     """Add a bias and round once. The bias's gradient is summed in float32 and then rounded, as in PyTorch's kernel."""
     product, bias = args[1 - which], args[which]
+    if isinstance(product, _Product):
+        out: Any = eqn.outvars[0].aval
+        if _is_low(bias) and bias.shape == (1,) * (out.ndim - 1) + out.shape[-1:]:
+            x, kernel, bias = (to_dtype(dtype, operand) for operand in (*product.args, bias))
+            return [biased_product(x, kernel, bias, product.eqn.params["dimension_numbers"])]
+        product = product.unrounded(dtype)
+        args = [product, bias] if which else [bias, product]
     if not (_is_low(product) and _is_low(bias)):
         return jaxpr.bind(eqn, _widen(args, to))
     bias = to_dtype(dtype, bias)
@@ -292,9 +319,12 @@ def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts
 
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    with _within_kernel():
-        outs = jaxpr.bind_as_traced(eqn, args)
-        return [to_dtype(args[0].dtype, outs[0]), *outs[1:]]
+    def rounded(*args: Any) -> list[Any]:
+        with _within_kernel():
+            outs = jaxpr.bind_as_traced(eqn, list(args))
+            return [to_dtype(args[0].dtype, outs[0]), *outs[1:]]
+
+    return recompute(rounded, args, eqn.params["jaxpr"].jaxpr)
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:

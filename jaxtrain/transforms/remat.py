@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 
 BLOCK = "remat_block"
 FUSED = "fused_attention"
@@ -25,13 +26,19 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    return saveable or primitive.name in ("ragged_dot_general", FUSED)
+    return saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT)
+
+
+def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Save what JAX's `dots_with_no_batch_dims_saveable` saves, and products with their biases."""
+    saveable: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+    return saveable or primitive.name == BIASED_PRODUCT
 
 
 POLICIES: dict[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": products,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots_no_batch": products_without_batch,
 }
 """What a checkpointed block saves for its backward pass: nothing; its matrix products and convolutions; its matrix
 products without batch axes (a linear layer's, but not attention's). "none" disables checkpointing. "names:a,b" saves

@@ -25,7 +25,7 @@ def recipe_case(recipe: Recipe) -> Case:
       recipe: The recipe.
 
     Raises:
-      UserError: A method is missing.
+      UserError: A method is missing, or parameters are frozen.
     """
     kind: Any = type(recipe)
     for method in _METHODS:
@@ -34,6 +34,8 @@ def recipe_case(recipe: Recipe) -> Case:
                 f"{kind.__name__} has no PyTorch side: define the methods torch_model(self), which creates the model, "
                 "and torch_loss(self, model, batch), which returns (sum of the losses, weight)"
             )
+    if recipe.frozen is not None:
+        raise UserError(f"frozen {recipe.frozen!r} has no counterpart in torch_model: compare with frozen=None")
     task, torch_side = recipe.task(), cast(Any, recipe)
     shapes = jax.eval_shape(task.initial)
 

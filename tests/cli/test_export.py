@@ -122,7 +122,7 @@ def evaluated(folder):
     _, recipe = read_recipe(RunFolder(folder))
     task = recipe.task()
     state = restore_state(RunFolder(folder).checkpoints, recipe, task)
-    found = build_inference(recipe, task, state.params, state.model_state)
+    found = build_inference(task, task.signature, state.params, state.model_state)
     batch = batch_of(task, 5)
     inputs = [batch[name].astype(x.dtype)[:, : x.shape[0]] for name, x in found.inputs.items()]
 

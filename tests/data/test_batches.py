@@ -115,7 +115,11 @@ def test_batches_are_read_in_the_background_up_to_prefetch(kind):
         (torch_loader(8, 2), {"workers": 2}, "^workers does not apply to a DataLoader: use its num_workers"),
         (torch_loader(8, 2), {"collate": dict}, "^collate does not apply to a DataLoader: use its collate_fn"),
         (torch_loader(8, 4), {}, "^the DataLoader has batch_size 4, but the run has 2: give both the same"),
-        (DataLoader(range(5), 2), {}, "^the last batch of the DataLoader has 1 rows, not 2: give it drop_last=True"),
+        (
+            DataLoader(range(5), 2),
+            {"rows": [1, 0]},
+            "^the last batch of the DataLoader has 1 rows, not 2, which a mesh does not divide: give it drop_last=True",
+        ),
     ],
 )
 def test_invalid_data_and_options_are_refused(data, options, message):

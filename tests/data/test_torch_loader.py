@@ -64,11 +64,20 @@ class Numbers(IterableDataset):
         return iter(range(5))
 
 
-def test_batches_of_a_dataloader_that_differ_in_size_are_refused():
-    batches = training_batches(DataLoader(Numbers(), 2), 2, seed=0, batch_keys=("x",))
-    assert take(batches, 2) == [{"x": [0, 1]}, {"x": [2, 3]}]
-    with pytest.raises(UserError, match=r"^'x' of batch 2 of epoch 0 of the DataLoader has 1 rows, not 2: give the"):
-        next(batches)
+def test_the_smaller_last_batch_of_a_dataloader_is_read_and_a_larger_one_refused():
+    messages = []
+    batches = training_batches(DataLoader(Numbers(), 2), 2, seed=0, batch_keys=("x",), message=messages.append)
+    epoch = [{"x": [0, 1]}, {"x": [2, 3]}, {"x": [4]}]
+    assert take(batches, 7) == [*epoch, *epoch, epoch[0]]
+    assert messages == ["batch 2 of epoch 0 of the DataLoader has 1 rows, not 2: the step is compiled for them too"]
+    divided = training_batches(DataLoader(Numbers(), 2), 2, seed=0, batch_keys=("x",), rows=[0])
+    take(divided, 2)
+    with pytest.raises(UserError, match=r"^the last batch of the DataLoader has 1 rows, not 2, which a mesh"):
+        next(divided)
+    larger = training_batches(DataLoader(range(6), batch_sampler=[[0, 1], [2, 3, 4]]), 2, seed=0, batch_keys=("x",))
+    next(larger)
+    with pytest.raises(UserError, match=r"^'x' of batch 1 of epoch 0 of the DataLoader has 3 rows, not 2: give the"):
+        next(larger)
     empty = training_batches(DataLoader(range(1), 2, drop_last=True), 2, seed=0)
     with pytest.raises(UserError, match=r"^the DataLoader has no batch"):
         next(empty)

@@ -1,5 +1,6 @@
-"""Every example as a user runs it: trained, interrupted and resumed, and read by the other commands."""
+"""Every example as a user runs it: trained, interrupted or killed and resumed, and read by the other commands."""
 
+import itertools
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import jaxtrain as jt
 import jaxtrain.cli
 from jaxtrain.run import load_recipe
+from jaxtrain.runner.checkpoint import saved_steps
+from tests.soak.fork_server import fork_server
 
 FOLDER = Path(__file__).parents[2] / "examples"
 STEPS, STOP = 6, 3
+OFTEN = {"steps": STEPS, "log_every": 2, "eval_every": 2, "save_every": 4}
 # Settings that make a run tiny, by FILE::NAME.
 EXAMPLES = {
     "equinox_regression.py::Diabetes": {"width": 8, "depth": 1, "batch_size": 16},
@@ -34,17 +38,38 @@ RESULTS = {
     "growing_folder.py::GrowingFolder": ("bits_per_byte", 3.1, 3.7),
 }
 SHORT = {"equinox_regression.py::Diabetes", "linen_vae.py::VAE"}
+# Python code by which a run kills itself.
+KILLS = {
+    "after step 5": """
+import os, signal
+from jaxtrain.runner.events import Events
+step = Events.step
+def killing(self, i, metrics, state):
+    step(self, i, metrics, state)
+    if i == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+Events.step = killing
+""",
+    "in the save of step 4": """
+import os, signal
+from jaxtrain.runner import checkpoint
+write = checkpoint.write_manifest
+def killing(folder):
+    write(folder)
+    if folder.name.startswith("4"):
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.write_manifest = killing
+""",
+}
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A tiny run of an example, and the same run interrupted and resumed."""
+    """A tiny run of an example."""
 
     example: str
     recipe: jt.Recipe
     whole: Any
-    stopped: Any
-    resumed: Any
 
 
 def load(example, **settings):
@@ -62,19 +87,22 @@ def chain(tmp_path_factory):
 
     def of(example):
         if example not in made:
-            often = {"steps": STEPS, "log_every": 2, "eval_every": 2, "save_every": 4}
-            recipe = load(example, **often, **EXAMPLES[example])
-            whole, parts = (tmp_path_factory.mktemp("examples") / name for name in ("whole", "parts"))
-            made[example] = Chain(
-                example,
-                recipe,
-                jt.fit(recipe, whole, quiet=True),
-                jt.fit(recipe, parts, quiet=True, on_step=interrupt),
-                jt.fit(recipe, parts, quiet=True, resume=True),
-            )
+            recipe = load(example, **OFTEN, **EXAMPLES[example])
+            folder = tmp_path_factory.mktemp("examples") / "whole"
+            made[example] = Chain(example, recipe, jt.fit(recipe, folder, quiet=True))
         return made[example]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with fork_server(tmp_path_factory.mktemp("killed")) as started:
+        yield started
+
+
+def flags(settings):
+    return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def bits(tree):
@@ -102,16 +130,31 @@ all_examples = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # the run that is killed shows the same of resuming
 @all_examples
-def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example, chain):
+def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example, chain, tmp_path):
     run = chain(example)
+    stopped = jt.fit(run.recipe, tmp_path / "run", quiet=True, on_step=interrupt)
+    assert (stopped.exit_status, int(stopped.state.step)) == (130, STOP)
+    resumed = jt.fit(run.recipe, tmp_path / "run", quiet=True, resume=True)
+    assert bits(resumed.state) == bits(run.whole.state)
+    assert logged(resumed) == logged(run.whole)
+    assert resumed.sample == run.whole.sample
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("example", "kill"), [*zip(EXAMPLES, itertools.cycle(KILLS), strict=False)])
+def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
+    run = chain(example)
+    settings = " ".join(flags(OFTEN | EXAMPLES[example]))
+    child = server.start(f"train {FOLDER}/{example} --out {tmp_path}/run --quiet {settings}", KILLS[kill])
+    assert child.wait() == -signal.SIGKILL, child.text
     assert (run.whole.exit_status, int(run.whole.state.step)) == (0, STEPS)
-    assert (run.stopped.exit_status, int(run.stopped.state.step)) == (130, STOP)
-    assert bits(run.resumed.state) == bits(run.whole.state)
-    assert logged(run.resumed) == logged(run.whole)
     assert [line["step"] for line in run.whole.history] == [0, 2, 4, 6]
-    assert run.resumed.sample == run.whole.sample
+    assert STEPS not in saved_steps(tmp_path / "run" / "checkpoints")
+    resumed = jt.fit(run.recipe, tmp_path / "run", quiet=True, resume=True)
+    assert bits(resumed.state) == bits(run.whole.state)
+    assert logged(resumed) == logged(run.whole)
 
 
 @pytest.mark.sampled(1)
@@ -134,8 +177,8 @@ def test_report_shows_an_example(example, chain, capsys):
 @pytest.mark.sampled(1)
 @all_examples
 def test_plan_finds_settings_for_an_example(example, chain, capsys):
-    flags = [text for name, value in EXAMPLES[example].items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    assert jaxtrain.cli.main(["plan", f"{FOLDER}/{example}", "--memory", "4GiB", *flags]) == 0
+    settings = flags(EXAMPLES[example])
+    assert jaxtrain.cli.main(["plan", f"{FOLDER}/{example}", "--memory", "4GiB", *settings]) == 0
     assert f"jaxtrain train {FOLDER}/{example}" in " ".join(capsys.readouterr().out.split())
 
 

@@ -57,7 +57,7 @@ def make_loader(count=18, seed=0, order="sampler", **padding):
     collate = DataCollatorWithPadding(tokenizer, **padding)
     options = {
         "sampler": {"sampler": DistributedSampler(dataset, num_replicas=1, rank=0, seed=5), "drop_last": True},
-        "shuffle": {"shuffle": True, "drop_last": True},
+        "shuffle": {"shuffle": True},  # the last batch has two texts
         "sequential": {},
     }
     return DataLoader(dataset, BATCH_SIZE, collate_fn=collate, **options[order])
