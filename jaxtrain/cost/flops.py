@@ -1,7 +1,9 @@
 """Count the floating-point operations of a function over its jaxpr.
 
 XLA's `cost_analysis` counts the body of a loop once; here a scan counts `length` times. Matrix products and
-convolutions are counted, as is usual for model FLOPs, with two operations per multiply-add.
+convolutions are counted, as is usual for model FLOPs, with two operations per multiply-add. Fused attention counts as
+the products of its formula: two forward and four backward over all pairs of query and key, also where it is causal (as
+PaLM, Chowdhery et al. 2022, appendix B), and without the scores that its backward pass computes again.
 """
 
 import math
@@ -12,6 +14,9 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.transforms.jaxpr import inner_jaxprs
+
+_ATTENTION = {"fused_attention": 2, "fused_attention_backward": 4}
+"""Products in the formula of each primitive of fused attention."""
 
 
 def flops(fn: Callable[..., Any], *args: Any) -> int:
@@ -55,6 +60,9 @@ def equation_flops(eqn: JaxprEqn) -> int:
     if name == "conv_general_dilated":
         kernel, spec = shapes[1], eqn.params["dimension_numbers"].rhs_spec
         return 2 * out_size * math.prod(kernel) // kernel[spec[0]]
+    if name in _ATTENTION:
+        (b, t, n, width), s = shapes[0], shapes[1][1]
+        return _ATTENTION[name] * 2 * b * n * t * s * width
     if name == "scan":
         return eqn.params["length"] * sum(inner)
     if name == "while" and any(inner):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
+from jaxtrain.distributed.mesh import FSDP, SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.rows import window_sharding
 from jaxtrain.distributed.sharding import fit_spec
 from jaxtrain.errors import UserError
@@ -72,7 +73,9 @@ class ShardingConstraints:
         """Apply `run`, a fused kernel for whole sequences, to queries, keys and values [B, T, N, H] sharded by heads.
 
         As in DeepSpeed-Ulysses (Jacobs et al. 2023). If the heads are not divisible, every device computes all of them.
+        A fourth argument is a mask [B, N, T, S], of which every device has all heads and tokens.
         """
+        args, masks = args[:3], [self._constrain_axes(x, {1: None, 2: None, 3: None}) for x in args[3:]]
         heads = math.gcd(*(x.shape[2] for x in args))
         heads_spec = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
         sharded_by_heads = [
@@ -81,8 +84,19 @@ class ShardingConstraints:
         ]
         return [
             self._constrain_axes(self._constrain_axes(y, {1: None, 2: heads_spec, 3: None}), {1: SEQUENCE})
-            for y in run(*sharded_by_heads)
+            for y in run(*sharded_by_heads, *masks)
         ]
+
+    def moves_less_than(self, table: Any, indices: Any) -> bool:
+        """Return whether every device looks up fewer rows than `table` has, by `indices` [B, …, 1]."""
+        lookups = math.prod(indices.shape) // data_parallel_size(self._mesh.shape)
+        sharded = self._mesh.shape.get(FSDP, 1) > 1 and not self.lengths and self._has_rows(indices)
+        return sharded and lookups < table.shape[0]
+
+    def replicate_over_fsdp(self, x: Any, axes: Mapping[int, Any] = MappingProxyType({})) -> Any:
+        """Shard the rows of `x` [B, …] over the other axes of the mesh only, and the given axes."""
+        rows = tuple(axis for axis in self._rows if axis != FSDP)
+        return self._constrain(x, {0: rows, **axes}, None)
 
     def _constrain_axes(self, x: Any, axes: Mapping[int, Any]) -> Any:
         """Shard the rows of `x` and the given axes; leave its other axes unconstrained."""

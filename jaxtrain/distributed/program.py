@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
-from jaxtrain.distributed.sharding import Rules, param_shardings, replicate_over
+from jaxtrain.distributed.sharding import Rules, param_shardings
+from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
@@ -52,7 +53,8 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
             constraints = ShardingConstraints(
                 mesh, count, _lengths(closed.jaxpr, count) if sequence_parallel_size(mesh.shape) > 1 else ()
             )
-            unmerge_rows = UnmergeRows()
+            tables, unmerge_rows = Tables(weights, constraints), UnmergeRows()
+            on_gpu = _is_on_gpu(mesh)
 
             def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
                 if jaxpr.is_call(eqn, BLOCK):
@@ -60,10 +62,11 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
                     args = [x if of_layer else constraints(x) for x, of_layer in zip(args, own, strict=True)]
                     return [constraints(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
-                if eqn.primitive.name == "gather" and id(args[0]) in weights:
-                    # Gather rows from the replicated table: the mesh axis fsdp shards its width and the rows.
-                    table = lax.with_sharding_constraint(args[0], replicate_over(weights[id(args[0])], FSDP))
-                    return [constraints.constrain_tokens(y) for y in jaxpr.bind(eqn, [table, *args[1:]])]
+                if (outs := tables(eqn, args)) is not None:
+                    return outs
+                if (product := tables.product(eqn, args)) is not None:
+                    outs = unmerge_rows(*product, run) if constraints.lengths else None
+                    return jaxpr.bind(*product) if outs is None else outs
                 if not constraints.lengths:
                     return None
                 if eqn.primitive.name == "ragged_dot_general":
@@ -71,7 +74,7 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                         f"the mesh axis {SEQUENCE} shards tokens, and experts select theirs from all rows: "
                         f"put its devices on {DATA} or {FSDP}"
                     )
-                if precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
+                if on_gpu and precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
                     )
@@ -84,6 +87,10 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
         return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
 
     return constrained
+
+
+def _is_on_gpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "gpu"
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

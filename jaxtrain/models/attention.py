@@ -1,7 +1,7 @@
 """Attention (Vaswani et al. 2017), as `torch.nn.functional.scaled_dot_product_attention` computes it.
 
 `jax.nn.dot_product_attention` computes its softmax in float32 even for float64, and averages over the masked keys of a
-fully masked row. It is used only where it calls cuDNN's fused kernel.
+fully masked row. Programs compiled for CUDA in bfloat16 or float16 call cuDNN's kernel instead (`fused_attention`).
 """
 
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout as _dropout
+from jaxtrain.models.fused_attention import Options, fused_attention, is_supported, visible
 from jaxtrain.transforms import low_precision
 
 
@@ -24,6 +25,7 @@ def attention(
     *,
     mask: jax.Array | None = None,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     rng: jax.Array | None = None,
@@ -33,12 +35,17 @@ def attention(
     Query head n attends to key head n // (N / K): grouped queries (Ainslie et al. 2023), as `enable_gqa=True`. The
     output of a query that may attend to no key is 0 and has no gradient.
 
+    A program compiled for a GPU of compute capability 8.0 or more computes this by cuDNN's fused kernel in bfloat16 and
+    float16, without storing the scores: with any mask, window and number of groups, for widths of heads that are a
+    multiple of 8 up to 128 (256 from 9.0 on); with a `mask` for even T and S; without dropout.
+
     Args:
       q: Queries [B, T, N, H].
       k: Keys [B, S, K, H].
       v: Values [B, S, K, H].
       mask: bool, of four axes broadcastable to [B, N, T, S], True where a query attends to a key.
       causal: Whether query t attends to keys 0 … t only, also where T ≠ S; combined with `mask`.
+      window: With `causal`, the number of keys up to its own that a query attends to; None for all.
       scale: Factor of the scores; None for 1 / √H.
       dropout: Rate at which attention weights are dropped when there is an `rng`.
       rng: Key of the dropout mask, or None for no dropout.
@@ -57,10 +64,14 @@ def attention(
     if q.shape[2] % k.shape[2]:
         raise UserError(f"{q.shape[2]} query heads are not divisible by {k.shape[2]} key heads: change one of them")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if window is not None and not causal:
+        raise UserError(f"window {window} needs causal=True: pass it, or a mask")
     dropping = rng is not None and dropout > 0.0
-    if mask is None and not dropping and _has_fused_kernel(q, k, v):
-        return _fused(causal, scale)(q, k, v)
-    return _explicit(q, k, v, mask=mask, causal=causal, scale=scale, dropout=dropout, rng=rng)
+    if not dropping and is_supported(q, k, v, mask):
+        return _fused_on_cuda(causal, window, scale)(q, k, v, *(() if mask is None else (mask,)))
+    return scaled_dot_product_attention(
+        q, k, v, mask, causal=causal, window=window, scale=scale, dropout=dropout, rng=rng
+    )
 
 
 def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
@@ -80,43 +91,42 @@ def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
     return (q_segments[:, :, None] == k_segments[:, None, :])[:, None]
 
 
-def _has_fused_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Whether the local GPU has cuDNN's flash attention, forward and backward, for these shapes in low precision."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
-    return fits and jax.local_devices()[0].device_kind.startswith("NVIDIA")
-
-
 @functools.cache
-def _fused(causal: bool, scale: float) -> Callable[..., jax.Array]:
-    """Return attention as an operation of autocast's low-precision list, which chooses the kernel by its dtype.
+def _fused_on_cuda(causal: bool, window: int | None, scale: float) -> Callable[..., jax.Array]:
+    """Return attention as an operation of autocast's low-precision list.
 
     PyTorch lists `scaled_dot_product_attention` there as well (`aten/src/ATen/autocast_mode.h`).
     """
 
-    def computed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if q.dtype not in (jnp.bfloat16, jnp.float16):
-            return _explicit(q, k, v, mask=None, causal=causal, scale=scale, dropout=0.0, rng=None)
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
+    def formula(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        return scaled_dot_product_attention(q, k, v, mask, causal=causal, window=window, scale=scale)
 
-    return low_precision(computed)
+    options = Options(causal, scale, window, formula)
+
+    def fused(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        return fused_attention(options, q, k, v, mask)
+
+    return low_precision(formula, fused)
 
 
-def _explicit(
+def scaled_dot_product_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
     mask: jax.Array | None,
+    *,
     causal: bool,
+    window: int | None,
     scale: float,
-    dropout: float,
-    rng: jax.Array | None,
+    dropout: float = 0.0,
+    rng: jax.Array | None = None,
 ) -> jax.Array:
+    """Compute the formula of `attention`, with all of its scores."""
     (b, t, n, h), (_, s, heads, _) = q.shape, k.shape
     grouped = q.reshape(b, t, heads, n // heads, h)
     wide = np.promote_types(q.dtype, np.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=wide).reshape(b, n, t, s) * scale
-    attended = _combined_mask(mask, causal, t, s)
+    attended = _combined_mask(mask, causal, window, t, s)
     if attended is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
@@ -127,8 +137,10 @@ def _explicit(
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
 
 
-def _combined_mask(mask: jax.Array | None, causal: bool, t: int, s: int) -> jax.Array | np.ndarray | None:
+def _combined_mask(
+    mask: jax.Array | None, causal: bool, window: int | None, t: int, s: int
+) -> jax.Array | np.ndarray | None:
     if not causal:
         return mask
-    lower = np.tril(np.ones((1, 1, t, s), bool))
+    lower = visible(t, s, window)
     return lower if mask is None else mask & lower

@@ -33,7 +33,7 @@ from jaxtrain.models.decoder import (
 from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.rope import DEFAULT, Rope, apply_rotary, rotary_cos_sin
-from jaxtrain.transforms import block, kernel
+from jaxtrain.transforms import block, kernel, recomputed
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -150,8 +150,14 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        normalized = kernel(partial(_over_root_mean_square, epsilon=self.epsilon))(x)
-        return normalized * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        normalized: jax.Array = recomputed(partial(_rms_norm, epsilon=self.epsilon))(x, scale)
+        return normalized
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
+    normalized: jax.Array = kernel(partial(_over_root_mean_square, epsilon=epsilon))(x)
+    return normalized * scale
 
 
 def _over_root_mean_square(x: jax.Array, *, epsilon: float) -> jax.Array:
@@ -188,8 +194,9 @@ class Attention(nnx.Module):
         q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
         k, v, cache = update_cache(k, v, cache)
         causal, dropout = mask is None, self.config.attention_dropout
-        attended = attention(q, k, v, mask=mask, causal=causal, dropout=dropout, rng=rng).reshape(b, t, -1)
-        return self.o_proj(checkpoint_name(attended, "attention")), cache
+        window = self.config.sliding_window if causal and self.config.layer_types is None else None
+        attended = attention(q, k, v, mask=mask, causal=causal, window=window, dropout=dropout, rng=rng)
+        return self.o_proj(checkpoint_name(attended.reshape(b, t, -1), "attention")), cache
 
 
 class MLP(nnx.Module):
@@ -202,7 +209,7 @@ class MLP(nnx.Module):
         self.down_proj = linear(hidden, width, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
-        hidden = checkpoint_name(silu(self.gate_proj(x)) * self.up_proj(x), "hidden")
+        hidden = checkpoint_name(gated_silu(self.gate_proj(x), self.up_proj(x)), "hidden")
         return self.down_proj(hidden), None
 
 
@@ -331,7 +338,12 @@ def _layer_kinds(config: LlamaConfig) -> LayerKind:
 
 
 def _masks(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Any, Any]:
-    """Return (mask of all layers, None), or (mask without the window, mask with it) where layers differ."""
+    """Return (mask of all layers, None), or (mask without the window, mask with it) where layers differ.
+
+    None for the causal mask, with the window of all layers if there is one: `attention` has kernels for them.
+    """
+    if config.layer_types is None and segments is None and cache is None:
+        return None, None
     narrow = attention_mask(t, segments, config.sliding_window, cache)
     if config.layer_types is None or narrow is None:
         return narrow, None
@@ -347,6 +359,16 @@ def _select_mask(masks: tuple[Any, Any], kind: LayerKind) -> Any:
 def _select_cos_sin(cos_sin: tuple[jax.Array, jax.Array], kind: LayerKind) -> tuple[jax.Array, jax.Array]:
     cos, sin = cos_sin
     return cos_sin if kind.has_rope is None else (jnp.where(kind.has_rope, cos, 1), jnp.where(kind.has_rope, sin, 0))
+
+
+def gated_silu(gate: jax.Array, x: jax.Array) -> jax.Array:
+    """Compute silu(gate) · x, each factor rounded as by PyTorch's kernels."""
+    gated: jax.Array = recomputed(_gated_silu)(gate, x)
+    return gated
+
+
+def _gated_silu(gate: jax.Array, x: jax.Array) -> jax.Array:
+    return silu(gate) * x
 
 
 def silu(x: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, Layout, NameTable, TorchParam
 from jaxtrain.models import llama
-from jaxtrain.models.llama import Llama, LlamaConfig, silu
+from jaxtrain.models.llama import Llama, LlamaConfig, gated_silu
 from jaxtrain.models.rope import DEFAULT, Rope
 
 ROPE = replace(DEFAULT, rope_theta=1e6)
@@ -78,7 +78,7 @@ class Experts(nnx.Module):
     def apply_experts(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         """Apply the experts to tokens [N, hidden_size] sorted by expert, `group_sizes` int32 [experts] of each."""
         gate, up = jnp.split(lax.ragged_dot(x, self.gate_up_proj[...], group_sizes), 2, axis=-1)
-        hidden = checkpoint_name(silu(gate) * up, "hidden")
+        hidden = checkpoint_name(gated_silu(gate, up), "hidden")
         return lax.ragged_dot(hidden, self.down_proj[...], group_sizes)
 
 

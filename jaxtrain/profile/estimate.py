@@ -18,6 +18,7 @@ from jaxtrain.transforms.jaxpr import inner_jaxprs
 # XLA's opcodes of primitives with another name that are not elementwise.
 _OPCODES = {
     "dot_general": "dot",
+    "biased_product": "dot",
     "ragged_dot_general": "dot",
     "conv_general_dilated": "convolution",
     "broadcast_in_dim": "broadcast",

@@ -2,7 +2,7 @@
 
 On CPUs, where another pass over the gradient is slow, the elements are inspected only if the gradient norm, which is
 computed anyway, is not finite: a norm may also overflow. On GPUs a branch would make the host wait for the device; the
-elements are always inspected there, and the compiler does it in the pass that computes the norm. `norm_of` is the tree
+elements are always inspected there, in a pass over the gradient that the program makes anyway. `norm_of` is the tree
 whose norm is computed anyway: the gradient times a factor, finite only where the gradient is.
 """
 
@@ -41,7 +41,6 @@ def locate_nonfinite(grads: Any, micro_batch: jax.Array | int, norm_of: Any = No
     >>> int(location.micro_batch), int(location.leaf)
     (3, 1)
     """
-
     finite = _finite_gradients(grads, norm_of)
     first = Nonfinite(jnp.asarray(micro_batch, np.int32), jnp.argmin(finite).astype(np.int32))
     return _select(jnp.all(finite), none_nonfinite(), first)

@@ -7,6 +7,7 @@ from here only, `jaxtrain doctor` reports what the installed JAX lacks, and a te
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,9 +31,53 @@ source_info_util: Any = _private("source_info_util")
 distributed: Any = _private("distributed")
 """Holds the client of the key-value store that the processes of a run share."""
 
-
 fused_attention: Any = _private("cudnn.fused_attention_stablehlo")
-"""Lowers cuDNN's attention, for which it asks which cuDNN is installed."""
+"""Holds the primitives of cuDNN's attention, which the public function binds only where the process has cuDNN."""
+
+_dispatch: Any = _private("dispatch")
+
+
+def needs_devices_when_lowered(primitive: Any) -> None:
+    """Let the lowering of `primitive` see the devices that a program is compiled for."""
+    if _dispatch is not None:
+        _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def compute_capability(ctx: Any) -> tuple[int, int]:
+    """Return that of the GPUs that a lowering is for, if JAX's calls of cuDNN's attention are known.
+
+    Args:
+      ctx: The `LoweringRuleContext` of a primitive lowered for CUDA.
+
+    Returns:
+      (major, minor); (8, 0) if the devices are unknown, and (0, 0) if the installed JAX calls cuDNN differently.
+    """
+    if not all(probe() for probe in (_attention_is_known, _attention_backward_is_known)):
+        return 0, 0
+    context = ctx.module_context.axis_context
+    mesh_devices = getattr(getattr(context, "mesh", None), "_flat_devices_tuple", ())
+    devices = getattr(context, "device_assignment", None) or mesh_devices
+    # A program exported for CUDA may be lowered with the devices of this machine.
+    major, _, minor = getattr(devices[0] if devices else None, "compute_capability", "8.0").partition(".")
+    return int(major), int(minor)
+
+
+_ATTENTION = (
+    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
+    *("page_table_k", "page_table_v"),
+)
+_RESIDUALS = ("activation", "fwd_output", "grad_output")
+_SETTINGS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+
+
+def _attention_is_known() -> bool:
+    names = inspect.signature(fused_attention._dot_product_attention_fwd_impl).parameters
+    return tuple(names) == (*_ATTENTION, *_SETTINGS, "is_training")
+
+
+def _attention_backward_is_known() -> bool:
+    names = inspect.signature(fused_attention._dot_product_attention_bwd_impl).parameters
+    return tuple(names) == (*_ATTENTION, *_RESIDUALS, *_SETTINGS)
 
 
 @contextlib.contextmanager
@@ -48,7 +93,7 @@ def assumed_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
         fused_attention.check_cudnn_version = installed
 
 
-_jaxpr, _processes = "transforms.jaxpr", "distributed.processes"
+_jaxpr, _processes, _fused = "transforms.jaxpr", "distributed.processes", "models.fused_attention"
 
 
 class Internal(NamedTuple):
@@ -209,6 +254,14 @@ INTERNALS: tuple[Internal, ...] = (
         *("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"),
     ),
     _has_params("cond", lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "branches"),
+    _has_params("cond", lambda x: lax.platform_dependent(x, cuda=jnp.sin, default=jnp.cos), "branches_platforms"),
+    Internal("cudnn._dot_product_attention_fwd_p_wrapper", _fused, _attention_is_known),
+    Internal("cudnn._dot_product_attention_bwd_p_wrapper", _fused, _attention_backward_is_known),
+    Internal(
+        "dispatch.prim_requires_devices_during_lowering",
+        _fused,
+        _has(lambda: _dispatch, "prim_requires_devices_during_lowering"),
+    ),
     _has_params("custom_jvp_call", _with_jvp, "call_jaxpr", "num_consts", "jvp_jaxpr_fun"),
     _is_callable("custom_jvp_call", _with_jvp, "jvp_jaxpr_fun"),
     _has_params("custom_vjp_call", _with_vjp, "call_jaxpr", "num_consts", "symbolic_zeros", "out_trees"),

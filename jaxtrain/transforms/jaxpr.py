@@ -257,7 +257,11 @@ def _cond(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     def branch(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
         return lambda *a: cast_like(closed.out_avals, run(closed.jaxpr, closed.consts, a))
 
-    return lax.switch(args[0], [branch(b) for b in eqn.params["branches"]], *args[1:])
+    branches = [branch(b) for b in eqn.params["branches"]]
+    if (platforms := eqn.params.get("branches_platforms")) is None:
+        return lax.switch(args[0], branches, *args[1:])
+    of = {name: fn for names, fn in zip(platforms, branches, strict=True) for name in names or ("default",)}
+    return lax.platform_dependent(*args[1:], **of)
 
 
 def _custom_jvp(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

@@ -29,7 +29,6 @@ from jaxtrain.transforms.precision import (
     LOSS,
     autocast_disabled,
     is_array,
-    low_precision_operation,
     low_unrounded,
     product_params,
     to_dtype,
@@ -91,7 +90,7 @@ def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name in _CALLS and jaxpr.in_scope(eqn, LOSS):
             return noted(jaxpr.HIGHER_ORDER[name](eqn, args, _run_unrounded), losses)
-        if jaxpr.in_scope(eqn, DISABLED) or jaxpr.is_call(eqn, KERNEL) or low_precision_operation(eqn):
+        if jaxpr.in_scope(eqn, DISABLED) or jaxpr.is_call(eqn, KERNEL):
             return jaxpr.bind_as_traced(eqn, args)
         in_softmax = any(id(x) in softmax for x in args)
         unrounded = any(is_unrounded(v, x) for v, x in zip(eqn.invars, args, strict=True))

@@ -8,7 +8,8 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -21,6 +22,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
+from jaxtrain.transforms.biased_product import KERNEL, biased_product
+from jaxtrain.transforms.recompute import RECOMPUTED, recompute
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
@@ -31,7 +34,6 @@ LOSS = "float32_loss"
 _LOW_OPERATION = "autocast_low_operation"
 _LOW_OPERATIONS: WeakValueDictionary[str, Callable[..., jax.Array]] = WeakValueDictionary()  # by name in a jaxpr
 _NUMBERS = itertools.count()
-KERNEL = "autocast_kernel"
 
 
 def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callable[..., Any]:
@@ -77,14 +79,18 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
-            if operation := low_precision_operation(eqn):
-                return [operation(*(to(dtype, x) if _is_low(x) else x for x in args))]
+            if jaxpr.is_call(eqn, RECOMPUTED):
+                body = eqn.params["jaxpr"]
+                return recompute(lambda *xs: run(body.jaxpr, body.consts, xs), args, body.jaxpr)
+            if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
+                return _on_cuda(on_cuda, eqn, args, dtype, run)
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
             if eqn.outvars[0] in biases:
                 return _add_bias(eqn, args, biases[eqn.outvars[0]], dtype, to)
             if eqn.outvars[0] in unrounded:
-                return low_unrounded(eqn, args, dtype)
+                return [_Product(eqn, args)] if _awaits_bias(eqn, args) else low_unrounded(eqn, args, dtype)
+            args = [x.unrounded(dtype) if isinstance(x, _Product) else x for x in args]
             if name in lists:
                 return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
@@ -156,33 +162,64 @@ def widen(x: Any) -> Any:
     return to_dtype(np.float32, x) if getattr(x, "dtype", None) in _LOWER_FLOATS else x
 
 
-def low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Mark a pure function as one operation of autocast's low-precision list.
+def low_precision(fn: Callable[..., jax.Array], on_cuda: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Mark a pure function as one operation that CUDA has a low-precision kernel for.
 
-    Under autocast it is called again with inputs in autocast's dtype, by which it may choose how to compute.
+    A program compiled for CUDA computes `on_cuda` where autocast's dtype, or that of all floating-point arguments, is
+    bfloat16 or float16. Every other program computes `fn`, under autocast operation by operation.
 
     Args:
       fn: A pure function of arrays.
+      on_cuda: The same function of arguments in bfloat16 or float16.
 
     Returns:
       The jitted function, the same one for every call with the same `fn`. Keep a reference to it while programs that
       contain it are in use.
 
     Example:
-      >>> product = low_precision(lambda x: x @ x if x.dtype == jnp.bfloat16 else 0 * x)
-      >>> autocast(product, jnp.bfloat16)(jnp.ones((2, 2)))[0, 0].item(), product(jnp.ones((2, 2)))[0, 0].item()
-      (2.0, 0.0)
+      >>> product = low_precision(lambda x: x @ x, lambda x: x @ x)
+      >>> x = jnp.ones((2, 2))
+      >>> autocast(product, jnp.bfloat16)(x).dtype.name, product(x).dtype.name
+      ('bfloat16', 'float32')
+      >>> text = str(jax.make_jaxpr(autocast(product, jnp.bfloat16))(x))
+      >>> "platform_index" in text
+      True
     """
-    return jaxpr.jit_once(fn, _low_precision)
+    return jaxpr.jit_once(fn, _LowOperation(on_cuda))
 
 
-def _low_precision(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def autocast_low_operation(*args: Any) -> jax.Array:
-        return fn(*args)
+@dataclass(frozen=True)
+class _LowOperation:
+    on_cuda: Callable[..., jax.Array]
 
-    autocast_low_operation.__name__ = f"{_LOW_OPERATION}_{next(_NUMBERS)}"
-    _LOW_OPERATIONS[autocast_low_operation.__name__] = fn
-    return autocast_low_operation
+    def __call__(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def autocast_low_operation(*args: Any) -> jax.Array:
+            if any(is_float(x) and x.dtype not in _LOWER_FLOATS for x in args):
+                return fn(*args)
+            computed: jax.Array = lax.platform_dependent(*args, cuda=self.on_cuda, default=fn)
+            return computed
+
+        autocast_low_operation.__name__ = f"{_LOW_OPERATION}_{next(_NUMBERS)}"
+        _LOW_OPERATIONS[autocast_low_operation.__name__] = self.on_cuda
+        return autocast_low_operation
+
+
+def _is_cast(eqn: JaxprEqn, args: list[Any]) -> bool:
+    """Return whether autocast converts arguments of an operation traced in float32, none of them being float64."""
+    traced = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, np.floating)]  # type: ignore[attr-defined]
+    return np.float32 in traced and all(_is_low(x) for x in args if is_float(x))
+
+
+def _on_cuda(
+    operation: Callable[..., jax.Array], eqn: JaxprEqn, args: list[Any], dtype: Any, run: jaxpr.Run
+) -> list[Any]:
+    """Compute a marked operation by its kernel where the program is compiled for CUDA."""
+    body = eqn.params["jaxpr"]
+
+    def low(*args: Any) -> list[Any]:
+        return [operation(*(to_dtype(dtype, x) if is_float(x) else x for x in args))]
+
+    return lax.platform_dependent(*args, cuda=low, default=lambda *args: run(body.jaxpr, body.consts, args))
 
 
 class _Casts:
@@ -247,9 +284,31 @@ def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     return [product(*(to_dtype(dtype, x) for x in args))]
 
 
+class _Product(NamedTuple):
+    """A product that waits for its bias."""
+
+    eqn: JaxprEqn
+    args: list[Any]
+
+    def unrounded(self, dtype: Any) -> Any:
+        """Return the product by itself, in float32."""
+        return low_unrounded(self.eqn, self.args, dtype)[0]
+
+
+def _awaits_bias(eqn: JaxprEqn, args: list[Any]) -> bool:
+    return eqn.primitive.name == "dot_general" and all(_is_low(x) and is_array(x) for x in args)
+
+
 def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
     """Add a bias and round once. The bias's gradient is summed in float32 and then rounded, as in PyTorch's kernel."""
     product, bias = args[1 - which], args[which]
+    if isinstance(product, _Product):
+        out: Any = eqn.outvars[0].aval
+        if _is_low(bias) and bias.shape == (1,) * (out.ndim - 1) + out.shape[-1:]:
+            x, kernel, bias = (to_dtype(dtype, operand) for operand in (*product.args, bias))
+            return [biased_product(x, kernel, bias, product.eqn.params["dimension_numbers"])]
+        product = product.unrounded(dtype)
+        args = [product, bias] if which else [bias, product]
     if not (_is_low(product) and _is_low(bias)):
         return jaxpr.bind(eqn, _widen(args, to))
     bias = to_dtype(dtype, bias)
@@ -260,13 +319,16 @@ def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts
 
 
 def _rounded_to_first(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    with _within_kernel():
-        outs = jaxpr.bind_as_traced(eqn, args)
-        return [to_dtype(args[0].dtype, outs[0]), *outs[1:]]
+    def rounded(*args: Any) -> list[Any]:
+        with _within_kernel():
+            outs = jaxpr.bind_as_traced(eqn, list(args))
+            return [to_dtype(args[0].dtype, outs[0]), *outs[1:]]
+
+    return recompute(rounded, args, eqn.params["jaxpr"].jaxpr)
 
 
 def low_precision_operation(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
-    """Return the function of an equation marked by `low_precision`; None for any other equation."""
+    """Return the kernel of an equation marked by `low_precision`; None for any other equation."""
     name = eqn.params.get("name", "")
     if not (isinstance(name, str) and name.startswith(_LOW_OPERATION) and jaxpr.is_call(eqn, name)):
         return None

@@ -13,23 +13,32 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 
 BLOCK = "remat_block"
+FUSED = "fused_attention"
 
 
 def products(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Save what JAX's `dots_saveable` saves, convolutions included, and `ragged_dot`, which it does not cover.
+    """Save what JAX's `dots_saveable` saves, convolutions included, and the products that it does not cover.
 
-    The compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
+    Those are `ragged_dot` and fused attention, its output with the statistics of its softmax. Together they are the
+    compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    return saveable or primitive.name == "ragged_dot_general"
+    return saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT)
+
+
+def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Save what JAX's `dots_with_no_batch_dims_saveable` saves, and products with their biases."""
+    saveable: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+    return saveable or primitive.name == BIASED_PRODUCT
 
 
 POLICIES: dict[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": products,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots_no_batch": products_without_batch,
 }
 """What a checkpointed block saves for its backward pass: nothing; its matrix products and convolutions; its matrix
 products without batch axes (a linear layer's, but not attention's). "none" disables checkpointing. "names:a,b" saves
@@ -162,7 +171,12 @@ def _refuse_offload(policy: str, names: list[str], device: Any) -> None:
 
 def _is_opaque(traced: Jaxpr) -> bool:
     """Return whether differentiation adds equations not visible before: a custom_vjp's forward rule."""
-    return any(eqn.primitive.name == "custom_vjp_call" for eqn in traced.eqns)
+    return any(eqn.primitive.name == "custom_vjp_call" and not _is_fused(eqn) for eqn in traced.eqns)
+
+
+def _is_fused(eqn: JaxprEqn) -> bool:
+    """Return whether it calls fused attention, whose forward rule has no other equations than the function."""
+    return [inner.primitive.name for inner in eqn.params["call_jaxpr"].eqns] == [FUSED]
 
 
 def _blocks(traced: Jaxpr) -> Iterator[Jaxpr]:

@@ -9,6 +9,9 @@ from flax import nnx
 from jaxtrain.cost.flops import flops
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, GPT2, GPT2Config, functional
+from jaxtrain.models.attention import attention
+from jaxtrain.models.fused_attention import Options, fused_attention
+from jaxtrain.transforms import autocast
 
 
 def test_flops_of_a_gpt_match_the_closed_form():
@@ -25,6 +28,21 @@ def test_flops_of_a_gpt_match_the_closed_form():
         return cross_entropy(apply(params, tokens), tokens).mean()
 
     assert flops(jax.grad(loss), params, tokens) == 3 * forward
+    # The same where attention may be cuDNN's.
+    assert flops(jax.grad(autocast(loss, jnp.bfloat16)), params, tokens) == 3 * forward
+
+
+def test_fused_attention_counts_as_its_formula():
+    def formula(q, k, v, mask=None):
+        return attention(q, k, v, causal=True)
+
+    def fused(q, k, v):
+        return fused_attention(Options(True, 1.0, None, formula), q, k, v, None)
+
+    q, k = jnp.ones((2, 6, 4, 8)), jnp.ones((2, 10, 2, 8))
+    for fn in (formula, fused):
+        assert flops(fn, q, k, k) == 4 * 2 * 4 * 6 * 10 * 8
+        assert flops(jax.grad(lambda *a, fn=fn: fn(*a).sum(), argnums=(0, 1, 2)), q, k, k) == 12 * 2 * 4 * 6 * 10 * 8
 
 
 def test_flops_of_a_convolution_match_the_closed_form():

@@ -12,13 +12,13 @@ from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.models import functional, gpt2
 
-LAYERS, POSITIONS, ROWS, WIDTH = 3, 12, 8, 64
+LAYERS, POSITIONS, ROWS, WIDTH, VOCABULARY = 3, 12, 8, 64, 32
 TOKENS = {"tokens": np.zeros((2 * ROWS, POSITIONS), np.int32)}
 
 
 def deep(spec, positions=POSITIONS, **options):
     """Return a step on a mesh with micro-batches of `ROWS` rows, and a function that creates its parameters."""
-    config = gpt2.GPT2Config(vocab_size=32, n_positions=positions, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
+    config = gpt2.GPT2Config(vocab_size=VOCABULARY, n_positions=positions, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
     model = lambda: gpt2.GPT2(config, rngs=nnx.Rngs(0))  # noqa: E731
     apply, _ = functional(nnx.eval_shape(model))
 

@@ -1,5 +1,8 @@
 """Attention equals `scaled_dot_product_attention` in float64, with its gradients; masks, groups, packing, precision."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,8 @@ import torch.nn.functional as F
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import attention, segment_mask
+from jaxtrain.models.fused_attention import Options, fused_attention
+from jaxtrain.transforms import block, remat
 from jaxtrain.transforms.precision import autocast
 from tests.models.programs import equations
 
@@ -162,34 +167,98 @@ def test_the_low_precision_error_is_at_most_twice_pytorchs(dtype, heads):
         assert error <= 2 * reference
 
 
-def test_on_an_nvidia_gpu_supported_inputs_use_cudnn(monkeypatch):
-    class GPU:
-        device_kind = "NVIDIA H100 80GB HBM3"
+FUSED = {"plain": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 2}, "mask": {"mask": padding()}}
 
-    given = []
 
-    def cudnn(q, k, v, **options):
-        given.append((q.dtype, k.dtype, v.dtype, options))
-        return v
+def lowered(fn, *arrays, platform="cuda"):
+    return jax.jit(fn).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
-    wide = tuple(jnp.asarray(x, np.float32) for x in inputs(heads=2)[:3])
-    q, k, v = (x.astype(jnp.bfloat16) for x in wide)
-    explicit = attention(*wide)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
-    monkeypatch.setattr(jax, "local_devices", lambda: [GPU])
-    assert (attention(q, k, v, causal=True, scale=0.3) == v).all()
-    # Under autocast, float32 inputs arrive in low precision, and products of the backward pass are in it too.
-    fused, gradient = jax.value_and_grad(
-        lambda v: autocast(lambda v: attention(*wide[:2], v, causal=True, scale=0.3), jnp.float16)(v).sum(dtype=v.dtype)
-    )(wide[2])
-    assert (gradient == 1).all()
-    assert fused == wide[2].astype(np.float16).sum(dtype=np.float32)
-    expected_options = {"scale": 0.3, "is_causal": True, "implementation": "cudnn"}
-    assert given == [(dtype,) * 3 + (expected_options,) for dtype in (jnp.bfloat16, np.float16)]
-    # cuDNN returns the mean for a fully masked row, draws its own dropout and has no kernel for other dtypes.
-    attention(q, k, v, mask=padding())
-    attention(q, k, v, dropout=0.1, rng=jax.random.key(0))
-    # Compiled as one operation, so rounding differs: sums of values around 1, some of which cancel.
-    np.testing.assert_allclose(attention(*wide), explicit, rtol=1e-5, atol=1e-7)
-    attention(q[..., :4], k[..., :4], v[..., :4])
-    assert len(given) == 2
+
+def fused_calls(text):
+    return sorted(re.findall(r"__cudnn\$fmha\w*", text))
+
+
+def gradients(dtype=None, **options):
+    def summed(q, k, v):
+        return attention(q, k, v, **options).astype(np.float32).sum()
+
+    return jax.grad(summed if dtype is None else autocast(summed, dtype), argnums=(0, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_low_precision_a_program_for_cuda_calls_cudnn(dtype):
+    arrays = inputs(6, 6, heads=2, dtype=np.float32)[:3]
+    low = [x.astype(jnp.dtype(dtype)) for x in arrays]
+    whole = np.ones((B, 1, 6, 6), bool)
+    for name, bias in (("plain", ""), ("causal", ""), ("window", ""), ("mask", "ScaleBias")):
+        options = FUSED[name] if name != "mask" else {"mask": whole}
+        expected = [f"__cudnn$fmha{bias}Softmax", f"__cudnn$fmha{bias}SoftmaxBackward"]
+        assert fused_calls(lowered(gradients(**options), *low)) == expected
+        assert fused_calls(lowered(gradients(dtype, **options), *arrays)) == expected
+        assert fused_calls(lowered(gradients(dtype, **options), *arrays, platform="cpu")) == []
+
+
+def test_remat_of_dots_keeps_the_output_of_the_kernel():
+    q, k, v = inputs(6, 6, heads=2, dtype=np.float32)[:3]
+
+    def layer(q, k, v):
+        return attention(jnp.sin(q), k, v, causal=True)
+
+    def calls(policy):
+        cast = autocast(lambda *qkv: block(layer)(*qkv).astype(np.float32).sum(), jnp.bfloat16)
+        traced = jax.make_jaxpr(jax.grad(remat(cast, policy), argnums=(0, 1, 2)))(q, k, v)
+        names = [eqn.primitive.name for eqn in equations(traced.jaxpr)]
+        return names.count("fused_attention"), names.count("fused_attention_backward")
+
+    assert calls("none") == calls("dots") == (1, 1)
+    assert calls("full") == (2, 1)
+    # The kernel's forward rule hides no name that a policy may save.
+    with pytest.raises(UserError, match="no checkpointed block uses a value named absent"):
+        calls("names:absent")
+
+
+def test_other_programs_compute_the_formula():
+    arrays = [x.astype(jnp.bfloat16) for x in inputs(6, 6, heads=2)[:3]]
+    narrow = [x[..., :4] for x in arrays]
+    odd = [x[:, :5] for x in arrays]
+    dropped = partial(gradients, dropout=0.1, rng=jax.random.key(0))
+    texts = {
+        "float32": lowered(gradients(), *(x.astype(np.float32) for x in arrays)),
+        "narrow heads": lowered(gradients(), *narrow),
+        "odd lengths and a mask": lowered(gradients(mask=np.ones((B, 1, 5, 5), bool)), *odd),
+        "dropout": lowered(dropped(), *arrays),
+        "ROCm": lowered(gradients(), *arrays, platform="rocm"),
+    }
+    assert {name for name, text in texts.items() if fused_calls(text)} == set()
+    assert fused_calls(lowered(gradients(causal=True), *odd))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", ["mask", "causal", "window", "plain"])
+def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
+    """Where there is no kernel the primitives compute the formula: what is around the kernel is checked in float64."""
+    q, k, v, cotangent = inputs(heads=2)
+    mask, options = FUSED[case].get("mask"), {**FUSED[case], "mask": None}
+
+    def formula(q, k, v, mask=None):
+        return attention(q, k, v, **{**options, "mask": mask})
+
+    settings = Options(options.get("causal", False), H**-0.5, options.get("window"), formula)
+    fused = partial(fused_attention, settings)
+    with jax.enable_x64(True):
+        ours, vjp = jax.vjp(lambda q, k, v: fused(q, k, v, mask), q, k, v)
+        assert_same([ours, *vjp(cotangent)], with_gradients(q, k, v, cotangent, **FUSED[case]))
+        # Under vmap the keys of one sequence, with their mask, are shared.
+        one = lambda q: fused(q[None], k[:1], v[:1], None if mask is None else mask[1:])[0]  # noqa: E731
+        each = jnp.stack([one(x) for x in q])
+        batched, vjp = jax.vjp(jax.vmap(one), q)
+        assert_same([batched, *vjp(cotangent)], [each, *jax.vjp(lambda q: jnp.stack([*map(one, q)]), q)[1](cotangent)])
+
+
+def test_a_window_is_that_of_its_mask_and_needs_causal():
+    arrays = inputs(6, 6, heads=2)
+    mask = np.tril(np.triu(np.ones((1, 1, 6, 6), bool), -2))
+    with jax.enable_x64(True):
+        assert_same(with_gradients(*arrays, causal=True, window=3), torch_attention(*arrays, mask=mask))
+    with pytest.raises(UserError, match="window 3 needs causal=True"):
+        attention(*arrays[:3], window=3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxtrain import autocast
 from jaxtrain.errors import UserError
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
@@ -127,3 +128,13 @@ def test_torch_names_cover_every_parameter():
     assert tensors["transformer.h.1.attn.c_attn.weight"].shape == (8, 24)
     back = torch_names().to_jax({**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}, like=params)
     jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+def test_under_autocast_a_block_keeps_its_activations_in_low_precision_and_two_of_the_residual_stream():
+    apply, params = model(dropout=0.0)
+    pull = jax.eval_shape(lambda p: jax.vjp(autocast(lambda p: apply(p, TOKENS), jnp.bfloat16), p)[1], params)
+    stacked = [x for x in jax.tree.leaves(pull) if x.shape[:1] == (2,) and x.size > 2 * 3 * 6]  # of two layers
+    activations = [x for x in stacked if x.shape[1:3] == (3, 6) or x.shape[1] == 18]
+    wide = [x.shape for x in activations if x.dtype == np.float32]
+    assert {x.dtype for x in activations if x.shape[-1] == 32} == {jnp.dtype(jnp.bfloat16)}
+    assert wide == [(2, 3, 6, 8)] * 2

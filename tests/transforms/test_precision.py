@@ -6,6 +6,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import jax.test_util
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,7 +15,7 @@ from jax import lax
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
-from jaxtrain.transforms import jaxpr, precision
+from jaxtrain.transforms import jaxpr, precision, recomputed
 from jaxtrain.transforms.policies import POLICIES, policy
 from jaxtrain.transforms.precision import autocast, kernel
 from jaxtrain.transforms.remat import remat as rematerialize
@@ -378,6 +379,33 @@ def test_autocast_equals_the_casts_written_by_hand(dtype):
     assert_same_bits(jax.value_and_grad(autocast(plain, dtype))(params), jax.value_and_grad(by_hand)(params))
 
 
+# --- What the backward pass keeps.
+
+
+def kept(fn, *args):
+    """Return the dtypes and shapes of what the backward pass of a function keeps."""
+    return sorted(
+        (x.dtype.name, x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(fn, *a)[1], *args))
+    )
+
+
+@pytest.mark.parametrize("fn", [kernel(jax.nn.gelu), recomputed(lambda x: jnp.exp(jnp.sin(x)))])
+def test_an_elementwise_operation_keeps_its_low_precision_input_alone(fn):
+    x, low_x = F32, F32.astype(jnp.bfloat16)
+    assert {kind for kind, _ in kept(autocast(lambda x: fn(x @ F32), jnp.bfloat16), x)} == {"bfloat16"}
+    assert kept(recomputed(fn), low_x) == [("bfloat16", (4, 4))]
+    assert ("float32", (4, 4)) in kept(fn, x)
+
+
+def test_a_recomputed_kernel_has_the_gradient_of_the_function_rounded_once():
+    x = low(jnp.linspace(-3, 3, 16).reshape(4, 4))
+    cast = autocast(lambda x: kernel(jax.nn.gelu)(x @ jnp.eye(4)), jnp.bfloat16)
+    expected = jax.grad(lambda x: jax.nn.gelu(x).sum())(x)
+    assert_same_bits(jax.grad(lambda x: cast(x).astype(np.float32).sum())(x), low(expected))
+    with jax.enable_x64(True):
+        jax.test_util.check_grads(cast, [np.linspace(-2.0, 2.0, 16).reshape(4, 4)], order=2)
+
+
 # --- A linear layer's bias.
 
 
@@ -420,6 +448,14 @@ def test_a_linear_layer_is_rounded_once_and_so_is_the_gradient_of_its_bias(layer
     # The products of the backward pass are low-precision nevertheless.
     traced = jax.make_jaxpr(jax.grad(lambda x, w: cast(x, w, b).astype(np.float32).sum(), argnums=(0, 1)))(x, w)
     assert operands_of(traced, "dot_general") == [{"bfloat16"}] * 3
+
+
+@pytest.mark.parametrize(("platform", "product"), [("cuda", "bf16"), ("cpu", "f32")])
+def test_a_product_is_lowered_with_its_bias_in_the_form_that_the_platform_rounds_once(platform, product):
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((64, 4), (4, 8), (8,))]
+    traced = jax.jit(autocast(nnx_linear, jnp.bfloat16)).trace(*shapes)
+    lines = traced.lower(lowering_platforms=(platform,)).as_text().splitlines()
+    assert [line.rpartition("x")[2] for line in lines if "dot_general" in line] == [f"{product}>"]
 
 
 NO_BIAS = {
@@ -677,7 +713,7 @@ def test_marked_functions_are_freed():
         return weakref.ref(fn)
 
     known = len(precision._LOW_OPERATIONS)
-    references = [marked(jt.kernel), marked(precision.low_precision)]
+    references = [marked(jt.kernel), marked(lambda fn: precision.low_precision(fn, fn))]
     gc.collect()
     assert [reference() for reference in references] == [None, None]
     assert len(precision._LOW_OPERATIONS) == known
@@ -687,4 +723,4 @@ def test_a_low_precision_operation_is_registered_once():
     def product(x):
         return x @ x
 
-    assert precision.low_precision(product) is precision.low_precision(product)
+    assert precision.low_precision(product, product) is precision.low_precision(product, product)

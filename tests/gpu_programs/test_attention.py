@@ -1,0 +1,102 @@
+"""Attention in programs compiled for GPUs: cuDNN's kernel where the GPU has it, once a layer and pass."""
+
+import re
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtrain as jt
+from jaxtrain.cost.gpu.target import COMPILER_OPTIONS
+from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import GPT2, GPT2Config, functional, gpt2
+from jaxtrain.models.attention import attention
+from jaxtrain.optim import adamw
+
+pytestmark = pytest.mark.slow
+B, T, N, H, LAYERS = 4, 96, 4, 64, 2
+SOFTMAX, BIASED = "__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax"
+
+
+def on(sharding, tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def calls(lowered):
+    """Return the number of each kind of attention in the compiled program, which has no branch and no scores."""
+    text = lowered.compile(compiler_options=COMPILER_OPTIONS).as_text()
+    assert " conditional(" not in text
+    assert not re.search(rf"f32\[(\d+,)*{T},{T}\]", text)  # no scores
+    assert f"[{LAYERS},{B},{N},{T},{T}]" not in text  # nor a place for those of all layers
+    return dict(Counter(re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)))
+
+
+def attention_calls(device, dtype, *, heads=N, width=H, mask=None, **options):
+    def summed(q, k, v, *masks):
+        return attention(q, k, v, mask=masks[0] if masks else None, **options).astype(np.float32).sum()
+
+    shapes = [((B, T, n, width), dtype) for n in (N, heads, heads)] + ([] if mask is None else [(mask, np.bool_)])
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=SingleDeviceSharding(device)) for shape in shapes]
+    return calls(jax.jit(jax.grad(summed, argnums=(0, 1, 2))).lower(*arrays))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_masks_windows_and_groups_are_fused(gpus, dtype):
+    (device,) = gpus(9)
+    of = partial(attention_calls, device, dtype)
+    for options in ({}, {"causal": True}, {"causal": True, "window": 8}, {"causal": True, "heads": 2}, {"width": 256}):
+        assert of(**options) == {SOFTMAX: 1, f"{SOFTMAX}Backward": 1}
+    for options in ({"mask": (B, 1, 1, T)}, {"mask": (B, 1, T, T), "causal": True, "heads": 1}):
+        assert of(**options) == {BIASED: 1, f"{BIASED}Backward": 1}
+
+
+def test_a_gpu_without_the_kernel_computes_the_formula(gpus):
+    for device, options in ((gpus(7, 5)[0], {}), (gpus(8)[0], {"width": 256})):
+        shapes = [jax.ShapeDtypeStruct((B, T, N, options.get("width", H)), np.float16)] * 3
+        traced = jax.jit(jax.grad(lambda *qkv: attention(*qkv, causal=True).astype(np.float32).sum()))
+        text = traced.lower(*on(SingleDeviceSharding(device), shapes)).compile(compiler_options=COMPILER_OPTIONS)
+        assert "cudnn" not in text.as_text()
+    assert attention_calls(gpus(8)[0], jnp.bfloat16, causal=True) == {SOFTMAX: 1, f"{SOFTMAX}Backward": 1}
+
+
+def gpt2_calls(devices, mesh="", segments=False, **options):
+    config = GPT2Config(vocab_size=128, n_positions=T, n_embd=N * H, n_layer=LAYERS, n_head=N)
+    apply, params = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
+
+    def loss_fn(params, batch, rng):
+        logits = apply(params, batch["tokens"][:, :-1], rng, None, batch.get("segments"))
+        losses = cross_entropy(logits, batch["tokens"][:, 1:])
+        return jt.Loss(losses.sum(), weight=losses.size), {}
+
+    step = jt.train_step(loss_fn, adamw(1e-3), precision="bf16", **options)
+    batch = {"tokens": jax.ShapeDtypeStruct((B, T + 1), np.int32)}
+    if segments:
+        batch["segments"] = jax.ShapeDtypeStruct((B, T), np.int32)
+    make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
+    if not mesh:
+        return calls(step.jitted.lower(*on(SingleDeviceSharding(devices[0]), (step.shapes(make), batch))))
+    mesh = make_mesh(mesh, devices)
+    step = shard(step, mesh, gpt2.SHARDING)
+    rows = NamedSharding(mesh, P(tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)))
+    return calls(step.jitted.lower(step.shapes(make), on(rows, batch)))
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("full", 2)])
+def test_attention_runs_once_a_layer_unless_all_is_computed_again(gpus, remat, forwards):
+    expected = {SOFTMAX: forwards * LAYERS, f"{SOFTMAX}Backward": LAYERS}
+    assert gpt2_calls(gpus(9), remat=remat, unroll=True) == expected
+    assert gpt2_calls(gpus(9), remat=remat) == {name: n // LAYERS for name, n in expected.items()}
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
+@pytest.mark.parametrize("segments", [False, True])
+def test_attention_is_fused_on_a_mesh(gpus, mesh, segments):
+    kind = BIASED if segments else SOFTMAX
+    assert gpt2_calls(gpus(9, count=2), mesh, segments) == {kind: 1, f"{kind}Backward": 1}
