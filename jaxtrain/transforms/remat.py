@@ -5,7 +5,7 @@ of `fn`, also inside scans, or all of `fn` if none is marked. Only memory and ti
 neither is an error.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,23 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    return saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT)
+    return (
+        saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT) or _is_inside(products, params)
+    )
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save what JAX's `dots_with_no_batch_dims_saveable` saves, and products with their biases."""
     saveable: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
-    return saveable or primitive.name == BIASED_PRODUCT
+    return saveable or primitive.name == BIASED_PRODUCT or _is_inside(products_without_batch, params)
+
+
+def _is_inside(save: Callable[..., bool], params: Mapping[str, Any]) -> bool:
+    """Return whether a policy saves what a custom_jvp computes, such as a product with its own derivative."""
+    computed = params.get("call_jaxpr") if "jvp_jaxpr_fun" in params else None
+    return computed is not None and any(
+        save(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in computed.eqns
+    )
 
 
 POLICIES: dict[str, Callable[..., Any]] = {

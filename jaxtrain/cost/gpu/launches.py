@@ -153,13 +153,19 @@ def _moved_by_fusion(fused: Computation) -> float:
 
 
 def _read(fused: Computation, value: str, whole: float) -> float:
-    """Return the bytes that a fusion reads of a parameter: the slices, if it uses nothing else."""
+    """Return the bytes that a fusion reads of a parameter: the slices, if it uses nothing else.
+
+    A conversion within a fusion is computed for the elements that are used.
+    """
+    if value == fused.root:
+        return whole
+    array = fused.instructions[value].results[0]
     total = 0.0
     for user, i in fused.users.get(value, ()):
-        if user.opcode == "bitcast":
+        if user.opcode in ("bitcast", "convert"):
             total += _read(fused, user.name, whole)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and i == 0:
-            total += result_bytes(user)
+            total += result_bytes(user) * whole / array.size_bytes
         elif user.opcode != "dynamic-update-slice" or i != 0:
             return whole
     return min(total, whole)
