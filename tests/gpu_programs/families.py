@@ -41,7 +41,7 @@ from jaxtrain.models import (
 from jaxtrain.optim import adamw
 from jaxtrain.planning import gpu_program
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 2, 256, 4, 512, 128, 16
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 2, 256, 8, 512, 128, 32
 
 
 class Family(NamedTuple):
@@ -194,7 +194,8 @@ def _t5() -> Family:
         ), {}
 
     batch = {name: _shape(ROWS, LENGTH) for name in ("tokens", "labels")}
-    return Family(loss_fn, params, batch, t5.SHARDING, 3 * LAYERS)
+    # The gradient of the learned position bias is not one that cuDNN's attention is asked for.
+    return Family(loss_fn, params, batch, t5.SHARDING, 0)
 
 
 def _vit() -> Family:
