@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
-from jaxtrain.transforms import Hook, Policy, add_hooks, remat, unroll
+from jaxtrain.transforms import Hook, Policy, add_hooks, remat, save_costly, unroll
 
 
 def identity(compute: Compute) -> Compute:
@@ -52,7 +52,7 @@ class LossProgram(NamedTuple):
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
             partial(cpu_products, platform=self.platform),
             # After all rewriting of operations, so that a policy chooses among the products that really run.
-            partial(remat, policy=self.remat),
+            partial(remat, policy=self.remat) if self.remat != "none" else partial(save_costly, platform=self.platform),
             # Outermost: sums are widened before they are divided, scaled or added.
             losses_in_float32,
         ]

@@ -26,9 +26,7 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    return (
-        saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT) or _is_inside(products, params)
-    )
+    return saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT) or _is_inside(products, params)
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:

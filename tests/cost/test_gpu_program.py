@@ -88,6 +88,36 @@ def test_launches_of_a_loop_count_once_an_iteration_and_slices_count_as_slices()
     assert program.moved_bytes == 4 * (2048 + 2052) + 4100
 
 
+FUSED_LABEL = """HloModule jit_step, is_scheduled=true
+
+%fused_label (p.0: bf16[64,32], p.1: s32[64,2]) -> f32[64] {
+  %p.0 = bf16[64,32]{1,0} parameter(0)
+  %wide = f32[64,32]{1,0} convert(%p.0)
+  %p.1 = s32[64,2]{1,0} parameter(1)
+  ROOT %label = f32[64]{0} gather(%wide, %p.1), offset_dims={}
+}
+
+%fused_wide (q.0: bf16[64,32]) -> f32[64,32] {
+  %q.0 = bf16[64,32]{1,0} parameter(0)
+  ROOT %all = f32[64,32]{1,0} convert(%q.0)
+}
+
+ENTRY %main (x: bf16[64,32], i: s32[64,2]) -> f32[64,32] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %i = s32[64,2]{1,0} parameter(1)
+  %scores = f32[64]{0} fusion(%x, %i), kind=kLoop, calls=%fused_label
+  ROOT %out = f32[64,32]{1,0} fusion(%x), kind=kLoop, calls=%fused_wide
+}
+"""
+
+
+def test_a_slice_of_a_conversion_within_a_fusion_counts_as_the_slice():
+    moved = {launch.instruction.name: launch.moved for launch in read(FUSED_LABEL).launches}
+    # 64 scores in bfloat16, their indices, and the scores in float32.
+    assert moved["scores"] == 64 * 2 + 64 * 2 * 4 + 64 * 4
+    assert moved["out"] == 64 * 32 * (2 + 4)
+
+
 def test_results_that_update_an_operand_in_place_take_no_memory_of_their_own():
     size, buffers = peak_buffers(read(LOOP).program, SourceLines(LOOP))
     # The stacked array, and the new value of x, which may not take the place of the old one: the loop carries both.

@@ -193,6 +193,18 @@ def ragged(x, w):
     return jnp.sin(lax.ragged_dot(x, w, jnp.array([2, 3], jnp.int32))).sum()
 
 
+@pytest.mark.parametrize("policy", ["dots", "dots_no_batch"])
+def test_dots_saves_low_precision_products_with_and_without_a_bias(policy):
+    def mlp(x, w, b, v):
+        return jnp.sin(jnp.sin(jnp.sin(x @ w + b[None]) @ v)).sum()
+
+    arguments = jnp.ones((4, 3)), jnp.ones((3, 5)), jnp.ones(5), jnp.ones((5, 2))
+    low = jt.autocast(mlp, jnp.bfloat16)
+    products = {(4, 5), (4, 2)}
+    assert not products & {*saved_shapes(low, "full", *arguments)}
+    assert products < {*saved_shapes(low, policy, *arguments)}
+
+
 @pytest.mark.parametrize(
     ("fn", "x", "w", "product"),
     [(convolution, (1, 2, 6), (4, 2, 3), (1, 4, 6)), (ragged, (5, 3), (2, 3, 4), (5, 4))],

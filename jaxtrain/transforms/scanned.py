@@ -1,0 +1,101 @@
+"""Reduce what a scan over layers saves for its backward pass on a GPU.
+
+A scan copies every value that its backward pass needs into an array for all layers, which is filled with zeros first,
+and out of it again. On a GPU this takes longer than to compute the results of cheap operations again: activation
+functions, norms, conversions. Unrolled layers save them without a copy.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.remat import BLOCK
+
+CHEAP = frozenset(
+    {
+        *(
+            "abs",
+            "add",
+            "add_any",
+            "and",
+            "bitcast_convert_type",
+            "ceil",
+            "clamp",
+            "convert_element_type",
+            "copy",
+            "cos",
+            "div",
+            "eq",
+            "erf",
+        ),
+        *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log"),
+        *("log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
+        *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
+        *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
+        *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
+        *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
+        *("shift_left", "shift_right_logical"),
+    }
+)
+"""Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own."""
+
+
+def costly(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
+    del args
+    if primitive.name == "custom_jvp_call":
+        return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(params["call_jaxpr"]))
+    return primitive.name not in CHEAP
+
+
+def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
+    """Checkpoint the marked blocks of scans, so that they save the results of costly operations only.
+
+    Args:
+      fn: A function of arrays.
+      platform: The platform that it is compiled for; None for that of the default backend.
+
+    Returns:
+      The same function on a GPU, whose scans save less. On any other platform, `fn`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxtrain import block
+      >>> def layers(x, ws):
+      ...     return jax.lax.scan(lambda x, w: (block(lambda x: jnp.tanh(x @ w) + x)(x), None), x, ws)[0].sum()
+      >>> arguments = jnp.ones((2, 2)), jnp.ones((3, 2, 2))
+      >>> [str(jax.make_jaxpr(save_costly(layers, p))(*arguments)).count("policy=") for p in ("cpu", "gpu")]
+      [0, 1]
+    """
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        del run
+        return jaxpr.HIGHER_ORDER["scan"](eqn, args, _run_scanned) if eqn.primitive.name == "scan" else None
+
+    rewritten = jaxpr.transform(fn, rule)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        on_gpu = (platform or jax.default_backend()) in ("gpu", "cuda", "rocm")
+        return (rewritten if on_gpu else fn)(*args, **kwargs)
+
+    return chosen
+
+
+def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        del run
+        if not jaxpr.is_call(eqn, BLOCK):
+            return None
+        inner = jax.extend.core.jaxpr_as_fun(eqn.params["jaxpr"])
+        # The bodies of the two loops share no computation that XLA could merge.
+        return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
+
+    return jaxpr.interpret(body, consts, args, rule)
+
+
+def _equations(closed: Any) -> list[JaxprEqn]:
+    equations: list[JaxprEqn] = closed.jaxpr.eqns
+    return equations
