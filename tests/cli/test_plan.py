@@ -39,7 +39,8 @@ def test_a_plan_has_a_table_and_the_command_to_run(capsys):
 
 
 @pytest.mark.slow
-def test_a_precision_is_not_truncated_in_the_table(capsys):
+def test_a_precision_is_not_truncated_in_a_table_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run_command(capsys, f"plan {IMAGES} --memory 16GiB --precision bf16_compute")
     (chosen,) = (line.split() for line in out.splitlines() if line.lstrip().startswith("→"))
     assert chosen[1:5] == ["16", "1", "none", "bf16_compute"]

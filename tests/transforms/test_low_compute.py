@@ -73,6 +73,7 @@ NORMS_SOFTMAXES_LOSSES = {
     "cross_entropy": (lambda x: cross_entropy(x, LABELS), "float32"),
     "sum of cross_entropy": (lambda x: cross_entropy(x, LABELS).sum(), "float32"),
     "mean in a scan": (lambda x: lax.map(lambda x: cross_entropy(x, LABELS[0]), x).mean(), "float32"),
+    "loss of Predictions": (lambda x: jt.Predictions(x, LABELS, jnp.arange(3.0)).loss().total, "float32"),
     "masked cross_entropy": (lambda x: jnp.where(LABELS > 0, cross_entropy(x, LABELS), 0.0), "float32"),
 }
 
