@@ -208,7 +208,11 @@ def test_a_product_that_the_code_asks_for_in_float32_is_no_warning():
         wide = x.astype(np.float32)
         layer = nnx.merge(WIDE_LAYER, params)
         explicit = wide @ w, wide @ w.astype(np.float32), (wide + 1) @ w.astype(np.float32), layer(x), layer(wide)
-        return explicit, policy("fp32").apply(lambda x: x @ w)(x), jnp.matmul(x, w, preferred_element_type=np.float32)
+        return (
+            explicit,
+            policy("fp32").apply(lambda x: (x + 1) @ w)(x),
+            jnp.matmul(x, w, preferred_element_type=np.float32),
+        )
 
     with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings(action="error"):
         jax.eval_shape(compute(fn), X, W, WIDE_PARAMS)
