@@ -12,7 +12,20 @@ import jaxtrain
 ROOT = Path(__file__).parents[1]
 # The order, from the leaves to the commands; `jaxtrain/__init__.py` and CONTRIBUTING.md list the same one.
 ORDER = (
-    *("errors", "fields", "paths", "user_cache", "user_file", "transforms", "cpu", "step", "optim", "data", "interop"),
+    *(
+        "errors",
+        "fields",
+        "paths",
+        "user_cache",
+        "user_file",
+        "compilation",
+        "transforms",
+        "cpu",
+        "step",
+        "optim",
+        "data",
+        "interop",
+    ),
     *("losses", "models", "cost", "distributed", "run", "recipes", "profile", "debug", "run_folder", "observe"),
     *("runner", "planning", "export", "cli"),
 )

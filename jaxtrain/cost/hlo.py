@@ -15,6 +15,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:body|condition|to_apply|calls|(?:true|false)_computation)=%?([\w.-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{(.*?)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -89,6 +90,11 @@ class Instruction:
         """Names of the computations that it calls."""
         branches = _BRANCHES.search(self.attributes)
         return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(self.attributes)
+
+    @property
+    def body(self) -> list[str]:
+        """Name of the body of a loop, in a list."""
+        return _BODY.findall(self.attributes)
 
     @property
     def trips(self) -> int | None:

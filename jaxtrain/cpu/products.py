@@ -32,8 +32,12 @@ FEW_POSITIONS = 16
 """Up to this number of positions a product is faster for any kernel; with more, it is if taps outnumber positions."""
 
 
-def cpu_products(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Rewrite the products of a function if the default backend is a CPU. To be differentiated afterwards.
+def cpu_products(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
+    """Rewrite the products of a function that is compiled for a CPU. To be differentiated afterwards.
+
+    Args:
+      fn: The function.
+      platform: The platform that it is compiled for; None for that of the default backend.
 
     >>> def same(x, w):
     ...     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -50,11 +54,15 @@ def cpu_products(fn: Callable[..., Any]) -> Callable[..., Any]:
             return [_compute_in_float32(eqn, *args)]
         return None
 
-    return _on_a_cpu(fn, rule)
+    return _on_a_cpu(fn, rule, platform)
 
 
-def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Rewrite the convolutions of a loop's body if the default backend is a CPU. To be applied after differentiation.
+def loop_convolutions(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
+    """Rewrite the convolutions of a loop's body that is compiled for a CPU. To be applied after differentiation.
+
+    Args:
+      fn: The function.
+      platform: The platform that it is compiled for; None for that of the default backend.
 
     >>> def rows_last(x, w):
     ...     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("HWCN", "HWIO", "NHWC"))
@@ -67,17 +75,17 @@ def loop_convolutions(fn: Callable[..., Any]) -> Callable[..., Any]:
         del run
         return [_convolve_channels_last(eqn, *args)] if eqn.primitive.name == "conv_general_dilated" else None
 
-    return _on_a_cpu(fn, rule)
+    return _on_a_cpu(fn, rule, platform)
 
 
-def _on_a_cpu(fn: Callable[..., Any], rule: jaxpr.Rule) -> Callable[..., Any]:
-    """Apply `rule` to `fn` if the default backend is a CPU."""
+def _on_a_cpu(fn: Callable[..., Any], rule: jaxpr.Rule, platform: str | None) -> Callable[..., Any]:
+    """Apply `rule` to `fn` if it is compiled for a CPU."""
     rewritten = jaxpr.transform(fn, rule)
 
     @functools.wraps(fn)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         # Decided when traced: querying it earlier would start a backend before `jax.distributed` is initialized.
-        return (rewritten if jax.default_backend() == "cpu" else fn)(*args, **kwargs)
+        return (rewritten if (platform or jax.default_backend()) == "cpu" else fn)(*args, **kwargs)
 
     return dispatch
 

@@ -5,16 +5,11 @@ may differ between devices, and each then waits for another one forever.
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-_lock = threading.Lock()
-_depth = 0
-_enabled_outside = True
+from jaxtrain.compilation import without_compilation_cache
 
 
 def needs_fresh_programs(mesh: Mesh | None) -> bool:
@@ -30,6 +25,7 @@ def bypass_compilation_cache(mesh: Mesh | None) -> Iterator[None]:
     last one that ends restores the setting. `shard` enters it by itself whenever a step is compiled; enter it around
     other programs that compute on sharded arrays.
 
+    >>> import jax
     >>> from jaxtrain.distributed import make_mesh
     >>> with bypass_compilation_cache(make_mesh("data=1", jax.devices()[:1])):
     ...     jax.config.jax_enable_compilation_cache
@@ -38,31 +34,5 @@ def bypass_compilation_cache(mesh: Mesh | None) -> Iterator[None]:
     if not needs_fresh_programs(mesh):
         yield
         return
-    _enter()
-    try:
+    with without_compilation_cache():
         yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _depth, _enabled_outside
-    with _lock:
-        if _depth == 0:
-            _enabled_outside = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-            _set(False)
-        _depth += 1
-
-
-def _leave() -> None:
-    global _depth
-    with _lock:
-        _depth -= 1
-        if _depth == 0:
-            _set(_enabled_outside)
-
-
-def _set(enabled: bool) -> None:
-    if jax.config.jax_enable_compilation_cache != enabled:  # type: ignore[attr-defined]
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()  # JAX reads the setting once, until it is reset

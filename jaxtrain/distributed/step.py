@@ -73,7 +73,7 @@ class ShardedStep(TrainStep):
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
         super().__init__(
-            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules)),
+            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules), mesh.devices.flat[0].platform),
             step.allow_recompile,
             step.deterministic,
         )

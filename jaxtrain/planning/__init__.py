@@ -1,5 +1,6 @@
 """Search for settings that fit into memory, and predictions of how a run scales over devices."""
 
+from jaxtrain.cost import GpuProgram
 from jaxtrain.planning.candidate import Candidate as Candidate
 from jaxtrain.planning.candidate import compile_for_target as compile_for_target
 from jaxtrain.planning.candidate import format_settings as format_settings
@@ -16,3 +17,5 @@ from jaxtrain.planning.scaling import doubled_meshes as doubled_meshes
 from jaxtrain.planning.scaling import first_axis as first_axis
 from jaxtrain.planning.scaling import format_mesh as format_mesh
 from jaxtrain.planning.scaling import virtual_devices as virtual_devices
+
+__all__ = ["GpuProgram", "gpu_program"]

@@ -51,7 +51,7 @@ def gpu_program(
                 jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), tree)
                 for tree in (step.shapes(params, model_state=model_state), batch)
             )
-            return step.jitted.lower(state, window)
+            return step.for_platform("gpu").jitted.lower(state, window)
         grid = make_mesh(mesh, devices)
         sharded = shard(step, grid, rules)
         state = sharded.shapes(params, model_state=model_state)

@@ -49,6 +49,10 @@ class TrainStep:
         options = compiler_options(deterministic=self.deterministic)
         return jax.jit(limited, donate_argnums=0, compiler_options=options)
 
+    def for_platform(self, platform: str) -> "TrainStep":
+        """Return the same step compiled for a platform, such as "gpu", that is not the default backend's."""
+        return TrainStep(self.parts.for_platform(platform), self.allow_recompile, self.deterministic)
+
     @user_facing
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
         """Create the state before the first update, around a copy of `params`.

@@ -25,6 +25,7 @@ class LossProgram(NamedTuple):
       unroll: Whether scanned layers are compiled one by one.
       remat: Rematerialization policy.
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
+      platform: The platform that the program is compiled for; None for that of the default backend.
     """
 
     loss_fn: LossFn
@@ -33,6 +34,7 @@ class LossProgram(NamedTuple):
     unroll: bool = False
     remat: str = "none"
     constrain: Callable[[Compute], Compute] = identity
+    platform: str | None = None
 
     def transforms(self) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
@@ -48,7 +50,7 @@ class LossProgram(NamedTuple):
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
             unroll if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
-            cpu_products,
+            partial(cpu_products, platform=self.platform),
             # After all rewriting of operations, so that a policy chooses among the products that really run.
             partial(remat, policy=self.remat),
             # Outermost: sums are widened before they are divided, scaled or added.

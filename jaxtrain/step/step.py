@@ -66,9 +66,15 @@ class StepParts(NamedTuple):
     frozen: Frozen
     ema: float | None
 
-    def constrained(self, constrain: Callable[[Compute], Compute]) -> "StepParts":
-        """Return the parts of the same step on a mesh, whose sharding constraints `constrain` adds."""
-        loss = self.loss._replace(constrain=constrain)
+    def constrained(self, constrain: Callable[[Compute], Compute], platform: str) -> "StepParts":
+        """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds."""
+        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform))
+
+    def for_platform(self, platform: str) -> "StepParts":
+        """Return the parts of the same step compiled for a platform."""
+        return self._with_loss(self.loss._replace(platform=platform))
+
+    def _with_loss(self, loss: LossProgram) -> "StepParts":
         return self._replace(loss=loss, compute_loss=loss.compute())
 
 
@@ -167,7 +173,9 @@ def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any
         return mean * jnp.asarray(scale, mean.dtype), (loss, metrics, model_state)
 
     differentiate = jax.grad(scaled_loss, has_aux=True)
-    grads, (loss, metrics, model_state) = (loop_convolutions(differentiate) if in_loop else differentiate)(trained)
+    if in_loop:
+        differentiate = loop_convolutions(differentiate, parts.loss.platform)
+    grads, (loss, metrics, model_state) = differentiate(trained)
     return Gradient(widen(grads), loss, metrics, model_state)
 
 

@@ -111,7 +111,8 @@ class Program:
         found.add(name)
         for x in self.computations[name].instructions.values():
             if x.opcode in _CONTAINERS or x.opcode == "async-start":
-                for called in x.called:
+                # The condition of a loop of known length is not computed.
+                for called in x.body if x.trips else x.called:
                     self._find_scheduled(called, found)
 
     def _moved(self, name: str, x: Instruction) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxtrain.compilation import without_compilation_cache
 from jaxtrain.cost.data_sheets import NVIDIA, Ceilings
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
@@ -160,6 +161,6 @@ def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
 
 @contextlib.contextmanager
 def compilation_for_gpus() -> Iterator[None]:
-    """Let JAX lower cuDNN's attention on a machine without cuDNN."""
-    with assumed_cudnn((9, 10, 0)):
+    """Let JAX lower cuDNN's attention on a machine without cuDNN, and keep programs that it cannot load uncached."""
+    with assumed_cudnn((9, 10, 0)), without_compilation_cache():
         yield

@@ -1,0 +1,212 @@
+"""Programs for GPUs, read from small texts in the format of XLA:GPU."""
+
+import math
+
+import pytest
+
+from jaxtrain.cost import GpuProgram, find_target
+from jaxtrain.cost.gpu.buffers import peak_buffers
+from jaxtrain.cost.hlo import SourceLines
+from jaxtrain.errors import UserError
+
+H100 = find_target("h100")
+TRIPS = ', backend_config={"known_trip_count":{"n":"4"}}'
+LOOP = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/work/model.py"
+
+FunctionNames
+1 "block"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=4 end_column=25}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%fused_update (p.0: f32[4,256], p.1: f32[256], p.2: s32[]) -> f32[4,256] {
+  %p.0 = f32[4,256]{1,0} parameter(0)
+  %p.1 = f32[256]{0} parameter(1)
+  %p.2 = s32[] parameter(2)
+  %row = f32[1,256]{1,0} bitcast(%p.1)
+  %zero = s32[] constant(0)
+  ROOT %update = f32[4,256]{1,0} dynamic-update-slice(%p.0, %row, %p.2, %zero)
+}
+
+%fused_tanh (q.0: f32[256]) -> f32[256] {
+  %q.0 = f32[256]{0} parameter(0)
+  ROOT %tanh = f32[256]{0} tanh(%q.0)
+}
+
+%body (b: (s32[], f32[256], f32[4,256])) -> (s32[], f32[256], f32[4,256]) {
+  %b = (s32[], f32[256]{0}, f32[4,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %x = f32[256]{0} get-tuple-element(%b), index=1
+  %stack = f32[4,256]{1,0} get-tuple-element(%b), index=2
+  %y = f32[256]{0} fusion(%x), kind=kLoop, calls=%fused_tanh, metadata={op_name="tanh" stack_frame_id=1}
+  %new = f32[4,256]{1,0} fusion(%stack, %y, %i), kind=kLoop, calls=%fused_update
+  ROOT %out = (s32[], f32[256]{0}, f32[4,256]{1,0}) tuple(%i, %y, %new)
+}
+
+%condition (c: (s32[], f32[256], f32[4,256])) -> pred[] {
+  %c = (s32[], f32[256]{0}, f32[4,256]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(4)
+  ROOT %less = pred[] compare(%j, %n), direction=LT
+}
+
+ENTRY %main (state: f32[256]) -> f32[256] {
+  %state = f32[256]{0} parameter(0)
+  %zeros = s32[] constant(0)
+  %empty = f32[] constant(0)
+  %stacked = f32[4,256]{1,0} broadcast(%empty), dimensions={}
+  %start = (s32[], f32[256]{0}, f32[4,256]{1,0}) tuple(%zeros, %state, %stacked)
+  %loop = (s32[], f32[256]{0}, f32[4,256]{1,0}) while(%start), condition=%condition, body=%body TRIPS
+  ROOT %result = f32[256]{0} get-tuple-element(%loop), index=1
+}
+""".replace(" TRIPS", TRIPS)
+
+
+def read(hlo, mesh=None):
+    return GpuProgram(H100, hlo, mesh or {}, argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
+
+
+def entry(*lines):
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule jit_step, is_scheduled=true\n\nENTRY %main (x: bf16[64,32]) -> bf16[64,16] {{\n{body}\n}}\n"
+
+
+def test_launches_of_a_loop_count_once_an_iteration_and_slices_count_as_slices():
+    program = read(LOOP)
+    assert program.host_waits == 0
+    moved = {launch.instruction.name: (launch.times, launch.moved) for launch in program.launches}
+    assert moved["y"] == (4, 2 * 1024)
+    # The row that it reads and writes, and the index; not the array that it updates in place.
+    assert moved["new"] == (4, 2 * 1024 + 4)
+    assert moved["stacked"] == (1, 4096 + 4)
+    assert program.moved_bytes == 4 * (2048 + 2052) + 4100
+
+
+def test_results_that_update_an_operand_in_place_take_no_memory_of_their_own():
+    size, buffers = peak_buffers(read(LOOP).program, SourceLines(LOOP))
+    # The stacked array, and the new value of x, which may not take the place of the old one: the loop carries both.
+    assert size == 4096
+    assert [(buffer.shape, buffer.size_bytes) for buffer in buffers] == [("f32[4,256]", 4096)]
+
+
+def test_buffers_name_the_source_line():
+    hlo = entry(
+        "%x = bf16[64,32]{1,0} parameter(0)",
+        '%wide = f32[64,32]{1,0} convert(%x), metadata={source_file="/a/model.py" source_line=7}',
+        "%sum = f32[64]{0} reduce(%wide), dimensions={1}",
+        "ROOT %out = bf16[64]{0} convert(%sum)",
+    )
+    size, (largest, _) = peak_buffers(read(hlo).program, SourceLines(hlo))
+    assert (size, largest.shape, largest.line) == (64 * 32 * 4 + 64 * 4, "f32[64,32]", "model.py:7")
+
+
+def test_the_host_waits_at_conditionals_and_at_loops_of_unknown_length():
+    assert read(LOOP.replace(TRIPS, "")).host_waits == 1
+    branch = entry(
+        "%x = bf16[64,32]{1,0} parameter(0)",
+        "%p = pred[] constant(true)",
+        "ROOT %out = bf16[64,32]{1,0} conditional(%p, %x, %x), true_computation=%main, false_computation=%main",
+    ).replace("true_computation=%main, false_computation=%main", "branch_computations={}")
+    assert read(branch).host_waits == 1
+
+
+CUBLAS = (
+    '%y = (bf16[64,16]{1,0}, s8[33554432]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", '
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+    '"rhs_contracting_dimensions":["0"]},"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]}}}'
+)
+
+
+def test_a_product_has_the_flops_of_its_contraction_and_leaves_the_workspace_out():
+    program = read(
+        entry(
+            "%x = bf16[64,32]{1,0} parameter(0)",
+            "%w = bf16[32,16]{1,0} parameter(1)",
+            CUBLAS,
+            "ROOT %out = bf16[64,16]{1,0} get-tuple-element(%y), index=0",
+        )
+    )
+    (product,) = program.products
+    assert (product.by, product.dtypes, product.flops) == ("cuBLAS product", "bf16×bf16→bf16", 2 * 64 * 32 * 16)
+    assert not product.full_precision
+    assert program.moved_bytes == 2 * (64 * 32 + 32 * 16 + 64 * 16)
+    by_bandwidth = program.moved_bytes / H100.ceilings.bandwidth
+    assert program.seconds == pytest.approx(max(by_bandwidth, product.flops / (0.75 * 989e12)))
+
+
+def test_float32_products_are_told_apart_by_their_precision():
+    dot = "ROOT %y = f32[64,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    operands = ("%x = f32[64,32]{1,0} parameter(0)", "%w = f32[32,16]{1,0} parameter(1)")
+    (tf32,) = read(entry(*operands, dot)).products
+    (full,) = read(entry(*operands, f"{dot}, operand_precision={{highest,highest}}")).products
+    assert (tf32.full_precision, full.full_precision) == (False, True)
+    assert tf32.flops == full.flops == 2 * 64 * 32 * 16
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "result", "labels"),
+    [
+        ("convForward", ("[8,32,32,3]", "[64,3,3,3]"), "[8,32,32,64]", "b01f_o01i->b01f"),
+        ("convBackwardInput", ("[8,32,32,64]", "[64,3,3,3]"), "[8,32,32,3]", "b01f_o01i->b01f"),
+        ("convBackwardFilter", ("[8,32,32,3]", "[8,32,32,64]"), "[64,3,3,3]", "b01f_o01i->b01f"),
+    ],
+)
+def test_a_convolution_and_its_gradients_have_the_same_flops(target, operands, result, labels):
+    left, right = (f"bf16{shape}" for shape in operands)
+    program = read(
+        entry(
+            f"%x = {left} parameter(0)",
+            f"%w = {right} parameter(1)",
+            f"ROOT %y = (bf16{result}, u8[0]) custom-call(%x, %w), dim_labels={labels}, "
+            f'custom_call_target="__cudnn${target}"',
+        )
+    )
+    assert [product.flops for product in program.products] == [2 * 8 * 32 * 32 * 64 * 3 * 3 * 3]
+
+
+@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+@pytest.mark.parametrize(("mask", "share"), [("CAUSAL", 0.5), ("NO_MASK", 1)])
+def test_causal_attention_computes_half_of_its_scores(target, products, mask, share):
+    program = read(
+        entry(
+            "%q = bf16[2,128,4,64]{3,2,1,0} parameter(0)",
+            "%k = bf16[2,128,4,64]{3,2,1,0} parameter(1)",
+            "ROOT %y = (bf16[2,4,128,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), "
+            f'custom_call_target="__cudnn${target}", '
+            'backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape": {"element_type": "BF16", '
+            f'"dimensions": ["2", "4", "128", "128"]}}, "mask_type": "{mask}"}}}}',
+        )
+    )
+    assert [product.flops for product in program.products] == [products * 2 * share * math.prod((2, 4, 128, 128, 64))]
+
+
+def test_a_transfer_counts_the_products_between_its_start_and_its_end():
+    program = read(
+        entry(
+            "%x = bf16[64,32]{1,0} parameter(0)",
+            "%w = bf16[32,16]{1,0} parameter(1)",
+            "%g = (bf16[64,32]{1,0}, bf16[128,32]{1,0}) all-gather-start(%x), replica_groups=[1,2]<=[2]",
+            CUBLAS,
+            "%whole = bf16[128,32]{1,0} all-gather-done(%g)",
+            "%s = f32[32]{0} all-reduce(%x), replica_groups=[1,2]<=[2], to_apply=%add",
+            "ROOT %out = bf16[64,16]{1,0} get-tuple-element(%y), index=0",
+        ),
+        {"data": 2},
+    )
+    gather, reduction = program.transfers
+    assert (gather.kind, gather.dtypes, gather.result_bytes) == ("all-gather", ("bf16",), 128 * 32 * 2)
+    assert (gather.launches, gather.products) == (1, 1)
+    assert (reduction.kind, reduction.launches, reduction.products) == ("all-reduce", 0, 0)
+    # Only what no product overlaps takes time.
+    assert 0 < program.exposed_seconds < program.communication.sent / H100.link_bandwidth
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(UserError, match="device 'h900' is not known: choose one of h100, h200, a100"):
+        find_target("h900")

@@ -1,0 +1,85 @@
+"""What every training step compiled for an H100 holds, and the figures of its program.
+
+Each test compiles one program. After a change that is meant to alter the figures, `python -m tests.gpu_programs`
+records them again, and the difference of the files shows what it did.
+"""
+
+import importlib.util
+import json
+from importlib.metadata import version
+
+import pytest
+
+from jaxtrain.cost import GpuProgram
+from tests.gpu_programs.families import FAMILIES, Settings, program
+from tests.gpu_programs.golden import GOLDEN, summary
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
+    reason="compiling for GPUs requires the extra gpu-programs",
+)
+# In the default suite; the others are slow.
+QUICK = [Settings("gpt2"), Settings("bert")]
+PROGRAMS = [
+    *QUICK,
+    *(Settings(family) for family in ("llama", "mixtral", "t5", "vit", "resnet", "lora")),
+    *(Settings("gpt2", precision) for precision in ("fp32", "tf32", "fp16")),
+    Settings("gpt2", accumulate=4),
+    *(Settings("gpt2", remat=policy) for policy in ("full", "dots")),
+    Settings("gpt2", unroll=True),
+    *(Settings("gpt2", mesh=mesh) for mesh in ("data=8", "fsdp=8", "data=2,fsdp=4", "tensor=8")),
+    Settings("gpt2", mesh="data=8", accumulate=4),
+    Settings("llama", mesh="fsdp=8"),
+]
+
+
+def _cases():
+    return [
+        pytest.param(settings, id=settings.name, marks=() if settings in QUICK else pytest.mark.slow)
+        for settings in PROGRAMS
+    ]
+
+
+@pytest.mark.parametrize("settings", _cases())
+def test_a_compiled_step_keeps_the_contract(settings):
+    compiled = program(settings)
+    assert compiled.host_waits == 0, "the host waits for the GPU inside a step"
+    # Everything but the metrics is donated.
+    assert compiled.output_bytes - compiled.alias_bytes < 4096
+    assert len(wrong_products(compiled, settings)) == FLOAT32_CONVOLUTIONS.get(settings.family, 0)
+    assert attention_calls(compiled) == expected_attention_calls(settings)
+    recorded = json.loads((GOLDEN / f"{settings.name}.json").read_text())
+    if recorded["jaxlib"] == version("jaxlib"):
+        assert summary(compiled) == recorded
+
+
+# cuDNN has no convolution of 16-bit images to float32, which the bias is added to and then rounded once.
+FLOAT32_CONVOLUTIONS = {"vit": 1}
+
+
+def wrong_products(compiled: GpuProgram, settings: Settings) -> list[str]:
+    """Return the products in other dtypes than the precision promises."""
+    low = {"bf16": "bf16", "fp16": "f16"}.get(settings.precision)
+    wrong = []
+    for product in compiled.products:
+        if low is None:
+            right = set(product.operands) == {"f32"} and product.full_precision == (settings.precision == "fp32")
+        else:
+            right = set(product.operands) == {low}
+        if not right:
+            wrong.append(f"{product.by} {product.dtypes} in {product.instruction.op_name}")
+    return wrong
+
+
+def attention_calls(compiled: GpuProgram) -> tuple[int, int]:
+    """Return how often cuDNN's attention runs forwards and backwards."""
+    calls = [product for product in compiled.products if product.by == "cuDNN attention"]
+    backward = [product for product in calls if "Backward" in product.instruction.target]
+    return sum(p.times for p in calls) - sum(p.times for p in backward), sum(p.times for p in backward)
+
+
+def expected_attention_calls(settings: Settings) -> tuple[int, int]:
+    if settings.precision in ("fp32", "tf32"):
+        return 0, 0  # cuDNN computes it in 16 bits only
+    backward = FAMILIES[settings.family]().attentions * settings.accumulate
+    return backward * (2 if settings.remat == "full" else 1), backward
