@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.remat import BLOCK
@@ -34,13 +34,15 @@ CHEAP = frozenset(
         *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log"),
         *("log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
         *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
-        *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
+        *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "squeeze", "transpose"),
         *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
         *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
         *("shift_left", "shift_right_logical"),
     }
 )
-"""Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own."""
+"""Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own.
+
+"split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
 
 
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -89,7 +91,7 @@ def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> lis
         del run
         if not jaxpr.is_call(eqn, BLOCK):
             return None
-        inner = jax.extend.core.jaxpr_as_fun(eqn.params["jaxpr"])
+        inner = jaxpr_as_fun(eqn.params["jaxpr"])
         # The bodies of the two loops share no computation that XLA could merge.
         return list(jax.checkpoint(inner, policy=costly, prevent_cse=False)(*args))
 
