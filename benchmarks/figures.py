@@ -18,7 +18,7 @@ def rows(timings: Sequence[Timing], ceilings: Sequence[Timing]) -> list[dict[str
     The FLOPs of PyTorch's rows are those counted in JAX's program, which is the same mathematics.
     """
     flops = {_size_key(t.job): t.flops for t in timings if t.flops}
-    return [_row(t, flops.get(_size_key(t.job)), _peak_rate(ceilings, t.job.precision)) for t in timings]
+    return [_row(t, flops.get(_size_key(t.job)), _peak_rate(ceilings, t.job.product_precision)) for t in timings]
 
 
 def ceiling_rows(ceilings: Sequence[Timing]) -> list[dict[str, Any]]:
@@ -148,6 +148,5 @@ def _speedup(torch_s: float | None, jax: Timing) -> float | None:
 
 def _peak_rate(ceilings: Sequence[Timing], precision: str) -> float | None:
     """Return the FLOP/s of the fastest product in a precision, by either framework."""
-    of_products = {"bf16_compute": "bf16"}.get(precision, precision)
-    rates = [t.flops / t.wall.min() for t in ceilings if t.job.precision == of_products and t.flops]
+    rates = [t.flops / t.wall.min() for t in ceilings if t.job.precision == precision and t.flops]
     return max(rates, default=None)

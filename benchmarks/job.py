@@ -32,6 +32,11 @@ class Job:
     sizes: Mapping[str, int] = field(default_factory=dict)
     feature: str = ""
 
+    @property
+    def product_precision(self) -> str:
+        """The precision of the job's matrix products."""
+        return {"bf16_compute": "bf16"}.get(self.precision, self.precision)
+
     def with_engine(self, engine: str) -> "Job":
         """Return the same job for another engine."""
         return replace(self, engine=engine)

@@ -133,5 +133,5 @@ def select(name: str, workloads: Sequence[str] = (), precisions: Sequence[str] =
     if not groups:
         pairs = ", ".join(dict.fromkeys(f"{job.workload} in {job.precision}" for job in jobs))
         raise UserError(f"suite {name} has no row of both --workload and --precision: choose from {pairs}")
-    measured = {job.precision for group in groups for job in group}
+    measured = {job.product_precision for group in groups for job in group}
     return replace(suite, groups=groups, ceilings=[precision for precision in suite.ceilings if precision in measured])

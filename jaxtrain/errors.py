@@ -78,6 +78,13 @@ def user_location(error: BaseException) -> str | None:
     return format_location(_file(frames[-1]), frames[-1].tb_lineno) if frames else None
 
 
+def traced_location(traceback: Any) -> str | None:
+    """Return the line of the user's code that an operation was traced from, by JAX's traceback, as "loss.py:12"."""
+    frames = [] if traceback is None else traceback.frames
+    user_frames = (frame for frame in frames if _is_user_code(frame.file_name))
+    return next((format_location(frame.file_name, frame.line_num) for frame in user_frames), None)
+
+
 def format_location(file: str, line: int) -> str:
     """Format a line of a file, or of a notebook's cell, whose file has a meaningless name.
 

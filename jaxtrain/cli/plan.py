@@ -109,6 +109,8 @@ def _show_plan(console: Console, name: str, found: Plan) -> None:
 def _table(found: Plan) -> Table:
     headings = ("micro-batch", "k", "remat", "precision", "peak memory", "GFLOP/step", "time")
     rendered = columns(headings, left=("remat", "precision"))
+    for column in rendered.columns:
+        column.no_wrap = column.header in ("remat", "precision")  # values of flags: a narrow table breaks headings
     for candidate, row in zip(found.candidates, candidate_rows(found), strict=True):
         style = "bold green" if row["chosen"] else "" if row["fits"] else "dim"
         mark = "→" if row["chosen"] else " " if row["fits"] else "✗"

@@ -35,7 +35,9 @@ class Predictions(NamedTuple):
 
     def loss(self) -> Loss:
         """Return the cross-entropy in nats, with its weight."""
-        return Loss((cross_entropy(self.logits, self.targets) * self.weight).sum(), self.weight.sum())
+        losses = cross_entropy(self.logits, self.targets)
+        wide = losses.astype(np.promote_types(losses.dtype, np.float32))
+        return Loss((wide * self.weight).sum(), self.weight.sum())
 
     def accuracy(self) -> Loss:
         """Return the accuracy, with its weight."""

@@ -34,6 +34,7 @@ from jaxtrain.transforms.precision import (
     to_dtype,
     widen,
 )
+from jaxtrain.transforms.promoted_products import warn_promoted_products
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _PRODUCTS = {name for name, dtype in LISTS["cuda"].items() if dtype is Dtype.LOW}
@@ -73,6 +74,7 @@ def compute_in(fn: Callable[..., Any], dtype: Any, state_argnums: Collection[int
 
 
 def _evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+    warn_promoted_products(closed.jaxpr, _PRODUCTS)
     starts = {*_softmax_starts(closed.jaxpr)}
     # By identity: values within a softmax, values computed from losses, and numbers repeated to an array.
     softmax: dict[int, Any] = {}

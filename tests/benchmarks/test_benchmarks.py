@@ -18,7 +18,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.recipes import RECIPES
 
 SIZES = {"vocab_size": 17, "width": 8, "depth": 1, "heads": 2, "rows": 4, "length": 4}
-EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-7}
+EPSILON = {"fp32": 2.0**-23, "bf16": 2.0**-7, "bf16_compute": 2.0**-7}
 # The backward pass takes twice the FLOPs of the forward pass: blocks, logits and the two products of attention.
 FLOPS = 3 * 2 * 4 * 4 * (12 * 8**2 + 17 * 8 + 2 * 4 * 8)
 
@@ -33,7 +33,13 @@ def timing(job, wall):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "job", [small_job("jax", accumulate=2), small_job("jax", remat="full"), small_job("jax", precision="bf16")]
+    "job",
+    [
+        small_job("jax", accumulate=2),
+        small_job("jax", remat="full"),
+        small_job("jax", precision="bf16"),
+        small_job("jax", precision="bf16_compute", accumulate=2),
+    ],
 )
 def test_engines_take_the_same_steps_under_every_setting(job):
     ours, theirs = (engine(each, WORKLOADS[job.workload]) for each in (job, job.with_engine("torch_eager")))

@@ -77,6 +77,7 @@ def test_rows_are_chosen_by_workload_and_precision():
     assert [(group[0].workload, len(group)) for group in suite.groups] == [("mlp-launch-bound", 3), ("resnet18", 2)]
     assert {job.precision for group in suite.groups for job in group} == {"fp32"}
     assert suite.ceilings == ["fp32"]
+    assert select("gpu", precisions=["bf16_compute"]).ceilings == ["bf16"]
     assert select("cpu") == SUITES["cpu"]
 
 

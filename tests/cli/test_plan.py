@@ -39,6 +39,14 @@ def test_a_plan_has_a_table_and_the_command_to_run(capsys):
 
 
 @pytest.mark.slow
+def test_a_precision_is_not_truncated_in_a_table_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run_command(capsys, f"plan {IMAGES} --memory 16GiB --precision bf16_compute")
+    (chosen,) = (line.split() for line in out.splitlines() if line.lstrip().startswith("→"))
+    assert chosen[1:5] == ["16", "1", "none", "bf16_compute"]
+
+
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_split_into_micro_batches(capsys, text_folder):
     status, out, _ = run_command(capsys, f"plan gpt-stdlib {TINY_GPT} --data {text_folder} --memory 250KB")
     assert status == 0

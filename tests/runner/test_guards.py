@@ -299,7 +299,7 @@ class Slow:
     """A loader whose second batch arrives when it is released."""
 
     def __init__(self):
-        self.release, self.n = threading.Event(), 0
+        self.release, self.n, self.rows = threading.Event(), 0, np.arange(1)
 
     def close(self):
         pass

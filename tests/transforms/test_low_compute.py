@@ -1,5 +1,7 @@
 """The policy bf16_compute: bfloat16 throughout, with float32 inside norms, softmaxes, losses and sums of gradients."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +75,7 @@ NORMS_SOFTMAXES_LOSSES = {
     "cross_entropy": (lambda x: cross_entropy(x, LABELS), "float32"),
     "sum of cross_entropy": (lambda x: cross_entropy(x, LABELS).sum(), "float32"),
     "mean in a scan": (lambda x: lax.map(lambda x: cross_entropy(x, LABELS[0]), x).mean(), "float32"),
+    "loss of Predictions": (lambda x: jt.Predictions(x, LABELS, jnp.arange(3.0)).loss().total, "float32"),
     "masked cross_entropy": (lambda x: jnp.where(LABELS > 0, cross_entropy(x, LABELS), 0.0), "float32"),
 }
 
@@ -169,6 +172,50 @@ def test_conversions_to_float32_in_the_code_are_kept():
             return wide, policy("fp32").apply(lambda x: x @ x.T)(x), x @ w
 
     assert [y.dtype.name for y in compute(fn)(X, W)] == ["float32", "float32", "bfloat16"]
+
+
+LAYERS, LAYER_PARAMS = nnx.split((nnx.Embed(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0))))
+WIDE_LAYER, WIDE_PARAMS = nnx.split(nnx.Linear(8, 8, dtype=np.float32, rngs=nnx.Rngs(0)))
+
+
+def embed_and_project(params):
+    embed, linear = nnx.merge(LAYERS, params)
+    h = embed(LABELS)
+    return lax.scan(lambda h, _: (linear(linear(h)), None), h, length=2)[0]
+
+
+def times_constants(x):
+    h = x + np.ones((1, 8), np.float32)
+    return h @ jnp.ones((8, 8), x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "count", "offset"),
+    [(embed_and_project, (LAYER_PARAMS,), "2 products are", 3), (times_constants, (X,), "a product is", 2)],
+)
+def test_a_product_that_a_float32_value_promotes_is_a_warning_with_its_line(fn, args, count, offset):
+    line = f"test_low_compute.py:{fn.__code__.co_firstlineno + offset}"
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.warns(UserWarning, match=f"^{count} .* first at {line}: ") as found,
+    ):
+        jax.eval_shape(compute(fn), *args)
+    assert len(found) == 1
+
+
+def test_a_product_that_the_code_asks_for_in_float32_is_no_warning():
+    def fn(x, w, params):
+        wide = x.astype(np.float32)
+        layer = nnx.merge(WIDE_LAYER, params)
+        explicit = wide @ w, wide @ w.astype(np.float32), (wide + 1) @ w.astype(np.float32), layer(x), layer(wide)
+        return (
+            explicit,
+            policy("fp32").apply(lambda x: (x + 1) @ w)(x),
+            jnp.matmul(x, w, preferred_element_type=np.float32),
+        )
+
+    with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings(action="error"):
+        jax.eval_shape(compute(fn), X, W, WIDE_PARAMS)
 
 
 def test_a_kernel_and_a_loss_round_once_in_low_precision():
