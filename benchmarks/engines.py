@@ -25,6 +25,8 @@ class Engine:
       compile_s: Seconds to compile with an empty cache; None where nothing is compiled.
       warm_compile_s: Seconds to compile with the persistent cache filled; None likewise.
       flops: FLOPs of a step as the mathematics has them, without rematerialization; None if unknown.
+      predicted_s: Seconds of a step that `jaxtrain.cost.GpuProgram` predicts from the program that runs; None for
+        devices that are not among its targets.
       prepare: Called before each step, outside its time.
       note: A line to report about this engine, such as reduced work; "" for none.
     """
@@ -36,6 +38,7 @@ class Engine:
     compile_s: float | None = None
     warm_compile_s: float | None = None
     flops: int | None = None
+    predicted_s: float | None = None
     prepare: Callable[[], None] = lambda: None
     note: str = ""
 
@@ -59,11 +62,12 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
 
     step = features.train_step(case, job)
     state, arrays = _initial_state(case, job, step), jax_side.arrays(batch, job.precision)
-    compiled, cold, warm, flop_count = step.jitted, None, None, None
+    compiled, cold, warm, flop_count, predicted = step.jitted, None, None, None, None
     if job.precision != "fp64":  # which is not timed
         plain = features.train_step(case, Job(job.workload, "jax", accumulate=job.accumulate))
         flop_count = flops(plain.pure, jax.eval_shape(lambda: _initial_state(case, job, plain)), arrays)
         compiled, cold, warm = compile_twice(step.jitted, state, arrays)
+        predicted = _predicted_seconds(compiled)
     device = jax.local_devices()[0]
     losses: list[float] = []
 
@@ -76,7 +80,17 @@ def _jax(case: Case, batch: Batch, job: Job) -> Engine:
     def peak_bytes() -> int | None:
         return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
-    return Engine(run_step, losses, device.device_kind, peak_bytes, cold, warm, flop_count)
+    return Engine(run_step, losses, device.device_kind, peak_bytes, cold, warm, flop_count, predicted)
+
+
+def _predicted_seconds(compiled: Any) -> float | None:
+    """Return the predicted seconds of a program for the local device; None if that is not one of the targets."""
+    import jax
+
+    from jaxtrain.cost import GpuProgram, target_of
+
+    target = target_of(jax.local_devices()[0])
+    return None if target is None else GpuProgram.read(compiled, target).seconds
 
 
 def _micro_steps(case: Case, batch: Batch, job: Job) -> Engine:

@@ -94,6 +94,7 @@ def _row(timing: Timing, flops: int | None, peak_rate: float | None) -> dict[str
         "mfu": None if peak_rate is None or flops is None else flops / timing.lower_decile_s / peak_rate,
         "compile_s": timing.compile_s,
         "warm_compile_s": timing.warm_compile_s,
+        "predicted_s": timing.predicted_s,
     }
 
 

@@ -39,7 +39,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Format rows as a table for the terminal."""
     columns = Table(
         *("workload", "engine", "precision", "settings", "lower decile", "median", "per second", "MFU", "memory"),
-        "compile, warm",
+        *("predicted", "compile, warm"),
     )
     for row in rows:
         columns.add_row(
@@ -52,6 +52,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['per_s']:,.0f} {row['unit']}",
             "" if row["mfu"] is None else f"{row['mfu']:.0%}",
             f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            "" if row.get("predicted_s") is None else f"{row['predicted_s'] * 1e3:.2f} ms",
             "" if row["compile_s"] is None else f"{row['compile_s']:.1f} s, {row['warm_compile_s']:.1f} s",
         )
     return columns

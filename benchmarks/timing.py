@@ -37,7 +37,7 @@ class Timing:
       job: The job.
       wall: Seconds of each step by the clock, [steps].
       cpu: Seconds of each step, of all threads of the process, [steps].
-      device, compile_s, warm_compile_s, flops, peak_bytes: As in `benchmarks.engines.Engine`.
+      device, compile_s, warm_compile_s, flops, peak_bytes, predicted_s: As in `benchmarks.engines.Engine`.
     """
 
     job: Job
@@ -48,6 +48,7 @@ class Timing:
     warm_compile_s: float | None
     flops: int | None
     peak_bytes: int
+    predicted_s: float | None = None
 
     @property
     def lower_decile_s(self) -> float:

@@ -49,6 +49,7 @@ def _serve(job: Job) -> None:
                     compile_s=engine.compile_s,
                     warm_compile_s=engine.warm_compile_s,
                     flops=engine.flops,
+                    predicted_s=engine.predicted_s,
                 )
             case ["turn", steps, seconds]:
                 _send(**time_steps(engine, int(steps), float(seconds)))

@@ -51,7 +51,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     target = find_target(device)
     # The plugin would look for a driver; nothing of this command runs on a GPU.
     jax.config.update("jax_platforms", "cpu")
-    gpu_devices(target, 1 if recipe.mesh is None else math.prod(parse_mesh(recipe.mesh).values()))  # or say why not
+    devices = gpu_devices(target, 1 if recipe.mesh is None else math.prod(parse_mesh(recipe.mesh).values()))
     available = int(PREALLOCATED * target.memory) if memory is None else parse_bytes(memory)
     console = Console(highlight=False, quiet=as_json)
     console.print(
@@ -59,7 +59,7 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     )
     with console.status("reading the data") as status:
         report = _reporter(console, status)
-        found = plan(recipe, available, report, precisions=(recipe.precision,), target=target)
+        found = plan(recipe, available, report, precisions=(recipe.precision,), devices=devices, target=target)
     rows = list(_rows(found))
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}
@@ -191,9 +191,11 @@ def _print_program(console: Console, chosen: Candidate) -> None:
 
 
 def _buffers(buffers: list[Buffer]) -> Table:
-    table = columns(("largest temporaries at the peak", "size", "computed in"), left=("computed in",))
+    headings = ("largest temporaries at the peak", "count", "size", "computed in")
+    table = columns(headings, left=("computed in",))
     for buffer in buffers:
-        table.add_row("", Text(buffer.shape), format_bytes(int(buffer.size_bytes)), Text(buffer.line))
+        size = format_bytes(int(buffer.total_bytes))
+        table.add_row("", Text(buffer.shape), str(buffer.count), size, Text(buffer.line))
     return table
 
 

@@ -19,6 +19,7 @@ from jaxtrain.cost.gpu import GpuTarget as GpuTarget
 from jaxtrain.cost.gpu import compile_for_gpu as compile_for_gpu
 from jaxtrain.cost.gpu import find_target as find_target
 from jaxtrain.cost.gpu import gpu_devices as gpu_devices
+from jaxtrain.cost.gpu import target_of as target_of
 from jaxtrain.cost.hlo import LIBRARIES as LIBRARIES
 from jaxtrain.cost.hlo import SourceLines as SourceLines
 from jaxtrain.cost.hlo import short_path as short_path

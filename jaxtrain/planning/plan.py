@@ -193,9 +193,15 @@ class _Search:
         return compile_for_target(recipe, self._task, self._target)
 
     def unroll(self, fastest: Candidate) -> None:
-        """Compile a candidate with the loop over layers unrolled, or with the loop."""
-        # Models without such a loop have one program for both.
-        self.compile(dataclasses.replace(fastest.recipe, unroll=not fastest.recipe.unroll))
+        """Compile a candidate with the loop over layers unrolled, with the least rematerialization that then fits."""
+        weaker = REMATS.index(fastest.recipe.remat) if fastest.recipe.remat in REMATS else len(REMATS)
+        for remat in dict.fromkeys((fastest.recipe.remat, *REMATS[weaker:])):
+            try:
+                unrolled = self.compile(dataclasses.replace(fastest.recipe, unroll=True, remat=remat))
+            except UserError:
+                continue  # a rematerialization policy without effect on this model
+            if unrolled.peak_bytes <= self._memory:
+                return
 
     def fitting(self) -> list[Candidate]:
         return [c for c in self.done.values() if c.peak_bytes <= self._memory]

@@ -114,8 +114,8 @@ def test_resuming_an_interrupted_run_is_bit_identical(monkeypatch, capsys):
 def test_a_killed_run_logs_no_step_twice(monkeypatch):
     command = f"train digits-mlp --steps 9 --hidden 16 {SMALL}"
 
-    def die(self, line, step=6, write=loop.MetricsLog.write):
-        write(self, line)
+    def die(self, line, *media, step=6, write=loop.MetricsLog.write):
+        write(self, line, *media)
         if line.step == step:
             raise Killed
 
@@ -174,7 +174,7 @@ def test_arrays_and_image_folders_of_the_user_train(tmp_path, capsys):
         for i in range(10):
             Image.fromarray(rng.integers(0, 255, (6, 7, 3), np.uint8)).save(f"pets/{name}/{i}.png")
     assert run(f"train digits-cnn --data pets --classes 2 --steps 2 --width 2 {SMALL} --out b") == 0
-    assert "float32 [16, 6, 7, 3]" in capsys.readouterr().out
+    assert "uint8 [16, 6, 7, 3]" in capsys.readouterr().out
 
 
 def untimed(folder: str) -> list[dict]:

@@ -11,3 +11,4 @@ from jaxtrain.cost.gpu.target import TARGETS as TARGETS
 from jaxtrain.cost.gpu.target import GpuTarget as GpuTarget
 from jaxtrain.cost.gpu.target import find_target as find_target
 from jaxtrain.cost.gpu.target import gpu_devices as gpu_devices
+from jaxtrain.cost.gpu.target import target_of as target_of

@@ -18,19 +18,26 @@ _ALIASES = {"bitcast", "opt-barrier", "get-tuple-element", "tuple", "while"}
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array in the GPU's memory.
+    """Arrays of the same shape in the GPU's memory, computed by the same line.
 
     Attributes:
-      shape: Text of its type, such as bf16[16384,50304].
-      size_bytes: Its size.
-      op_name: Scopes and the primitive that computes it.
+      shape: Text of their type, such as bf16[16384,50304].
+      size_bytes: Size of one of them.
+      count: How many there are.
+      op_name: Scopes and the primitive that computes the first of them.
       line: Source line as file:line; empty if it is unknown.
     """
 
     shape: str
     size_bytes: float
+    count: int
     op_name: str
     line: str
+
+    @property
+    def total_bytes(self) -> float:
+        """Size of all of them."""
+        return self.count * self.size_bytes
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,12 @@ def peak_buffers(program: Program, lines: SourceLines, most: int = 10) -> tuple[
       most: Number of buffers to return.
     """
     peak = _peak(program, program.entry)
-    largest = sorted(peak.alive, key=lambda result: -result[2])[:most]
-    return peak.size_bytes, [
-        Buffer(_text(x.results[i]), size, x.op_name, lines.locate(x.attributes)[0]) for x, i, size in largest
-    ]
+    groups: dict[tuple[str, float, str], list[str]] = {}
+    for x, i, size in peak.alive:
+        key = _text(x.results[i]), size, lines.locate(x.attributes)[0]
+        groups.setdefault(key, []).append(x.op_name)
+    buffers = [Buffer(shape, size, len(names), names[0], line) for (shape, size, line), names in groups.items()]
+    return peak.size_bytes, sorted(buffers, key=lambda buffer: -buffer.total_bytes)[:most]
 
 
 def _peak(program: Program, name: str) -> _Peak:

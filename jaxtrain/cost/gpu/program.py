@@ -59,6 +59,26 @@ class GpuProgram:
     alias_bytes: int
     temporary_bytes: int
 
+    @classmethod
+    def read(cls, compiled: Any, target: GpuTarget, mesh: Mapping[str, int] | None = None) -> "GpuProgram":
+        """Read a `jax.stages.Compiled`.
+
+        Args:
+          compiled: The program.
+          target: The GPU that it is compiled for.
+          mesh: Sizes of the mesh by axis; None for one GPU.
+        """
+        memory = compiled.memory_analysis()
+        return cls(
+            target,
+            compiled.as_text(),
+            dict(mesh or {}),
+            argument_bytes=int(memory.argument_size_in_bytes),
+            output_bytes=int(memory.output_size_in_bytes),
+            alias_bytes=int(memory.alias_size_in_bytes),
+            temporary_bytes=int(memory.temp_size_in_bytes),
+        )
+
     @property
     def peak_bytes(self) -> int:
         """The most memory that a run of the program needs."""
@@ -203,13 +223,4 @@ def compile_for_gpu(lowered: Any, target: GpuTarget, mesh: Mapping[str, int] | N
     """
     with compilation_for_gpus():
         compiled = (lowered() if callable(lowered) else lowered).compile(compiler_options=COMPILER_OPTIONS)
-    memory = compiled.memory_analysis()
-    return GpuProgram(
-        target,
-        compiled.as_text(),
-        dict(mesh or {}),
-        argument_bytes=int(memory.argument_size_in_bytes),
-        output_bytes=int(memory.output_size_in_bytes),
-        alias_bytes=int(memory.alias_size_in_bytes),
-        temporary_bytes=int(memory.temp_size_in_bytes),
-    )
+    return GpuProgram.read(compiled, target, mesh)

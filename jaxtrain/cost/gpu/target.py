@@ -136,6 +136,16 @@ def find_target(name: str) -> GpuTarget:
     return TARGETS[name.casefold()]
 
 
+def target_of(device: jax.Device) -> GpuTarget | None:
+    """Return the target that a device is; None for other devices.
+
+    Example:
+      >>> print(target_of(jax.devices("cpu")[0]))
+      None
+    """
+    return next((target for target in TARGETS.values() if target.name == device.device_kind), None)
+
+
 @functools.cache
 def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
     """Return `count` devices to compile for, 8 on each host; nothing can run on them.
