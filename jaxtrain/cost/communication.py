@@ -141,9 +141,7 @@ class _Program:
         n, axes = len(group), self._axes(group)
         if n == 1:
             return
-        arrays = x.arrays
-        if x.opcode == "all-gather-start":
-            arrays = arrays[len(arrays) // 2 :]  # the first half are the operands
+        arrays = [(array.size, array.size_bytes) for array in x.transferred]
         of_kind: dict[str, float] = defaultdict(float)
         for i, (size, size_bytes) in enumerate(arrays):
             if kind == "all-reduce":

@@ -80,6 +80,13 @@ class Instruction:
         """Number of elements and bytes of each array of the result."""
         return [(array.size, array.size_bytes) for array in self.results]
 
+    @property
+    def transferred(self) -> tuple[Array, ...]:
+        """The arrays of the result of a collective, or of the one that it starts."""
+        # The first half are the operands.
+        both = self.opcode in ("all-gather-start", "reduce-scatter-start")
+        return self.results[len(self.results) // 2 :] if both else self.results
+
     @cached_property
     def operand_names(self) -> tuple[str, ...]:
         """Names of the operands."""

@@ -237,6 +237,16 @@ def test_a_transfer_counts_the_products_between_its_start_and_its_end():
     assert 0 < program.exposed_seconds < program.communication.sent / H100.link_bandwidth
 
 
+def test_the_operands_of_a_started_collective_are_not_sent_twice():
+    started, plain = (
+        read(
+            entry("%x = f32[64]{0} parameter(0)", f"ROOT %y = {collective}(%x), replica_groups=[1,4]<=[4]"), {"data": 4}
+        )
+        for collective in ("(f32[64]{0}, f32[16]{0}) reduce-scatter-start", "f32[16]{0} reduce-scatter")
+    )
+    assert started.communication.sent == plain.communication.sent == 16 * 4 * 3
+
+
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(UserError, match="device 'h900' is not known: choose one of h100, h200, a100"):
         find_target("h900")

@@ -44,7 +44,7 @@ def transfers(program: Program) -> Iterator[Transfer]:
         for start, end in _collectives(program, computation):
             inner = _inner(program, start)
             beside = _between(computation, start, end)
-            results = inner.results[len(inner.results) // 2 :] if inner.opcode == "all-gather-start" else inner.results
+            results = inner.transferred
             yield Transfer(
                 start,
                 launch_kind(inner),
