@@ -52,7 +52,9 @@ class LossProgram(NamedTuple):
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
             partial(cpu_products, platform=self.platform),
             # After all rewriting of operations, so that a policy chooses among the products that really run.
-            partial(remat, policy=self.remat) if self.remat != "none" else partial(save_costly, platform=self.platform),
+            partial(remat, policy=self.remat, platform=self.platform)
+            if self.remat != "none"
+            else partial(save_costly, platform=self.platform),
             # Outermost: sums are widened before they are divided, scaled or added.
             losses_in_float32,
         ]

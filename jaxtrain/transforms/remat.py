@@ -6,6 +6,7 @@ neither is an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 
 BLOCK = "remat_block"
 FUSED = "fused_attention"
+GPU = ("gpu", "cuda", "rocm")
 
 
 def products(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -69,12 +71,13 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(remat_block)
 
 
-def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
+def remat(fn: Callable[..., Any], policy: str, platform: str | None = None) -> Callable[..., Any]:
     """Checkpoint the marked blocks of a function, or all of it if it has none.
 
     Args:
       fn: A function of arrays.
       policy: "none", "full", "dots", "dots_no_batch", "names:a,b" or "offload:a,b" (`POLICIES`).
+      platform: The platform that it is compiled for; None for that of the default backend.
 
     Returns:
       The same function, whose backward pass recomputes what the policy does not save.
@@ -100,11 +103,23 @@ def remat(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
         return fn
     save, names = _parse(policy)
 
-    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    def checkpoint_blocks(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, prevent_cse: bool) -> Sequence[Any] | None:
         if not jaxpr.is_call(eqn, BLOCK):
             return None
         body = eqn.params["jaxpr"]
-        return jax.checkpoint(lambda *a: run(body.jaxpr, body.consts, a), policy=save)(*args)
+        inner = partial(run, body.jaxpr, body.consts)
+        return jax.checkpoint(lambda *a: inner(a), policy=save, prevent_cse=prevent_cse)(*args)
+
+    def in_scan(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        # The two loops of a scan share no computation that XLA could merge. Without a barrier, a kernel for a GPU reads
+        # its slice of the saved arrays, which need not be copied first.
+        prevent_cse = (platform or jax.default_backend()) not in GPU
+        return jaxpr.interpret(body, consts, args, partial(checkpoint_blocks, prevent_cse=prevent_cse))
+
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        if eqn.primitive.name == "scan":
+            return jaxpr.HIGHER_ORDER["scan"](eqn, args, in_scan)
+        return checkpoint_blocks(eqn, args, run, prevent_cse=True)
 
     def evaluate_checkpointed(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         blocks = list(_blocks(closed.jaxpr))

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.remat import BLOCK
+from jaxtrain.transforms.remat import BLOCK, GPU
 
 CHEAP = frozenset(
     {
@@ -80,7 +80,7 @@ def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable
     rewritten = jaxpr.transform(fn, rule)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        on_gpu = (platform or jax.default_backend()) in ("gpu", "cuda", "rocm")
+        on_gpu = (platform or jax.default_backend()) in GPU
         return (rewritten if on_gpu else fn)(*args, **kwargs)
 
     return chosen

@@ -193,6 +193,17 @@ def ragged(x, w):
     return jnp.sin(lax.ragged_dot(x, w, jnp.array([2, 3], jnp.int32))).sum()
 
 
+def test_blocks_of_scans_compiled_for_gpus_have_no_barrier():
+    def layers(x):
+        return lax.scan(lambda x, _: (block(jnp.sin)(x), None), block(jnp.sin)(x), None, length=3)[0]
+
+    def barriers(platform):
+        traced = jax.make_jaxpr(remat(layers, "full", platform))(X).jaxpr
+        return [eqn.params["prevent_cse"] for eqn in equations(traced) if "prevent_cse" in eqn.params]
+
+    assert [barriers(platform) for platform in ("cpu", "gpu")] == [[True, True], [True, False]]
+
+
 @pytest.mark.parametrize("policy", ["dots", "dots_no_batch"])
 def test_dots_saves_low_precision_products_with_and_without_a_bias(policy):
     def mlp(x, w, b, v):
