@@ -53,7 +53,7 @@ def all_finite(grads: Any, norm_of: Any = None) -> jax.Array:
 
 def finite_leaves(tree: Any) -> jax.Array:
     """Return which leaves hold neither inf nor NaN, bool[number of leaves]."""
-    return jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)])
+    return jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)], bool)
 
 
 def earliest(first: Nonfinite, second: Nonfinite) -> Nonfinite:
