@@ -138,6 +138,7 @@ def _cudnn_arguments(
         "mask_type": module.MaskType.CAUSAL if causal else module.MaskType.NO_MASK,
         "layout": module.AttentionLayout.BTNH.value,
         "sliding_window_length": window,
+        **jax_internals.score_setting(),
     }
     return [bias, *[unused] * 6], settings
 

@@ -71,13 +71,21 @@ _SETTINGS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "lay
 
 
 def _attention_is_known() -> bool:
-    names = inspect.signature(fused_attention._dot_product_attention_fwd_impl).parameters
-    return tuple(names) == (*_ATTENTION, *_SETTINGS, "is_training")
+    names = tuple(inspect.signature(fused_attention._dot_product_attention_fwd_impl).parameters)
+    before = (*_ATTENTION, *_SETTINGS, "is_training")
+    return names in (before, (*_ATTENTION, "score_mod_args", *_SETTINGS, "score_mod", "is_training"))
 
 
 def _attention_backward_is_known() -> bool:
-    names = inspect.signature(fused_attention._dot_product_attention_bwd_impl).parameters
-    return tuple(names) == (*_ATTENTION, *_RESIDUALS, *_SETTINGS)
+    names = tuple(inspect.signature(fused_attention._dot_product_attention_bwd_impl).parameters)
+    arrays = (*_ATTENTION, *_RESIDUALS)
+    return names in ((*arrays, *_SETTINGS), (*arrays, "score_mod_args", *_SETTINGS, "score_mod"))
+
+
+def score_setting() -> dict[str, None]:
+    """Return the parameter by which cuDNN's attention computes its own scores, which JAX has since 0.12: None."""
+    newer = "score_mod" in inspect.signature(fused_attention._dot_product_attention_fwd_impl).parameters
+    return {"score_mod": None} if newer else {}
 
 
 @contextlib.contextmanager

@@ -200,6 +200,8 @@ def valid_values(recipe: Any, field: str) -> st.SearchStrategy[Any]:
         return st.booleans()
     if field in ("beta2", "dropout"):
         return st.floats(0, 1, exclude_max=True)
+    if field == "ema":
+        return st.none() | st.floats(0, 1, exclude_max=True)
     if field == "masked":
         return st.floats(0, 1, exclude_min=True, exclude_max=True)
     if field == "spike_factor":
