@@ -370,7 +370,8 @@ def test_a_difference_that_only_accumulation_or_remat_causes_is_reported(
     def averaged_twice(window: Any) -> Any:
         return jax.tree.map(lambda g: g / 4, mean_gradient(window))
 
-    def with_scaled_params(fn: Any, policy: str) -> Any:
+    def with_scaled_params(fn: Any, policy: str, platform: str | None) -> Any:
+        del platform
         return fn if policy == "none" else lambda params, *args: fn(jax.tree.map(lambda p: 1.1 * p, params), *args)
 
     if "accumulate" in settings:
