@@ -213,9 +213,9 @@ def test_micro_batches_averaged_without_their_weights_are_detected(monkeypatch: 
 @pytest.mark.parametrize(
     ("broken", "seen"),
     [
-        (lambda fn, policy: fn, {"rematerialization, memory"}),
+        (lambda fn, policy, platform: fn, {"rematerialization, memory"}),
         (
-            lambda fn, policy: fn if policy == "none" else partial(_with_another_key, remat(fn, policy)),
+            lambda fn, policy, platform: fn if policy == "none" else partial(_with_another_key, remat(fn, policy)),
             {"rematerialization, update"},
         ),
     ],
