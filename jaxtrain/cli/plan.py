@@ -21,6 +21,7 @@ from rich.text import Text
 from jaxtrain.cli.compilation_cache import enable_compilation_cache
 from jaxtrain.cli.flags import parse_with_recipe, recipe_name
 from jaxtrain.cli.plan_gpu import plan_for_gpu
+from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_tables import ScalingTables, columns
 from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
 from jaxtrain.distributed import parse_mesh
@@ -77,7 +78,7 @@ def main(args: list[str]) -> int:
     console.print(f"{name} · {device.device_kind} · {format_bytes(memory)}", markup=False)
     with console.status("reading the data") as status:
         found = plan(
-            recipe, memory, lambda candidate: _report(console, status, f"compiling {format_settings(candidate)}")
+            recipe, memory, lambda candidate: show_progress(console, status, f"compiling {format_settings(candidate)}")
         )
     context = {"recipe": name, "device": device.device_kind, "memory_bytes": memory}
     if options.json:
@@ -86,13 +87,6 @@ def main(args: list[str]) -> int:
         )
     _show_plan(console, name, found)
     return 0
-
-
-def _report(console: Console, status: Any, text: str) -> None:
-    if console.is_terminal:
-        status.update(text)
-    else:
-        console.print(f"{text} …", markup=False)
 
 
 def _write_json(values: dict[str, Any]) -> None:
@@ -141,7 +135,7 @@ def _plan_mesh(name: str, recipe: Recipe, options: PlanOptions) -> int:
     console.print(f"{name} · {spec}{f' · {format_bytes(memory)} per device' if memory else ''}", markup=False)
     found = failed = None
     with console.status("creating virtual devices") as status:
-        report = partial(_report, console, status)
+        report = partial(show_progress, console, status)
         devices = virtual_devices(MAX_DEVICES)
         check_settings(recipe)  # only now: it may initialize the devices
         if memory is not None:

@@ -6,7 +6,7 @@ Memory, time and communication are those of the program compiled for the GPU; se
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_tables import columns
 from jaxtrain.cost import (
     SHARE_OF_PEAK,
@@ -58,8 +59,14 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
         f"{name} · {_title(target, recipe)} · {_memory(available, target, memory)}", markup=False, soft_wrap=True
     )
     with console.status("reading the data") as status:
-        report = _reporter(console, status)
-        found = plan(recipe, available, report, precisions=(recipe.precision,), devices=devices, target=target)
+        found = plan(
+            recipe,
+            available,
+            lambda candidate: show_progress(console, status, _compiling(candidate)),
+            precisions=(recipe.precision,),
+            devices=devices,
+            target=target,
+        )
     rows = list(_rows(found))
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}
@@ -88,15 +95,8 @@ def _memory(available: int, target: GpuTarget, given: str | None) -> str:
     )
 
 
-def _reporter(console: Console, status: Any) -> Callable[[Recipe], None]:
-    def report(recipe: Recipe) -> None:
-        text = f"compiling {format_settings(recipe)}{', unrolled' if recipe.unroll else ''}"
-        if console.is_terminal:
-            status.update(text)
-        else:
-            console.print(f"{text} …", markup=False)
-
-    return report
+def _compiling(recipe: Recipe) -> str:
+    return f"compiling {format_settings(recipe)}{', unrolled' if recipe.unroll else ''}"
 
 
 def model_flops_utilization(candidate: Candidate) -> float:

@@ -163,7 +163,7 @@ class _Program:
         if len(pairs):
             crossed = {axis for pair in pairs for axis in self._axes(pair)}
             axes = tuple(axis for axis in self._mesh if axis in crossed)
-            yield Traffic("collective-permute", axes, times, times * x.arrays[0][1])
+            yield Traffic("collective-permute", axes, times, times * x.results[0].size_bytes)
 
     def _axes(self, devices: NDArray[np.int64]) -> tuple[str, ...]:
         """Return the axes of the mesh along which the devices differ."""
@@ -187,7 +187,7 @@ class _Program:
 
         def use_is_sliced(user: Instruction, i: int) -> bool:
             if user.opcode == "dynamic-slice":
-                return i == 0 and user.arrays[0][0] * n == size
+                return i == 0 and user.results[0].size * n == size
             if user.opcode in _LAYOUT_ONLY:
                 return self._is_sliced(computation, user.name, size, n, outside)
             if user.opcode == "fusion":

@@ -76,11 +76,6 @@ class Instruction:
         return tuple(Array(dtype, tuple(parse_numbers(shape))) for dtype, shape in _ARRAY.findall(self.shape))
 
     @property
-    def arrays(self) -> list[tuple[int, float]]:
-        """Number of elements and bytes of each array of the result."""
-        return [(array.size, array.size_bytes) for array in self.results]
-
-    @property
     def transferred(self) -> tuple[Array, ...]:
         """The arrays of the result of a collective, or of the one that it starts."""
         # The first half are the operands.

@@ -14,7 +14,7 @@ TRIPS = ', backend_config={"known_trip_count":{"n":"4"}}'
 LOOP = """HloModule jit_step, is_scheduled=true
 
 FileNames
-1 "/work/model.py"
+1 "/home/user/model.py"
 
 FunctionNames
 1 "block"

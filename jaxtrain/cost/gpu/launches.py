@@ -26,6 +26,8 @@ _LIBRARIES = {
     "__cudnn$conv": "cuDNN convolution",
     "__triton": "Triton kernel",
 }
+PRODUCTS = ("cuBLAS product", "cuDNN attention", "cuDNN convolution")
+"""Kinds of launches that compute a product, a convolution or attention by a library."""
 _COLLECTIVE = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-\w+|ragged-all-to-all")
 
 
@@ -51,11 +53,6 @@ class Launch:
     def moved_in_all(self) -> float:
         """Bytes read and written in one run of the program."""
         return self.times * self.moved
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it computes a product, a convolution or attention by a library."""
-        return self.kind in ("cuBLAS product", "cuDNN attention", "cuDNN convolution")
 
 
 @dataclass(frozen=True)

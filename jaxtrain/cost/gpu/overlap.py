@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxtrain.cost.gpu.launches import NO_KERNEL, Program, is_collective, launch_kind
+from jaxtrain.cost.gpu.launches import NO_KERNEL, PRODUCTS, Program, is_collective, launch_kind
 from jaxtrain.cost.hlo import Computation, Instruction
 
 
@@ -52,7 +52,7 @@ def transfers(program: Program) -> Iterator[Transfer]:
                 sum(array.size_bytes for array in results),
                 program.runs[name],
                 len(beside),
-                sum(launch_kind(x) in ("cuBLAS product", "cuDNN attention", "cuDNN convolution") for x in beside),
+                sum(launch_kind(x) in PRODUCTS for x in beside),
             )
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxtrain.cost.gpu.launches import Program, launch_kind
+from jaxtrain.cost.gpu.launches import PRODUCTS, Program, launch_kind
 from jaxtrain.cost.hlo import Array, Computation, Instruction, parse_numbers
 
 _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d",]*)[\]}]')
@@ -52,7 +52,7 @@ def products(program: Program) -> Iterator[Product]:
             kind = launch_kind(x)
             if x.opcode in ("dot", "convolution"):
                 yield _product(program, computation, name, x, "fusion")
-            elif kind in ("cuBLAS product", "cuDNN convolution", "cuDNN attention"):
+            elif kind in PRODUCTS:
                 yield _product(program, computation, name, x, kind)
 
 
