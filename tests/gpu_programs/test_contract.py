@@ -4,7 +4,6 @@ Each test compiles one program. After a change that is meant to alter the figure
 records them again, and the difference of the files shows what it did.
 """
 
-import importlib.util
 import json
 from importlib.metadata import version
 
@@ -14,10 +13,8 @@ from jaxtrain.cost import GpuProgram
 from tests.gpu_programs.families import FAMILIES, Settings, program
 from tests.gpu_programs.golden import GOLDEN, summary
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
-    reason="compiling for GPUs requires the extra gpu-programs",
-)
+pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
+
 # In the default suite; the others are slow.
 QUICK = [Settings("gpt2"), Settings("bert")]
 PROGRAMS = [
