@@ -63,13 +63,20 @@ def main() -> None:
         # Remove the fonts that rich links to, so that the image has no external resources.
         (HERE / "live.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
         train("digits-cnn", "digits", QuietConsole(), steps=150)
-        for command in ("eval digits --worst 12", "report digits", "report fp16 fp32 lr-0.03"):
+        train("gpt-stdlib", "gpt", QuietConsole(), **{**SMALL, "steps": 120})
+        for command in (
+            "eval gpt --worst 12 --out eval.html",
+            "eval digits --worst 12",
+            "report digits",
+            "report fp16 fp32 lr-0.03",
+        ):
             assert jaxtrain(command.split()) == 0
         assert parity(["run", "mlp", "cnn", "gpt2", "llama", "--html", "parity.html"]) == 0
         with browser(Path(folder, "profile")) as window:
             screenshot(window, Path("fp16/report.html"), "report.png", 1100, 1240)
             screenshot(window, Path("comparison.html"), "report-compared.png", 1100, 665, dark=True)
             screenshot(window, Path("digits/report.html"), "report-narrow.png", 420, 1168)
+            screenshot(window, Path("eval.html"), "eval.png", 1000, 1040)
             screenshot(window, Path("parity.html"), "parity.png", 1100, 440)
         os.chdir(HERE)
 
