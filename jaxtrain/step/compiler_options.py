@@ -6,7 +6,7 @@ those of deterministic steps.
 
 from typing import Any
 
-import jaxlib.version
+import jax.lib
 
 CompilerOptions = dict[str, Any]
 
@@ -38,12 +38,12 @@ def compiler_options(*, deterministic: bool, platform: str | None = None, device
     """
     options = dict(_DETERMINISTIC) if deterministic else {}
     if platform == "gpu" and devices > 1:
-        options |= {**_GPU_MESH, **_pipelining(jaxlib.version.__version_info__)}
+        options |= {**_GPU_MESH, **_pipelining(jax.lib.__version__)}
     return options or None
 
 
-def _pipelining(version: tuple[Any, ...]) -> CompilerOptions:
+def _pipelining(version: str) -> CompilerOptions:
     """Return the options that pipeline collectives, by the names of a version of jaxlib."""
-    if version < (0, 11, 1):
+    if tuple(map(int, version.split(".")[:3])) < (0, 11, 1):
         return {f"xla_gpu_enable_pipelined_{collective}": True for collective in _PIPELINED}
     return {f"xla_gpu_pipeline_{collective}": "COLLECTIVE_PIPELINING_MODE_ON" for collective in _PIPELINED}
