@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
 from jaxtrain.distributed.mesh import TENSOR
 from jaxtrain.distributed.program import constrain_shardings
-from jaxtrain.distributed.rows import place_batch
+from jaxtrain.distributed.rows import place_batch, row_groups
 from jaxtrain.distributed.sharding import Rules, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
@@ -73,17 +73,23 @@ class ShardedStep(TrainStep):
     def __init__(self, step: TrainStep, mesh: Mesh, rules: Rules | None) -> None:
         self._mesh, self._rules = mesh, rules
         super().__init__(
-            step.parts.constrained(partial(constrain_shardings, mesh=mesh, rules=rules), mesh.devices.flat[0].platform),
+            step.parts.constrained(
+                partial(constrain_shardings, mesh=mesh, rules=rules), mesh.devices.flat[0].platform, row_groups(mesh)
+            ),
             step.allow_recompile,
             step.deterministic,
         )
-        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch")
+        accumulate = 1 if callable(self.parts.accumulate) else self.parts.accumulate
+        self.jitted = self._jit(partial(window_step, self.parts), "state", "batch", accumulate=accumulate)
 
-    def _jit(self, step: Step, *names: str) -> Any:
+    def _jit(self, step: Step, *names: str, accumulate: int = 1) -> Any:
         limited = limit_recompilation(step, names, self.allow_recompile)
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
         options = compiler_options(
-            deterministic=self.deterministic, platform=self._mesh.devices.flat[0].platform, devices=self._mesh.size
+            deterministic=self.deterministic,
+            platform=self._mesh.devices.flat[0].platform,
+            devices=self._mesh.size,
+            accumulate=accumulate,
         )
         return _Jitted(limited, shardings, self._mesh, options)
 

@@ -28,17 +28,23 @@ _GPU_MESH: CompilerOptions = {
 _PIPELINED = ("all_gather", "all_reduce")
 
 
-def compiler_options(*, deterministic: bool, platform: str | None = None, devices: int = 1) -> CompilerOptions | None:
+def compiler_options(
+    *, deterministic: bool, platform: str | None = None, devices: int = 1, accumulate: int = 1
+) -> CompilerOptions | None:
     """Return the `compiler_options` of `jax.jit`; None for XLA's defaults.
 
     Args:
       deterministic: Whether the program computes the same bits whenever it is compiled and run on a kind of GPU.
       platform: The platform that it is compiled for; None for that of the default backend.
       devices: The number of devices.
+      accumulate: The number of micro-batches that the program loops over. XLA would pipeline that loop too and lose its
+        length, for which the host then waits in every iteration: a loop over layers within it is not pipelined.
     """
     options = dict(_DETERMINISTIC) if deterministic else {}
     if platform == "gpu" and devices > 1:
-        options |= {**_GPU_MESH, **_pipelining(jax.lib.__version__)}
+        options |= _GPU_MESH
+        if accumulate == 1:
+            options |= _pipelining(jax.lib.__version__)
     return options or None
 
 

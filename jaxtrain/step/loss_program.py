@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
-from jaxtrain.transforms import Hook, Policy, add_hooks, remat, save_costly, unroll
+from jaxtrain.transforms import Groups, Hook, Policy, add_hooks, partial_gradients, remat, save_costly, unroll
 
 
 def identity(compute: Compute) -> Compute:
@@ -26,6 +26,7 @@ class LossProgram(NamedTuple):
       remat: Rematerialization policy.
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
       platform: The platform that the program is compiled for; None for that of the default backend.
+      groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
     """
 
     loss_fn: LossFn
@@ -35,6 +36,7 @@ class LossProgram(NamedTuple):
     remat: str = "none"
     constrain: Callable[[Compute], Compute] = identity
     platform: str | None = None
+    groups: Groups | None = None
 
     def transforms(self) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
@@ -47,6 +49,8 @@ class LossProgram(NamedTuple):
             partial(add_hooks, hooks=self.hooks),
             # Decides every operation's dtype; what follows only changes how operations are computed.
             partial(self.policy.apply, state_argnums=(3,)),
+            # After autocast, whose products it differentiates group by group; before what changes how they are computed.
+            identity if self.groups is None else partial(partial_gradients, groups=self.groups),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
             unroll if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.

@@ -35,7 +35,9 @@ from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
+from jaxtrain.step.partial_sums import add_sums, with_sums, zero_sums
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
+from jaxtrain.transforms import Groups
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -66,9 +68,14 @@ class StepParts(NamedTuple):
     frozen: Frozen
     ema: float | None
 
-    def constrained(self, constrain: Callable[[Compute], Compute], platform: str) -> "StepParts":
-        """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds."""
-        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform))
+    def constrained(
+        self, constrain: Callable[[Compute], Compute], platform: str, groups: Groups | None = None
+    ) -> "StepParts":
+        """Return the parts of the same step on a mesh of a platform, whose sharding constraints `constrain` adds.
+
+        The gradients of `groups` of rows are added once a window.
+        """
+        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform, groups=groups))
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""
@@ -164,9 +171,10 @@ def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
+    groups = parts.loss.groups if in_loop else None
 
-    def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
-        params = merge(trained, frozen)
+    def scaled_loss(variables: Any) -> tuple[jax.Array, Any]:
+        params = merge(variables, frozen) if groups is None else with_sums(state.params, variables)
         loss, metrics, model_state = parts.compute_loss(params, micro_batch, rng, state.model_state)
         # The mean over k, as PyTorch's loops divide it, so that fp16 overflows and underflows at the same scales.
         mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(k, loss.weight.dtype))
@@ -175,7 +183,7 @@ def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
-    grads, (loss, metrics, model_state) = differentiate(trained)
+    grads, (loss, metrics, model_state) = differentiate(trained if groups is None else zero_sums(trained, groups))
     return Gradient(widen(grads), loss, metrics, model_state)
 
 
@@ -191,9 +199,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
         return (add_micro_batch(window, gradient.grads, gradient.loss, k), gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
-    (window, model_state), metrics = lax.scan(add, (empty_window(parts, state.params), state.model_state), numbered)
+    trained, _ = partition(state.params, parts.frozen)
+    groups = parts.loss.groups
+    window = open_window(trained if groups is None else zero_sums(trained, groups))
+    (window, model_state), metrics = lax.scan(add, (window, state.model_state), numbered)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
-    return Gradient(mean_gradient(window), window.loss, metrics, model_state, window.nonfinite)
+    grads = mean_gradient(window)
+    return Gradient(grads if groups is None else add_sums(grads), window.loss, metrics, model_state, window.nonfinite)
 
 
 def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:

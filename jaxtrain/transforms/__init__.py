@@ -5,6 +5,9 @@ from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
+from jaxtrain.transforms.partial_gradients import Groups as Groups
+from jaxtrain.transforms.partial_gradients import Partial as Partial
+from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients
 from jaxtrain.transforms.policies import Policy
 from jaxtrain.transforms.policies import policy as policy
 from jaxtrain.transforms.precision import KERNEL as KERNEL

@@ -48,7 +48,7 @@ CHEAP = frozenset(
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
     del args
-    if primitive.name == "custom_jvp_call":
+    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(params["call_jaxpr"]))
     return primitive.name not in CHEAP
 

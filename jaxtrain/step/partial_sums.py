@@ -1,0 +1,23 @@
+"""Gradients of a window as partial sums on a mesh: one for each group of devices, added after the last micro-batch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.transforms import Groups, Partial
+
+
+def zero_sums(trained: Any, groups: Groups) -> Any:
+    """Return zeros [groups, …] for every trained parameter, None for the others."""
+    return jax.tree.map(lambda x: groups.shard(jnp.zeros((groups.count, *x.shape), x.dtype)), trained)
+
+
+def with_sums(params: Any, sums: Any) -> Any:
+    """Join the parameters with the partial sums of those that are trained."""
+    return jax.tree.map(lambda x, s: x if s is None else Partial(x, s), params, sums, is_leaf=lambda x: x is None)
+
+
+def add_sums(sums: Any) -> Any:
+    """Add the groups' sums, [groups, …] to […]."""
+    return jax.tree.map(lambda x: x.sum(0), sums)

@@ -1,0 +1,252 @@
+"""Gradients of parameters as partial sums, one for each group of a micro-batch's rows.
+
+The gradient of a matrix is a sum over rows. On a mesh that shards them, the compiler adds the sums of all devices as soon
+as it has them. Partial sums instead have a leading axis, one entry per group, and stay on the devices of the group until
+the caller adds them: PyTorch's `no_sync`.
+
+A parameter is passed as `Partial`: its value and zeros that stand for the partial sums. Where a product, a biased
+product or a lookup uses it, the gradient flows to the zeros, group by group. Every other use has its gradient summed as
+before, and added to the first group's sum.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
+from jaxtrain.transforms.biased_product import biased_product
+
+
+class Partial(NamedTuple):
+    """A parameter whose gradient is computed as partial sums.
+
+    Attributes:
+      value: The parameter.
+      sums: Zeros, [groups, …]: the gradient of the result by them is the partial sums.
+    """
+
+    value: jax.Array
+    sums: jax.Array
+
+
+class Groups(NamedTuple):
+    """The groups of rows.
+
+    Attributes:
+      count: Their number.
+      shard: Shards the first axis of an array [groups, …] over them.
+      axis: The mesh axis that shards them.
+    """
+
+    count: int
+    shard: Callable[[jax.Array], jax.Array]
+    axis: str
+
+
+def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
+    """Let a function `compute(params, …)` take parameters that are `Partial`.
+
+    Args:
+      compute: The function.
+      groups: The groups of rows.
+
+    Returns:
+      The same function. Without any `Partial`, `compute` itself is called.
+
+    Example:
+      >>> def compute(w, x):
+      ...     return (x @ w).sum()
+      >>> def by_group(sums, w, x):
+      ...     return partial_gradients(compute, Groups(2, lambda x: x, "data"))(Partial(w, sums), x)
+      >>> x, w = jnp.array([[1.0], [2.0], [4.0], [8.0]]), jnp.ones((1, 1))
+      >>> jax.grad(by_group)(jnp.zeros((2, 1, 1)), w, x).ravel().tolist(), jax.grad(compute)(w, x).item()
+      ([3.0, 12.0], 15.0)
+    """
+
+    def computed(params: Any, *rest: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params, is_leaf=_is_partial)
+        if not any(map(_is_partial, leaves)):
+            return compute(params, *rest)
+
+        def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
+            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*leaves, *values[len(leaves) :]], _rule(groups))
+            return [_summed(x, groups) for x in outs]
+
+        values = [x.value if _is_partial(x) else x for x in leaves]
+        return jaxpr.retrace(compute, evaluate)(jax.tree.unflatten(structure, values), *rest)
+
+    return computed
+
+
+_LAYOUT = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "sharding_constraint", "copy"}
+)
+_SUMS = frozenset({"add", "sub"})
+_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
+
+
+def _rule(groups: Groups) -> jaxpr.Rule:
+    def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        name = eqn.primitive.name
+        if not any(map(_is_partial, args)) or name in _CALLS:
+            return None
+        if name == "scan":
+            return _scan(eqn, args, run, groups)
+        if (rows := _row_axes(eqn, args)) and rows.size % groups.count == 0:
+            return [_by_group(eqn, args, rows, groups)]
+        if name in (*_LAYOUT, "gather") and not any(map(_is_partial, args[1:])):
+            x, rest = args[0], args[1:]
+            by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axis)
+            return [Partial(jaxpr.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
+        values = [_summed(x, groups) for x in args]
+        rebuild = jaxpr.HIGHER_ORDER.get(name)
+        return jaxpr.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
+
+    return rule
+
+
+def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> list[Any]:
+    """Scan over layers of partial sums, [layers, groups, …]."""
+    n_consts, n_carry = jaxpr.scan_sizes(eqn)
+    consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    carry = [_summed(x, groups) for x in carry]
+    xs = [Partial(x.value, jnp.moveaxis(x.sums, 0, 1)) if _is_partial(x) else x for x in xs]
+
+    def summed(body: Any, body_consts: Sequence[Any], body_args: Sequence[Any]) -> list[Any]:
+        return [_summed(x, groups) for x in run(body, body_consts, body_args)]
+
+    return jaxpr.HIGHER_ORDER["scan"](eqn, [*consts, *carry, *xs], summed)
+
+
+class _Rows(NamedTuple):
+    """The axes of an equation's operands and of its result that are the same rows.
+
+    Attributes:
+      operands: The axis by the operand's position.
+      result: The axis of the result.
+      size: Their size.
+    """
+
+    operands: Mapping[int, int]
+    result: int
+    size: int
+
+
+def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
+    """Return the rows of a product, a lookup or a broadcast; None if the gradient of its parameters sums none."""
+    partial = [i for i, x in enumerate(args) if _is_partial(x)]
+    operation, result = _operation(eqn), eqn.outvars[0].aval
+    if eqn.primitive.name in (*_SUMS, "mul") and len(partial) == 1:
+        (i,) = partial
+        if args[i].value.ndim and args[i].value.shape[0] == 1 < result.shape[0]:  # type: ignore[attr-defined]
+            return _Rows({1 - i: 0}, 0, result.shape[0])  # type: ignore[attr-defined]
+        return None
+    if operation.primitive.name in ("dot_general", BIASED_PRODUCT) and (0 in partial) != (1 in partial):
+        (contracted, batch) = operation.params["dimension_numbers"]
+        of, shapes = (1 if 0 in partial else 0), [v.aval.shape for v in operation.invars[:2]]  # type: ignore[attr-defined]
+        free = [[i for i in range(len(shapes[j])) if i not in (*contracted[j], *batch[j])] for j in (0, 1)]
+        if not free[of]:
+            return None
+        axis = len(batch[0]) + (0 if of == 0 else len(free[0]))
+        return _Rows({of: free[of][0]}, axis, shapes[of][free[of][0]])
+    if operation.primitive.name == "gather" and partial == [0] and operation is eqn:
+        numbers = eqn.params["dimension_numbers"]
+        rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
+        if rows and not numbers.operand_batching_dims:
+            return _Rows({1: 0}, rows[0], args[1].shape[0])
+    return None
+
+
+def _operation(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the biased product within its custom_jvp; other equations as they are."""
+    if eqn.primitive.name == "custom_jvp_call":
+        (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
+        if first.primitive.name == BIASED_PRODUCT and not more:
+            inner: JaxprEqn = first
+            return inner
+    return eqn
+
+
+def _apply(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+    """Apply a product or a lookup to all rows, or to those of a group."""
+    operation = _operation(eqn)
+    if operation.primitive.name == BIASED_PRODUCT:
+        x, kernel, bias = args
+        return biased_product(x, kernel, bias, operation.params["dimension_numbers"])
+    return jaxpr.bind(eqn, args)[0]
+
+
+def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> Any:
+    """Apply an equation to the parameters' values; the gradient by them flows to their partial sums."""
+    params = [i for i, x in enumerate(args) if _is_partial(x)]
+    others = [i for i, x in enumerate(args) if i not in params and jnp.issubdtype(x.dtype, np.inexact)]
+
+    def call(values: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> Any:
+        new = dict(zip(positions, replaced, strict=True))
+        return _apply(eqn, [new.get(i, x) for i, x in enumerate(values)])
+
+    @jax.custom_vjp
+    def apply(values: list[Any], sums: list[Any]) -> Any:
+        del sums
+        return call(values, (), ())
+
+    # The gradient of a sum needs no operand, only their shapes.
+    shapes = [(x.shape, x.dtype) for x in (x.value if _is_partial(x) else x for x in args)]
+    is_sum = eqn.primitive.name in _SUMS
+
+    def forward(values: list[Any], sums: list[Any]) -> tuple[Any, list[Any]]:
+        return apply(values, sums), [] if is_sum else values
+
+    def backward(values: list[Any], gradient: Any) -> tuple[list[Any], list[Any]]:
+        values = values or [jnp.zeros(*shape) for shape in shapes]
+
+        def of_group(operands: Sequence[Any], gradient: Any) -> tuple[Any, ...]:
+            in_group = [operands[split.index(i)] if i in split else x for i, x in enumerate(values)]
+            _, pull_back = jax.vjp(lambda *x: call(in_group, params, x), *(values[i] for i in params))
+            return tuple(pull_back(gradient))
+
+        split = [*rows.operands]
+        in_groups = [_split(values[i], axis, groups) for i, axis in rows.operands.items()]
+        sums = jax.vmap(of_group, spmd_axis_name=groups.axis)(in_groups, _split(gradient, rows.result, groups))
+        of_values: list[Any] = [None] * len(values)
+        _, pull_back = jax.vjp(lambda *x: call(values, others, x), *(values[i] for i in others))
+        for i, of_operand in zip(others, pull_back(gradient), strict=True):
+            of_values[i] = of_operand
+        return of_values, [groups.shard(x) for x in sums]
+
+    apply.defvjp(forward, backward)
+    return apply([x.value if _is_partial(x) else x for x in args], [args[i].sums for i in params])
+
+
+def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
+    """Split an axis into groups, which become the first axis."""
+    shape = (*x.shape[:axis], groups.count, x.shape[axis] // groups.count, *x.shape[axis + 1 :])
+    return groups.shard(jnp.moveaxis(x.reshape(shape), axis, 0))
+
+
+def _summed(x: Any, groups: Groups) -> Any:
+    """Return the value of a parameter; its gradient is added to the first group's sum."""
+    if not _is_partial(x):
+        return x
+
+    @jax.custom_vjp
+    def value(x: jax.Array, sums: jax.Array) -> jax.Array:
+        del sums
+        return x
+
+    def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+        is_first = lax.broadcasted_iota(np.int32, (groups.count,) + (1,) * gradient.ndim, 0) == 0
+        return None, groups.shard(jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None]))
+
+    value.defvjp(lambda x, sums: (x, None), backward)
+    return value(*x)
+
+
+def _is_partial(x: Any) -> bool:
+    return isinstance(x, Partial)
