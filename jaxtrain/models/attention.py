@@ -132,7 +132,7 @@ def scaled_dot_product_attention(
     grouped = q.reshape(b, t, heads, n // heads, h)
     wide = np.promote_types(q.dtype, np.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=wide).reshape(b, n, t, s) * scale
-    scores = scores if bias is None else scores + bias
+    scores = scores if bias is None else scores + bias.astype(scores.dtype)
     attended = _combined_mask(mask, causal, window, t, s)
     if attended is None:
         weights = jax.nn.softmax(scores, axis=-1)
