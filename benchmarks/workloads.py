@@ -1,7 +1,9 @@
 """The workloads: parity cases at sizes that are worth timing."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from parity.case import Case
 
@@ -16,6 +18,7 @@ class Workload:
       unit: What throughput counts.
       images: Whether PyTorch runs fastest in its channels-last layout.
       check_sizes: Overrides of `sizes` in the float64 equality check.
+      model: Name of the model's module in `jaxtrain.models`, which has its sharding rules.
     """
 
     make: Callable[..., Case]
@@ -23,10 +26,16 @@ class Workload:
     unit: str
     images: bool = False
     check_sizes: Mapping[str, int] = field(default_factory=dict)
+    model: str = field(kw_only=True)
 
     def case(self, sizes: Mapping[str, int]) -> Case:
         """Return the case at the workload's sizes, overridden by `sizes`."""
         return self.make(**{**self.sizes, **sizes})
+
+    def sharding(self) -> Mapping[str, Any]:
+        """Return the sharding rules of the model's parameters."""
+        rules: Mapping[str, Any] = importlib.import_module(f"jaxtrain.models.{self.model}").SHARDING
+        return rules
 
     def units_per_step(self, sizes: Mapping[str, int]) -> int:
         """Return the number of units in one step."""
@@ -127,11 +136,15 @@ SMALL = {"vocab_size": 50304, "width": 768, "depth": 12, "heads": 12, "rows": 16
 LLAMA = {**SMALL, "vocab_size": 32000, "hidden": 3072, "keys": 4}
 SMALL_CHECK = {"depth": 2, "rows": 2, "length": 64}
 WORKLOADS = {
-    "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}),
-    "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK),
-    "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK),
+    "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}, model="gpt2"),
+    "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK, model="gpt2"),
+    "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK, model="llama"),
     "bert-base": Workload(
-        _bert, {**SMALL, "vocab_size": 30522, "rows": 32, "length": 512}, "tokens", check_sizes=SMALL_CHECK
+        _bert,
+        {**SMALL, "vocab_size": 30522, "rows": 32, "length": 512},
+        "tokens",
+        check_sizes=SMALL_CHECK,
+        model="bert",
     ),
     "t5-small": Workload(
         _t5,
@@ -141,19 +154,26 @@ WORKLOADS = {
         },
         "source tokens",
         check_sizes={**SMALL_CHECK, "target": 16},
+        model="t5",
     ),
     "resnet18": Workload(
-        _resnet, {"depth": 18, "side": 64, "rows": 16}, "images", images=True, check_sizes={"rows": 4}
+        _resnet, {"depth": 18, "side": 64, "rows": 16}, "images", images=True, check_sizes={"rows": 4}, model="resnet"
     ),
     "resnet50": Workload(
-        _resnet, {"depth": 50, "side": 224, "rows": 128}, "images", images=True, check_sizes={"side": 64, "rows": 4}
+        _resnet,
+        {"depth": 50, "side": 224, "rows": 128},
+        "images",
+        images=True,
+        check_sizes={"side": 64, "rows": 4},
+        model="resnet",
     ),
     "vit-s": Workload(
         _vit,
         {"side": 224, "patch": 16, "width": 384, "depth": 12, "heads": 6, "rows": 128},
         "images",
         check_sizes={"depth": 2, "rows": 2},
+        model="vit",
     ),
-    "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "examples"),
-    "mlp-host": Workload(_mlp, {"rows": 1, "side": 2, "hidden": 4}, "examples"),
+    "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "examples", model="mlp"),
+    "mlp-host": Workload(_mlp, {"rows": 1, "side": 2, "hidden": 4}, "examples", model="mlp"),
 }
