@@ -12,7 +12,7 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.determinism import compiler_options
+from jaxtrain.step.compiler_options import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
