@@ -369,6 +369,25 @@ def test_a_command_that_needs_a_field_of_the_task_says_so_in_one_line(here, comm
 
 
 @pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("replay own.py::Curve 3", "own.py::Curve is a recipe, not the folder of a run: give one, such as runs/Curve"),
+        ("eval own.py::Curve", "own.py::Curve is a recipe, not the folder of a run: give one, such as runs/Curve"),
+        ("eval run --worst x", "--worst must be an integer, got 'x'; see jaxtrain eval run --help"),
+        ("launch train own.py::Curve", "the command is not separated by --: use jaxtrain launch -n 2 -- train …"),
+        (
+            "plan own.py::Curve --memory 4",
+            "'4' is not an amount of memory: write it with its unit, as in 16GiB or 40GB",
+        ),
+    ],
+)
+def test_a_mistake_with_another_command_is_one_line_with_the_remedy(command, expected, capsys):
+    Path("own.py").write_text(CURVE)
+    assert run(command) == 2
+    assert capsys.readouterr().err == f"jaxtrain: {expected}\n"
+
+
+@pytest.mark.parametrize(
     ("source", "name", "expected"),
     [
         (None, "Curve", "own.py does not exist: give FILE.py::NAME"),

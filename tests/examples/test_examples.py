@@ -150,7 +150,7 @@ def test_report_shows_an_example(example, chain, capsys):
     assert example in run.report.read_text()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @all_examples
 def test_plan_finds_settings_for_an_example(example, capsys):
     settings = flags(EXAMPLES[example])
