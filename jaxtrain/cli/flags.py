@@ -168,7 +168,7 @@ def _reason(panel: str) -> str:
     if wrong := _NOT_A_NUMBER.fullmatch(reason):
         kind = "an integer" if "int()" in wrong[2] else "a number"
         return f"{wrong[1]} must be {kind}, got {wrong[3]}"
-    meant = _MEANT.findall(panel)
+    meant = sorted(set(_MEANT.findall(panel)))
     return f"{reason}, did you mean {' and '.join(meant)}" if meant else reason
 
 

@@ -123,7 +123,7 @@ def defines_optimizer(recipe: Recipe) -> bool:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
-    """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
+    """Build the recipe's optimizer. By default no parameter called bias or scale decays."""
     if defines_optimizer(recipe):
         return optax.with_extra_args_support(_made(recipe))
     return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
