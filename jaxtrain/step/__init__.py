@@ -8,8 +8,8 @@ from jaxtrain.step.arithmetic import optimizer_in_float32 as optimizer_in_float3
 from jaxtrain.step.build import TrainStep, train_step
 from jaxtrain.step.clip import clip_grad_norm as clip_grad_norm
 from jaxtrain.step.clip import clip_grad_value as clip_grad_value
-from jaxtrain.step.determinism import CompilerOptions as CompilerOptions
-from jaxtrain.step.determinism import compiler_options as compiler_options
+from jaxtrain.step.compiler_options import CompilerOptions as CompilerOptions
+from jaxtrain.step.compiler_options import compiler_options as compiler_options
 from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.learning_rate import LearningRate as LearningRate

@@ -12,7 +12,7 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.determinism import compiler_options
+from jaxtrain.step.compiler_options import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.first_loss import warn_of_first_loss
 from jaxtrain.step.loss_program import LossProgram

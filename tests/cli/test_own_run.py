@@ -14,88 +14,22 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.cli import main
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run import load_recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
-
-CURVE = '''"""A curve through noisy points."""
-
-from dataclasses import dataclass
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-import jaxtrain as jt
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve(jt.Recipe):
-    """A curve through noisy points."""
-
-    width: int = 8
-    """Units of the hidden layer."""
-    offset: int = 0
-    """Added to every target."""
-    steps: int = 12
-    batch_size: int = 8
-    lr: float = 1e-2
-    log_every: int = 4
-    eval_every: int = 4
-    save_every: int = 4
-
-    def task(self) -> jt.Task:
-        x = np.random.default_rng(self.seed).normal(size=(40, 3))
-        y = np.sin(x.sum(1)) + self.offset
-
-        def init():
-            keys = jax.random.split(jax.random.key(self.seed))
-            hidden = jax.random.normal(keys[0], (3, self.width))
-            return {"hidden": hidden, "out": jax.random.normal(keys[1], self.width)}
-
-        def predict(params, batch, model_state):
-            return jnp.tanh(batch["x"] @ params["hidden"]) @ params["out"]
-
-        def loss_fn(params, batch, rng):
-            error = predict(params, batch, None) - batch["y"]
-            return jt.Loss.of(error**2, batch.get("weight")), {}
-
-        return jt.Task(
-            init=init,
-            loss_fn=loss_fn,
-            train={"x": x[:32], "y": y[:32]},
-            validation={"x": x[32:], "y": y[32:]},
-            predict=predict,
-            sample=lambda state, seed: f"seed {seed}: {state.params['out'].shape}",
-            names=NameTable({"hidden": TorchParam("hidden.weight", LINEAR), "out": TorchParam("out")}),
-        )
-'''
-
+from tests.cli.curve import CURVE, run, train_curve
 
 TWO = f"{CURVE}\n\n@dataclass(frozen=True, kw_only=True)\nclass Second(Curve):\n    pass\n"
 
-
-def run(command: str) -> int:
-    return main(command.split())
-
-
-@pytest.fixture(autouse=True)
-def users_may_broadcast():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("broadcasting")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return the folder that holds curve.py and its run."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "curve.py").write_text(CURVE)
-    assert run(f"train {folder}/curve.py::Curve --out {folder}/run --quiet") == 0
-    return folder
+    return train_curve(tmp_path_factory.mktemp("own"), CURVE)
 
 
 @pytest.fixture
