@@ -2,7 +2,7 @@
 
 `lax.scan` writes the outputs of its steps into arrays that it fills with zeros first. In a training step these are
 every value that the backward pass needs, and every gradient of scanned parameters. As each element is written
-before it is read, `lax.empty` takes the place of the zeros. On a mesh, whose partitioner would allocate all of the array
+before it is read, `lax.empty` takes the place of the zeros. On a mesh, whose partitioner would allocate the whole array
 on each device, the fill stays.
 """
 
@@ -56,9 +56,7 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | Non
 
 
 def _has_scan(traced: Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name == "scan" or any(map(_has_scan, jaxpr.inner_jaxprs(eqn))) for eqn in traced.eqns
-    )
+    return any(eqn.primitive.name == "scan" or any(map(_has_scan, jaxpr.inner_jaxprs(eqn))) for eqn in traced.eqns)
 
 
 def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
@@ -68,7 +66,7 @@ def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     evaluate = jaxpr_as_fun(body)
 
-    def step(state: tuple[jax.Array, list[Any], list[Any]], _: None) -> tuple[Any, None]:
+    def step(state: Any, _: None) -> tuple[Any, None]:
         i, carry, stacks = state
         slices = (lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False) for x in xs)
         outs = evaluate(*consts, *carry, *slices)
@@ -79,7 +77,7 @@ def _carry_outputs(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         return (i - 1 if reverse else i + 1, outs[:n_carry], written), None
 
     stacks = [_unfilled.bind(shape=(length, *aval.shape), dtype=aval.dtype) for aval in body.out_avals[n_carry:]]
-    first = np.int32(length - 1 if reverse else 0)
+    first = jnp.asarray(length - 1 if reverse else 0, np.int32)
     (_, carry, ys), _ = lax.scan(step, (first, [*init], stacks), length=length, unroll=eqn.params["unroll"])
     return [*carry, *ys]
 

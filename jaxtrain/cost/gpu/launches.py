@@ -96,7 +96,11 @@ class Program:
     def _launches(self) -> Iterator[Launch]:
         for name in sorted(self.scheduled):
             for x in self.computations[name].instructions.values():
-                if x.opcode not in NO_KERNEL and x.target != _ALLOCATION and not re.search("-(done|update)$|^async-start$", x.opcode):
+                if (
+                    x.opcode not in NO_KERNEL
+                    and x.target != _ALLOCATION
+                    and not re.search("-(done|update)$|^async-start$", x.opcode)
+                ):
                     yield Launch(x, name, launch_kind(x), self.runs[name], self._moved(name, x))
 
     def _count(self, name: str, times: int, counted: Counter[str]) -> None:
