@@ -4,9 +4,9 @@ flax's layer computes the variance as E[x²] − E[x]² by default, which loses 
 multiplies the scale by the inverse standard deviation first, for which XLA:CPU broadcasts the scale to every token.
 
 On a GPU, XLA's derivative of a norm reads and writes the activations many times: it computes the statistics of the
-tokens in every kernel that needs them, and the factors of the scale's gradient in a kernel of their own. `_gradient`
-reads the activations twice: all statistics of a token are one reduction, and what follows is elementwise or summed over
-tokens, which XLA fuses.
+tokens in every kernel that needs them, and the factors of the scale's gradient in a kernel of their own.
+`layer_norm_gradient` reads the activations twice: all statistics of a token are one reduction, and what follows is
+elementwise or summed over tokens, which XLA fuses.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         axes = (1,) * (x.ndim - 1) + (-1,)
         scale, bias = (p[...].reshape(axes) for p in (self.scale, self.bias))
-        normalize = recomputed(partial(_normalize, epsilon=self.epsilon), on_gpu=_gradient)
+        normalize = recomputed(partial(_normalize, epsilon=self.epsilon), on_gpu=layer_norm_gradient)
         normalized: jax.Array = normalize(x, scale, bias)
         return normalized
 
@@ -52,10 +52,13 @@ def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: floa
     return (normalized * scale + bias).astype(x.dtype)
 
 
-def _gradient(
+def layer_norm_gradient(
     x: jax.Array, scale: jax.Array, bias: jax.Array, cotangent: jax.Array, *, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of `_normalize` for x, scale and bias, those of one axis with sizes 1 before it."""
+    """Return the gradients of a layer normalization for x, scale and bias.
+
+    Scale and bias have as many axes as x, all but the last of size 1.
+    """
     wide_dtype = np.promote_types(x.dtype, np.float32)
     wide, scale_, d = (value.astype(wide_dtype) for value in (x, scale, cotangent))
     weighted = d * scale_
@@ -64,7 +67,7 @@ def _gradient(
     normalized = (wide - mean) * inverse
     dx = inverse * (weighted - weighted_mean - normalized * (covariance * inverse))
     tokens = tuple(range(x.ndim - 1))
-    sums = ((value.sum(tokens, keepdims=True)) for value in (d * normalized, d))
+    sums = (value.sum(tokens, keepdims=True) for value in (d * normalized, d))
     dscale, dbias = (total.astype(of.dtype) for total, of in zip(sums, (scale, bias), strict=True))
     return dx.astype(x.dtype), dscale, dbias
 
