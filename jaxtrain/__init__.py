@@ -13,7 +13,7 @@ The map of the package. Each line may import only from the lines above it (`test
     data                    sources, packing, tokenizers, batches
     interop                 PyTorch checkpoints, optimizers and schedulers, in and out
     losses                  PyTorch's losses and subgradients
-    models                  one file a family
+    models                  one file or folder a family
     cost                    FLOPs, roofline, memory, communication
     distributed             meshes, sharding, processes
     run                     Recipe and Task: what a user's own run and a built-in one both are

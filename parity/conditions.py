@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parity.case import Batch, Case
-from parity.conventions.operations import Arguments, bound, called
+from parity.conventions.calls import Arguments, bound, called
 from parity.oracle.in_torch import InFloat64
 from parity.torch_side import seeded_model, tensor
 

@@ -18,7 +18,8 @@ from jaxtrain.data.source import Batch as Batch
 from jaxtrain.data.source import Collate as Collate
 from jaxtrain.data.source import Example, Source
 from jaxtrain.data.source import Rows as Rows
-from jaxtrain.data.tables import ArrowRows, DatasetRows, ParquetRows, is_table, split_columns, split_table, table
+from jaxtrain.data.table_rows import ArrowRows, DatasetRows, ParquetRows
+from jaxtrain.data.tables import is_table, split_columns, split_table, table
 from jaxtrain.data.text import (
     TokenWindows,
     split_contents,

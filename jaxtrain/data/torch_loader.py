@@ -82,10 +82,11 @@ class DataLoaderReader:
         first = next(iter(batch.values()))
         count = len(first) if first.ndim and 0 < len(first) < self._batch_size else self._batch_size
         for name, array in batch.items():
-            if not array.ndim or len(array) != count:
+            if not array.ndim:
+                raise UserError(f"{name!r} of {where} is a scalar: give the DataLoader batch_size={self._batch_size}")
+            if len(array) != count:
                 raise UserError(
-                    f"{name!r} of {where} has {len(array) if array.ndim else 0} rows, not {count}: give the"
-                    " DataLoader batches of one size"
+                    f"{name!r} of {where} has {len(array)} rows, not {count}: give the DataLoader batches of one size"
                 )
         if count < self._batch_size:
             if self._rows is not None:

@@ -1,4 +1,4 @@
-"""Models in flax.nnx, one file per family. Dtypes follow the parameters and inputs."""
+"""Models in flax.nnx, one file or folder per family. Dtypes follow the parameters and inputs."""
 
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig

@@ -19,7 +19,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, Layout, NameTable, TorchParam
 from jaxtrain.models import llama
-from jaxtrain.models.llama import Llama, LlamaConfig, gated_silu
+from jaxtrain.models.llama import Llama, LlamaConfig
+from jaxtrain.models.llama.config import fields_from_hf
+from jaxtrain.models.llama.model import gated_silu
+from jaxtrain.models.llama.parameters import name_table
 from jaxtrain.models.rope import DEFAULT, Rope
 
 ROPE = replace(DEFAULT, rope_theta=1e6)
@@ -145,7 +148,7 @@ def torch_names(config: MixtralConfig) -> NameTable:
         "layers/mlp/gate_up_proj": TorchParam(f"{mlp}.experts.gate_up_proj", EXPERTS),
         "layers/mlp/down_proj": TorchParam(f"{mlp}.experts.down_proj", EXPERTS),
     }
-    return llama.name_table(config, experts)
+    return name_table(config, experts)
 
 
 def from_hf(config: Mapping[str, Any]) -> MixtralConfig:
@@ -156,7 +159,7 @@ def from_hf(config: Mapping[str, Any]) -> MixtralConfig:
     """
     if config.get("model_type") != "mixtral":
         raise UserError(f"model_type must be 'mixtral', got {config.get('model_type')!r}")
-    return MixtralConfig(**llama.fields_from_hf(config, MixtralConfig))
+    return MixtralConfig(**fields_from_hf(config, MixtralConfig))
 
 
 def to_hf(config: MixtralConfig) -> dict[str, Any]:

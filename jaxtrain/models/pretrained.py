@@ -29,7 +29,7 @@ class Family:
     """Implementation of a `model_type`.
 
     Attributes:
-      module: Module of this package.
+      module: Module of this package, or package whose module `config` defines the configuration.
       heads: Its class for each architecture of transformers; the first is the default.
       prefix: Prefix of the names in these architectures that the names of the bare model lack.
       skipped: Regular expression of other names in checkpoints: constants, and heads that only pretraining uses.
@@ -150,7 +150,7 @@ def save_pretrained(
     Raises:
       UserError: The folder contains weights already, or cannot be written.
     """
-    module = importlib.import_module(type(config).__module__)
+    module = importlib.import_module(type(config).__module__.removesuffix(".config"))
     trees = (params, {} if model_state is None else model_state)
     named = (pair for table, tree in zip(_tables(module, config), trees, strict=True) for pair in _named(table, tree))
     values = module.to_hf(config)

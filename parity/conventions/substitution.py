@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from parity.conventions.operations import Arguments, OperationConvention, bound, called
+from parity.conventions.calls import Arguments, bound, called
+from parity.conventions.operations import OperationConvention
 
 LOSS = "loss"
 """Path of calls outside of every module."""

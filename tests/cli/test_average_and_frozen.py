@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.cli import main
 from jaxtrain.cli.export import Restored
 from jaxtrain.run import load_recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_params, restore_state
-from tests.cli.test_own_run import CURVE
+from tests.cli.curve import CURVE, run, train_curve
 
 SETTINGS = "--ema 0.75 --frozen hid*,bias"
 WITH_BIAS = CURVE.replace('{"hidden": hidden,', '{"hidden": hidden, "bias": jnp.ones(()),').replace(
@@ -23,23 +22,13 @@ WITH_BIAS = CURVE.replace('{"hidden": hidden,', '{"hidden": hidden, "bias": jnp.
 )
 
 
-def run(command: str) -> int:
-    return main(command.split())
-
-
-@pytest.fixture(autouse=True)
-def users_may_broadcast():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("broadcasting")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return the folder that holds curve.py and its run."""
-    folder = tmp_path_factory.mktemp("averaged")
-    (folder / "curve.py").write_text(WITH_BIAS)
-    assert run(f"train {folder}/curve.py::Curve --out {folder}/run --quiet {SETTINGS}") == 0
-    return folder
+    return train_curve(tmp_path_factory.mktemp("averaged"), WITH_BIAS, SETTINGS)
 
 
 @pytest.fixture(scope="module")

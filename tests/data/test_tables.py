@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import ParquetRows, is_table, split_source, split_table, table, tables
+from jaxtrain.data import ParquetRows, is_table, split_source, split_table, table, table_rows
 from jaxtrain.data.loader import Loader
 from jaxtrain.errors import UserError
 
@@ -130,14 +130,14 @@ def test_a_row_group_is_decoded_once_without_blocking_the_others(
 ) -> None:
     write_parquet(tmp_path / "a.parquet", columns(12))
     rows = ParquetRows([tmp_path / "a.parquet"], ["label"])
-    decoded, resume, decode = [], threading.Event(), tables._row_group
+    decoded, resume, decode = [], threading.Event(), table_rows._row_group
 
     def slow_for_the_second(file: Path, number: int, *args: Any) -> Any:
         decoded.append(number)
         assert number != 1 or resume.wait(20)
         return decode(file, number, *args)
 
-    monkeypatch.setattr(tables, "_row_group", slow_for_the_second)
+    monkeypatch.setattr(table_rows, "_row_group", slow_for_the_second)
     assert int(rows[0]["label"]) == 0
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(rows.__getitem__, i) for i in (4, 5)]

@@ -14,7 +14,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import jaxtrain as jt
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import T5, T5Config, functional
-from jaxtrain.models.t5 import from_hf, relative_position_bucket, shift_right, to_hf, torch_names
+from jaxtrain.models.t5 import from_hf, shift_right, to_hf, torch_names
+from jaxtrain.models.t5.relative_position import relative_position_bucket
 from parity.oracle.in_torch import InFloat64
 from tests.models.programs import assert_float64_throughout
 

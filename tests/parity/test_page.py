@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity.report.page import Difference, Excerpt, PageCase, excerpt, write_page
+from parity.report.page import write_page
+from parity.report.page_case import Difference, Excerpt, PageCase, excerpt
 from parity.trajectory import trajectory
 
 HELD = PageCase(

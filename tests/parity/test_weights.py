@@ -228,7 +228,7 @@ def test_models_that_agree_only_at_the_weights_are_not_proved() -> None:
         return jaxtrain.Loss(loss.total + jnp.sum(off), loss.weight), metrics
 
     from parity.torch_side import seeded_model
-    from parity.weights import _jittered
+    from parity.weights.proof import _jittered
 
     start = _jittered(seeded_model(attention(ATTENTION_NAMES), 0)).state_dict()["mix"].numpy().copy()
     case = dataclasses.replace(attention(ATTENTION_NAMES), loss_fn=stopped)

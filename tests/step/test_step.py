@@ -277,6 +277,7 @@ def test_a_run_with_skipped_windows_equals_a_run_without_them(row, bad, n_bad):
     assert int(metrics["applied"]) == 3
 
 
+@pytest.mark.filterwarnings("ignore:the first loss is")
 def test_without_loss_scaling_nothing_is_skipped():
     step = jt.train_step(lambda params, batch, rng: (jt.Loss((params * batch).sum(), 1), {}), optax.sgd(1.0))
     state, metrics = step(step.init(jnp.zeros(2)), np.array([np.nan, 1], np.float32))

@@ -16,7 +16,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.models.batch_norm import BatchNorm
 from jaxtrain.models.layer_norm import LayerNorm
-from jaxtrain.models.llama import RMSNorm
+from jaxtrain.models.llama.model import RMSNorm
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.policies import policy
 from tests.models.programs import equations

@@ -6,9 +6,6 @@ by the layers of a stack; scores are not scaled. Each block is a unit of remater
 name the inputs of the projections into the residual stream.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +14,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
-from jaxtrain.errors import UserError
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
+from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import (
     KVCache,
     LayerCache,
@@ -30,52 +25,10 @@ from jaxtrain.models.decoder import (
     update_cache,
 )
 from jaxtrain.models.dropout import dropout as _dropout
-from jaxtrain.models.hf_config import require
 from jaxtrain.models.linear import Linear, product
+from jaxtrain.models.t5.config import T5Config, is_gated
+from jaxtrain.models.t5.relative_position import relative_position_bucket
 from jaxtrain.transforms import block
-
-IGNORE_INDEX = -100
-"""Label of positions without a target, as in `torch.nn.functional.cross_entropy`."""
-
-FEED_FORWARD = ("relu", "gated-gelu")
-
-
-@dataclass(frozen=True)
-class T5Config:
-    """Configuration of a T5, with the field names of `transformers.T5Config`.
-
-    Attributes:
-      dropout: `dropout_rate` of `transformers`.
-      feed_forward_proj: One of `FEED_FORWARD`.
-      tie_word_embeddings: Whether the output layer shares the embedding; if not, its input is not scaled (v1.1, FLAN).
-
-    Raises:
-      UserError: `feed_forward_proj` is not supported.
-    """
-
-    vocab_size: int = 32128
-    d_model: int = 512
-    d_kv: int = 64
-    d_ff: int = 2048
-    num_layers: int = 6
-    num_decoder_layers: int = 6
-    num_heads: int = 8
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    dropout: float = 0.0
-    layer_norm_epsilon: float = 1e-6
-    initializer_factor: float = 1.0
-    feed_forward_proj: str = "relu"
-    tie_word_embeddings: bool = True
-    pad_token_id: int = 0
-    eos_token_id: int = 1
-    decoder_start_token_id: int = 0
-
-    def __post_init__(self) -> None:
-        if self.feed_forward_proj not in FEED_FORWARD:
-            raise UserError(
-                f"feed_forward_proj must be one of {', '.join(FEED_FORWARD)}, got {self.feed_forward_proj!r}"
-            )
 
 
 class KeyValues(NamedTuple):
@@ -154,11 +107,8 @@ class T5(nnx.Module):
         rng: jax.Array | None = None,
     ) -> jax.Array:
         """Return logits [B, T, vocab_size] for decoder inputs int [B, T] and the encoder's output with its mask."""
-        t = decoder_tokens.shape[1]
-        causal = jnp.tril(jnp.ones((t, t), bool))[None, None]
-        decoder_mask = causal if decoder_mask is None else causal & decoder_mask[:, None, None, :]
         source = Source(encoded, None, _key_mask(mask))
-        x, _ = self.decoder(self.shared[...][decoder_tokens], decoder_mask, source, rng)
+        x, _ = self.decoder(self.shared[...][decoder_tokens], _key_mask(decoder_mask), source, rng)
         return self._logits(x)
 
     def init_cache(self, encoded: jax.Array, mask: jax.Array | None, slots: int) -> DecoderCache:
@@ -224,7 +174,8 @@ class Stack(nnx.Module):
 
         Args:
           x: [B, T, d_model].
-          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere.
+          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere. Without
+            a cache, a decoder's query also attends to no later key.
           source: What the cross-attention attends to, for all layers; None in the encoder.
           rng: Dropout key, or None.
           cache: Cache in which the tokens are reserved, or None.
@@ -266,7 +217,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: T5Config, *, decoder: bool, rngs: nnx.Rngs) -> None:
-        self.config = config
+        self.config, self.decoder = config, decoder
         self.self_norm = RMSNorm(config)
         self.self_attention = Attention(config, rngs=rngs)
         self.cross_norm = RMSNorm(config) if decoder else None
@@ -286,8 +237,10 @@ class Block(nnx.Module):
         rate = self.config.dropout
         rngs = [None] * 6 if rng is None else jax.random.split(rng, 6)
         y = self.self_norm(x)
+        causal = self.decoder and cache is None  # the mask of a cache is causal itself
         k, v, cache = update_cache(*self.self_attention.key_values(y), cache)
-        x = x + _dropout(self.self_attention(y, KeyValues(k, v), bias, mask, rngs[0]), rate, rngs[1])
+        attended = self.self_attention(y, KeyValues(k, v), bias, mask, rngs[0], causal=causal)
+        x = x + _dropout(attended, rate, rngs[1])
         if self.cross_norm is not None and self.cross_attention is not None:
             assert source is not None
             key_values = source.key_values
@@ -322,15 +275,13 @@ class Attention(nnx.Module):
         bias: jax.Array | None,
         mask: jax.Array | None,
         rng: jax.Array | None,
+        *,
+        causal: bool = False,
     ) -> jax.Array:
         q, (k, v) = self._heads(self.q(x)), key_values
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        if bias is not None:
-            scores = scores + bias
-        if mask is not None:
-            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-        weights = _dropout(jax.nn.softmax(scores, axis=-1), self.config.dropout, rng)
-        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], -1)
+        rate = self.config.dropout
+        attended = attention(q, k, v, mask=mask, bias=bias, causal=causal, scale=1.0, dropout=rate, rng=rng)
+        attended = attended.reshape(*x.shape[:2], -1)
         return self.o(checkpoint_name(attended, "attention"))
 
     def _heads(self, x: jax.Array) -> jax.Array:
@@ -344,7 +295,7 @@ class MLP(nnx.Module):
         self.config = config
         width, hidden, factor = config.d_model, config.d_ff, config.initializer_factor
         self.wi = _linear(width, hidden, factor * width**-0.5, rngs)
-        self.linear = _linear(width, hidden, factor * width**-0.5, rngs) if _gated(config.feed_forward_proj) else None
+        self.linear = _linear(width, hidden, factor * width**-0.5, rngs) if is_gated(config.feed_forward_proj) else None
         self.wo = _linear(hidden, width, factor * hidden**-0.5, rngs)
 
     def __call__(self, x: jax.Array, rng: jax.Array | None) -> jax.Array:
@@ -369,148 +320,5 @@ class RMSNorm(nnx.Module):
         return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)) * normalized
 
 
-def shift_right(labels: jax.Array, config: T5Config) -> jax.Array:
-    """Return the decoder inputs for `labels`: the start token, then every label but the last.
-
-    Args:
-      labels: int [B, T], `IGNORE_INDEX` at positions without a target.
-      config: Source of the start token and of the padding token, which replaces `IGNORE_INDEX`.
-
-    Returns:
-      Tokens int [B, T].
-
-    Example:
-      >>> shift_right(jnp.array([[5, 6, 1, -100, -100]]), T5Config()).tolist()
-      [[0, 5, 6, 1, 0]]
-    """
-    start = jnp.full_like(labels[:, :1], config.decoder_start_token_id)
-    shifted = jnp.concatenate([start, labels[:, :-1]], axis=1)
-    return jnp.where(shifted == IGNORE_INDEX, config.pad_token_id, shifted)
-
-
-def relative_position_bucket(
-    distance: np.ndarray, *, bidirectional: bool, num_buckets: int, max_distance: int
-) -> np.ndarray:
-    """Return the bucket of every relative position, as `_relative_position_bucket` of Mesh TensorFlow in float32.
-
-    Half of the buckets hold one distance each; the others grow exponentially, and the last holds everything from
-    `max_distance` on. Unless `bidirectional`, all future keys are in bucket 0.
-
-    Args:
-      distance: Position of the key minus that of the query, int of any shape.
-      bidirectional: Whether future keys have their own half of the buckets.
-      num_buckets: Number of buckets.
-      max_distance: Distance from which the last bucket is used.
-
-    Returns:
-      int, of the shape of `distance`.
-
-    Example:
-      >>> distance = np.array([-200, -9, -1, 0, 1])
-      >>> relative_position_bucket(distance, bidirectional=False, num_buckets=32, max_distance=128)
-      array([31,  9,  1,  0,  0])
-    """
-    offset = np.zeros_like(distance)
-    if bidirectional:
-        num_buckets //= 2
-        offset, distance = np.where(distance > 0, num_buckets, 0), np.abs(distance)
-    else:
-        distance = np.maximum(-distance, 0)
-    exact = num_buckets // 2
-    powers = np.log(np.maximum(distance, exact).astype(np.float32) / exact) / math.log(max_distance / exact)
-    wide = np.minimum(exact + (powers * (num_buckets - exact)).astype(distance.dtype), num_buckets - 1)
-    return offset + np.where(distance < exact, distance, wide)
-
-
-def _gated(feed_forward_proj: str) -> bool:
-    return feed_forward_proj.startswith("gated-")
-
-
 def _linear(n: int, m: int, std: float, rngs: nnx.Rngs) -> Linear:
     return Linear(n, m, use_bias=False, kernel_init=nnx.initializers.normal(std), rngs=rngs)
-
-
-SHARDING = {
-    "shared": P("tensor", "fsdp"),
-    "lm_head/kernel": P("fsdp", "tensor"),
-    ".*/relative_attention_bias": P("fsdp", "tensor"),
-    ".*/blocks/.*_attention/[qkv]/kernel": P(None, "fsdp", "tensor"),
-    ".*/blocks/.*_attention/o/kernel": P(None, "tensor", "fsdp"),
-    ".*/blocks/mlp/(wi|linear)/kernel": P(None, "fsdp", "tensor"),
-    ".*/blocks/mlp/wo/kernel": P(None, "tensor", "fsdp"),
-    ".*/blocks/.*/scale": P(None, "fsdp"),
-    ".*/final_layer_norm/scale": P("fsdp"),
-}
-"""Mesh axes that shard each axis, by parameter path, as for GPT-2."""
-
-
-def torch_names(config: T5Config) -> NameTable:
-    """Return the names in `transformers.T5ForConditionalGeneration`."""
-    table = {"shared": TorchParam("shared.weight")}
-    for stack in ("encoder", "decoder"):
-        first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        table[f"{stack}/relative_attention_bias"] = TorchParam(first)
-        table[f"{stack}/final_layer_norm/scale"] = TorchParam(f"{stack}.final_layer_norm.weight")
-        attentions = {"self": "SelfAttention"} | ({"cross": "EncDecAttention"} if stack == "decoder" else {})
-        layer = f"{stack}.block.{{layer}}.layer"
-        for i, (ours, theirs) in enumerate(attentions.items()):
-            table[f"{stack}/blocks/{ours}_norm/scale"] = TorchParam(f"{layer}.{i}.layer_norm.weight")
-            for name in "qkvo":
-                kernel = TorchParam(f"{layer}.{i}.{theirs}.{name}.weight", LINEAR)
-                table[f"{stack}/blocks/{ours}_attention/{name}/kernel"] = kernel
-        i = len(attentions)
-        table[f"{stack}/blocks/mlp_norm/scale"] = TorchParam(f"{layer}.{i}.layer_norm.weight")
-        mlp = (
-            {"wi": "wi_0", "linear": "wi_1", "wo": "wo"}
-            if _gated(config.feed_forward_proj)
-            else {"wi": "wi", "wo": "wo"}
-        )
-        for ours, theirs in mlp.items():
-            kernel = TorchParam(f"{layer}.{i}.DenseReluDense.{theirs}.weight", LINEAR)
-            table[f"{stack}/blocks/mlp/{ours}/kernel"] = kernel
-    tied = {f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")}
-    if config.tie_word_embeddings:
-        tied["lm_head.weight"] = "shared.weight"
-    else:
-        table["lm_head/kernel"] = TorchParam("lm_head.weight", LINEAR)
-    return NameTable(table, tied=tied)
-
-
-def from_hf(config: Mapping[str, Any]) -> T5Config:
-    """Return the `T5Config` of a Hugging Face config.json.
-
-    Raises:
-      UserError: A setting that changes the result is not supported.
-    """
-    shared = {
-        "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets",
-        "relative_attention_max_distance", "layer_norm_epsilon", "initializer_factor", "feed_forward_proj",
-    }  # fmt: skip
-    given = {name: config[name] for name in shared & config.keys()}
-    gated = _gated(config.get("feed_forward_proj", "relu"))
-    # In `transformers` these two override feed_forward_proj.
-    activation = "gelu_new" if gated else "relu"
-    require(config, dense_act_fn=activation, is_gated_act=gated, quantization_config=None, is_causal=True)
-    depth = config.get("num_decoder_layers")
-    tokens = {name: config.get(name) for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id")}
-    # `transformers` 5 always writes true for tie_word_embeddings; scale_decoder_outputs holds the original value.
-    tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-    return T5Config(
-        **given,
-        **{name: token for name, token in tokens.items() if token is not None},
-        num_decoder_layers=config.get("num_layers", T5Config.num_layers) if depth is None else depth,
-        dropout=config.get("dropout_rate", 0.1),
-        tie_word_embeddings=tied is not False,
-    )
-
-
-def to_hf(config: T5Config) -> dict[str, Any]:
-    """Return the config.json from which `transformers` creates the same model."""
-    fields = {name: getattr(config, name) for name in T5Config.__dataclass_fields__ if name != "dropout"}
-    return {
-        "model_type": "t5",
-        "architectures": ["T5ForConditionalGeneration"],
-        "is_encoder_decoder": True,
-        "dropout_rate": config.dropout,
-        **fields,
-    }

@@ -1,0 +1,14 @@
+"""Propose and prove which PyTorch tensor each JAX parameter is.
+
+Shapes leave few candidates: a tensor as it is, transposed, with the axes of a convolution permuted, after a flattened
+image, or one of a stack of layers. Values decide what shapes leave open. All tensors that could be mistaken for each
+other get the same value, equal to its own transpose, so that the two models agree under any assignment. Then one tensor
+is perturbed in PyTorch: its counterpart, and its layout, are those that change JAX's loss by the same amount. Each
+tensor is decided on its own; names decide only among tensors that do not change the loss.
+"""
+
+from parity.weights.probe import Probe, probe_of
+from parity.weights.proof import Proof, prove
+from parity.weights.proposal import as_source, propose, with_tables
+
+__all__ = ["Probe", "Proof", "as_source", "probe_of", "propose", "prove", "with_tables"]

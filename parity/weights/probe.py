@@ -1,0 +1,79 @@
+"""The losses of both models in float64, and the perturbations of a tensor whose effects on them are compared."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from jaxtrain.step import validated
+from parity.case import Case
+from parity.oracle.in_jax import in_float64
+from parity.oracle.in_torch import InFloat64
+from parity.record import Tensors
+from parity.torch_side import seeded_model, tensor
+
+Shape = tuple[int, ...]
+MAX_DISTANCE = 1e-6
+"""Largest relative distance of two equal changes of a float64 loss."""
+NEGLIGIBLE_CHANGE = 1e-9
+"""A change of the loss below this part of it counts as none."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The losses of both models in float64: from PyTorch's tensors by name, and from JAX's (parameters, model
+    state)."""
+
+    torch_loss: Callable[[Tensors], float]
+    jax_loss: Callable[[Any, Any], float]
+
+
+def probe_of(case: Case) -> Probe:
+    """Return the losses of both models on the case's first batch, in evaluation mode, without dropout."""
+    model = seeded_model(case, 0).double().eval()
+    batch = {name: wide(x) for name, x in case.batch(0, case.rows).items()}
+    tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
+
+    def torch_loss(values: Tensors) -> float:
+        with torch.no_grad():
+            for name, own in model.state_dict().items():
+                own.copy_(torch.from_numpy(np.asarray(values[name])))
+        with InFloat64():
+            total, weight = case.torch_loss(model, tensors)
+        return total.item() / float(weight)
+
+    @jax.jit
+    def compute(params: Any, state: Any) -> Any:
+        loss, *_ = in_float64(validated(case.loss_fn))(params, batch, None, state)
+        return loss.total / loss.weight
+
+    def jax_loss(params: Any, state: Any) -> float:
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            return float(compute(*jax.tree.map(wide, (params, state))))
+
+    return Probe(torch_loss, jax_loss)
+
+
+def relative_distance(ours: float, theirs: float, loss: float) -> float:
+    """The relative distance of two changes of `loss`."""
+    distance = abs(ours - theirs) / max(abs(ours), abs(theirs), NEGLIGIBLE_CHANGE * abs(loss), 1e-300)
+    return distance if np.isfinite(distance) else np.inf
+
+
+def random_perturbation(seed: str, shape: Shape) -> np.ndarray:
+    """Positive random numbers, so that a running variance stays positive."""
+    return generator(f"move {seed}").uniform(0.0, 0.3, shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1)
+
+
+def generator(seed: str) -> np.random.Generator:
+    """Return a generator of random numbers that is seeded by a text."""
+    return np.random.default_rng(zlib.crc32(seed.encode()))
+
+
+def wide(x: Any) -> np.ndarray:
+    """Return an array with floating values in float64."""
+    return np.asarray(x, np.float64 if np.issubdtype(x.dtype, np.floating) else None)
