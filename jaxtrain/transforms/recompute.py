@@ -80,20 +80,21 @@ def recompute(fn: Callable[..., Any], args: Sequence[Any], traced: Jaxpr) -> Any
 def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any]) -> Any:
     """Evaluate a function with one result, whose gradient on a GPU is `on_gpu`."""
 
-    @jax.custom_vjp
-    def recomputed_with_gradient(*args: Any) -> Any:
+    def fn(*args: Any) -> Any:
         return jaxpr_as_fun(closed)(*args)[0]
 
     def differentiate(*args_and_cotangent: Any) -> Any:
         *args, cotangent = args_and_cotangent
-        return jax.vjp(lambda *args: jaxpr_as_fun(closed)(*args)[0], *args)[1](cotangent)
+        return jax.vjp(fn, *args)[1](cotangent)
 
     def backward(args: Sequence[Any], cotangent: Any) -> Any:
         return lax.platform_dependent(*args, cotangent, cuda=on_gpu, rocm=on_gpu, default=differentiate)
 
-    recomputed_with_gradient.defvjp(lambda *args: (recomputed_with_gradient(*args), args), backward)
+    with_gradient = jax.custom_vjp(fn)
+    # Not by `with_gradient` itself, which policies of rematerialization would take for a costly operation.
+    with_gradient.defvjp(lambda *args: (fn(*args), args), backward)
     with jax.named_scope(RECOMPUTED):
-        return recomputed_with_gradient(*args)
+        return with_gradient(*args)
 
 
 def _reduces(traced: Jaxpr) -> bool:
