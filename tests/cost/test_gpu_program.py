@@ -119,7 +119,7 @@ def test_a_slice_of_a_conversion_within_a_fusion_counts_as_the_slice():
     assert moved["out"] == 64 * 32 * (2 + 4)
 
 
-def test_results_that_update_an_operand_in_place_take_no_memory_of_their_own():
+def test_results_that_update_an_operand_in_place_take_no_additional_memory():
     size, buffers = peak_buffers(read(LOOP).program, SourceLines(LOOP))
     # The stacked array, and the new value of x, which may not take the place of the old one: the loop carries both.
     assert size == 4096

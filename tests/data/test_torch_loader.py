@@ -17,7 +17,7 @@ def global_states():
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
-def test_a_dataloader_leaves_the_global_random_generators_alone():
+def test_a_dataloader_does_not_change_the_global_random_generators():
     torch.manual_seed(1)
     before = global_states()
     batches = training_batches(torch_loader(6, 2), 2, seed=0)

@@ -1,4 +1,4 @@
-"""The GAN: whose parameters each step updates, and with which gradients."""
+"""The GAN: the parameters that each step updates, and their gradients."""
 
 from dataclasses import replace
 from itertools import pairwise

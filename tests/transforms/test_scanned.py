@@ -33,7 +33,7 @@ def test_a_scan_on_a_gpu_saves_its_inputs_and_products_and_nothing_cheap():
     assert saved_shapes(save_costly(layers, "cpu")) == saved_shapes(layers)
 
 
-def test_an_activation_with_a_derivative_of_its_own_is_not_saved():
+def test_an_activation_with_a_custom_derivative_is_not_saved():
     def activated(x, up, down, keys):
         apply = block(lambda x, up, down: x + jax.nn.relu(x @ up) @ down)
         return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
