@@ -1,8 +1,8 @@
-"""Workloads as programs compiled for a GPU that need not be here: `python -m benchmarks.predicted WORKLOAD …`.
+"""Workloads compiled for a GPU that need not be present: `python -m benchmarks.predicted WORKLOAD …`.
 
     JAX_PLATFORMS=cpu python -m benchmarks.predicted gpt2-124m --precision bf16 --scan --json figures.json
 
-The figures stand beside measured ones where a GPU is there, and show without one what a change does to the program.
+With a GPU the figures complement measured ones; without one they show how a change affects the program.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def case_program(
 
 
 def model_flops(case: Case) -> int:
-    """Return the FLOPs of a step of a case as the mathematics has them, without rematerialization."""
+    """Return the FLOPs that the mathematics of a case's step requires, without rematerialization."""
     import jax
 
     import jaxtrain

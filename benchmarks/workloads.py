@@ -74,6 +74,39 @@ def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, key
     return llama.sized("llama", config, packed=True, clip_norm=1.0, rows=rows, tokens=length)
 
 
+def _bert(vocab_size: int, width: int, depth: int, heads: int, rows: int, length: int) -> Case:
+    from jaxtrain.models import BertConfig
+    from parity.cases import bert
+
+    config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=length,
+    )
+    return bert.sized(config, rows)
+
+
+def _t5(vocab_size: int, width: int, hidden: int, depth: int, heads: int, rows: int, length: int, target: int) -> Case:
+    from jaxtrain.models import T5Config
+    from parity.cases import t5
+
+    config = T5Config(
+        vocab_size=vocab_size,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=hidden,
+        num_layers=depth,
+        num_decoder_layers=depth,
+        num_heads=heads,
+    )
+    return t5.case(config, rows=rows, source=length, target=target)
+
+
 def _resnet(depth: int, side: int, rows: int) -> Case:
     from jaxtrain.models import RESNET_18, RESNET_50
     from parity.cases import resnet
@@ -106,6 +139,23 @@ WORKLOADS = {
     "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}, model="gpt2"),
     "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK, model="gpt2"),
     "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK, model="llama"),
+    "bert-base": Workload(
+        _bert,
+        {**SMALL, "vocab_size": 30522, "rows": 32, "length": 512},
+        "tokens",
+        check_sizes=SMALL_CHECK,
+        model="bert",
+    ),
+    "t5-small": Workload(
+        _t5,
+        {
+            **{"vocab_size": 32128, "width": 512, "hidden": 2048, "depth": 6, "heads": 8},
+            **{"rows": 64, "length": 512, "target": 128},
+        },
+        "source tokens",
+        check_sizes={**SMALL_CHECK, "target": 16},
+        model="t5",
+    ),
     "resnet18": Workload(
         _resnet, {"depth": 18, "side": 64, "rows": 16}, "images", images=True, check_sizes={"rows": 4}, model="resnet"
     ),

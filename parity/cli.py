@@ -301,6 +301,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(name: str) -> str:
+    if name.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{name!r} names no case: add it, as in {name}::case")
     if "::" not in name and name not in CASES:
         near = difflib.get_close_matches(name, CASES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CASES)}, or path/to/file.py::case"

@@ -20,6 +20,9 @@ from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
+from jaxtrain.step.mistakes import accepts as accepts
+from jaxtrain.step.mistakes import check_optimizer as check_optimizer
+from jaxtrain.step.mistakes import signature_of as signature_of
 from jaxtrain.step.nonfinite import finite_leaves as finite_leaves
 from jaxtrain.step.nonfinite import leaf_name
 from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS

@@ -49,10 +49,10 @@ class LossProgram(NamedTuple):
             partial(add_hooks, hooks=self.hooks),
             # Decides every operation's dtype; what follows only changes how operations are computed.
             partial(self.policy.apply, state_argnums=(3,)),
-            # After autocast, whose products it differentiates group by group; before what changes how they are computed.
+            # After autocast, whose products it differentiates group by group.
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
-            unroll if self.unroll else identity,
+            partial(unroll, platform=self.platform) if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
             partial(cpu_products, platform=self.platform),
             # After all rewriting of operations, so that a policy chooses among the products that really run.

@@ -10,7 +10,7 @@ from jaxtrain.transforms import Groups, Partial
 
 def zero_sums(trained: Any, groups: Groups) -> Any:
     """Return zeros [groups, …] for every trained parameter, None for the others."""
-    return jax.tree.map(lambda x: groups.shard(jnp.zeros((groups.count, *x.shape), x.dtype)), trained)
+    return jax.tree.map(lambda x: groups.shard(jnp.zeros((groups.size, *x.shape), x.dtype)), trained)
 
 
 def with_sums(params: Any, sums: Any) -> Any:

@@ -1,12 +1,12 @@
 """Gradients of parameters as partial sums, one for each group of a micro-batch's rows.
 
-The gradient of a matrix is a sum over rows. On a mesh that shards them, the compiler adds the sums of all devices as soon
-as it has them. Partial sums instead have a leading axis, one entry per group, and stay on the devices of the group until
-the caller adds them: PyTorch's `no_sync`.
+The gradient of a matrix is a sum over rows. On a mesh that shards them, the compiler adds the sums of all devices as
+soon as it has them. Partial sums instead have a leading axis, one entry per group, and stay on the devices of the group
+until the caller adds them: PyTorch's `no_sync`.
 
-A parameter is passed as `Partial`: its value and zeros that stand for the partial sums. Where a product, a biased
-product or a lookup uses it, the gradient flows to the zeros, group by group. Every other use has its gradient summed as
-before, and added to the first group's sum.
+A parameter is passed as `Partial`: its value and zeros that stand for the partial sums. Where a product, a sum
+or a lookup uses it, the gradient flows to the zeros, group by group. Every other use has its gradient summed as before,
+and added to the first group's sum.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +39,12 @@ class Groups(NamedTuple):
     """The groups of rows.
 
     Attributes:
-      count: Their number.
+      size: Their number.
       shard: Shards the first axis of an array [groups, …] over them.
       axis: The mesh axis that shards them.
     """
 
-    count: int
+    size: int
     shard: Callable[[jax.Array], jax.Array]
     axis: str
 
@@ -98,7 +98,7 @@ def _rule(groups: Groups) -> jaxpr.Rule:
             return None
         if name == "scan":
             return _scan(eqn, args, run, groups)
-        if (rows := _row_axes(eqn, args)) and rows.size % groups.count == 0:
+        if (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
         if name in (*_LAYOUT, "gather") and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
@@ -226,7 +226,7 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
 
 def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
     """Split an axis into groups, which become the first axis."""
-    shape = (*x.shape[:axis], groups.count, x.shape[axis] // groups.count, *x.shape[axis + 1 :])
+    shape = (*x.shape[:axis], groups.size, x.shape[axis] // groups.size, *x.shape[axis + 1 :])
     return groups.shard(jnp.moveaxis(x.reshape(shape), axis, 0))
 
 
@@ -241,7 +241,7 @@ def _summed(x: Any, groups: Groups) -> Any:
         return x
 
     def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-        is_first = lax.broadcasted_iota(np.int32, (groups.count,) + (1,) * gradient.ndim, 0) == 0
+        is_first = lax.broadcasted_iota(np.int32, (groups.size,) + (1,) * gradient.ndim, 0) == 0
         return None, groups.shard(jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None]))
 
     value.defvjp(lambda x, sums: (x, None), backward)

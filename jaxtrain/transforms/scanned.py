@@ -16,23 +16,10 @@ from jaxtrain.transforms.remat import BLOCK, GPU
 
 CHEAP = frozenset(
     {
-        *(
-            "abs",
-            "add",
-            "add_any",
-            "and",
-            "bitcast_convert_type",
-            "ceil",
-            "clamp",
-            "convert_element_type",
-            "copy",
-            "cos",
-            "div",
-            "eq",
-            "erf",
-        ),
-        *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
+        *("abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "convert_element_type", "copy"),
+        *("cos", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"),
+        *("is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not"),
+        *("one_minus_square", "or", "polynomial", "pow", "round", "rsqrt"),
         *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
         *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "squeeze", "transpose"),
         *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
@@ -48,8 +35,10 @@ CHEAP = frozenset(
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
     del args
-    if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(params["call_jaxpr"]))
+    custom = primitive.name in ("custom_jvp_call", "custom_vjp_call")
+    if custom or primitive.name in ("jit", "pjit"):
+        called = params["call_jaxpr" if custom else "jaxpr"]
+        return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(called))
     return primitive.name not in CHEAP
 
 

@@ -1,4 +1,4 @@
-"""`--ema` and `--frozen` in every command: the moving average is evaluated and exported, frozen parameters stay."""
+"""`--ema` and `--frozen` in every command: the average is evaluated and exported, frozen parameters do not change."""
 
 import json
 import signal
@@ -101,7 +101,7 @@ def test_exports_and_samples_have_the_moving_average(trained, state):
 
 
 @pytest.mark.slow
-def test_the_facts_name_the_average_and_the_frozen_parameters(trained, capsys):
+def test_train_prints_the_average_and_the_frozen_parameters(trained, capsys):
     assert run(f"train {trained}/curve.py::Curve --steps 1 --out {trained}/loud {SETTINGS}") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "moving average of the parameters, decay 0.75" in out
@@ -109,7 +109,7 @@ def test_the_facts_name_the_average_and_the_frozen_parameters(trained, capsys):
 
 
 @pytest.mark.slow
-def test_plan_and_replay_take_them(trained, capsys):
+def test_plan_and_replay_accept_both_settings(trained, capsys):
     assert run(f"plan {trained}/curve.py::Curve --memory 1GiB --json {SETTINGS}") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["command"].endswith("--frozen 'hid*,bias' --ema 0.75")

@@ -1,4 +1,4 @@
-"""What runs beside the collectives of a step on a mesh of H100s."""
+"""Computation that overlaps with the collectives of a step on a mesh of H100s."""
 
 import pytest
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.transforms import block, save_costly
+from jaxtrain.transforms import block, recomputed, save_costly
 
 X, KEYS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), jax.random.split(jax.random.key(0), 5)
 UP, DOWN = (jax.random.normal(jax.random.key(i), shape) for i, shape in ((1, (5, 3, 7)), (2, (5, 7, 3))))
@@ -33,12 +33,29 @@ def test_a_scan_on_a_gpu_saves_its_inputs_and_products_and_nothing_cheap():
     assert saved_shapes(save_costly(layers, "cpu")) == saved_shapes(layers)
 
 
+def test_an_activation_with_a_custom_derivative_is_not_saved():
+    def activated(x, up, down, keys):
+        apply = block(lambda x, up, down: x + jax.nn.relu(x @ up) @ down)
+        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
+
+    assert saved_shapes(save_costly(activated, "gpu")).count((5, 4, 7)) == 1
+
+
 def test_low_precision_products_with_a_bias_are_saved_and_activations_are_not():
     def biased(x, up, down, keys):
         apply = block(lambda x, up, down: x + jnp.tanh(x @ up + up[:1]) @ down)
         return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
 
     stacks = saved_shapes(save_costly(jt.autocast(biased, jnp.bfloat16), "gpu"))
+    assert stacks.count((5, 4, 7)) == 1
+
+
+def test_activations_of_low_precision_products_are_computed_again():
+    def activated(x, up, down, keys):
+        apply = block(lambda x, up, down: x + recomputed(jax.nn.gelu)(x @ up) @ down)
+        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
+
+    stacks = saved_shapes(save_costly(jt.autocast(activated, jnp.bfloat16), "gpu"))
     assert stacks.count((5, 4, 7)) == 1
 
 
