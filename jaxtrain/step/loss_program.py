@@ -38,6 +38,11 @@ class LossProgram(NamedTuple):
     platform: str | None = None
     groups: Groups | None = None
 
+    @property
+    def is_on_mesh(self) -> bool:
+        """Whether the program is one for a mesh."""
+        return self.constrain is not identity
+
     def transforms(self) -> list[Callable[..., Any]]:
         """Return the transforms in order of application: each rewrites the program of all before it."""
         return [

@@ -183,7 +183,8 @@ def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
-    differentiate = unfilled_stacks(differentiate, parts.loss.platform)
+    if not parts.loss.is_on_mesh:  # there the compiler pipelines only loops that are written as JAX writes them
+        differentiate = unfilled_stacks(differentiate, parts.loss.platform)
     grads, (loss, metrics, model_state) = differentiate(trained if groups is None else zero_sums(trained, groups))
     return Gradient(widen(grads), loss, metrics, model_state)
 

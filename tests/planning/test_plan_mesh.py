@@ -194,8 +194,9 @@ def test_the_communication_of_gpt2_matches_the_closed_form(mesh):
     scales = floats([params["blocks"][layer]["scale"] for layer in ("ln_1", "ln_2")])
     one_way, traffic = 4 * (n - 1) / n, {t.kind: t.sent for t in share.communication.traffic}
     if mesh == "data=4":
-        # The embedding has gradients of the lookup and of the logits, which XLA:CPU sums over devices one by one.
-        assert traffic == {"all-reduce": 2 * one_way * k * (blocks + 2 * wte + ends + wpe + 1)}  # and the loss
+        # Gradients are summed over devices once, after the last micro-batch; the rest are scalars.
+        assert traffic.keys() == {"all-reduce"}
+        assert 0 <= traffic["all-reduce"] - 2 * one_way * floats(params) < 2 * one_way * 100
     else:
         tokens = 8 * recipe.seq_len
         # Blocks are gathered in the forward pass, and what gradients need in the backward pass; the rest once a step.
