@@ -9,6 +9,16 @@ tensor is decided on its own; names decide only among tensors that do not change
 
 from parity.weights.probe import Probe, probe_of
 from parity.weights.proof import Proof, prove
-from parity.weights.proposal import as_source, propose, with_tables
+from parity.weights.proposal import Proposal, as_source, proposal_of, propose, with_tables
 
-__all__ = ["Probe", "Proof", "as_source", "probe_of", "propose", "prove", "with_tables"]
+__all__ = [
+    "Probe",
+    "Proof",
+    "Proposal",
+    "as_source",
+    "probe_of",
+    "proposal_of",
+    "propose",
+    "prove",
+    "with_tables",
+]
