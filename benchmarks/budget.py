@@ -1,4 +1,4 @@
-"""The time limit of a benchmark: its division among parts, and work reduced to fit what is left."""
+"""The time limit of a benchmark: its division among parts, and work reduced to fit in the remaining time."""
 
 import time
 from collections.abc import Callable, Sequence

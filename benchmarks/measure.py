@@ -16,7 +16,7 @@ CEILING_ROUNDS = 2
 
 @dataclass
 class Results:
-    """What is measured so far.
+    """The measurements so far.
 
     Attributes:
       ceilings: Timings of the ceilings.
@@ -30,7 +30,7 @@ class Results:
 
 
 def measure(suite: Suite, budget: Budget, progress: Report, note: Report, save: Callable[[Results], None]) -> Results:
-    """Measure a suite; what does not fit in the budget is reduced or skipped.
+    """Measure a suite; work that does not fit in the budget is reduced or skipped.
 
     Args:
       suite: What to measure.

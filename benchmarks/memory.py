@@ -1,4 +1,4 @@
-"""Peak memory of this process above what it held at the start."""
+"""Peak memory of this process above its memory at the start."""
 
 from pathlib import Path
 

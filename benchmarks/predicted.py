@@ -1,8 +1,8 @@
-"""Workloads as programs compiled for a GPU that need not be here: `python -m benchmarks.predicted WORKLOAD …`.
+"""Workloads compiled for a GPU that need not be present: `python -m benchmarks.predicted WORKLOAD …`.
 
     JAX_PLATFORMS=cpu python -m benchmarks.predicted gpt2-124m --precision bf16 --scan --json figures.json
 
-The figures stand beside measured ones where a GPU is there, and show without one what a change does to the program.
+With a GPU the figures complement measured ones; without one they show how a change affects the program.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.workloads import WORKLOADS
 from jaxtrain.cost import GpuProgram, find_target, flops, format_bytes
+from jaxtrain.distributed import data_parallel_size, parse_mesh
 from jaxtrain.errors import UserError
 from parity.case import Case
 
@@ -41,7 +42,7 @@ def case_program(
       accumulate: Micro-batches per window.
       remat: Rematerialization policy.
       unroll: Whether to unroll the loop over layers.
-      mesh: Sizes of the mesh, such as "data=8"; None for one GPU.
+      mesh: Sizes of the mesh, such as "data=8"; None for one GPU. Every device that shards rows has the case's rows.
       rules: Sharding rules of the parameters.
     """
     import jaxtrain
@@ -57,12 +58,13 @@ def case_program(
         remat=remat,
         unroll=unroll,
     )
-    batch = jax_side.arrays(case.batch(0, case.rows), precision)
+    shards = 1 if mesh is None else data_parallel_size(parse_mesh(mesh))
+    batch = jax_side.arrays(case.batch(0, case.rows * shards), precision)
     return gpu_program(step, case.params_like, batch, device, mesh=mesh, rules=rules, model_state=case.state_like)
 
 
 def model_flops(case: Case) -> int:
-    """Return the FLOPs of a step of a case as the mathematics has them, without rematerialization."""
+    """Return the FLOPs that the mathematics of a case's step requires, without rematerialization."""
     import jax
 
     import jaxtrain
@@ -88,6 +90,8 @@ def figures(program: GpuProgram, flop_count: int) -> dict[str, Any]:
         "launches": sum(program.launch_counts.values()),
         "host_waits": program.host_waits,
         "products": dict(program.product_dtypes),
+        "sent_bytes": program.communication.sent if program.mesh else 0,
+        "overlap": program.overlap.by_bytes,
         "predicted_s": program.seconds,
         "mfu": flop_count / program.seconds / program.target.ceilings.half,
     }
@@ -102,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per window (default: 1)")
     parser.add_argument("--remat", default="none", help="rematerialization policy (default: none)")
     parser.add_argument("--scan", action="store_true", help="keep the loop over layers")
+    parser.add_argument("--mesh", help='sizes of a mesh, such as "fsdp=8", with the workload\'s rows on every device')
     parser.add_argument("--depth", type=int, help="number of layers instead of the workload's")
     parser.add_argument("--origins", type=int, default=0, metavar="N", help="print the N origins with most bytes")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures")
@@ -130,6 +135,8 @@ def _run(arguments: argparse.Namespace) -> int:
             accumulate=arguments.accumulate,
             remat=arguments.remat,
             unroll=not arguments.scan,
+            mesh=arguments.mesh,
+            rules=WORKLOADS[name].sharding(),
         )
         if arguments.hlo is not None:
             arguments.hlo.mkdir(parents=True, exist_ok=True)
@@ -147,7 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("workload", "moved", "temporaries", "launches", "waits", "predicted", "MFU")
+    table = Table("workload", "moved", "temporaries", "launches", "waits", "sent", "overlapped", "predicted", "MFU")
     for row in rows:
         table.add_row(
             row["workload"],
@@ -155,6 +162,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             format_bytes(row["temporary_bytes"]),
             f"{row['launches']:,}",
             str(row["host_waits"]),
+            format_bytes(int(row["sent_bytes"])),
+            f"{row['overlap']:.0%}",
             f"{1e3 * row['predicted_s']:.1f} ms",
             f"{row['mfu']:.0%}",
         )

@@ -1,4 +1,4 @@
-"""The suites: which jobs a command times, and together with which."""
+"""The suites: the jobs that a command times, in groups that are compared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

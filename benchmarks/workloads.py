@@ -1,7 +1,9 @@
 """The workloads: parity cases at sizes that are worth timing."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from parity.case import Case
 
@@ -16,6 +18,7 @@ class Workload:
       unit: What throughput counts.
       images: Whether PyTorch runs fastest in its channels-last layout.
       check_sizes: Overrides of `sizes` in the float64 equality check.
+      model: Name of the model's module in `jaxtrain.models`, which has its sharding rules.
     """
 
     make: Callable[..., Case]
@@ -23,10 +26,16 @@ class Workload:
     unit: str
     images: bool = False
     check_sizes: Mapping[str, int] = field(default_factory=dict)
+    model: str = field(kw_only=True)
 
     def case(self, sizes: Mapping[str, int]) -> Case:
         """Return the case at the workload's sizes, overridden by `sizes`."""
         return self.make(**{**self.sizes, **sizes})
+
+    def sharding(self) -> Mapping[str, Any]:
+        """Return the sharding rules of the model's parameters."""
+        rules: Mapping[str, Any] = importlib.import_module(f"jaxtrain.models.{self.model}").SHARDING
+        return rules
 
     def units_per_step(self, sizes: Mapping[str, int]) -> int:
         """Return the number of units in one step."""
@@ -65,6 +74,39 @@ def _llama(vocab_size: int, width: int, hidden: int, depth: int, heads: int, key
     return llama.sized("llama", config, packed=True, clip_norm=1.0, rows=rows, tokens=length)
 
 
+def _bert(vocab_size: int, width: int, depth: int, heads: int, rows: int, length: int) -> Case:
+    from jaxtrain.models import BertConfig
+    from parity.cases import bert
+
+    config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=length,
+    )
+    return bert.sized(config, rows)
+
+
+def _t5(vocab_size: int, width: int, hidden: int, depth: int, heads: int, rows: int, length: int, target: int) -> Case:
+    from jaxtrain.models import T5Config
+    from parity.cases import t5
+
+    config = T5Config(
+        vocab_size=vocab_size,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=hidden,
+        num_layers=depth,
+        num_decoder_layers=depth,
+        num_heads=heads,
+    )
+    return t5.case(config, rows=rows, source=length, target=target)
+
+
 def _resnet(depth: int, side: int, rows: int) -> Case:
     from jaxtrain.models import RESNET_18, RESNET_50
     from parity.cases import resnet
@@ -94,21 +136,44 @@ SMALL = {"vocab_size": 50304, "width": 768, "depth": 12, "heads": 12, "rows": 16
 LLAMA = {**SMALL, "vocab_size": 32000, "hidden": 3072, "keys": 4}
 SMALL_CHECK = {"depth": 2, "rows": 2, "length": 64}
 WORKLOADS = {
-    "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}),
-    "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK),
-    "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK),
+    "gpt2-tiny": Workload(_gpt2, TINY, "tokens", check_sizes={"depth": 2, "rows": 4}, model="gpt2"),
+    "gpt2-124m": Workload(_gpt2, SMALL, "tokens", check_sizes=SMALL_CHECK, model="gpt2"),
+    "llama-160m": Workload(_llama, LLAMA, "tokens", check_sizes=SMALL_CHECK, model="llama"),
+    "bert-base": Workload(
+        _bert,
+        {**SMALL, "vocab_size": 30522, "rows": 32, "length": 512},
+        "tokens",
+        check_sizes=SMALL_CHECK,
+        model="bert",
+    ),
+    "t5-small": Workload(
+        _t5,
+        {
+            **{"vocab_size": 32128, "width": 512, "hidden": 2048, "depth": 6, "heads": 8},
+            **{"rows": 64, "length": 512, "target": 128},
+        },
+        "source tokens",
+        check_sizes={**SMALL_CHECK, "target": 16},
+        model="t5",
+    ),
     "resnet18": Workload(
-        _resnet, {"depth": 18, "side": 64, "rows": 16}, "images", images=True, check_sizes={"rows": 4}
+        _resnet, {"depth": 18, "side": 64, "rows": 16}, "images", images=True, check_sizes={"rows": 4}, model="resnet"
     ),
     "resnet50": Workload(
-        _resnet, {"depth": 50, "side": 224, "rows": 128}, "images", images=True, check_sizes={"side": 64, "rows": 4}
+        _resnet,
+        {"depth": 50, "side": 224, "rows": 128},
+        "images",
+        images=True,
+        check_sizes={"side": 64, "rows": 4},
+        model="resnet",
     ),
     "vit-s": Workload(
         _vit,
         {"side": 224, "patch": 16, "width": 384, "depth": 12, "heads": 6, "rows": 128},
         "images",
         check_sizes={"depth": 2, "rows": 2},
+        model="vit",
     ),
-    "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "examples"),
-    "mlp-host": Workload(_mlp, {"rows": 1, "side": 2, "hidden": 4}, "examples"),
+    "mlp-launch-bound": Workload(_mlp, {"rows": 16}, "examples", model="mlp"),
+    "mlp-host": Workload(_mlp, {"rows": 1, "side": 2, "hidden": 4}, "examples", model="mlp"),
 }

@@ -27,7 +27,7 @@ def main() -> None:
         run = RunFolder(Path(folder) / "run")
         outcome = run_training("gpt-stdlib", recipe, run, resume=False, console=console)
         console.sample(outcome.sample or "")
-        console.summary(read_metrics(run.metrics), outcome.references, {})
+        console.summary(read_metrics(run.metrics), outcome.task.references, {})
     svg = rich.export_svg(title="jaxtrain train")
     # Remove the fonts that rich links to, so that the image has no external resources.
     (HERE / "train.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))

@@ -14,12 +14,12 @@ from PIL import Image
 from rich.console import Console as RichConsole
 
 from jaxtrain.cli import main as jaxtrain
-from jaxtrain.observe import Console, LogLine, QuietConsole, read_record, write_report, write_result
+from jaxtrain.observe import Console, LogLine, QuietConsole
 from jaxtrain.observe.console import ProgressView
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import run_training
+from jaxtrain.runner import run_training, write_end
 from parity.cli import main as parity
 from tests.observe.browser import Browser, browser
 
@@ -62,24 +62,29 @@ def main() -> None:
         svg = panel.rich.export_svg(title="jaxtrain train")
         # Remove the fonts that rich links to, so that the image has no external resources.
         (HERE / "live.svg").write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
-        run_training("digits-cnn", "digits", QuietConsole(), steps=150)
-        for command in ("eval digits --worst 12", "report digits", "report fp16 fp32 lr-0.03"):
+        train("digits-cnn", "digits", QuietConsole(), steps=150)
+        train("gpt-stdlib", "gpt", QuietConsole(), **{**SMALL, "steps": 120})
+        for command in (
+            "eval gpt --worst 12 --out eval.html",
+            "eval digits --worst 12",
+            "report digits",
+            "report fp16 fp32 lr-0.03",
+        ):
             assert jaxtrain(command.split()) == 0
         assert parity(["run", "mlp", "cnn", "gpt2", "llama", "--html", "parity.html"]) == 0
         with browser(Path(folder, "profile")) as window:
             screenshot(window, Path("fp16/report.html"), "report.png", 1100, 1240)
             screenshot(window, Path("comparison.html"), "report-compared.png", 1100, 665, dark=True)
             screenshot(window, Path("digits/report.html"), "report-narrow.png", 420, 1168)
+            screenshot(window, Path("eval.html"), "eval.png", 1000, 1040)
             screenshot(window, Path("parity.html"), "parity.png", 1100, 440)
         os.chdir(HERE)
 
 
 def train(name: str, out: str, console: Console, **settings: Any) -> None:
     """Train a recipe and write its report."""
-    run = RunFolder(Path(out))
-    outcome = run_training(name, dataclasses.replace(RECIPES[name], **settings), run, resume=False, console=console)
-    write_result(run, step=outcome.step, references=outcome.references, sample=outcome.sample)
-    write_report(run.report, [read_record(run)])
+    run, recipe = RunFolder(Path(out)), dataclasses.replace(RECIPES[name], **settings)
+    write_end(name, recipe, run, run_training(name, recipe, run, resume=False, console=console))
 
 
 def screenshot(window: Browser, page: Path, name: str, width: int, height: int, *, dark: bool = False) -> None:

@@ -5,10 +5,11 @@ import sys
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
+from rich.text import Text
 
 from jaxtrain.cli.flags import parse
 
-MARKS = {"fine": "[green]✓[/]", "note": "[yellow]·[/]", "problem": "[bold red]✗[/]"}
+MARKS = {"fine": ("✓", "green"), "note": ("·", "yellow"), "problem": ("✗", "bold red")}
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ def main(args: list[str]) -> int:
     with console.status("checking"):
         for finding in run_checks():
             findings.append(finding)
-            console.print(f"{MARKS[finding.status]} [bold]{finding.name}[/]", end="  ")
-            console.print(finding.message, markup=False, soft_wrap=True)
+            mark, style = MARKS[finding.status]
+            # One text, because the spinner erases the unfinished line of another.
+            line = Text.assemble((mark, style), " ", (finding.name, "bold"), "  ", finding.message)
+            console.print(line, soft_wrap=True)
             if finding.fix:
                 console.print(f"    fix: {finding.fix}", markup=False, soft_wrap=True)
     problems = sum(finding.status == "problem" for finding in findings)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run import Recipe, is_reference, load_recipe
+
+_NOT_A_NUMBER = re.compile(r"Error parsing (--\S+): (invalid literal for int\(\).*|could not convert string.*): (.*)")
+_MEANT = re.compile(r"(?:Perhaps you meant|Arguments similar to --\S+):\W*(--[\w-]+)")
 
 T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741
@@ -75,7 +79,7 @@ def _parse(kind: Any, default: T, args: list[str], prog: str, **settings: Any) -
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(f"{_first_paragraph(errors.getvalue())}; see {prog} --help") from None
+        raise UserError(f"{_reason(errors.getvalue())}; see {prog} --help") from None
     values, unknown = parsed if settings.get("return_unknown_args") else (parsed, [])
     _check_paths(values)
     return values, unknown
@@ -115,8 +119,9 @@ def check_recipe_name(name: str) -> str:
     if is_reference(name):
         return load_recipe(name)[0]
     if name not in RECIPES:
+        known = [*RECIPES, name.replace(".py:", ".py::")] if ".py:" in name else list(RECIPES)
         raise UserError(
-            f"no recipe {name!r}{nearest(name, list(RECIPES))}: choose one of {', '.join(RECIPES)}, or FILE.py::NAME"
+            f"no recipe {name!r}{nearest(name, known)}: choose one of {', '.join(RECIPES)}, or FILE.py::NAME"
         )
     return name
 
@@ -155,6 +160,16 @@ def _check_paths(settings: Any) -> None:
                 raise UserError(
                     f"{field.name} {brief(str(value))} is not a valid path ({reason}): use another"
                 ) from None
+
+
+def _reason(panel: str) -> str:
+    """Return in one line what tyro's error panel says, with the flags that it proposes."""
+    reason = _first_paragraph(panel)
+    if wrong := _NOT_A_NUMBER.fullmatch(reason):
+        kind = "an integer" if "int()" in wrong[2] else "a number"
+        return f"{wrong[1]} must be {kind}, got {wrong[3]}"
+    meant = sorted(set(_MEANT.findall(panel)))
+    return f"{reason}, did you mean {' and '.join(meant)}" if meant else reason
 
 
 def _first_paragraph(panel: str) -> str:

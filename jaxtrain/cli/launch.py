@@ -166,6 +166,8 @@ def _status(ended: subprocess.Popen[bytes]) -> int:
 def _split(args: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments at --."""
     if "--" not in args:
+        if "train" in args:
+            raise UserError("the command is not separated by --: use jaxtrain launch -n 2 -- train …")
         return args, []
     at = args.index("--")
     return args[:at], args[at + 1 :]

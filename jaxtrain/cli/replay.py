@@ -17,7 +17,7 @@ from jaxtrain.distributed import bypass_compilation_cache, data_parallel_size, p
 from jaxtrain.errors import UserError
 from jaxtrain.observe import read_metrics
 from jaxtrain.paths import path_name
-from jaxtrain.run import Recipe
+from jaxtrain.run import Recipe, task_batches
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import (
     Checkpoints,
@@ -68,14 +68,18 @@ def main(args: list[str]) -> int:
     name, saved = read_recipe(run)
     recipe = _with_available_mesh(saved, jax.device_count())
     with bypass_compilation_cache(run_mesh(recipe.mesh)):
-        return _replay(run, name, recipe, step)
+        training = build_training(recipe)
+        if recipe.mesh != saved.mesh:  # which dropped the smaller last batches of a stream, as it would with `rows`
+            loader = task_batches(training.task, recipe, np.arange(recipe.batch_size))
+            training = dataclasses.replace(training, loader=loader)
+        return _replay(run, name, training, step)
 
 
-def _replay(run: RunFolder, name: str, recipe: Recipe, step: int) -> int:
-    training = build_training(recipe)
+def _replay(run: RunFolder, name: str, training: Training, step: int) -> int:
+    recipe = training.recipe
     state, batch, recorded = _before(run, training, step)
     print(f"{run.path} · {name} · step {step}")
-    new, metrics = training.step(jax.tree.map(jnp.copy, state), batch)
+    new, metrics = training.step_of(batch)(jax.tree.map(jnp.copy, state), batch)
     loss = np.asarray(metrics["loss"])
     same = recorded is not None and _equal_bits(recorded.get("loss"), loss)
     bits = "" if recorded is None else f", {'' if same else 'not '}bit-identical to the run"
@@ -152,7 +156,7 @@ def _before(run: RunFolder, training: Training, step: int) -> tuple[TrainState, 
             loader.restore({**position, "next_batch": position["next_batch"] + skipped})
         batch = next(loader)
         if i < step - 1:
-            state, _ = training.step(state, batch)
+            state, _ = training.step_of(batch)(state, batch)
     if recorded is None:
         return state, batch, None
     if any(not _equal_bits(batch[name], recorded.batch.get(name)) for name in batch):

@@ -35,6 +35,12 @@ FEW_POSITIONS = 16
 def cpu_products(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
     """Rewrite the products of a function that is compiled for a CPU. To be differentiated afterwards.
 
+    The platform is chosen when the function is traced, not when it is lowered. `lax.platform_dependent` would put every
+    product into the branches of a `cond`, where policies of rematerialization no longer find it and whose derivative
+    saves the values of all branches. A primitive with a lowering of its own for CPUs would come too late: the rewritten
+    product is the one to be differentiated. Without a `platform`, a function that is then compiled for another device
+    than the default backend's computes the same numbers, and may take longer.
+
     Args:
       fn: The function.
       platform: The platform that it is compiled for; None for that of the default backend.

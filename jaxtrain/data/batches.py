@@ -53,6 +53,7 @@ def training_batches(
     workers: int = 0,
     prefetch: int = 4,
     rows: Rows | None = None,
+    accumulate: int = 1,
     collate: Collate | None = None,
     batch_keys: Sequence[str] | None = None,
     message: Callable[[str], None] = lambda _: None,
@@ -63,7 +64,7 @@ def training_batches(
     | --- | --- |
     | mapping of arrays of equal length | shuffled by `seed`, as `Loader` does |
     | anything with `__len__` and `__getitem__`: a list, a dataset of PyTorch or `datasets` | the same |
-    | iterable of examples, or function that returns one | in their order, epoch after epoch |
+    | iterable of examples, or function that returns one | in their order, the smaller last one of an epoch included |
     | `torch.utils.data.DataLoader` | its own, with its workers and its `collate_fn`, the smaller last one included |
 
     Examples are dicts of arrays of NumPy, JAX or PyTorch, numbers or lists of numbers; or tuples of them, named by
@@ -88,6 +89,8 @@ def training_batches(
         of this process. A script that uses them needs the usual `if __name__ == "__main__":`.
       prefetch: Number of batches to read ahead; a DataLoader's workers do so themselves.
       rows: Row numbers of a batch to return, as one of several processes needs them; None for all.
+      accumulate: Number of micro-batches that a batch is divided into: the smaller last batch of an epoch is dropped,
+        with a line, if it cannot be, and with `rows`.
       collate: Function of the list of examples of a batch that returns the batch; None stacks their arrays.
       batch_keys: Names for the values of examples or batches that are tuples.
       message: Prints one line, such as how much is read again to resume.
@@ -109,8 +112,8 @@ def training_batches(
       >>> bool((next(batches)["y"] == expected).all())
       True
       >>> squares = training_batches(lambda: ((i, i**2) for i in range(5)), 2, seed=0, batch_keys=("x", "y"))
-      >>> [next(squares)["y"].tolist() for _ in range(3)]
-      [[0, 1], [4, 9], [0, 1]]
+      >>> [next(squares)["y"].tolist() for _ in range(4)]
+      [[0, 1], [4, 9], [16], [0, 1]]
     """
     kind, data = kind_of(data)
     if kind is Kind.SOURCE:
@@ -131,18 +134,20 @@ def training_batches(
     if kind is Kind.STREAM:
         if workers:
             raise UserError(f"workers={workers} needs data with a length: leave it at 0 for a stream")
-        return ReadAhead(StreamReader(data, batch_size, rows, collator, message), prefetch, batch_size, rows)
+        reader = StreamReader(data, batch_size, accumulate, rows, collator, message)
+        return ReadAhead(reader, prefetch, batch_size, rows)
     if seed < 0:
         raise UserError(f"the data seed must be at least 0, got {seed}")
     if workers or collate is not None:
         option, its = ("workers", "num_workers") if workers else ("collate", "collate_fn")
         raise UserError(f"{option} does not apply to a DataLoader: use its {its}")
+    loader = DataLoaderReader(data, batch_size, accumulate, seed, rows, collator, message)
     # Not in a thread, because the global random generators are exchanged while the loader is used.
-    return ReadAhead(DataLoaderReader(data, batch_size, seed, rows, collator, message), 0, batch_size, rows)
+    return ReadAhead(loader, 0, batch_size, rows)
 
 
 def shorter_rows(data: Any, batch_size: int) -> int | None:
-    """Return how many rows the smaller last batch of an epoch has, with which a DataLoader may end.
+    """Return how many rows the smaller last batch of an epoch has, with which a stream or a DataLoader may end.
 
     Args:
       data: The data.
@@ -152,7 +157,9 @@ def shorter_rows(data: Any, batch_size: int) -> int | None:
       Their number, 0 if there is no smaller batch, None if that is not known before the data are read.
     """
     kind, data = kind_of(data)
-    if kind is not Kind.LOADER:
+    if kind is Kind.STREAM:
+        return None
+    if kind is Kind.SOURCE:
         return 0
     last = last_rows(data, batch_size)
     return 0 if last == batch_size else last

@@ -43,6 +43,8 @@ def kind_of(data: Any) -> tuple[Kind, Any]:
             if _is_source(value) and not (isinstance(value, _VALUES) or hasattr(value, "__array__")):
                 raise UserError(f"the data is a mapping of datasets: give one of them, such as data[{name!r}]")
         return Kind.SOURCE, Columns(data)
+    if isinstance(data, tuple) and data and all(getattr(part, "ndim", 0) for part in data):
+        raise UserError(f"the data is a tuple of {len(data)} arrays: name them, as in {{'x': images, 'y': labels}}")
     if is_torch(data, "DataLoader"):
         return Kind.LOADER, data
     if isinstance(data, type):

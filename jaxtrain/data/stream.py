@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from jaxtrain.data.collate import Collator
+from jaxtrain.data.smaller_batches import SmallerBatches
 from jaxtrain.data.source import Batch, Rows
 from jaxtrain.errors import UserError
 
@@ -46,7 +47,9 @@ def set_epoch(data: Any, epoch: int) -> None:
 
 
 class StreamReader:
-    """Reads batches of a stream, epoch after epoch; the remainder of an epoch is dropped.
+    """Reads batches of a stream, epoch after epoch; the last one of an epoch may have fewer rows.
+
+    It is dropped, with a line, if it cannot be divided into micro-batches, and on a mesh.
 
     The position is the number of examples read of the epoch, and the stream's own state if it has `state_dict` and
     `load_state_dict`, or its iterator has `get_state` and `set_state`, as grain's do. Without own state, the examples
@@ -56,17 +59,26 @@ class StreamReader:
       stream: Iterable, or function without arguments that returns one. Each of its iterators gives the same examples,
         but for what `set_epoch` changes.
       batch_size: Number of rows of a batch.
+      accumulate: Number of micro-batches that a batch is divided into.
       rows: Row numbers of a batch to return; None for all.
       collator: Makes batches of examples.
       message: Prints one line.
     """
 
     def __init__(
-        self, stream: Stream, batch_size: int, rows: Rows | None, collator: Collator, message: Callable[[str], None]
+        self,
+        stream: Stream,
+        batch_size: int,
+        accumulate: int,
+        rows: Rows | None,
+        collator: Collator,
+        message: Callable[[str], None],
     ) -> None:
         self.order: dict[str, Any] = {"data": "stream", "batch_size": batch_size}
-        self._stream, self._batch_size, self._collator, self._message = stream, batch_size, collator, message
-        self._rows = range(batch_size) if rows is None else [int(row) for row in rows]
+        self._stream, self._collator, self._message = stream, collator, message
+        self._batch_size = batch_size
+        self._smaller = SmallerBatches(batch_size, accumulate, rows is not None, message)
+        self._rows = None if rows is None else [int(row) for row in rows]
         self._next_batch = self._epoch = 0
         self._examples = 0  # read of the epoch
         self._consumed = 0  # of a stream that is an iterator
@@ -79,8 +91,9 @@ class StreamReader:
           UserError: The stream cannot start again, has too few examples, or they do not form a batch.
         """
         examples = self._next_examples()
-        first = self._examples - self._batch_size
-        return self._collator([examples[row] for row in self._rows], [first + row for row in self._rows])
+        first = self._examples - len(examples)
+        rows = range(len(examples)) if self._rows is None else self._rows
+        return self._collator([examples[row] for row in rows], [first + row for row in rows])
 
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch read, as JSON.
@@ -112,12 +125,17 @@ class StreamReader:
         while True:
             self._consumed += self._batch_size  # before they are read, which may fail halfway
             examples = list(islice(iterator, self._batch_size))
-            if len(examples) == self._batch_size:
-                self._examples += self._batch_size
+            self._consumed -= self._batch_size - len(examples)
+            is_used = len(examples) == self._batch_size
+            if self._examples and 0 < len(examples) < self._batch_size:
+                where = f"the last batch of epoch {self._epoch} of the stream"
+                is_used = self._smaller.keeps(len(examples), where)
+            if is_used:
+                self._examples += len(examples)
                 self._next_batch += 1
                 return examples
-            if self._examples and isinstance(self._stream, Iterator):
-                count = self._examples + len(examples)
+            count = self._examples + len(examples)
+            if count and isinstance(self._stream, Iterator):
                 raise UserError(f"the stream ended after {count} examples, and an iterator cannot restart: {_REMEDY}")
             if not self._examples:
                 again = f" or, if an earlier epoch had more, {_REMEDY}" if self._epoch else ""

@@ -82,7 +82,10 @@ class ShardedStep(TrainStep):
     def _jit(self, step: Step, *names: str) -> Any:
         limited = limit_recompilation(step, names, self.allow_recompile)
         shardings = partial(state_shardings, mesh=self._mesh, rules=self._rules)
-        return _Jitted(limited, shardings, self._mesh, compiler_options(deterministic=self.deterministic))
+        options = compiler_options(
+            deterministic=self.deterministic, platform=self._mesh.devices.flat[0].platform, devices=self._mesh.size
+        )
+        return _Jitted(limited, shardings, self._mesh, options)
 
     @user_facing
     def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:

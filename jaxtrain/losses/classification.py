@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxtrain.errors import UserError
+from jaxtrain.losses.normalizer import log_normalizer
 from jaxtrain.losses.operation import operation
 from jaxtrain.losses.shapes import require_alike
 
@@ -50,8 +51,7 @@ def cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise UserError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     # Relative to the largest logit, as in PyTorch: a common offset would cost digits.
-    largest = lax.stop_gradient(logits.max(-1))
-    normalizer = jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
+    largest, normalizer = log_normalizer(logits)
     losses = _apply_class_weight(normalizer - (_score_of_label(logits, labels) - largest), labels, class_weight)
     if label_smoothing:
         per_class = normalizer[..., None] - (logits - largest[..., None])

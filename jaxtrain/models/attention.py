@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout as _dropout
-from jaxtrain.models.fused_attention import Options, fused_attention, is_supported, visible
+from jaxtrain.models.fused_attention import Given, Options, fused_attention, is_supported, present, visible
 from jaxtrain.transforms import low_precision
 
 
@@ -24,26 +24,29 @@ def attention(
     v: jax.Array,
     *,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute softmax(q kᵀ · scale) v, the softmax in float32 at least.
+    """Compute softmax(q kᵀ · scale + bias) v, the softmax in float32 at least.
 
     Query head n attends to key head n // (N / K): grouped queries (Ainslie et al. 2023), as `enable_gqa=True`. The
     output of a query that may attend to no key is 0 and has no gradient.
 
     A program compiled for a GPU of compute capability 8.0 or more computes this by cuDNN's fused kernel in bfloat16 and
     float16, without storing the scores: with any mask, window and number of groups, for widths of heads that are a
-    multiple of 8 up to 128 (256 from 9.0 on); with a `mask` for even T and S; without dropout.
+    multiple of 8 up to 128 (256 from 9.0 on); with a `mask` for even T and S; with a `bias` [1 or B, 1 or N, T, S] for
+    even T and S from 9.0 on; without dropout.
 
     Args:
       q: Queries [B, T, N, H].
       k: Keys [B, S, K, H].
       v: Values [B, S, K, H].
       mask: bool, of four axes broadcastable to [B, N, T, S], True where a query attends to a key.
+      bias: Added to the scores, of four axes broadcastable to [B, N, T, S].
       causal: Whether query t attends to keys 0 … t only, also where T ≠ S; combined with `mask`.
       window: With `causal`, the number of keys up to its own that a query attends to; None for all.
       scale: Factor of the scores; None for 1 / √H.
@@ -67,10 +70,11 @@ def attention(
     if window is not None and not causal:
         raise UserError(f"window {window} needs causal=True: pass it, or a mask")
     dropping = rng is not None and dropout > 0.0
-    if not dropping and is_supported(q, k, v, mask):
-        return _fused_on_cuda(causal, window, scale)(q, k, v, *(() if mask is None else (mask,)))
+    if not dropping and is_supported(q, k, v, mask, bias):
+        given = Given(mask is not None, bias is not None)
+        return _fused_on_cuda(causal, window, scale, given)(q, k, v, *present(mask, bias))
     return scaled_dot_product_attention(
-        q, k, v, mask, causal=causal, window=window, scale=scale, dropout=dropout, rng=rng
+        q, k, v, mask, bias, causal=causal, window=window, scale=scale, dropout=dropout, rng=rng
     )
 
 
@@ -92,21 +96,22 @@ def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _fused_on_cuda(causal: bool, window: int | None, scale: float) -> Callable[..., jax.Array]:
+def _fused_on_cuda(causal: bool, window: int | None, scale: float, given: Given) -> Callable[..., jax.Array]:
     """Return attention as an operation of autocast's low-precision list.
 
-    PyTorch lists `scaled_dot_product_attention` there as well (`aten/src/ATen/autocast_mode.h`).
+    PyTorch lists `scaled_dot_product_attention` there as well (`aten/src/ATen/autocast_mode.h`), so that a bias is
+    rounded too.
     """
-
-    def formula(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        return scaled_dot_product_attention(q, k, v, mask, causal=causal, window=window, scale=scale)
-
+    formula = functools.partial(scaled_dot_product_attention, causal=causal, window=window, scale=scale)
     options = Options(causal, scale, window, formula)
 
-    def fused(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        return fused_attention(options, q, k, v, mask)
+    def with_given(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def attention_of(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
+            return attend(q, k, v, *given.split(operands)[:2])
 
-    return low_precision(formula, fused)
+        return attention_of
+
+    return low_precision(with_given(formula), with_given(functools.partial(fused_attention, options)))
 
 
 def scaled_dot_product_attention(
@@ -114,6 +119,7 @@ def scaled_dot_product_attention(
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
+    bias: jax.Array | None,
     *,
     causal: bool,
     window: int | None,
@@ -126,6 +132,7 @@ def scaled_dot_product_attention(
     grouped = q.reshape(b, t, heads, n // heads, h)
     wide = np.promote_types(q.dtype, np.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=wide).reshape(b, n, t, s) * scale
+    scores = scores if bias is None else scores + bias.astype(scores.dtype)
     attended = _combined_mask(mask, causal, window, t, s)
     if attended is None:
         weights = jax.nn.softmax(scores, axis=-1)

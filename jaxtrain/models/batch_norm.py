@@ -5,7 +5,7 @@ and it computes the variance as E[x²] − E[x]².
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,14 @@ class BatchNorm(nnx.Module):
 
 
 @kernel
-def _normalize_by_batch(
+def _normalize(
+    x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
+) -> jax.Array:
+    return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale.reshape(mean.shape) + bias.reshape(mean.shape)
+
+
+@jax.custom_jvp
+def _with_statistics(
     x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the normalized batch, its mean and its biased variance."""
@@ -86,11 +93,24 @@ def _normalize_by_batch(
     return _normalize(x, mean, var, scale, bias, epsilon), mean, var
 
 
-@kernel
-def _normalize(
-    x: jax.Array, mean: jax.Array, var: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
-) -> jax.Array:
-    return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale.reshape(mean.shape) + bias.reshape(mean.shape)
+@_with_statistics.defjvp
+def _with_statistics_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Differentiate by two sums over the batch, which are also the gradients of scale and bias.
+
+    Operation by operation the formula has five, among them that of the deviations from the mean, which is 0, and its
+    gradient reads the batch once more.
+    """
+    (x, scale, bias, epsilon), (dx, dscale, dbias, _) = primals, tangents
+    y, mean, var = _with_statistics(x, scale, bias, epsilon)
+    axes, root = tuple(range(x.ndim - 1)), jnp.sqrt(var + epsilon)
+    standard, factor = (x - mean) / root, scale.reshape(mean.shape) / root
+    dmean = dx.mean(axes, keepdims=True)
+    along = (dx * standard).mean(axes, keepdims=True)
+    slope, shift = dscale.reshape(mean.shape) - factor * along, dbias.reshape(mean.shape) - factor * dmean
+    return (y, mean, var), (factor * dx + standard * slope + shift, dmean, 2 * root * along)
+
+
+_normalize_by_batch = kernel(_with_statistics)
 
 
 def set_batch_norm_groups(model: M, groups: int) -> M:

@@ -2,14 +2,21 @@
 
 flax's layer computes the variance as E[x²] − E[x]² by default, which loses all digits where the mean is large, and
 multiplies the scale by the inverse standard deviation first, for which XLA:CPU broadcasts the scale to every token.
+
+On a GPU, XLA's derivative of a norm reads and writes the activations many times: it computes the statistics of the
+tokens in every kernel that needs them, and the factors of the scale's gradient in a kernel of their own.
+`layer_norm_gradient` reads the activations twice: all statistics of a token are one reduction, and what follows is
+elementwise or summed over tokens, which XLA fuses.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxtrain.transforms import recomputed
 
@@ -32,7 +39,8 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         axes = (1,) * (x.ndim - 1) + (-1,)
         scale, bias = (p[...].reshape(axes) for p in (self.scale, self.bias))
-        normalized: jax.Array = recomputed(partial(_normalize, epsilon=self.epsilon))(x, scale, bias)
+        normalize = recomputed(partial(_normalize, epsilon=self.epsilon), on_gpu=layer_norm_gradient)
+        normalized: jax.Array = normalize(x, scale, bias)
         return normalized
 
 
@@ -42,3 +50,44 @@ def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: floa
     centered = wide - wide.mean(-1, keepdims=True)
     normalized = centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + epsilon)
     return (normalized * scale + bias).astype(x.dtype)
+
+
+def layer_norm_gradient(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, cotangent: jax.Array, *, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of a layer normalization for x, scale and bias.
+
+    Scale and bias have as many axes as x, all but the last of size 1.
+    """
+    wide_dtype = np.promote_types(x.dtype, np.float32)
+    wide, scale_, d = (value.astype(wide_dtype) for value in (x, scale, cotangent))
+    weighted = d * scale_
+    mean, weighted_mean, variance, covariance = _moments(wide, weighted)
+    inverse = lax.rsqrt(variance + epsilon)
+    normalized = (wide - mean) * inverse
+    dx = inverse * (weighted - weighted_mean - normalized * (covariance * inverse))
+    tokens = tuple(range(x.ndim - 1))
+    sums = (value.sum(tokens, keepdims=True) for value in (d * normalized, d))
+    dscale, dbias = (total.astype(of.dtype) for total, of in zip(sums, (scale, bias), strict=True))
+    return dx.astype(x.dtype), dscale, dbias
+
+
+def _moments(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+    """Return the means of x and y, the variance of x and their covariance over the last axis, in one reduction.
+
+    Two parts are merged by the difference of their means (Chan et al. 1983), so that a large mean costs no digits.
+    """
+
+    def merge(a: Any, b: Any) -> Any:
+        (n, mean_x, mean_y, xx, xy), (n_b, mean_x_b, mean_y_b, xx_b, xy_b) = a, b
+        total = n + n_b
+        share = n_b / jnp.maximum(total, 1)
+        dx, dy, weight = mean_x_b - mean_x, mean_y_b - mean_y, n * share
+        means = mean_x + dx * share, mean_y + dy * share
+        return total, *means, xx + xx_b + dx * dx * weight, xy + xy_b + dx * dy * weight
+
+    zeros = jnp.zeros_like(x)
+    start = jnp.zeros([], x.dtype)
+    reduced = lax.reduce((jnp.ones_like(x), x, y, zeros, zeros), (start,) * 5, merge, (x.ndim - 1,))
+    _, mean_x, mean_y, xx, xy = (value[..., None] for value in reduced)
+    return [mean_x, mean_y, xx / x.shape[-1], xy / x.shape[-1]]

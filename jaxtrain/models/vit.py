@@ -78,9 +78,7 @@ class ViT(nnx.Module):
         normal, cut = nnx.initializers.normal(std), nnx.initializers.truncated_normal(std)
         self.cls_token = nnx.Param(cut(rngs.params(), (1, 1, width)))
         self.position_embeddings = nnx.Param(cut(rngs.params(), (1, across * down + 1, width)))
-        self.patches = nnx.Conv(
-            config.num_channels, width, patch, strides=patch, padding="VALID", kernel_init=normal, rngs=rngs
-        )
+        self.patches = Patches(config.num_channels, width, patch, kernel_init=normal, rngs=rngs)
         self.blocks = stack_blocks(lambda rngs: Block(config, rngs=rngs), config.num_hidden_layers, rngs=rngs)
         self.norm = LayerNorm(width, config.layer_norm_eps)
         self.classifier = linear(width, config.num_labels, std, rngs=rngs)
@@ -90,12 +88,31 @@ class ViT(nnx.Module):
         if images.shape[1:] != config.image_shape:
             raise UserError(f"images must be {list(config.image_shape)}, got {list(images.shape[1:])}: resize them")
         embed_rng, blocks_rng = split_key(rng, 2)
-        patches = self.patches(images).reshape(rows, -1, config.hidden_size)
+        patches = self.patches(images)
         first = jnp.broadcast_to(self.cls_token[...], (rows, 1, config.hidden_size))
         x = jnp.concatenate([first, patches], axis=1) + self.position_embeddings[...]
         x = dropout(x, config.hidden_dropout_prob, embed_rng)
         x = scan_blocks(self.blocks, config.num_hidden_layers, x, None, blocks_rng)
         return self.classifier(self.norm(x)[:, 0])
+
+
+class Patches(nnx.Conv):
+    """Convolution of images [B, H, W, C] whose stride is the size of its kernel, to [B, patches, features].
+
+    Each patch is used once, so that this is one matrix product. cuDNN has no convolution from bfloat16 to float32, in
+    which the bias is added.
+    """
+
+    def __call__(self, images: jax.Array, out_sharding: Any = None) -> jax.Array:
+        del out_sharding
+        assert self.bias is not None
+        kernel, bias = self.kernel[...], self.bias[...]
+        height, width, channels, features = kernel.shape
+        rows, down, across = images.shape[0], images.shape[1] // height, images.shape[2] // width
+        whole = images[:, : down * height, : across * width].reshape(rows, down, height, across, width, channels)
+        patches = whole.transpose(0, 1, 3, 2, 4, 5).reshape(rows * down * across, height * width * channels)
+        embedded = patches @ kernel.reshape(-1, features) + bias.reshape(1, -1)
+        return embedded.reshape(rows, down * across, features)
 
 
 class Block(nnx.Module):

@@ -236,7 +236,7 @@ def _worst(analysis: ErrorAnalysis, count: int) -> dict[str, Any]:
         {
             "index": int(i),
             "loss": float(analysis.losses[i]),
-            "said": analysis.describe(int(i)),
+            "description": analysis.describe(int(i)),
             "picture": _picture(analysis.source[int(i)]),
         }
         for i in analysis.predictions.worst(count)

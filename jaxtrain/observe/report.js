@@ -38,6 +38,13 @@ function formatValue(value, unit) {
   return Math.abs(value) >= 1e4 && unit !== "nats" ? withSuffix(value, COUNTS) : number(value);
 }
 
+// The margin has room for six digits; the ticks of larger loss scales are written as powers, such as 2^20.
+function formatTick(value, unit, largest) {
+  if (unit !== "×" || largest < 1e6) return formatValue(value, unit);
+  const power = Math.log2(value);
+  return Number.isInteger(power) ? `2^${power}` : withSuffix(value, COUNTS);
+}
+
 function clock(seconds) {
   const whole = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
   const h = Math.floor(whole / 3600), m = Math.floor(whole / 60) % 60, s = whole % 60;
@@ -230,7 +237,7 @@ function draw(figure) {
   for (const t of ticks) {
     if (y.at(t) < box.top - 1 || y.at(t) > box.bottom + 1) continue;
     svg(plot, "line", { class: "grid", x1: box.left, x2: box.right, y1: y.at(t), y2: y.at(t) });
-    svg(plot, "text", { x: box.left - 7, y: y.at(t) + 4, "text-anchor": "end" }, formatValue(t, chart.unit));
+    svg(plot, "text", { x: box.left - 7, y: y.at(t) + 4, "text-anchor": "end" }, formatTick(t, chart.unit, ticks[ticks.length - 1]));
   }
   const columns = Math.max(2, Math.floor((box.right - box.left) / 95));
   for (const t of view.logX ? logTicks(left, right, columns) : timeTicks(left, right, columns)) {

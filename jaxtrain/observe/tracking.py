@@ -111,7 +111,7 @@ class _Follower(Thread):
         state = json.loads(state_file.read_text()) if state_file.exists() else {}
         run_id = self.tracker.begin(read_record(self._run), self._run.path, state.get("id"))
         lines = _GrowingFile(self._run.metrics)
-        unreported = _Unreported(state.get("told", -1), state.get("rollbacks", []))
+        unreported = _Unreported(state.get("last_step", -1), state.get("rollbacks", []))
         _write(state_file, {"id": run_id, **unreported.state()})
         while True:
             is_last = self._ended.is_set()  # read before the file: nothing is written to it afterwards
@@ -162,7 +162,7 @@ class _Unreported:
 
     def state(self) -> dict[str, Any]:
         """Return what was reported, as JSON."""
-        return {"told": self._last_step, "rollbacks": self._rollbacks}
+        return {"last_step": self._last_step, "rollbacks": self._rollbacks}
 
     def take(self, lines: Sequence[LogLine]) -> list[LogLine]:
         """Return the lines that were not reported yet; they count as reported from now on."""

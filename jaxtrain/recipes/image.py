@@ -49,26 +49,25 @@ class ImageRecipe(jt.Recipe):
             init=lambda: functional(self.model(shape))[1],
             loss_fn=loss_fn,
             predict=predict,
-            signature=signature(model, shape),
-            **self.data_fields(train, validation),
+            **self.common_fields(model, train, validation),
         )
 
     def images(self) -> tuple[Arrays | ImageFolder, Arrays | ImageFolder]:
         """Return (train, validation). Raises `UserError` for labels outside the classes."""
         train, validation = split_images(self.data)
-        for source in (train, validation):
-            check_labels(source.labels, self.classes)
+        check_labels(np.concatenate([train.labels, validation.labels]), self.classes)
         return train, validation
 
-    def data_fields(self, train: Arrays | ImageFolder, validation: Arrays | ImageFolder) -> dict[str, Any]:
-        """Return the fields of the task that depend on the images alone."""
-        numbers = [str(label) for label in range(self.classes)]
+    def common_fields(self, model: nnx.Module, train: Any, validation: Any) -> dict[str, Any]:
+        """Return the fields of the task that do not depend on the loss."""
+        images = {"image": Input(train[0]["image"].shape, np.float32)}
         return {
             "train": train,
             "validation": validation,
             "eval_rows": len(validation),
+            "signature": Signature(model, images, lambda call, image: call(image)),
             "classes": self.classes,
-            "class_names": validation.classes if isinstance(validation, ImageFolder) else numbers,
+            "class_names": getattr(validation, "classes", [*map(str, range(self.classes))]),
             "description": {
                 "images": str(self.data) if self.data else "scikit-learn's handwritten digits",
                 "examples": f"{len(train):,} for training, {len(validation):,} for validation",
@@ -77,11 +76,6 @@ class ImageRecipe(jt.Recipe):
             "bounds": {"image": 256},
             "references": {"class entropy": unigram_entropy(validation.labels)},
         }
-
-
-def signature(model: nnx.Module, shape: tuple[int, ...]) -> Signature:
-    """Return the signature of a model of images of this shape."""
-    return Signature(model, {"image": Input(tuple(shape), np.float32)}, lambda call, image: call(image))
 
 
 def predictions(logits: Any, batch: Any) -> jt.Predictions:
@@ -121,6 +115,5 @@ class CNNRecipe(ImageRecipe):
     def task(self) -> jt.Task:
         """Read the data and build the model."""
         task = super().task()
-        height, width, channels = task.train[0]["image"].shape
-        names = cnn.torch_names((height, width, channels), self.width)
+        names = cnn.torch_names(task.train[0]["image"].shape, self.width)
         return replace(task, sharding=cnn.SHARDING, names=names)

@@ -9,7 +9,7 @@ import jaxtrain as jt
 from jaxtrain.data import pixels
 from jaxtrain.distributed import data_parallel_size, run_mesh_sizes
 from jaxtrain.models import ResNet, ResNetConfig, functional_with_state, resnet, set_batch_norm_groups
-from jaxtrain.recipes.image import ImageRecipe, predictions, signature
+from jaxtrain.recipes.image import ImageRecipe, predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,8 @@ class ResNetRecipe(ImageRecipe):
             init=lambda: jt.Initial(*functional_with_state(self.model(shape))[1:]),
             loss_fn=loss_fn,
             predict=predict,
-            signature=signature(model, shape),
             sharding=resnet.SHARDING,
             names=resnet.torch_names(model.config),
             buffers=resnet.torch_buffers(model.config),
-            **self.data_fields(train, validation),
+            **self.common_fields(model, train, validation),
         )

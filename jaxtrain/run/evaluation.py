@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtrain.data import Batch, Kind, Rows, kind_of
 from jaxtrain.data.batches import TrainingBatches, epoch_batches, training_batches
+from jaxtrain.errors import UserError
 from jaxtrain.run.recipe import Recipe
 from jaxtrain.run.task import Task
 from jaxtrain.step import TrainState
@@ -33,6 +34,7 @@ def task_batches(
         recipe.seed,
         workers=recipe.workers,
         rows=rows,
+        accumulate=recipe.accumulate,
         collate=task.collate,
         batch_keys=task.batch_keys,
         message=message,
@@ -49,9 +51,14 @@ def evaluation_batches(source: Any, task: Task, recipe: Recipe) -> Iterator[Batc
 
     Returns:
       An iterator of batches of equal size; the padding rows of the last one have weight 0.
+
+    Raises:
+      UserError: The data have no examples, or are of no known kind.
     """
     kind, data = kind_of(source)
     count = len(data) if task.eval_rows is None and kind is Kind.SOURCE else task.eval_rows
+    if count == 0:
+        raise UserError("the data to evaluate have no examples: give some, or leave Task.validation at None")
     rows = recipe.batch_size // recipe.accumulate
     if count is not None:
         rows = min(rows, count)

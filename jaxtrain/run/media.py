@@ -112,6 +112,8 @@ def split_media(returned: Mapping[str, Any]) -> tuple[dict[str, float], dict[str
     Raises:
       UserError: A value is neither a number nor valid media.
     """
+    if not isinstance(returned, Mapping):
+        raise UserError(f"Task.evaluate returned {type(returned).__name__}: return a dict, as in {{'error': 0.1}}")
     metrics, media = {}, {}
     for name, value in returned.items():
         if isinstance(value, Medium | list | tuple):

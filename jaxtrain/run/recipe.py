@@ -63,7 +63,7 @@ class Recipe:
     warmup_steps: int = 20
     """Number of updates over which the learning rate rises from 0."""
     weight_decay: float = 0.1
-    """Weight decay of the optimizer, applied to matrices only."""
+    """Weight decay of the optimizer; parameters whose last name is bias or scale do not decay."""
     beta2: float = 0.99
     """Adam's decay rate of the second moment; the default suits short runs."""
     clip_norm: float | None = 1.0

@@ -39,9 +39,13 @@ def load_recipe(reference: str) -> tuple[str, Recipe]:
     }
     if not name and len(defined) == 1:
         name = next(iter(defined))
+    if not name and defined:
+        raise UserError(
+            f"{path} defines the recipes {', '.join(defined)}: name one of them, as in {path}{_MARK}{[*defined][-1]}"
+        )
     if name not in defined:
         found = f"{', '.join(defined)} is defined" if defined else "no subclass of jaxtrain.Recipe is defined"
-        raise UserError(f"{path} defines no recipe {name or '::NAME'!r}, {found} there: use FILE.py::NAME")
+        raise UserError(f"{path} defines no recipe {name or _MARK + 'NAME'!r}, {found} there: use FILE.py::NAME")
     return f"{path}{_MARK}{name}", _create(defined[name], f"{path}{_MARK}{name}")
 
 

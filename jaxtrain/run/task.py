@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
 from jaxtrain.run.signature import Signature
+from jaxtrain.run.task_fields import check_fields
 from jaxtrain.step import Loss, LossFn, TrainState
 
 
@@ -121,6 +122,9 @@ class Task:
     """PyTorch's parameter names, in the order of its model; required for importing and exporting checkpoints."""
     buffers: NameTable | None = None
     """PyTorch's names of the arrays in `model_state`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def initial(self) -> Initial:
         """Create the initial params and model_state."""

@@ -6,7 +6,7 @@ devices hold, in one folder; the first one does everything else.
 
 orbax's CheckpointManager (0.12) is not used: it renames a step to its final name as soon as the items are written and
 offers a callback only afterwards (`post_finalization_callback`). A kill in between would leave a committed checkpoint
-without a manifest, which cannot be told from a damaged one. What it would replace is `_finish`, `_evict` and
+without a manifest, which cannot be distinguished from a damaged one. What it would replace is `_finish`, `_evict` and
 `Retention`, 50 lines.
 """
 

@@ -1,5 +1,6 @@
 """`jaxtrain.fit`: a whole run from a script or a notebook."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxtrain.runner.events import Events, OnCheckpoint, OnEvaluation, OnStep
 from jaxtrain.runner.finish import write_end
 from jaxtrain.runner.loop import Resume, run_training
 from jaxtrain.runner.resume import check_resumed
-from jaxtrain.step import TrainState
+from jaxtrain.step import TrainState, accepts, signature_of
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,14 @@ def fit(
       (2.0, 40)
     """
     _check_recipe(recipe)
+    events = Events(
+        _functions("on_step", on_step, ("step", "metrics", "state")),
+        _functions("on_evaluation", on_evaluation, ("step", "metrics", "state")),
+        _functions("on_checkpoint", on_checkpoint, ("step", "path")),
+    )
     name = registered_name(recipe)
     run = default_folder(name) if out is None else RunFolder(Path(out))
+    _check_resume(resume, run)
     resumes = bool(resume) and run.config.exists()
     if resumes:
         check_resumed(read_settings(run.config, type(recipe)), recipe)
@@ -99,7 +106,6 @@ def fit(
     console.headline(f"{name} · {describe_devices(recipe.mesh)} · {run.path}")
     if resumes and (change := source_change(run, name)):
         console.message(change)
-    events = Events(_functions(on_step), _functions(on_evaluation), _functions(on_checkpoint))
     outcome = run_training(name, recipe, run, resume=resume, console=console, events=events)
     metrics = write_end(name, recipe, run, outcome)
     console.summary(metrics, outcome.task.references, {"run": str(run.path), "report": str(run.report)})
@@ -113,7 +119,29 @@ def _check_recipe(recipe: Any) -> None:
         raise UserError(f"recipe must be an instance, got the class {recipe.__name__}: use {recipe.__name__}()")
     if not isinstance(recipe, Recipe):
         raise UserError(f"recipe must be a jaxtrain.Recipe, got {type(recipe).__name__}: subclass jaxtrain.Recipe")
+    kind = type(recipe)
+    own = [name for name in inspect.get_annotations(kind) if name != "optimizer"]
+    if own and "__dataclass_fields__" not in vars(kind):
+        raise UserError(
+            f"{kind.__name__} is not a dataclass, so that {own[0]} is no setting: decorate it with "
+            "@dataclass(frozen=True, kw_only=True)"
+        )
 
 
-def _functions(given: Any) -> list[Callable[..., None]]:
-    return [given] if callable(given) else list(given)
+def _check_resume(resume: Any, run: RunFolder) -> None:
+    if resume not in (True, False, "auto"):
+        raise UserError(f"resume must be True, False or 'auto', got {resume!r}: 'auto' starts or continues the run")
+    if resume is True and not run.config.exists():
+        raise UserError(f"{run.path} holds no run: use resume='auto' to start one there")
+
+
+def _functions(name: str, given: Any, arguments: tuple[str, ...]) -> list[Callable[..., Any]]:
+    """Return the functions given for an event, each of which takes the arguments."""
+    functions = [given] if callable(given) or not isinstance(given, Iterable) else list(given)
+    for function in functions:
+        if not callable(function):
+            raise UserError(f"{name} must be a function, got {function!r}: use def {name}({', '.join(arguments)})")
+        if not accepts(function, len(arguments)):
+            expected = ", ".join(arguments)
+            raise UserError(f"{name} must take ({expected}), got {signature_of(function)}: change its parameters")
+    return functions

@@ -164,7 +164,7 @@ def _compile(session: Session, state: TrainState, batch: Any) -> None:
         session.console.phase("compiling the training step"),
         current_source_lines() if session.trace else nullcontext(),
     ):
-        program = session.training.step.compile(state, batch)
+        program = session.training.step_of(batch).compile(state, batch)
     if session.trace:
         session.trace.hlo = program.as_text()
 

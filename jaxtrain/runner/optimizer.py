@@ -20,7 +20,15 @@ from jaxtrain.optim import (
 )
 from jaxtrain.paths import Matching, none_frozen
 from jaxtrain.run import Recipe, Task
-from jaxtrain.step import LossFn, TrainState, TrainStep, dynamic_loss_scale, static_loss_scale, train_step
+from jaxtrain.step import (
+    LossFn,
+    TrainState,
+    TrainStep,
+    check_optimizer,
+    dynamic_loss_scale,
+    static_loss_scale,
+    train_step,
+)
 
 SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "dynamic_loss_scale": dynamic_loss_scale,
@@ -115,7 +123,7 @@ def defines_optimizer(recipe: Recipe) -> bool:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
-    """Build the recipe's optimizer. By default it decays matrices, but neither biases nor norms."""
+    """Build the recipe's optimizer. By default no parameter called bias or scale decays."""
     if defines_optimizer(recipe):
         return optax.with_extra_args_support(_made(recipe))
     return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
@@ -125,6 +133,7 @@ def _made(recipe: Recipe) -> optax.GradientTransformation:
     made = recipe.make_optimizer()
     if made is None:
         raise UserError(f"{type(recipe).__name__}.make_optimizer returned None: return an optax.GradientTransformation")
+    check_optimizer(made)
     return made
 
 

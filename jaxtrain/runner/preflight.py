@@ -17,8 +17,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
 from jaxtrain.paths import Matching, none_frozen, path_name
-from jaxtrain.run import Recipe, Task
-from jaxtrain.run_folder import RunFolder, read_config
+from jaxtrain.run import Recipe, Task, is_reference
+from jaxtrain.run_folder import RunFolder, default_folder, read_config
 from jaxtrain.runner.optimizer import defines_optimizer, loss_scale, optimizer_expression, schedule, schedule_call
 from jaxtrain.step import TrainState
 from jaxtrain.transforms import remat
@@ -69,6 +69,9 @@ def stored_recipe(run: RunFolder, named: str | None = None) -> tuple[str, Recipe
       UserError: The folder holds no run.
     """
     if not run.config.exists():
+        if is_reference(run.path.name):
+            example = default_folder(str(run.path)).path
+            raise UserError(f"{run.path} is a recipe, not the folder of a run: give one, such as {example}")
         raise UserError(f"{run.path} holds no run: start one with jaxtrain train --out {run.path}")
     return read_config(run.config, named)
 

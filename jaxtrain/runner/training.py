@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
+from jaxtrain.data import Batch
 from jaxtrain.data.batches import TrainingBatches, shorter_rows
 from jaxtrain.distributed import (
     constrain_shardings,
@@ -57,6 +58,8 @@ class Training:
     task: Task
     loader: TrainingBatches
     step: TrainStep
+    shorter_step: TrainStep
+    """The same step for the smaller last batch of an epoch, compiled for each number of rows."""
     evaluate: Evaluate
     """Evaluates a state, with `ema` by the moving average of its parameters."""
     place: Place | None = None
@@ -73,9 +76,15 @@ class Training:
 
     def dispatch(self, state: TrainState, batch: FetchedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
         """Dispatch a step, on the batch's copy on the devices if it has one."""
+        step = self.step_of(batch.arrays)
         if batch.device is None:
-            return self.step(state, batch.arrays)
-        return self.step.placed(state, batch.device)
+            return step(state, batch.arrays)
+        return step.placed(state, batch.device)
+
+    def step_of(self, batch: Batch) -> TrainStep:
+        """Return the step for a batch, by its number of rows."""
+        rows = len(next(iter(batch.values())))
+        return self.step if rows == len(self.loader.rows) else self.shorter_step
 
     def shapes(self) -> TrainState:
         """Return the shapes of the state, on a mesh with their shardings: nothing is allocated."""
@@ -93,7 +102,11 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
       UserError: The recipe's data or model cannot be built.
     """
     mesh, task = run_mesh(recipe.mesh), recipe.task()
-    step = training_step(_with_shorter_batch(recipe, task), task.loss_fn)
+    _check_task(task, recipe)
+    _check_shorter_batch(recipe, task)
+    step = training_step(recipe, task.loss_fn)
+    by_rows = replace(recipe, allow_recompile=recipe.allow_recompile + recipe.batch_size)
+    shorter_step = training_step(by_rows, task.loss_fn)
     rows = None
     if mesh is None:
         check_memory(task.initial)
@@ -103,24 +116,35 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
     place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
-    return Training(recipe, task, loader, step, _evaluate(task, recipe, mesh), place)
+    return Training(recipe, task, loader, step, shorter_step, _evaluate(task, recipe, mesh), place)
 
 
 def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
     return any(device.platform != "cpu" for device in devices)
 
 
-def _with_shorter_batch(recipe: Recipe, task: Task) -> Recipe:
-    """Allow a compilation of the step for the smaller last batch of an epoch, if there may be one."""
+def _check_task(task: Any, recipe: Recipe) -> None:
+    """Raise `UserError` for what is no task, and for settings that need an evaluation of one without any."""
+    if not isinstance(task, Task):
+        raise UserError(
+            f"{type(recipe).__name__}.task returned {type(task).__name__}: "
+            "return jaxtrain.Task(init=…, loss_fn=…, train=…)"
+        )
+    if task.validation is None and task.evaluate is None:
+        needs = {"patience": (recipe.patience, None), "best_metric": (task.best_metric, "loss")}
+        for name, (value, default) in needs.items():
+            if value != default:
+                raise UserError(f"{name} {value!r} needs an evaluation: give Task.validation or Task.evaluate")
+
+
+def _check_shorter_batch(recipe: Recipe, task: Task) -> None:
+    """Raise `UserError` for a DataLoader whose smaller last batch cannot be divided into micro-batches."""
     shorter = shorter_rows(task.train, recipe.batch_size)
-    if shorter == 0:
-        return recipe
-    if shorter is not None and shorter % recipe.accumulate:
+    if shorter and shorter % recipe.accumulate:
         raise UserError(
             f"the last batch of the DataLoader has {shorter} rows, which accumulate {recipe.accumulate} does not "
             "divide: give it drop_last=True"
         )
-    return replace(recipe, allow_recompile=recipe.allow_recompile + 1)
 
 
 def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:

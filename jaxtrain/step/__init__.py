@@ -8,8 +8,8 @@ from jaxtrain.step.arithmetic import optimizer_in_float32 as optimizer_in_float3
 from jaxtrain.step.build import TrainStep, train_step
 from jaxtrain.step.clip import clip_grad_norm as clip_grad_norm
 from jaxtrain.step.clip import clip_grad_value as clip_grad_value
-from jaxtrain.step.determinism import CompilerOptions as CompilerOptions
-from jaxtrain.step.determinism import compiler_options as compiler_options
+from jaxtrain.step.compiler_options import CompilerOptions as CompilerOptions
+from jaxtrain.step.compiler_options import compiler_options as compiler_options
 from jaxtrain.step.diagnosis import takes_one_batch as takes_one_batch
 from jaxtrain.step.evaluation import eval_step
 from jaxtrain.step.learning_rate import LearningRate as LearningRate
@@ -20,6 +20,9 @@ from jaxtrain.step.loss_scale import LossScaleState as LossScaleState
 from jaxtrain.step.loss_scale import consecutive_skips as consecutive_skips
 from jaxtrain.step.loss_scale import current_scale as current_scale
 from jaxtrain.step.loss_scale import dynamic_loss_scale, load_state_dict, state_dict, static_loss_scale
+from jaxtrain.step.mistakes import accepts as accepts
+from jaxtrain.step.mistakes import check_optimizer as check_optimizer
+from jaxtrain.step.mistakes import signature_of as signature_of
 from jaxtrain.step.nonfinite import finite_leaves as finite_leaves
 from jaxtrain.step.nonfinite import leaf_name
 from jaxtrain.step.objective import STEP_METRICS as STEP_METRICS

@@ -12,8 +12,9 @@ from jaxtrain.errors import user_facing
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step.accumulate import WindowSchedule
 from jaxtrain.step.arithmetic import optimizer_in_float32
-from jaxtrain.step.determinism import compiler_options
+from jaxtrain.step.compiler_options import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
+from jaxtrain.step.first_loss import warn_of_first_loss
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.loss_scale import dynamic_loss_scale, no_loss_scale
 from jaxtrain.step.mistakes import check_loss_fn, check_optimizer, location_of
@@ -153,12 +154,15 @@ class TrainStep:
 
     def _call(self, step: Callable[..., Any], state: TrainState, *batch: Any) -> tuple[TrainState, Metrics]:
         self._uses.calls += 1
-        if self._uses.calls == 1:
+        is_first = self._uses.calls == 1
+        if is_first:
             warn_of_rebuilding(self._uses, state)
         try:
             new: tuple[TrainState, Metrics] = step(state, *batch)
         except Exception as error:
             raise diagnosed(error, state, batch[0] if batch else {}, self.parts)  # noqa: B904
+        if is_first:
+            warn_of_first_loss(new[1], batch[0] if batch else {})
         return new
 
 

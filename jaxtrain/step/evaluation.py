@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.errors import user_facing
-from jaxtrain.step.determinism import compiler_options
+from jaxtrain.step.compiler_options import compiler_options
 from jaxtrain.step.diagnosis import diagnosed, takes_one_batch
 from jaxtrain.step.loss_program import LossProgram
 from jaxtrain.step.mistakes import check_loss_fn

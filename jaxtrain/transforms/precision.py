@@ -23,7 +23,7 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.biased_product import KERNEL, biased_product
-from jaxtrain.transforms.recompute import RECOMPUTED, recompute
+from jaxtrain.transforms.recompute import recompute, recompute_call, recomputes
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
@@ -79,9 +79,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
-            if jaxpr.is_call(eqn, RECOMPUTED):
-                body = eqn.params["jaxpr"]
-                return recompute(lambda *xs: run(body.jaxpr, body.consts, xs), args, body.jaxpr)
+            if recomputes(eqn):
+                return recompute_call(eqn, args, run)
             if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
                 return _on_cuda(on_cuda, eqn, args, dtype, run)
             if name in jaxpr.HIGHER_ORDER:

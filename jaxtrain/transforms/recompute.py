@@ -4,19 +4,29 @@ A kernel such as PyTorch's gelu or layer_norm keeps its inputs for the backward 
 formula keeps each factor that it multiplies by, in float32: several times the memory of a low-precision input.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 
 RECOMPUTED = "recomputed_in_low_precision"
+_GRADIENTS: "WeakValueDictionary[str, partial[Any]]" = WeakValueDictionary()  # by name in a jaxpr
+_NUMBERS = itertools.count()
+
+Gradient = Callable[..., Any]
+"""`gradient(*args, cotangent)` returns the gradients of a function's arguments."""
 
 
-def recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(fn: Callable[..., Any], on_gpu: Gradient | None = None) -> Callable[..., Any]:
     """Mark a pure function of arrays that is cheaper to compute again than to keep its intermediate values.
 
     Under autocast, and for low-precision inputs, its backward pass keeps its inputs alone and computes it again. In
@@ -24,9 +34,11 @@ def recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
       fn: A pure function of arrays, without matrix products.
+      on_gpu: Its gradient, `on_gpu(*args, cotangent)`, which programs compiled for GPUs compute instead of
+        differentiating `fn`; called with the keyword arguments of `fn` if that is a partial.
 
     Returns:
-      The jitted function, the same one for every call with the same `fn`.
+      The jitted function, the same one for every call with the same `fn` and `on_gpu`.
 
     Example:
       >>> def kept(x):
@@ -37,7 +49,25 @@ def recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
       >>> len(kept(jnp.ones(3)))
       2
     """
-    return jaxpr.jit_once(fn, _mark)
+    return jaxpr.jit_once(fn, _Recomputed(on_gpu))
+
+
+def recomputes(eqn: JaxprEqn) -> bool:
+    """Return whether the equation calls a function marked by `recomputed`."""
+    name = eqn.params.get("name", "")
+    return isinstance(name, str) and name.startswith(RECOMPUTED) and jaxpr.is_call(eqn, name)
+
+
+def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: jaxpr.Run) -> list[Any]:
+    """Evaluate a call of a marked function by `run`; its backward pass keeps its inputs alone."""
+    body, on_gpu = eqn.params["jaxpr"], _GRADIENTS.get(eqn.params["name"])
+
+    def fn(*args: Any) -> list[Any]:
+        return run(body.jaxpr, body.consts, args)
+
+    if on_gpu is None:
+        return list(recompute(fn, args, body.jaxpr))
+    return [_with_gradient(jax.make_jaxpr(fn)(*args), on_gpu, args)]
 
 
 def recompute(fn: Callable[..., Any], args: Sequence[Any], traced: Jaxpr) -> Any:
@@ -47,15 +77,48 @@ def recompute(fn: Callable[..., Any], args: Sequence[Any], traced: Jaxpr) -> Any
     return jax.checkpoint(fn, prevent_cse=not _reduces(traced))(*args)
 
 
+def _with_gradient(closed: ClosedJaxpr, on_gpu: Gradient, args: Sequence[Any]) -> Any:
+    """Evaluate a function with one result, whose gradient on a GPU is `on_gpu`."""
+
+    def fn(*args: Any) -> Any:
+        return jaxpr_as_fun(closed)(*args)[0]
+
+    def differentiate(*args_and_cotangent: Any) -> Any:
+        *args, cotangent = args_and_cotangent
+        return jax.vjp(fn, *args)[1](cotangent)
+
+    def backward(args: Sequence[Any], cotangent: Any) -> Any:
+        return lax.platform_dependent(*args, cotangent, cuda=on_gpu, rocm=on_gpu, default=differentiate)
+
+    with_gradient = jax.custom_vjp(fn)
+    # Not by `with_gradient` itself, which policies of rematerialization would take for a costly operation.
+    with_gradient.defvjp(lambda *args: (fn(*args), args), backward)
+    with jax.named_scope(RECOMPUTED):
+        return with_gradient(*args)
+
+
 def _reduces(traced: Jaxpr) -> bool:
     return any(
         eqn.primitive.name.startswith("reduce_") or any(map(_reduces, jaxpr.inner_jaxprs(eqn))) for eqn in traced.eqns
     )
 
 
-def _mark(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def recomputed_in_low_precision(*args: Any) -> Any:
-        is_low = any(getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16) for x in jax.tree.leaves(args))
-        return recompute(fn, args, jax.make_jaxpr(fn)(*args).jaxpr) if is_low else fn(*args)
+@dataclass(frozen=True)
+class _Recomputed:
+    on_gpu: Gradient | None
 
-    return recomputed_in_low_precision
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        keywords = fn.keywords if isinstance(fn, partial) else {}
+        on_gpu = None if self.on_gpu is None else partial(self.on_gpu, **keywords)
+
+        def recomputed_in_low_precision(*args: Any) -> Any:
+            if not any(getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16) for x in jax.tree.leaves(args)):
+                return fn(*args)
+            closed = jax.make_jaxpr(fn)(*args)
+            return recompute(fn, args, closed.jaxpr) if on_gpu is None else _with_gradient(closed, on_gpu, args)
+
+        recomputed_in_low_precision.__name__ = RECOMPUTED
+        if on_gpu is not None:
+            recomputed_in_low_precision.__name__ += f"_{next(_NUMBERS)}"
+            _GRADIENTS[recomputed_in_low_precision.__name__] = on_gpu
+        return recomputed_in_low_precision

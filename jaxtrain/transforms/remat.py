@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
+from jaxtrain.transforms.recompute import RECOMPUTED
 
 BLOCK = "remat_block"
 FUSED = "fused_attention"
@@ -194,12 +195,13 @@ def _refuse_offload(policy: str, names: list[str], device: Any) -> None:
 
 def _is_opaque(traced: Jaxpr) -> bool:
     """Return whether differentiation adds equations not visible before: a custom_vjp's forward rule."""
-    return any(eqn.primitive.name == "custom_vjp_call" and not _is_fused(eqn) for eqn in traced.eqns)
+    return any(eqn.primitive.name == "custom_vjp_call" and not _is_transparent(eqn) for eqn in traced.eqns)
 
 
-def _is_fused(eqn: JaxprEqn) -> bool:
-    """Return whether it calls fused attention, whose forward rule has no other equations than the function."""
-    return [inner.primitive.name for inner in eqn.params["call_jaxpr"].eqns] == [FUSED]
+def _is_transparent(eqn: JaxprEqn) -> bool:
+    """Return whether its forward rule has no other equations than the function: fused attention, or a norm's."""
+    is_fused = [inner.primitive.name for inner in eqn.params["call_jaxpr"].eqns] == [FUSED]
+    return is_fused or jaxpr.in_scope(eqn, RECOMPUTED)
 
 
 def _blocks(traced: Jaxpr) -> Iterator[Jaxpr]:

@@ -48,8 +48,9 @@ CHEAP = frozenset(
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
     del args
-    if primitive.name == "custom_jvp_call":
-        return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(params["call_jaxpr"]))
+    called = params.get("call_jaxpr" if primitive.name == "custom_jvp_call" else "jaxpr")
+    if primitive.name in ("custom_jvp_call", "jit", "pjit"):
+        return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(called))
     return primitive.name not in CHEAP
 
 

@@ -28,12 +28,17 @@ CONFIG = BertConfig(
     attention_probs_dropout_prob=0.0,
     max_position_embeddings=12,
 )
-TOKENS, PREDICTED, CLASSES = 12, 3, 4
+CLASSES = 4
 
 
 def case(dropout: float = 0.0) -> Case:
-    """Return the masked language model: three tokens of each row are predicted, one of them padding."""
-    return _case("bert", _dropping(CONFIG, dropout), BertForMaskedLM, "label", clip_norm=1.25)
+    """Return the masked language model: a quarter of each row is predicted, one token of it padding."""
+    return sized(_dropping(CONFIG, dropout))
+
+
+def sized(config: BertConfig, rows: int = 16) -> Case:
+    """Return the masked language model on `rows` rows of the config's length."""
+    return _case("bert", config, BertForMaskedLM, "label", clip_norm=1.25, rows=rows)
 
 
 def classifier(dropout: float = 0.0) -> Case:
@@ -43,7 +48,12 @@ def classifier(dropout: float = 0.0) -> Case:
 
 
 def _case(
-    name: str, config: BertConfig, torch_class: Callable[[HFConfig], Module], label: str, clip_norm: float
+    name: str,
+    config: BertConfig,
+    torch_class: Callable[[HFConfig], Module],
+    label: str,
+    clip_norm: float,
+    rows: int = 16,
 ) -> Case:
     apply, params_like = functional(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs(0))))
 
@@ -65,8 +75,8 @@ def _case(
         loss_fn=loss_fn,
         params_like=params_like,
         names=torch_names(config),
-        batch=_batch,
-        rows=16,
+        batch=lambda seed, rows: _batch(seed, rows, config),
+        rows=rows,
         # With the default eps, Adam makes steps of the rounding noise that is the gradient of the key bias.
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=clip_norm,
@@ -77,21 +87,21 @@ def _dropping(config: BertConfig, rate: float) -> BertConfig:
     return replace(config, hidden_dropout_prob=rate, attention_probs_dropout_prob=rate)
 
 
-def _batch(seed: int, rows: int) -> Batch:
-    """Rows of 6 to 12 tokens, of the second type from the middle on, with equally many labels per row."""
-    rng = np.random.default_rng(seed)
-    place = np.arange(TOKENS)
-    real = place < rng.integers(TOKENS // 2, TOKENS + 1, size=(rows, 1))
-    token = np.where(real, rng.integers(1, CONFIG.vocab_size, size=(rows, TOKENS)), 0)
-    predicted = rng.permuted(np.tile(place[: TOKENS // 2], (rows, 1)), axis=1)[:, :PREDICTED]
-    label = np.full((rows, TOKENS), -100)
-    wanted = rng.integers(1, CONFIG.vocab_size, size=(rows, PREDICTED))
+def _batch(seed: int, rows: int, config: BertConfig) -> Batch:
+    """Rows at least half full, of the second type from the middle on, with equally many labels per row."""
+    rng, tokens = np.random.default_rng(seed), config.max_position_embeddings
+    place, predictions = np.arange(tokens), tokens // 4
+    real = place < rng.integers(tokens // 2, tokens + 1, size=(rows, 1))
+    token = np.where(real, rng.integers(1, config.vocab_size, size=(rows, tokens)), 0)
+    predicted = rng.permuted(np.tile(place[: tokens // 2], (rows, 1)), axis=1)[:, :predictions]
+    label = np.full((rows, tokens), -100)
+    wanted = rng.integers(1, config.vocab_size, size=(rows, predictions))
     wanted[:, 0] = 0  # the padding token, whose embedding learns from being predicted only
     np.put_along_axis(label, predicted, wanted, axis=1)
     return {
         "token": token,
         "mask": real.astype(np.int64),
-        "type": (place >= rng.integers(1, TOKENS, size=(rows, 1))).astype(np.int64),
+        "type": (place >= rng.integers(1, tokens, size=(rows, 1))).astype(np.int64),
         "label": label,
         "class": rng.integers(CLASSES, size=rows),
     }

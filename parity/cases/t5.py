@@ -34,8 +34,19 @@ CONFIG = T5Config(
 SOURCE, TARGET = 13, 12
 
 
-def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int = 16, clip_norm: float = 0.75) -> Case:
-    """Return a case on `rows` padded pairs of sentences; `dropout`, if given, is the rate of both sides."""
+def case(
+    config: T5Config = CONFIG,
+    *,
+    dropout: float | None = None,
+    rows: int = 16,
+    clip_norm: float = 0.75,
+    source: int = SOURCE,
+    target: int = TARGET,
+) -> Case:
+    """Return a case on `rows` padded pairs of `source` and `target` tokens.
+
+    `dropout`, if given, is the rate of both sides.
+    """
     if dropout is not None:
         config = replace(config, dropout=dropout)
     apply, params_like = functional(nnx.eval_shape(lambda: T5(config, rngs=nnx.Rngs(0))))
@@ -54,7 +65,7 @@ def case(config: T5Config = CONFIG, *, dropout: float | None = None, rows: int =
         loss_fn=loss_fn,
         params_like=params_like,
         names=torch_names(config),
-        batch=lambda seed, rows: _batch(seed, rows, config),
+        batch=lambda seed, rows: _batch(seed, rows, config, source, target),
         rows=rows,
         optimizer=AdamW(lr=1e-3, eps=1e-5, weight_decay=0.1),
         clip_norm=clip_norm,
@@ -80,12 +91,12 @@ def _torch_loss(model: Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != IGNORE_INDEX).sum())
 
 
-def _batch(seed: int, rows: int, config: T5Config) -> Batch:
+def _batch(seed: int, rows: int, config: T5Config, source: int, target: int) -> Batch:
     """Lengths that differ, with equal weights of any four neighboring rows."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(1, config.vocab_size, size=(rows, SOURCE))
-    labels = rng.integers(1, config.vocab_size, size=(rows, TARGET))
+    tokens = rng.integers(1, config.vocab_size, size=(rows, source))
+    labels = rng.integers(1, config.vocab_size, size=(rows, target))
     missing = np.arange(rows)[:, None] % 4
-    tokens[np.arange(SOURCE)[None] >= SOURCE - 2 * missing] = config.pad_token_id
-    labels[np.arange(TARGET)[None] >= TARGET - missing] = IGNORE_INDEX
+    tokens[np.arange(source)[None] >= source - source // 6 * missing] = config.pad_token_id
+    labels[np.arange(target)[None] >= target - target // 12 * missing] = IGNORE_INDEX
     return {"tokens": tokens, "labels": labels}

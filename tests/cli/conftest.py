@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import pytest
 
 TINY_GPT = "--n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --batch-size 8 --eval-sequences 16"
@@ -22,3 +23,10 @@ def text_folder(tmp_path):
     for i in range(4):
         (folder / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 40)
     return folder
+
+
+@pytest.fixture
+def broadcasting():
+    """Allow implicit broadcasting, which users' own files may rely on."""
+    with jax.numpy_rank_promotion("allow"):
+        yield

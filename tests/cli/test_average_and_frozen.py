@@ -1,4 +1,4 @@
-"""`--ema` and `--frozen` in every command: the moving average is evaluated and exported, frozen parameters stay."""
+"""`--ema` and `--frozen` in every command: the average is evaluated and exported, frozen parameters do not change."""
 
 import json
 import signal
@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.cli import main
 from jaxtrain.cli.export import Restored
 from jaxtrain.run import load_recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_params, restore_state
-from tests.cli.test_own_run import CURVE
+from tests.cli.curve import CURVE, run, train_curve
 
 SETTINGS = "--ema 0.75 --frozen hid*,bias"
 WITH_BIAS = CURVE.replace('{"hidden": hidden,', '{"hidden": hidden, "bias": jnp.ones(()),').replace(
@@ -23,23 +22,13 @@ WITH_BIAS = CURVE.replace('{"hidden": hidden,', '{"hidden": hidden, "bias": jnp.
 )
 
 
-def run(command: str) -> int:
-    return main(command.split())
-
-
-@pytest.fixture(autouse=True)
-def users_may_broadcast():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("broadcasting")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return the folder that holds curve.py and its run."""
-    folder = tmp_path_factory.mktemp("averaged")
-    (folder / "curve.py").write_text(WITH_BIAS)
-    assert run(f"train {folder}/curve.py::Curve --out {folder}/run --quiet {SETTINGS}") == 0
-    return folder
+    return train_curve(tmp_path_factory.mktemp("averaged"), WITH_BIAS, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +101,7 @@ def test_exports_and_samples_have_the_moving_average(trained, state):
 
 
 @pytest.mark.slow
-def test_the_facts_name_the_average_and_the_frozen_parameters(trained, capsys):
+def test_train_prints_the_average_and_the_frozen_parameters(trained, capsys):
     assert run(f"train {trained}/curve.py::Curve --steps 1 --out {trained}/loud {SETTINGS}") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "moving average of the parameters, decay 0.75" in out
@@ -120,7 +109,7 @@ def test_the_facts_name_the_average_and_the_frozen_parameters(trained, capsys):
 
 
 @pytest.mark.slow
-def test_plan_and_replay_take_them(trained, capsys):
+def test_plan_and_replay_accept_both_settings(trained, capsys):
     assert run(f"plan {trained}/curve.py::Curve --memory 1GiB --json {SETTINGS}") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["command"].endswith("--frozen 'hid*,bias' --ema 0.75")

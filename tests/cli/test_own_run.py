@@ -14,85 +14,22 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.cli import main
 from jaxtrain.recipes import RECIPES
 from jaxtrain.run import load_recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.checkpoint import restore_params, saved_steps
+from tests.cli.curve import CURVE, run, train_curve
 
-CURVE = '''"""A curve through noisy points."""
+TWO = f"{CURVE}\n\n@dataclass(frozen=True, kw_only=True)\nclass Second(Curve):\n    pass\n"
 
-from dataclasses import dataclass
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-import jaxtrain as jt
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve(jt.Recipe):
-    """A curve through noisy points."""
-
-    width: int = 8
-    """Units of the hidden layer."""
-    offset: int = 0
-    """Added to every target."""
-    steps: int = 12
-    batch_size: int = 8
-    lr: float = 1e-2
-    log_every: int = 4
-    eval_every: int = 4
-    save_every: int = 4
-
-    def task(self) -> jt.Task:
-        x = np.random.default_rng(self.seed).normal(size=(40, 3))
-        y = np.sin(x.sum(1)) + self.offset
-
-        def init():
-            keys = jax.random.split(jax.random.key(self.seed))
-            hidden = jax.random.normal(keys[0], (3, self.width))
-            return {"hidden": hidden, "out": jax.random.normal(keys[1], self.width)}
-
-        def predict(params, batch, model_state):
-            return jnp.tanh(batch["x"] @ params["hidden"]) @ params["out"]
-
-        def loss_fn(params, batch, rng):
-            error = predict(params, batch, None) - batch["y"]
-            return jt.Loss.of(error**2, batch.get("weight")), {}
-
-        return jt.Task(
-            init=init,
-            loss_fn=loss_fn,
-            train={"x": x[:32], "y": y[:32]},
-            validation={"x": x[32:], "y": y[32:]},
-            predict=predict,
-            sample=lambda state, seed: f"seed {seed}: {state.params['out'].shape}",
-            names=NameTable({"hidden": TorchParam("hidden.weight", LINEAR), "out": TorchParam("out")}),
-        )
-'''
-
-
-def run(command: str) -> int:
-    return main(command.split())
-
-
-@pytest.fixture(autouse=True)
-def users_may_broadcast():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("broadcasting")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return the folder that holds curve.py and its run."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "curve.py").write_text(CURVE)
-    assert run(f"train {folder}/curve.py::Curve --out {folder}/run --quiet") == 0
-    return folder
+    return train_curve(tmp_path_factory.mktemp("own"), CURVE)
 
 
 @pytest.fixture
@@ -366,9 +303,29 @@ def test_a_command_that_needs_a_field_of_the_task_says_so_in_one_line(here, comm
 
 
 @pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("replay own.py::Curve 3", "own.py::Curve is a recipe, not the folder of a run: give one, such as runs/Curve"),
+        ("eval own.py::Curve", "own.py::Curve is a recipe, not the folder of a run: give one, such as runs/Curve"),
+        ("eval run --worst x", "--worst must be an integer, got 'x'; see jaxtrain eval run --help"),
+        ("launch train own.py::Curve", "the command is not separated by --: use jaxtrain launch -n 2 -- train …"),
+        (
+            "plan own.py::Curve --memory 4",
+            "'4' is not an amount of memory: write it with its unit, as in 16GiB or 40GB",
+        ),
+    ],
+)
+def test_a_mistake_with_another_command_is_one_line_with_the_remedy(command, expected, capsys):
+    Path("own.py").write_text(CURVE)
+    assert run(command) == 2
+    assert capsys.readouterr().err == f"jaxtrain: {expected}\n"
+
+
+@pytest.mark.parametrize(
     ("source", "name", "expected"),
     [
         (None, "Curve", "own.py does not exist: give FILE.py::NAME"),
+        (TWO, "", "own.py defines the recipes Curve, Second: name one of them, as in own.py::Second"),
         (CURVE, "Other", "own.py defines no recipe 'Other', Curve is defined there: use FILE.py::NAME"),
         ("x = 1", "x", "own.py defines no recipe 'x', no subclass of jaxtrain.Recipe is defined there"),
         ("class Curve:\n    pass", "Curve", "no subclass of jaxtrain.Recipe is defined there"),
@@ -384,6 +341,30 @@ def test_an_invalid_recipe_is_a_one_line_error(source, name, expected, capsys):
     (message,) = capsys.readouterr().err.splitlines()
     assert expected in message
     assert not Path("new/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("own.py:Curve", "no recipe 'own.py:Curve', did you mean 'own.py::Curve': choose one of "),
+        ("own.py::Curve --widht 3", "Unrecognized options: --widht, 3, did you mean --width; see "),
+        ("own.py::Curve --widht 3 --acumulate 2", ", did you mean --accumulate and --width; see "),
+        ("own.py::Curve --epochs 3", "Unrecognized options: --epochs, 3; see jaxtrain train own.py::Curve --help"),
+        ("own.py::Curve --width 3.5", "--width must be an integer, got '3.5'; see jaxtrain train own.py::Curve --help"),
+        ("own.py::Curve --lr fast", "--lr must be a number, got 'fast'; see jaxtrain train own.py::Curve --help"),
+        ("own.py::Curve --steps 1e3", "--steps must be an integer, got '1e3'; see "),
+        ("own.py::Curve --batch-size 100", "batch_size must be at most the number of examples, 32, got 100: use a"),
+        ("own.py::Curve --frozen hiden", "frozen pattern 'hiden' matches no parameter: the paths are hidden, out"),
+        ("own.py::Curve --optimizer adamw(lr=0.1)", "adamw has no argument lr: use one of learning_rate, b1, "),
+        ("own.py::Curve --mesh data=3", "batch_size 8 is not divisible by accumulate 1 × the 3 devices of mesh"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(arguments, expected, capsys):
+    Path("own.py").write_text(CURVE)
+    assert run(f"train {arguments} --out new --quiet") == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert expected in message
+    assert not Path("new").exists()
 
 
 def test_new_writes_a_run_that_its_printed_command_trains(capsys):

@@ -33,7 +33,7 @@ def test_flops_of_a_gpt_match_the_closed_form():
 
 
 def test_fused_attention_counts_as_its_formula():
-    def formula(q, k, v, mask=None):
+    def formula(q, k, v, *mask_and_bias):
         return attention(q, k, v, causal=True)
 
     def fused(q, k, v):

@@ -6,6 +6,7 @@ import pytest
 
 from jaxtrain.cost import GpuProgram, find_target
 from jaxtrain.cost.gpu.buffers import peak_buffers
+from jaxtrain.cost.gpu.overlap import overlap
 from jaxtrain.cost.hlo import SourceLines
 from jaxtrain.errors import UserError
 
@@ -118,7 +119,7 @@ def test_a_slice_of_a_conversion_within_a_fusion_counts_as_the_slice():
     assert moved["out"] == 64 * 32 * (2 + 4)
 
 
-def test_results_that_update_an_operand_in_place_take_no_memory_of_their_own():
+def test_results_that_update_an_operand_in_place_take_no_additional_memory():
     size, buffers = peak_buffers(read(LOOP).program, SourceLines(LOOP))
     # The stacked array, and the new value of x, which may not take the place of the old one: the loop carries both.
     assert size == 4096
@@ -233,6 +234,9 @@ def test_a_transfer_counts_the_products_between_its_start_and_its_end():
     assert (gather.kind, gather.dtypes, gather.result_bytes) == ("all-gather", ("bf16",), 128 * 32 * 2)
     assert (gather.launches, gather.products) == (1, 1)
     assert (reduction.kind, reduction.launches, reduction.products) == ("all-reduce", 0, 0)
+    assert program.overlap == (1, 1)
+    both = overlap(program.transfers, ("all-gather", "all-reduce"))
+    assert both == (1 / 2, pytest.approx(128 * 32 / (128 * 32 + 64 * 32)))
     # Only what no product overlaps takes time.
     assert 0 < program.exposed_seconds < program.communication.sent / H100.link_bandwidth
 

@@ -46,17 +46,22 @@ def test_resuming_at_any_batch_equals_uninterrupted_batches(kind, sizes, seed, p
         assert take(resumed, 3) == uninterrupted[stop + skip :]
 
 
+STREAMS = {"iterable", "factory", "stateful", "grain"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_epoch_has_whole_batches_of_distinct_examples(kind):
-    batches = take(training_batches(KINDS[kind](7, 2), 2, seed=0), 6)
-    for epoch in (batches[:3], batches[3:]):
-        assert len({x for batch in epoch for x in batch["x"]}) == 6
+def test_every_epoch_has_whole_batches_of_distinct_examples_and_a_stream_all_of_them(kind):
+    count, read = (4, 7) if kind in STREAMS else (3, 6)
+    batches = take(training_batches(KINDS[kind](7, 2), 2, seed=0), 2 * count)
+    for epoch in (batches[:count], batches[count:]):
+        assert [len(batch["x"]) for batch in epoch[:3]] == [2, 2, 2]
+        assert len({x for batch in epoch for x in batch["x"]}) == sum(len(batch["x"]) for batch in epoch) == read
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_select_from_the_same_batches(kind):
-    whole = take(training_batches(KINDS[kind](7, 4), 4, seed=0), 3)
-    batches = training_batches(KINDS[kind](7, 4), 4, seed=0, rows=[3, 1])
+    whole = take(training_batches(KINDS[kind](8, 4), 4, seed=0), 3)
+    batches = training_batches(KINDS[kind](8, 4), 4, seed=0, rows=[3, 1])
     assert batches.rows.tolist() == [3, 1]
     assert take(batches, 3) == [{name: [x[3], x[1]] for name, x in batch.items()} for batch in whole]
 
@@ -118,7 +123,7 @@ def test_batches_are_read_in_the_background_up_to_prefetch(kind):
         (
             DataLoader(range(5), 2),
             {"rows": [1, 0]},
-            "^the last batch of the DataLoader has 1 rows, not 2, which a mesh does not divide: give it drop_last=True",
+            "^the last batch of the DataLoader has 1 rows, not 2, and a mesh takes whole batches: give it drop_",
         ),
     ],
 )
@@ -173,7 +178,7 @@ def test_datasets_of_hugging_face_are_sources_and_streams():
     assert sorted(x for batch in batches for x in batch["x"]) == list(range(9))
     stream = rows.to_iterable_dataset(num_shards=3)
     expected = take(training_batches(stream, 2, seed=0), 9)
-    assert [batch["x"] for batch in expected[:5]] == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]]
+    assert [batch["x"] for batch in expected[:5]] == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
     for stop in range(9):
         first = training_batches(stream, 2, seed=0)
         take(first, stop)

@@ -69,7 +69,7 @@ def test_with_x64_wide_types_are_kept():
 
 
 @pytest.mark.parametrize("value", ["a text", b"bytes", None, {"nested": 1}, object(), [None, 1], ["a"], np.array("a")])
-def test_what_is_no_number_is_refused_in_one_line(value):
+def test_a_value_that_is_not_a_number_is_refused_in_one_line(value):
     with pytest.raises(UserError, match=r"^'x' of example 3 is .*: tokenize or drop it, in a transform") as error:
         stack([value], "x", [3])
     assert "\n" not in str(error.value)

@@ -71,11 +71,55 @@ def test_a_stream_with_its_own_state_returns_to_its_beginning():
 def test_without_own_state_the_number_of_examples_read_again_is_reported():
     messages = []
     batches = training_batches(lambda: iter(examples(9)), 2, seed=0, message=messages.append)
-    take(batches, 7)
+    take(batches, 8)
     resumed = training_batches(lambda: iter(examples(9)), 2, seed=0, message=messages.append)
     resumed.restore(batches.state())
     assert take(resumed, 1) == take(batches, 1)
-    assert messages == ["reading 6 examples of the stream again, up to where the run was saved"]
+    assert [line for line in messages if "again" in line] == [
+        "reading 6 examples of the stream again, up to where the run was saved"
+    ]
+
+
+def test_the_smaller_last_batch_of_an_epoch_is_reported_once_for_each_number_of_rows():
+    messages = []
+    sizes = iter([5, 6, 7, 5, 4, 4])
+    batches = training_batches(lambda: iter(examples(next(sizes))), 4, seed=0, prefetch=0, message=messages.append)
+    assert [len(batch["x"]) for batch in take(batches, 9)] == [4, 1, 4, 2, 4, 3, 4, 1, 4]
+    line = "the last batch of epoch {} of the stream has {} rows, not 4: the step is compiled for them too"
+    assert messages == [line.format(epoch, rows) for epoch, rows in enumerate((1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"accumulate": 2}, "which accumulate 2 does not divide"),
+        ({"rows": [0, 1, 2, 3]}, "and a mesh takes whole batches"),
+        ({"rows": [2]}, "and a mesh takes whole batches"),
+    ],
+)
+def test_a_smaller_last_batch_that_cannot_be_divided_is_dropped_with_a_line(options, reason):
+    messages = []
+
+    def batches():
+        return training_batches(lambda: iter(examples(7)), 4, seed=0, prefetch=0, message=messages.append, **options)
+
+    first = batches()
+    rows = options.get("rows", range(4))
+    assert take(first, 2) == 2 * [{"x": [*rows]}]
+    assert messages == [f"the last batch of epoch 0 of the stream has 3 rows, not 4, {reason}: it is dropped"]
+    resumed = batches()
+    resumed.restore(first.state())
+    assert take(resumed, 2) == take(first, 2)
+
+
+def test_the_position_after_a_smaller_batch_is_the_end_of_its_epoch():
+    batches = training_batches(lambda: iter(examples(6)), 4, seed=0)
+    take(batches, 2)
+    place = batches.state()["place"]
+    assert (place["epoch"], place["examples"], place["at"]) == (0, 6, 2)
+    resumed = training_batches(lambda: iter(examples(6)), 4, seed=0)
+    resumed.restore(batches.state())
+    assert take(resumed, 1) == [{"x": [0, 1, 2, 3]}]
 
 
 def test_a_stream_that_failed_continues_at_the_same_batch():
@@ -100,12 +144,12 @@ def test_an_iterator_is_read_once():
     batches = training_batches(iter(examples(5)), 2, seed=0, prefetch=0)
     batches.peek()
     batches.restore(batches.state())  # as a new run does after its first look
-    assert take(batches, 2) == [{"x": [0, 1]}, {"x": [2, 3]}]
+    assert take(batches, 3) == [{"x": [0, 1]}, {"x": [2, 3]}, {"x": [4]}]
     with pytest.raises(UserError, match=r"^the stream ended after 5 examples, and an iterator cannot restart: give a"):
         next(batches)
     state = training_batches(iter(examples(5)), 2, seed=0).state()
     batches.restore(state)
-    with pytest.raises(UserError, match=r"^an iterator cannot return to example 0 from 6: give a function that"):
+    with pytest.raises(UserError, match=r"^an iterator cannot return to example 0 from 5: give a function that"):
         next(batches)
     resumed = training_batches(iter(examples(5)), 2, seed=0)
     resumed.restore({**state, "next_batch": 1})
@@ -154,4 +198,4 @@ def test_an_iterable_dataset_of_pytorch_is_a_stream():
             return iter(range(5))
 
     batches = training_batches(Numbers(), 2, seed=0, collate=lambda numbers: {"x": numbers})
-    assert take(batches, 3) == [{"x": [0, 1]}, {"x": [2, 3]}, {"x": [0, 1]}]
+    assert take(batches, 4) == [{"x": [0, 1]}, {"x": [2, 3]}, {"x": [4]}, {"x": [0, 1]}]

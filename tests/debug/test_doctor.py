@@ -52,6 +52,15 @@ def test_the_text_output_reports_the_findings(capsys):
     assert "correct products" in text
 
 
+def test_a_terminal_shows_each_name_beside_its_message(capsys, monkeypatch):
+    """The spinner erases an unfinished line."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("jaxtrain.debug.run_checks", lambda: iter([doctor.Finding("disk", "fine", "9 GiB [free]")]))
+    main([])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "9 GiB [free]" in line)
+    assert "disk" in line.rpartition("\x1b[2K")[2]
+
+
 @pytest.mark.parametrize(
     ("installed", "fix"),
     [

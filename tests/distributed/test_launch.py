@@ -167,7 +167,7 @@ def test_gpus_are_counted_only_if_jax_would_use_them(monkeypatch: pytest.MonkeyP
         ("-- train", "--processes must be positive, got 0: use -n 2"),
         ("-n 0 -- train", "--processes must be positive, got 0"),
         ("-n two -- train", "two"),
-        ("-n 2 train", "unrecognized"),
+        ("-n 2 train", "the command is not separated by --: use jaxtrain launch -n 2 -- train"),
         ("-n 2", "the command after -- must be train, got nothing: use jaxtrain launch -n 2 -- train"),
         ("-n 2 -- eval runs/x", "the command after -- must be train, got eval"),
         ("-n 2 --devices-per-process 0 -- train", "--devices-per-process must be positive, got 0"),

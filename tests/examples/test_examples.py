@@ -2,9 +2,8 @@
 
 import itertools
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,12 +18,12 @@ from tests.soak.fork_server import fork_server
 FOLDER = Path(__file__).parents[2] / "examples"
 STEPS, STOP = 6, 3
 OFTEN = {"steps": STEPS, "log_every": 2, "eval_every": 2, "save_every": 4}
-# Settings that make a run tiny, by FILE::NAME.
+# Settings that make a run tiny, by FILE::NAME; the first examples run by default.
 EXAMPLES = {
-    "equinox_regression.py::Diabetes": {"width": 8, "depth": 1, "batch_size": 16},
     "linen_vae.py::VAE": {"hidden": 8, "latent": 2, "batch_size": 8},
-    "diffusion.py::Diffusion": {"width": 8, "blocks": 1, "times": 4, "batch_size": 8},
     "gan.py::Ring": {"width": 8, "batch_size": 16},
+    "equinox_regression.py::Diabetes": {"width": 8, "depth": 1, "batch_size": 16},
+    "diffusion.py::Diffusion": {"width": 8, "blocks": 1, "times": 4, "batch_size": 8},
     "two_tower.py::Docstrings": {"width": 8, "batch_size": 16},
     "growing_folder.py::GrowingFolder": {"width": 8, "layers": 1, "seq_len": 16, "batch_size": 4},
 }
@@ -63,36 +62,17 @@ checkpoint.write_manifest = killing
 }
 
 
-@dataclass(frozen=True)
-class Chain:
-    """A tiny run of an example."""
-
-    example: str
-    recipe: jt.Recipe
-    whole: Any
-
-
 def load(example, **settings):
     return replace(load_recipe(f"{FOLDER}/{example}")[1], **settings)
+
+
+def tiny(example):
+    return load(example, **OFTEN, **EXAMPLES[example])
 
 
 def interrupt(step, metrics, state):
     if step == STOP:
         signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    made = {}
-
-    def of(example):
-        if example not in made:
-            recipe = load(example, **OFTEN, **EXAMPLES[example])
-            folder = tmp_path_factory.mktemp("examples") / "whole"
-            made[example] = Chain(example, recipe, jt.fit(recipe, folder, quiet=True))
-        return made[example]
-
-    return of
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +103,7 @@ def test_every_example_with_a_recipe_is_tested():
     assert all(len(path.read_text().splitlines()) < 110 for path in recipes.values())
 
 
-# The others have files of tests of their own.
-CI = {"equinox_regression.py::Diabetes", "linen_vae.py::VAE", "diffusion.py::Diffusion"}
-all_examples = pytest.mark.parametrize(
-    "example", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in CI)) for name in EXAMPLES]
-)
+all_examples = pytest.mark.parametrize("example", EXAMPLES)
 
 
 @pytest.mark.slow  # the run that is killed shows the same of resuming
@@ -164,7 +140,7 @@ def test_replay_repeats_a_step_of_an_example(example, chain, capsys):
     assert "all values are finite" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @all_examples
 def test_report_shows_an_example(example, chain, capsys):
     run = chain(example).whole.run
@@ -174,15 +150,15 @@ def test_report_shows_an_example(example, chain, capsys):
     assert example in run.report.read_text()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 @all_examples
-def test_plan_finds_settings_for_an_example(example, chain, capsys):
+def test_plan_finds_settings_for_an_example(example, capsys):
     settings = flags(EXAMPLES[example])
     assert jaxtrain.cli.main(["plan", f"{FOLDER}/{example}", "--memory", "4GiB", *settings]) == 0
     assert f"jaxtrain train {FOLDER}/{example}" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @all_examples
 def test_export_writes_the_predictions_of_an_example_or_refuses_in_one_line(example, chain, tmp_path, capsys):
     run = chain(example)

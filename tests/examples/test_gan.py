@@ -1,44 +1,32 @@
-"""The GAN: whose parameters each step updates, and with which gradients."""
+"""The GAN: the parameters that each step updates, and their gradients."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import jax
 import numpy as np
-import pytest
 
-import jaxtrain as jt
 from jaxtrain.data.batches import training_batches
-from tests.examples.test_examples import load
+from tests.examples.test_examples import tiny
+
+RING = "gan.py::Ring"
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    return load("gan.py::Ring", width=8, batch_size=16, steps=4, log_every=2, eval_every=2)
-
-
-def test_even_steps_update_the_discriminator_and_odd_steps_the_generator(recipe, tmp_path):
-    params = [recipe.task().params]
-    # Copied, because the arrays are donated to the next step.
-    done = jt.fit(
-        recipe,
-        tmp_path / "run",
-        quiet=True,
-        on_step=lambda step, metrics, state: params.append(jax.tree.map(np.array, state.params)),
-    )
+def test_even_steps_update_the_discriminator_and_odd_steps_the_generator(chain):
+    run = chain(RING)
     names = ["discriminator", "generator"]
-    for step, (before, after) in enumerate(pairwise(params)):
+    for step, (before, after) in enumerate(pairwise(run.params)):
         different = jax.tree.map(lambda one, two: bool((one != two).any()), before, after)
         assert [name for name in names if any(jax.tree.leaves(different[name]))] == [names[step % 2]]
-    moments = done.state.opt_state
+    moments = run.whole.state.opt_state
     counts = [
         int(leaf) for path, leaf in jax.tree.leaves_with_path(moments) if jax.tree_util.keystr(path).endswith(".count")
     ]
-    assert counts == [2, 2]
+    assert counts == [3, 3]
 
 
-def test_the_sum_of_the_losses_has_the_gradients_of_each(recipe):
-    task = replace(recipe, seed=3).task()
+def test_the_sum_of_the_losses_has_the_gradients_of_each():
+    task = replace(tiny(RING), seed=3).task()
     batch, rng = next(training_batches(task.train, 16, 0)), jax.random.key(1)
     grads = jax.grad(lambda params: task.loss_fn(params, batch, rng)[0].total)(task.params)
     for name in ("generator", "discriminator"):

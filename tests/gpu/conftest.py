@@ -15,7 +15,7 @@ def gpu() -> jax.Device:
 
 @pytest.fixture
 def uncached():
-    """Compile every program anew, as a process on another machine does."""
+    """Compile every program again, as a process on another machine does."""
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     jax.clear_caches()

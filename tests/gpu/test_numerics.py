@@ -12,7 +12,7 @@ import jaxtrain as jt
 from jaxtrain.models.attention import attention
 from tests.gpu.language_model import language_model, tokens
 
-# Libraries of a GPU warn of their versions and of what they cannot donate.
+# GPU libraries warn about their versions and about buffers that cannot be donated.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 SIDE = 512
 RNG = np.random.default_rng(0)

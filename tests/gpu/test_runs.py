@@ -12,7 +12,7 @@ from jaxtrain.distributed import memory_per_device
 from jaxtrain.models import GPT2Config
 from tests.gpu.language_model import language_model, tokens
 
-# Libraries of a GPU warn of their versions and of what they cannot donate.
+# GPU libraries warn about their versions and about buffers that cannot be donated.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 STEPS = 6
 

@@ -194,8 +194,8 @@ def _t5() -> Family:
         ), {}
 
     batch = {name: _shape(ROWS, LENGTH) for name in ("tokens", "labels")}
-    # The gradient of the learned position bias is not one that cuDNN's attention is asked for.
-    return Family(loss_fn, params, batch, t5.SHARDING, 0)
+    # That of the encoder, and two in the decoder.
+    return Family(loss_fn, params, batch, t5.SHARDING, 3 * LAYERS)
 
 
 def _vit() -> Family:

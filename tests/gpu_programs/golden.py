@@ -24,4 +24,5 @@ def summary(compiled: GpuProgram) -> dict[str, Any]:
         "temporaries_mib": round(compiled.temporary_bytes / MIB),
         "collectives": dict(sorted(collectives.items())),
         "sent_mib": round(compiled.communication.sent / MIB, 1) if compiled.mesh else 0,
+        **({"overlapped": round(compiled.overlap.by_bytes, 2)} if compiled.mesh else {}),
     }

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from jaxtrain.cost.gpu.launches import Program
 from jaxtrain.cost.gpu.target import COMPILER_OPTIONS
 from jaxtrain.distributed import make_mesh, shard
 from jaxtrain.losses import cross_entropy
@@ -33,18 +34,20 @@ def calls(lowered):
     """Return the number of each kind of attention in the compiled program, which has no branch and no scores."""
     text = lowered.compile(compiler_options=COMPILER_OPTIONS).as_text()
     assert " conditional(" not in text
-    assert not re.search(rf"f32\[(\d+,)*{T},{T}\]", text)  # no scores
+    results = [array for launch in Program.parse(text).launches for array in launch.instruction.results]
+    assert not any(array.dtype == "f32" and array.shape[-2:] == (T, T) for array in results)  # no scores
     assert f"[{LAYERS},{B},{N},{T},{T}]" not in text  # nor a place for those of all layers
     return dict(Counter(re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)))
 
 
-def attention_calls(device, dtype, *, heads=N, width=H, mask=None, **options):
-    def summed(q, k, v, *masks):
-        return attention(q, k, v, mask=masks[0] if masks else None, **options).astype(np.float32).sum()
+def attention_calls(device, dtype, *, heads=N, width=H, mask=None, bias=None, **options):
+    def summed(q, k, v, bias, mask):
+        return attention(q, k, v, mask=mask, bias=bias, **options).astype(np.float32).sum()
 
-    shapes = [((B, T, n, width), dtype) for n in (N, heads, heads)] + ([] if mask is None else [(mask, np.bool_)])
-    arrays = [jax.ShapeDtypeStruct(*shape, sharding=SingleDeviceSharding(device)) for shape in shapes]
-    return calls(jax.jit(jax.grad(summed, argnums=(0, 1, 2))).lower(*arrays))
+    shapes = [((B, T, n, width), dtype) for n in (N, heads, heads)] + [(bias, dtype), (mask, np.bool_)]
+    sharding = SingleDeviceSharding(device)
+    arrays = [None if shape[0] is None else jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+    return calls(jax.jit(jax.grad(summed, argnums=(0, 1, 2, 3))).lower(*arrays))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -55,6 +58,15 @@ def test_masks_windows_and_groups_are_fused(gpus, dtype):
         assert of(**options) == {SOFTMAX: 1, f"{SOFTMAX}Backward": 1}
     for options in ({"mask": (B, 1, 1, T)}, {"mask": (B, 1, T, T), "causal": True, "heads": 1}):
         assert of(**options) == {BIASED: 1, f"{BIASED}Backward": 1}
+
+
+def test_a_bias_is_fused_with_its_gradient_from_hopper_on(gpus):
+    biased = {BIASED: 1, f"{BIASED}Backward": 1}
+    of = partial(attention_calls, dtype=jnp.bfloat16, bias=(1, N, T, T))
+    assert of(gpus(9)[0]) == of(gpus(9)[0], causal=True) == of(gpus(9)[0], mask=(B, 1, 1, T)) == biased
+    shapes = [jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)] * 3 + [jax.ShapeDtypeStruct((1, N, T, T), jnp.bfloat16)]
+    traced = jax.jit(lambda q, k, v, bias: attention(q, k, v, bias=bias))
+    assert "cudnn" not in traced.lower(*on(SingleDeviceSharding(gpus(8)[0]), shapes)).as_text()
 
 
 def test_a_gpu_without_the_kernel_computes_the_formula(gpus):

@@ -12,16 +12,27 @@ from torch.optim import lr_scheduler as S
 
 import jaxtrain as jt
 from jaxtrain import optim
-from jaxtrain.interop import AS_IS, LINEAR, NameTable, TorchParam
-from jaxtrain.interop.torch_file import read_torch, write_torch
+from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.interop.torch_file import read_torch
 from jaxtrain.interop.torch_run import to_torch, torch_run
 from jaxtrain.optim import expression, muon
 from jaxtrain.optim.expression import Call
-
-TABLE = NameTable({"fc/kernel": TorchParam("fc.weight", LINEAR), "fc/bias": TorchParam("fc.bias", AS_IS)})
-LIKE = {"fc": {"kernel": jax.ShapeDtypeStruct((3, 2), np.float32), "bias": jax.ShapeDtypeStruct((2,), np.float32)}}
-MATRIX = NameTable({"fc/kernel": TABLE.params["fc/kernel"]})
-MATRIX_LIKE = {"fc": {"kernel": LIKE["fc"]["kernel"]}}
+from tests.interop.saved_runs import (
+    LIKE,
+    NET,
+    NET_LIKE,
+    SCHEDULERS,
+    Run,
+    X,
+    Y,
+    assert_same,
+    edit_saved,
+    exported,
+    imported,
+    saved_net,
+    step_of,
+    without,
+)
 
 OPTIMIZERS = {
     "Adadelta": [{}],
@@ -39,137 +50,7 @@ OPTIMIZERS = {
     "SGD": [{}, {"momentum": 0.9, "dampening": 0.1}],
 }
 OPTIMIZER_CASES = [(name, options) for name, all_options in OPTIMIZERS.items() for options in all_options]
-HAVE_MOMENTUM = {"Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD", "Muon"}
 READ_THEIR_RATE = {"Adafactor", "ASGD", "Rprop"}
-
-SCHEDULERS = {
-    "none": lambda o, momentum: None,
-    "step": lambda o, momentum: S.StepLR(o, 2, 0.5),
-    "multi step": lambda o, momentum: S.MultiStepLR(o, [1, 1, 4], 0.5),
-    "constant": lambda o, momentum: S.ConstantLR(o, 0.4, 3),
-    "linear": lambda o, momentum: S.LinearLR(o, 0.2, 0.9, 5),
-    "exponential": lambda o, momentum: S.ExponentialLR(o, 0.9),
-    "polynomial": lambda o, momentum: S.PolynomialLR(o, 20, 2.0),
-    "cosine": lambda o, momentum: S.CosineAnnealingLR(o, 5, 1e-3),
-    "restarts": lambda o, momentum: S.CosineAnnealingWarmRestarts(o, 2, 2, 1e-3),
-    "cyclic": lambda o, momentum: S.CyclicLR(o, 1e-3, 1e-2, 2, 3, "triangular2", cycle_momentum=momentum),
-    "one cycle": lambda o, momentum: S.OneCycleLR(o, 1e-2, 10, cycle_momentum=momentum),
-    "plateau": lambda o, momentum: S.ReduceLROnPlateau(o, patience=2),
-    "sequential": lambda o, momentum: S.SequentialLR(
-        o, [S.LinearLR(o, 0.1, total_iters=2), S.CosineAnnealingLR(o, 20)], [4]
-    ),
-    "chained": lambda o, momentum: S.ChainedScheduler([S.LinearLR(o, 0.1, total_iters=5), S.CosineAnnealingLR(o, 20)]),
-}
-
-
-class Model(torch.nn.Module):
-    def __init__(self, bias=True):
-        super().__init__()
-        self.fc = torch.nn.Linear(3, 2, bias=bias)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape))
-
-    def forward(self, x):
-        return self.fc(x)
-
-
-X = np.array([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]], np.float32)
-Y = np.array([[1.0, -1.0], [0.2, 0.4]], np.float32)
-
-
-class Run:
-    """A PyTorch loop, with everything a script saves."""
-
-    def __init__(self, name, options=None, schedule="none", scaler=False, dtype=torch.float32):
-        self.model = Model(bias=name != "Muon").to(dtype)
-        self.optimizer = getattr(torch.optim, name)(self.model.parameters(), lr=1e-2, **(options or {}))
-        self.scheduler = SCHEDULERS[schedule](self.optimizer, name in HAVE_MOMENTUM)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=2.0**10, growth_interval=4)
-
-    def step(self, times):
-        x, y = (torch.from_numpy(a).to(next(self.model.parameters()).dtype) for a in (X, Y))
-        for _ in range(times):
-            self.optimizer.zero_grad()
-            loss = ((self.model(x) - y) ** 2).sum() / 2
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            if isinstance(self.scheduler, S.ReduceLROnPlateau):
-                self.scheduler.step(1.0)
-            elif self.scheduler is not None:
-                self.scheduler.step()
-        return self
-
-    def parts(self):
-        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            **scheduler,
-            "scaler": self.scaler.state_dict(),
-            "epoch": 3,
-            "step": int(self.count()),
-        }
-
-    def count(self):
-        steps = [of["step"] for of in self.optimizer.state.values() if "step" in of]
-        return steps[0] if steps else 3
-
-    def save(self, path):
-        torch.save(self.parts(), path)
-        return path
-
-    def load(self, parts):
-        self.model.load_state_dict(parts["model"])
-        self.optimizer.load_state_dict(parts["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(parts["scheduler"])
-        self.scaler.load_state_dict(parts["scaler"])
-        return self
-
-
-def imported(path, matrix=False, like=None, **options):
-    table, own = (MATRIX, MATRIX_LIKE) if matrix else (TABLE, LIKE)
-    return torch_run(read_torch(path), table, like or own, **options)
-
-
-def loss_fn(params, batch, rng):
-    del rng
-    logits = batch["x"] @ params["fc"]["kernel"]
-    if "bias" in params["fc"]:
-        logits = logits + params["fc"]["bias"][None]
-    return jt.Loss(((logits - batch["y"]) ** 2).sum(), weight=len(batch["x"])), {}
-
-
-def step_of(run, precision="fp32"):
-    return jt.train_step(loss_fn, run.optimizer(), precision=precision, loss_scale=run.loss_scale())
-
-
-def exported(run, state, path):
-    write_torch(path, to_torch(state, run.metadata, run.expression, run.names))
-    return torch.load(path, weights_only=True)
-
-
-def assert_same(a, b, close=None, where=""):
-    """Assert equality to the bit and of types; with `close`, tensors and floats within this relative tolerance."""
-    assert (isinstance(a, dict) and isinstance(b, dict)) or type(a) is type(b), (where, a, b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], close, f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, close, f"{where}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert a.shape == b.shape, where
-        torch.testing.assert_close(a, b, rtol=close or 0, atol=(close or 0) * 1e-3, msg=lambda m: f"{where}: {m}")
-    elif isinstance(a, float) and close:
-        assert a == pytest.approx(b, rel=close), where
-    else:
-        assert a == b, where
 
 
 @pytest.mark.sampled(1)
@@ -235,193 +116,6 @@ def test_every_schedule_continues_in_both_directions(schedule, tmp_path):
     ours, theirs, ours_resumed, theirs_resumed = continue_run("SGD", {"momentum": 0.9}, schedule, False, tmp_path)
     for mine, other in ((ours, theirs), (ours_resumed, theirs_resumed)):
         assert_same(mine, {**other, "step": mine["step"]}, close=1e-10)
-
-
-class Net(torch.nn.Module):
-    """A model with repeated shapes: two equal matrices, and biases and scales of one size."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.b(self.norm(self.a(x)))
-
-
-NET = NameTable(
-    {
-        "a/kernel": TorchParam("a.weight", LINEAR),
-        "a/bias": TorchParam("a.bias"),
-        "norm/scale": TorchParam("norm.weight"),
-        "norm/bias": TorchParam("norm.bias"),
-        "b/kernel": TorchParam("b.weight", LINEAR),
-        "b/bias": TorchParam("b.bias"),
-    }
-)
-NET_LIKE = {
-    layer: {name: jax.ShapeDtypeStruct((2, 2) if name == "kernel" else (2,), np.float32) for name in names}
-    for layer, names in {"a": ("kernel", "bias"), "norm": ("scale", "bias"), "b": ("kernel", "bias")}.items()
-}
-
-
-def saved_net(path, groups, *, kind=torch.optim.AdamW, steps=2, wrap=lambda model: model, **options):
-    """Save a Net after some updates of an optimizer over the groups `groups(net)`; return both."""
-    net = wrap(Net())
-    optimizer = kind(groups(net), lr=0.01, **options)
-    for i in range(steps):
-        optimizer.zero_grad()
-        (net(torch.tensor([[1.0, 2.0], [0.5, -float(i)]])) ** 2).sum().backward()
-        optimizer.step()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    return net, optimizer
-
-
-def decay_rule(net):
-    matrices, vectors = ([p for p in net.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def by_layer(net):
-    named = [(n, p) for n, p in net.named_parameters() if "norm" not in n]
-    return [{"params": named, "lr": 0.1}, {"params": list(net.norm.named_parameters(prefix="norm"))}]
-
-
-def test_groups_of_the_decay_rule_are_matched_by_shape(tmp_path):
-    net, optimizer = saved_net(tmp_path / "in.pt", decay_rule)
-    run = torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
-    assert list(run.expression) == ["a/kernel b/kernel", "a/bias norm/scale norm/bias b/bias"]
-    assert [call.arguments["weight_decay"] for call in run.expression.values()] == [0.1, 0.0]
-    state = run.state(step_of(run))
-    kernel = state.opt_state.inner_states["0"].inner_state[0].mu["b"]["kernel"]
-    np.testing.assert_array_equal(kernel.T, optimizer.state[net.b.weight]["exp_avg"])
-    back = exported(run, state, tmp_path / "out.pt")
-    assert_same({k: back[k] for k in ("model", "optimizer")}, torch.load(tmp_path / "in.pt", weights_only=True))
-
-
-def test_named_groups_are_matched_by_name_and_may_omit_parameters(tmp_path):
-    net, optimizer = saved_net(tmp_path / "in.pt", lambda net: by_layer(net)[1:])
-    run = torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
-    assert list(run.expression) == ["norm/scale norm/bias"]
-    state = run.state(step_of(run))
-    scale = state.opt_state.inner_states["0"].inner_state[0].nu["norm"]["scale"]
-    np.testing.assert_array_equal(scale, optimizer.state[net.norm.weight]["exp_avg_sq"])
-    saved_net(tmp_path / "two.pt", by_layer)
-    run = torch_run(read_torch(tmp_path / "two.pt"), NET, NET_LIKE)
-    assert [call.arguments["learning_rate"] for call in run.expression.values()] == [0.1, 0.01]
-
-
-def test_prefixes_in_the_names_of_groups_are_removed(tmp_path):
-    def wrap(net):
-        return torch.nn.ModuleDict({"module": net})
-
-    def groups(outer):
-        return [{"params": [(n, p) for n, p in outer.named_parameters()]}]
-
-    outer = wrap(Net())
-    outer.forward = outer["module"].forward
-    saved_net(tmp_path / "in.pt", groups, wrap=lambda net: outer)
-    assert torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE).metadata.group_names == [
-        [*NET.torch_order(NET_LIKE)]
-    ]
-
-
-def ambiguous_groups(net):
-    return [[net.a.weight, net.a.bias, net.b.weight], [net.norm.weight, net.norm.bias, net.b.bias]]
-
-
-def edit_saved(path, change):
-    saved = torch.load(path, weights_only=True)
-    change(saved)
-    torch.save(saved, path)
-
-
-def changed(key, value, number=0):
-    def change(saved):
-        saved["optimizer"]["state"][number][key] = value
-
-    return change
-
-
-def grouped(key, value):
-    return lambda saved: saved["optimizer"]["param_groups"][0].__setitem__(key, value)
-
-
-def without(key):
-    def change(saved):
-        for group in saved["optimizer"]["param_groups"]:
-            del group[key]
-
-    return change
-
-
-INVALID = {
-    "another step": (changed("step", torch.tensor(7.0)), "was updated 2 times and a.weight 7 times"),
-    "half a step": (
-        lambda saved: [of.update(step=torch.tensor(1.5)) for of in saved["optimizer"]["state"].values()],
-        "number of updates must be a count, got 1.5",
-    ),
-    "a string as step": (changed("step", "two"), "'two' where a number must be"),
-    "NaN": (changed("exp_avg", torch.full((2, 2), float("nan"))), "exp_avg of parameter 0 contains inf or NaN"),
-    "too large a moment": (changed("exp_avg_sq", torch.zeros(1).expand(10**15)), "exp_avg_sq of the optimizer: .*mis-"),
-    "a missing moment": (
-        lambda saved: saved["optimizer"]["state"][3].pop("exp_avg"),
-        "exp_avg of the .* missing norm.bias",
-    ),
-    "an unknown moment": (changed("trust", torch.ones(1)), "trust of a.weight is not a state of adamw"),
-    "an additional parameter": (
-        lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(6),
-        "7 parameters and the",
-    ),
-    "a parameter in two groups": (
-        lambda saved: saved["optimizer"]["param_groups"][0]["params"].append(0),
-        "is in two groups",
-    ),
-    "no lr": (without("lr"), "has no params and lr"),
-    "an unknown option": (grouped("lr_scale", 2.0), "AdamW's lr_scale=2.0 in group 0 is not supported"),
-    "a scheduler not saved": (grouped("initial_lr", 0.1), "AdamW has a scheduler: pass it too"),
-    "an older AdamW": (without("decoupled_weight_decay"), "equal states for Adam and AdamW: set --optimizer"),
-    "an unknown optimizer": (
-        lambda saved: saved["optimizer"].update(param_groups=[{"lr": 1.0, "params": [*range(6)], "speed": 3}]),
-        "with the settings lr, params, speed is not supported",
-    ),
-    "a scheduler by epochs": (
-        lambda saved: saved.update(scheduler=S.StepLR(torch.optim.SGD(Net().parameters()), 3).state_dict()),
-        "stepped 0 times in 2 updates, probably per epoch",
-    ),
-    "a lambda": (
-        lambda saved: saved.update(
-            scheduler={**S.LambdaLR(torch.optim.SGD(Net().parameters()), lambda t: 1.0).state_dict(), "last_epoch": 2}
-        ),
-        "does not contain its lr_lambda: set --schedule",
-    ),
-    "an unknown scheduler": (
-        lambda saved: saved.update(scheduler={"tempo": 3}),
-        "a scheduler with the state tempo is not supported",
-    ),
-    "an incomplete scaler": (lambda saved: saved.update(scaler={"scale": 8.0}), "loss scale lacks growth_factor"),
-}
-
-
-@pytest.mark.parametrize("case", INVALID)
-def test_invalid_or_unsupported_state_is_named_in_one_line(case, tmp_path):
-    path = tmp_path / "in.pt"
-    saved_net(path, lambda net: net.parameters())
-    change, message = INVALID[case]
-    edit_saved(path, change)
-
-    def import_run():
-        run = torch_run(read_torch(path), NET, NET_LIKE)
-        run.state(step_of(run))
-
-    with pytest.raises(jt.UserError, match=message) as error:
-        import_run()
-    assert "\n" not in str(error.value)
-
-
-def test_groups_that_match_the_parameters_in_several_ways_are_refused(tmp_path):
-    saved_net(tmp_path / "in.pt", lambda net: [{"params": group} for group in ambiguous_groups(net)])
-    with pytest.raises(jt.UserError, match="the model's in 3 ways: create the optimizer from model"):
-        torch_run(read_torch(tmp_path / "in.pt"), NET, NET_LIKE)
 
 
 def test_the_kind_of_an_older_adam_can_be_specified(tmp_path):

@@ -16,6 +16,7 @@ from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 
 from jaxtrain import autocast, losses
 from jaxtrain.errors import UserError
+from jaxtrain.losses.normalizer import one_pass
 
 SHAPES = [(1,), (6,), (2, 3)]
 CLASSES, FEATURES = 4, 3
@@ -348,3 +349,14 @@ def test_under_autocast_a_loss_is_float32_and_its_inputs_are_widened_once(name):
 def test_invalid_arguments_raise_one_line(call, message):
     with pytest.raises(UserError, match=message):
         call()
+
+
+@pytest.mark.parametrize("unusual", [0.0, -np.inf, np.inf, np.nan])
+def test_the_normalizer_of_one_pass_equals_pytorchs(unusual):
+    scores = np.random.default_rng(0).standard_normal((3, 1031)) * 50 + 1e3
+    scores[0, 7], scores[1] = unusual, -np.inf
+    with jax.enable_x64(True):
+        largest, total = one_pass(jnp.asarray(scores))
+    # PyTorch's log_softmax is NaN where the largest score is infinite; its logsumexp is not.
+    expected = torch.from_numpy(scores).log_softmax(-1)[:, 0].neg().numpy() + scores[:, 0]
+    np.testing.assert_allclose(np.asarray(largest) + np.log(total), expected, rtol=1e-14)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention import attention, segment_mask
+from jaxtrain.models.attention import attention, scaled_dot_product_attention, segment_mask
 from jaxtrain.models.fused_attention import Options, fused_attention
 from jaxtrain.transforms import block, remat
 from jaxtrain.transforms.precision import autocast
@@ -31,10 +31,12 @@ def with_gradients(q, k, v, cotangent, **options):
     return [np.asarray(x) for x in (out, *vjp(cotangent))]
 
 
-def torch_attention(q, k, v, cotangent, *, mask=None, causal=False, scale=None):
-    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
-    heads_first = [x.transpose(1, 2) for x in tensors]
+def torch_attention(q, k, v, cotangent, *, mask=None, causal=False, scale=None, bias=None):
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v, *(() if bias is None else (bias,)))]
+    heads_first = [x.transpose(1, 2) for x in tensors[:3]]
     mask = None if mask is None else torch.tensor(mask)
+    if bias is not None:
+        mask = tensors[3] if mask is None else torch.where(mask, tensors[3], -np.inf)
     out = F.scaled_dot_product_attention(*heads_first, mask, is_causal=causal, scale=scale, enable_gqa=True)
     out = out.transpose(1, 2)
     grads = torch.autograd.grad(out, tensors, torch.tensor(cotangent))
@@ -104,6 +106,26 @@ def test_a_fully_masked_row_is_zero_and_has_no_gradient(heads):
         grads = vjp(arrays[3].astype(out.dtype))
         assert not out[0, 3].any()
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in grads)
+
+
+BIASES = {"by head": (1, N, T, S), "by row": (B, 1, T, S), "of all": (1, 1, T, S)}
+
+
+def biased(q, k, v, bias, cotangent, **options):
+    out, vjp = jax.vjp(lambda q, k, v, bias: attention(q, k, v, bias=bias, **options), q, k, v, bias)
+    return [np.asarray(x) for x in (out, *vjp(cotangent))]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("shape", BIASES)
+def test_a_bias_and_its_gradient_equal_pytorch_in_float64(shape):
+    q, k, v, cotangent = inputs(heads=2)
+    bias = RNG.standard_normal(BIASES[shape])
+    with jax.enable_x64(True):
+        for mask in (None, padding()):
+            assert_same(
+                biased(q, k, v, bias, cotangent, mask=mask), torch_attention(q, k, v, cotangent, mask=mask, bias=bias)
+            )
 
 
 @pytest.mark.slow
@@ -240,8 +262,8 @@ def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
     q, k, v, cotangent = inputs(heads=2)
     mask, options = FUSED[case].get("mask"), {**FUSED[case], "mask": None}
 
-    def formula(q, k, v, mask=None):
-        return attention(q, k, v, **{**options, "mask": mask})
+    def formula(q, k, v, mask, bias):
+        return attention(q, k, v, bias=bias, **{**options, "mask": mask})
 
     settings = Options(options.get("causal", False), H**-0.5, options.get("window"), formula)
     fused = partial(fused_attention, settings)
@@ -253,6 +275,24 @@ def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
         each = jnp.stack([one(x) for x in q])
         batched, vjp = jax.vjp(jax.vmap(one), q)
         assert_same([batched, *vjp(cotangent)], [each, *jax.vjp(lambda q: jnp.stack([*map(one, q)]), q)[1](cotangent)])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("shape", BIASES)
+def test_the_fused_primitives_differentiate_and_batch_a_bias(shape):
+    q, k, v, cotangent = inputs(heads=2)
+    bias, mask = RNG.standard_normal(BIASES[shape]), padding()
+    formula = partial(scaled_dot_product_attention, causal=False, window=None, scale=H**-0.5)
+    fused = partial(fused_attention, Options(False, H**-0.5, None, formula))
+    with jax.enable_x64(True):
+        for given in (None, mask):
+            ours, vjp = jax.vjp(lambda q, k, v, bias, given=given: fused(q, k, v, given, bias), q, k, v, bias)
+            assert_same([ours, *vjp(cotangent)], biased(q, k, v, bias, cotangent, mask=given))
+        # Under vmap the sequences, each as a batch of two, share the bias.
+        two = lambda q, bias: fused(jnp.stack([q, q]), k[:2], v[:2], None, bias)  # noqa: E731
+        outs, vjp = jax.vjp(jax.vmap(two, in_axes=(0, None)), q, bias)
+        each, looped = jax.vjp(lambda q, bias: jnp.stack([two(x, bias) for x in q]), q, bias)
+        assert_same([outs, *vjp(2 * outs)], [each, *looped(2 * each)])
 
 
 def test_a_window_is_that_of_its_mask_and_needs_causal():

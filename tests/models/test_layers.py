@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from jaxtrain.models import functional
-from jaxtrain.models.layer_norm import LayerNorm
+from jaxtrain.models.layer_norm import LayerNorm, layer_norm_gradient
 from jaxtrain.models.linear import Linear, product
 
 
@@ -27,7 +27,14 @@ def test_layer_norm_and_its_gradients_equal_pytorch(shift, scale):
         params = {"scale": jnp.asarray(theirs.weight.detach()), "bias": jnp.asarray(theirs.bias.detach())}
         y, pull = jax.vjp(apply, params, jnp.asarray(x))
         grads, dx = pull(jnp.asarray(weights))
+        rows = (p.reshape(1, 1, -1) for p in params.values())
+        on_gpu = layer_norm_gradient(jnp.asarray(x), *rows, jnp.asarray(weights), epsilon=1e-5)
     for ours, expected in (
+        *zip(
+            (value.reshape(-1) for value in on_gpu),
+            (given.grad.reshape(-1), theirs.weight.grad, theirs.bias.grad),
+            strict=True,
+        ),
         (y, theirs(given).detach()),
         (dx, given.grad),
         (grads["scale"], theirs.weight.grad),

@@ -231,7 +231,7 @@ def test_the_report_shows_the_media_of_the_steps_and_escapes_texts(tmp_path):
     assert 'data-tag="' not in render_report([read_record(write_run(tmp_path / "other"))])
 
 
-def test_the_page_is_bounded_and_says_what_it_leaves_out(tmp_path, monkeypatch):
+def test_the_page_is_bounded_and_reports_what_it_omits(tmp_path, monkeypatch):
     monkeypatch.setattr(shown_media, "_PAGE_BYTES", 4000)
     run = write_run(tmp_path / "run", steps=0)
     noise = np.random.default_rng(0).integers(0, 256, (90, 20, 20), np.uint8)  # about 460 bytes as PNG

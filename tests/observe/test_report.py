@@ -75,7 +75,7 @@ def test_the_worst_examples_of_the_newest_evaluation_are_shown(tmp_path):
     run = write_run(tmp_path / "run")
     (run.path / "eval").mkdir()
     for step, split in ((20, "validation"), (40, "train"), (40, "validation")):
-        example = {"index": step, "loss": 4.0, "said": f"{split} at {step}", "picture": None}
+        example = {"index": step, "loss": 4.0, "description": f"{split} at {step}", "picture": None}
         (run.path / f"eval/step-{step}-{split}.worst.json").write_text(
             json.dumps({"step": step, "split": split, "examples": [example]})
         )

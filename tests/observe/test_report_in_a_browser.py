@@ -113,6 +113,18 @@ def test_the_page_fits_the_window(width, shown, tmp_path):
     assert shown.run("return document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("exponent", [16, 24, 40])
+def test_labels_of_the_axes_are_not_cut(exponent, window, tmp_path):
+    lines = [{**line(step), "loss_scale": 2.0 ** (exponent - (step >= 20))} for step in (10, 20, 30)]
+    run = write_run(tmp_path / "run")
+    run.metrics.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    write_report(run.report, [read_record(run)])
+    window.open(run.report.as_uri())
+    time.sleep(0.3)
+    cut = "[...document.querySelectorAll('.plot text')].filter((t) => t.getBBox().x < 0).map((t) => t.textContent)"
+    assert window.run(f"return {cut}") == []
+
+
 def test_the_step_of_media_is_chosen_and_kept_by_a_live_page(window, tmp_path):
     run = write_run(tmp_path / "run")
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain import recipes
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.recipes import RECIPES
@@ -29,6 +30,11 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     for i in range(4):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 9)
+
+
+def test_every_built_in_recipe_has_at_most_120_lines():
+    lines = {path.name: len(path.read_text().splitlines()) for path in Path(recipes.__file__).parent.glob("*.py")}
+    assert {name: count for name, count in lines.items() if count > 120} == {}
 
 
 def run(command: str) -> int:

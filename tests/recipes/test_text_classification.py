@@ -64,7 +64,7 @@ def test_padding_does_not_change_predictions(write_table) -> None:
     assert np.isfinite(losses).all()
 
 
-def test_the_standard_library_is_read_where_no_data_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standard_library_is_read_if_no_data_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     train = Statements((("if", "x is None: pass"), ("for", "line in lines:")) * 20)
     monkeypatch.setattr(text_classification, "python_statements", lambda *files: (train, Statements(train.lines[:8])))
     task = recipe(None).task()

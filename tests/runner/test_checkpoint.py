@@ -335,7 +335,7 @@ def test_only_orbaxs_log_is_dropped_and_only_while_checkpoints_are_open(tmp_path
     assert log("/site-packages/orbax/checkpoint/save.py") == 2
 
 
-def test_a_hook_installed_while_checkpoints_are_open_stays(tmp_path, monkeypatch):
+def test_a_hook_installed_while_checkpoints_are_open_remains(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
     with Checkpoints(tmp_path / "checkpoints"):

@@ -1,4 +1,4 @@
-"""A run holds its state on the devices once: neither what it was initialized from nor what a restore replaces."""
+"""A run holds one copy of its state on the devices: no initial values, and no state that a restore replaced."""
 
 import gc
 from dataclasses import dataclass

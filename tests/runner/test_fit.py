@@ -51,7 +51,7 @@ class Line(jt.Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Scored(Line):
-    """A line with an evaluation of its own, whose accuracy rises until step 8."""
+    """A `Line` with a custom evaluation, whose accuracy rises until step 8."""
 
     def task(self):
         def evaluate(state, batches):

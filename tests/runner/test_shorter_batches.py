@@ -1,4 +1,4 @@
-"""The smaller last batch of a DataLoader's epoch is trained on, as in a PyTorch loop."""
+"""The smaller last batch of an epoch of a DataLoader or a stream is trained on, as in a PyTorch loop."""
 
 import signal
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import jaxtrain as jt
+from jaxtrain.cli import main
 from jaxtrain.data.batches import training_batches
 from jaxtrain.data.torch_loader import RandomStates
 
@@ -22,6 +23,19 @@ KEYS = ("x", "y")
 def dataset(examples):
     rng = np.random.default_rng(examples)
     return TensorDataset(torch.tensor(rng.normal(size=(examples, 3))), torch.tensor(rng.normal(size=examples)))
+
+
+class Stream:
+    """A stream of which each epoch has one example more than the one before it."""
+
+    def __init__(self, examples):
+        self.examples, self.length = examples, examples
+
+    def set_epoch(self, epoch):
+        self.length = self.examples + epoch
+
+    def __iter__(self):
+        return zip(*dataset(self.length)[:], strict=True)
 
 
 def loss_fn(params, batch, rng):
@@ -53,15 +67,18 @@ def torch_losses_and_weights(loader, seed, steps, accumulate):
     return done
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("examples", "batch_size", "accumulate"), [(7, 3, 1), (10, 8, 2), (9, 4, 1), (14, 9, 1), (21, 12, 3), (11, 8, 1)]
+    ("examples", "batch_size", "accumulate", "is_stream"),
+    [(7, 3, 1, False), (10, 8, 2, True), (10, 8, 2, False), (9, 4, 1, True), (14, 9, 1, False), (21, 12, 3, True)],
 )
-def test_every_update_equals_pytorchs_in_float64(examples, batch_size, accumulate):
-    loader, steps = DataLoader(dataset(examples), batch_size, shuffle=True), 7
+def test_every_update_equals_pytorchs_in_float64(examples, batch_size, accumulate, is_stream):
+    loader, steps = DataLoader(dataset(examples), batch_size, shuffle=not is_stream), 7
     expected = torch_losses_and_weights(loader, 3, steps, accumulate)
+    data = (lambda: zip(*dataset(examples)[:], strict=True)) if is_stream else loader
     with jax.enable_x64(True):
-        batches = training_batches(loader, batch_size, seed=3, batch_keys=KEYS)
+        # Without a thread, in which x64 would not be enabled.
+        batches = training_batches(data, batch_size, seed=3, prefetch=0, accumulate=accumulate, batch_keys=KEYS)
         step = jt.train_step(
             loss_fn, optax.sgd(0.5, momentum=0.9), precision="fp64", accumulate=accumulate, allow_recompile=1
         )
@@ -78,9 +95,10 @@ def test_every_update_equals_pytorchs_in_float64(examples, batch_size, accumulat
 
 @dataclass(frozen=True, kw_only=True)
 class Shorter(jt.Recipe):
-    """A run on a DataLoader that does not drop its last batch."""
+    """A run on data whose last batch of an epoch is smaller."""
 
     examples: int = 10
+    is_stream: bool = False
     steps: int = 9
     batch_size: int = 4
     schedule: str = "constant"
@@ -92,7 +110,9 @@ class Shorter(jt.Recipe):
         return jt.Task(
             init=lambda: {"w": jnp.zeros(3)},
             loss_fn=loss_fn,
-            train=DataLoader(dataset(self.examples), self.batch_size, shuffle=True),
+            train=Stream(self.examples)
+            if self.is_stream
+            else DataLoader(dataset(self.examples), self.batch_size, True),
             batch_keys=KEYS,
         )
 
@@ -100,33 +120,65 @@ class Shorter(jt.Recipe):
         return optax.sgd(0.5, momentum=0.9)
 
 
-def test_a_run_trains_on_every_example_and_resumes_to_the_bit(tmp_path, capsys):
+STREAM_SIZES = [4, 4, 1, 4, 4, 2, 4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stop", "sizes", "line"),
+    [
+        (  # stopped in the middle of an epoch, before a smaller batch
+            {"accumulate": 2},
+            5,
+            3 * [4, 4, 2],
+            "batch 2 of epoch 0 of the DataLoader has 2 rows, not 4: the step is compiled for them too",
+        ),
+        (  # stopped after a smaller batch, at the end of an epoch
+            {"is_stream": True, "examples": 9},
+            6,
+            STREAM_SIZES,
+            "the last batch of epoch 1 of the stream has 2 rows, not 4: the step is compiled for them too",
+        ),
+        pytest.param(
+            {"is_stream": True, "examples": 9, "accumulate": 2},
+            2,
+            [4, 4, 4, 4, 2, 4, 4, 4, 4],
+            "epoch 2 of the stream has 3 rows, not 4, which accumulate 2 does not divide: it is dropped",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["DataLoader", "stream", "stream with accumulate"],
+)
+def test_a_run_trains_on_every_example_and_resumes_to_the_bit(settings, stop, sizes, line, tmp_path, capsys):
     weights = []
 
     def interrupt(step, metrics, state):
-        if step == 5:
+        if step == stop:
             signal.raise_signal(signal.SIGINT)
 
     def record(step, metrics, state):
         weights.append(metrics["weight"])
 
-    whole = jt.fit(Shorter(accumulate=2), tmp_path / "whole", on_step=record)
-    assert [int(weight) for weight in weights] == 3 * [4, 4, 2]
-    line = "batch 2 of epoch 0 of the DataLoader has 2 rows, not 4: the step is compiled for them too"
+    recipe = Shorter(**settings)
+    whole = jt.fit(recipe, tmp_path / "whole", on_step=record)
+    assert [int(weight) for weight in weights] == sizes
     assert " ".join(capsys.readouterr().out.split()).count(line) == 1
-    # In the middle of an epoch, before a smaller batch.
-    assert jt.fit(Shorter(accumulate=2), tmp_path / "parts", quiet=True, on_step=interrupt).exit_status == 130
-    resumed = jt.fit(Shorter(accumulate=2), tmp_path / "parts", quiet=True, resume=True)
+    assert jt.fit(recipe, tmp_path / "parts", quiet=True, on_step=interrupt).exit_status == 130
+    resumed = jt.fit(recipe, tmp_path / "parts", quiet=True, resume=True)
     np.testing.assert_array_equal(resumed.state.params["w"], whole.state.params["w"])
     losses, expected = ([line.get("loss") for line in run.history] for run in (resumed, whole))
     assert losses == expected
+    assert main(["replay", str(whole.run.path), "9"]) == 0
+    assert f"{whole.history[-1]['loss']:.7g} in fp32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"accumulate": 4}, "the last batch of the DataLoader has 2 rows, which accumulate 4 does not divide: give it"),
-        ({"mesh": "data=4"}, "the last batch of the DataLoader has 2 rows, not 4, which a mesh does not divide: give"),
+        (
+            {"mesh": "data=4"},
+            "the last batch of the DataLoader has 2 rows, not 4, and a mesh takes whole batches: give",
+        ),
     ],
 )
 def test_a_smaller_batch_that_cannot_be_divided_is_refused_before_the_run(settings, message, tmp_path):

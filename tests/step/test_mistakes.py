@@ -597,6 +597,38 @@ def test_other_shapes_of_a_batch_are_not_warned_of(options):
         lower(state, {**BATCH, "z": BATCH["x"]})
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": np.ones((3, 4), np.float32), "label": np.array([1, 2, 4])},
+            r"the first loss is nan, as a label outside 0\.\.classes - 1 .* the batch holds label from 1 to 4; check",
+        ),
+        (
+            {"x": np.full((3, 4), np.nan, np.float32), "label": np.array([0, 1, 2])},
+            r"the first loss is nan, and so are values of the batch, in x: leave out their rows",
+        ),
+        (
+            {"x": np.full((3, 4), np.inf, np.float32), "label": np.array([0, 1, 2])},
+            r"the first loss is nan, and so are values of the batch, in x: leave out their rows",
+        ),
+    ],
+)
+def test_labels_out_of_range_and_nan_in_the_first_batch_are_warned_of_once(batch, message):
+    def classify(params, batch, rng):
+        return jt.Loss.of(losses.cross_entropy(batch["x"] * params["w"][None], batch["label"])), {}
+
+    step = build(classify)
+
+    def loop():
+        state = step.init(PARAMS)
+        for _ in range(3):
+            state, _ = step(state, batch)
+
+    (text,) = warnings_of(loop)
+    assert re.match(message, text)
+
+
 @pytest.fixture
 def _no_earlier_steps(monkeypatch):
     monkeypatch.setattr(rebuilding, "_recent", {})

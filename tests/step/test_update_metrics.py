@@ -55,6 +55,7 @@ def test_the_metrics_locate_the_first_nonfinite_micro_batch_and_leaf(bad, value)
     assert int(state.window.nonfinite.leaf) == -1
 
 
+@pytest.mark.filterwarnings("ignore:the first loss is")
 def test_nonfinite_gradients_are_located_without_scaling_and_accumulation():
     step = jt.train_step(loss_fn, optax.sgd(0.1))
     factors = np.array([[1, np.inf, 1]], np.float32)

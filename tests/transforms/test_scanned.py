@@ -33,6 +33,14 @@ def test_a_scan_on_a_gpu_saves_its_inputs_and_products_and_nothing_cheap():
     assert saved_shapes(save_costly(layers, "cpu")) == saved_shapes(layers)
 
 
+def test_an_activation_with_a_custom_derivative_is_not_saved():
+    def activated(x, up, down, keys):
+        apply = block(lambda x, up, down: x + jax.nn.relu(x @ up) @ down)
+        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
+
+    assert saved_shapes(save_costly(activated, "gpu")).count((5, 4, 7)) == 1
+
+
 def test_low_precision_products_with_a_bias_are_saved_and_activations_are_not():
     def biased(x, up, down, keys):
         apply = block(lambda x, up, down: x + jnp.tanh(x @ up + up[:1]) @ down)

@@ -12,7 +12,7 @@ from jaxtrain.cost.communication import Communication, communication
 from jaxtrain.cost.data_sheets import Ceilings
 from jaxtrain.cost.gpu.buffers import Buffer, peak_buffers
 from jaxtrain.cost.gpu.launches import Launch, Program
-from jaxtrain.cost.gpu.overlap import Transfer, transfers
+from jaxtrain.cost.gpu.overlap import Overlap, Transfer, overlap, transfers
 from jaxtrain.cost.gpu.products import Product, products
 from jaxtrain.cost.gpu.target import COMPILER_OPTIONS, GPUS_PER_HOST, GpuTarget, compilation_for_gpus
 from jaxtrain.cost.hlo import SourceLines
@@ -104,6 +104,11 @@ class GpuProgram:
         """All collectives with what runs beside them."""
         return tuple(transfers(self.program))
 
+    @property
+    def overlap(self) -> Overlap:
+        """Share of the gathers and scatters that have a product beside them."""
+        return overlap(self.transfers)
+
     @cached_property
     def communication(self) -> Communication:
         """Bytes that a GPU sends, by collective and axes."""
@@ -192,8 +197,8 @@ class GpuProgram:
     @property
     def exposed_seconds(self) -> float:
         """Predicted time of the communication that no product overlaps."""
-        total = sum(transfer.times * transfer.result_bytes for transfer in self.transfers)
-        exposed = sum(t.times * t.result_bytes for t in self.transfers if not t.products)
+        total = sum(transfer.times * transfer.whole_bytes for transfer in self.transfers)
+        exposed = sum(t.times * t.whole_bytes for t in self.transfers if not t.products)
         sent = self.communication.sent if self.mesh else 0.0
         return sent * exposed / total / self.link_bandwidth if total else 0.0
 

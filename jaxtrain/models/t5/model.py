@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import (
     KVCache,
     LayerCache,
@@ -106,11 +107,8 @@ class T5(nnx.Module):
         rng: jax.Array | None = None,
     ) -> jax.Array:
         """Return logits [B, T, vocab_size] for decoder inputs int [B, T] and the encoder's output with its mask."""
-        t = decoder_tokens.shape[1]
-        causal = jnp.tril(jnp.ones((t, t), bool))[None, None]
-        decoder_mask = causal if decoder_mask is None else causal & decoder_mask[:, None, None, :]
         source = Source(encoded, None, _key_mask(mask))
-        x, _ = self.decoder(self.shared[...][decoder_tokens], decoder_mask, source, rng)
+        x, _ = self.decoder(self.shared[...][decoder_tokens], _key_mask(decoder_mask), source, rng)
         return self._logits(x)
 
     def init_cache(self, encoded: jax.Array, mask: jax.Array | None, slots: int) -> DecoderCache:
@@ -176,7 +174,8 @@ class Stack(nnx.Module):
 
         Args:
           x: [B, T, d_model].
-          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere.
+          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere. Without
+            a cache, a decoder's query also attends to no later key.
           source: What the cross-attention attends to, for all layers; None in the encoder.
           rng: Dropout key, or None.
           cache: Cache in which the tokens are reserved, or None.
@@ -218,7 +217,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: T5Config, *, decoder: bool, rngs: nnx.Rngs) -> None:
-        self.config = config
+        self.config, self.decoder = config, decoder
         self.self_norm = RMSNorm(config)
         self.self_attention = Attention(config, rngs=rngs)
         self.cross_norm = RMSNorm(config) if decoder else None
@@ -238,8 +237,10 @@ class Block(nnx.Module):
         rate = self.config.dropout
         rngs = [None] * 6 if rng is None else jax.random.split(rng, 6)
         y = self.self_norm(x)
+        causal = self.decoder and cache is None  # the mask of a cache is causal itself
         k, v, cache = update_cache(*self.self_attention.key_values(y), cache)
-        x = x + _dropout(self.self_attention(y, KeyValues(k, v), bias, mask, rngs[0]), rate, rngs[1])
+        attended = self.self_attention(y, KeyValues(k, v), bias, mask, rngs[0], causal=causal)
+        x = x + _dropout(attended, rate, rngs[1])
         if self.cross_norm is not None and self.cross_attention is not None:
             assert source is not None
             key_values = source.key_values
@@ -274,15 +275,13 @@ class Attention(nnx.Module):
         bias: jax.Array | None,
         mask: jax.Array | None,
         rng: jax.Array | None,
+        *,
+        causal: bool = False,
     ) -> jax.Array:
         q, (k, v) = self._heads(self.q(x)), key_values
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-        if bias is not None:
-            scores = scores + bias
-        if mask is not None:
-            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-        weights = _dropout(jax.nn.softmax(scores, axis=-1), self.config.dropout, rng)
-        attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], -1)
+        rate = self.config.dropout
+        attended = attention(q, k, v, mask=mask, bias=bias, causal=causal, scale=1.0, dropout=rate, rng=rng)
+        attended = attended.reshape(*x.shape[:2], -1)
         return self.o(checkpoint_name(attended, "attention"))
 
     def _heads(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A deterministic step is compiled with XLA's options for that on GPUs, and computes the same numbers on a CPU."""
+"""The options that the programs of a step are compiled with, and the same numbers on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, shard
-from jaxtrain.step.determinism import compiler_options
+from jaxtrain.step.compiler_options import compiler_options
 
 OPTIONS = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
@@ -52,3 +52,12 @@ def test_the_options_are_not_shared():
     given = compiler_options(deterministic=True)
     given["xla_gpu_autotune_level"] = 4
     assert compiler_options(deterministic=True) == OPTIONS
+
+
+def test_only_programs_for_several_gpus_get_the_options_of_meshes():
+    assert compiler_options(deterministic=False, platform="gpu") is None
+    assert compiler_options(deterministic=False, platform="cpu", devices=8) is None
+    on_mesh = compiler_options(deterministic=True, platform="gpu", devices=8)
+    assert OPTIONS.items() < on_mesh.items()
+    # A backend rejects an option that its version does not know.
+    jax.jit(jnp.sin, compiler_options=on_mesh)(1.0)

@@ -1,0 +1,49 @@
+"""XLA's options for the programs of a step, each with its reason.
+
+Other backends know the options for GPUs, and ignore them; they are given to programs for GPUs only all the same, except
+those of deterministic steps.
+"""
+
+from typing import Any
+
+import jax.lib
+
+CompilerOptions = dict[str, Any]
+
+_DETERMINISTIC: CompilerOptions = {
+    # Excludes kernels that add in the order in which threads finish; a program without others does not compile.
+    "xla_gpu_deterministic_ops": True,
+    # Kernels are not chosen by timing them, which may choose others when a resumed run compiles again …
+    "xla_gpu_autotune_level": 0,
+    # … and products are cuBLAS's, whose heuristics choose as well: Triton's tiles are chosen by timing alone.
+    "xla_gpu_enable_triton_gemm": False,
+}
+
+_GPU_MESH: CompilerOptions = {
+    # Starts transfers before the computations that do not need them. Before Hopper it is off by default.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+# In a loop over layers: gathers the next layer's parameters while this layer computes, and reduces its gradients while
+# the next one computes. A reduction is an all-reduce when the loop is pipelined; it becomes a reduce-scatter later.
+_PIPELINED = ("all_gather", "all_reduce")
+
+
+def compiler_options(*, deterministic: bool, platform: str | None = None, devices: int = 1) -> CompilerOptions | None:
+    """Return the `compiler_options` of `jax.jit`; None for XLA's defaults.
+
+    Args:
+      deterministic: Whether the program computes the same bits whenever it is compiled and run on a kind of GPU.
+      platform: The platform that it is compiled for; None for that of the default backend.
+      devices: The number of devices.
+    """
+    options = dict(_DETERMINISTIC) if deterministic else {}
+    if platform == "gpu" and devices > 1:
+        options |= {**_GPU_MESH, **_pipelining(jax.lib.__version__)}
+    return options or None
+
+
+def _pipelining(version: str) -> CompilerOptions:
+    """Return the options that pipeline collectives, by the names of a version of jaxlib."""
+    if tuple(map(int, version.split(".")[:3])) < (0, 11, 1):
+        return {f"xla_gpu_enable_pipelined_{collective}": True for collective in _PIPELINED}
+    return {f"xla_gpu_pipeline_{collective}": "COLLECTIVE_PIPELINING_MODE_ON" for collective in _PIPELINED}

@@ -1,0 +1,42 @@
+"""A warning for a first loss that the batch makes NaN or inf.
+
+Under jit a value cannot raise an error. The first call of a step compiles it: waiting for its loss costs little more.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.errors import warn_user
+from jaxtrain.paths import path_name
+from jaxtrain.step.mistakes import is_concrete, is_number
+
+
+def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any) -> None:
+    """Warn if the first loss of a training is not finite and the batch holds a likely cause.
+
+    Called after the first call of a step; that of a resumed run is not the first of its training. A skipped update
+    changed nothing, and may be that of a loss scale that is still too large.
+    """
+    loss = metrics["loss"]
+    if not is_concrete(loss) or np.isfinite(np.asarray(loss)) or metrics["skipped"] or int(metrics["attempted"]) > 1:
+        return
+    arrays = {
+        path_name(path) or "batch": np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(batch)
+        if is_number(leaf) and getattr(leaf, "is_fully_addressable", True) and np.size(leaf)
+    }
+    bad = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all()]
+    ranges = [f"{name} from {x.min()} to {x.max()}" for name, x in arrays.items() if x.dtype.kind in "iu"]
+    if bad:
+        warn_user(
+            f"the first loss is {loss}, and so are values of the batch, in {', '.join(bad)}: leave out their rows, or "
+            "replace them by jnp.where before the loss"
+        )
+    elif ranges and np.isnan(np.asarray(loss)):
+        warn_user(
+            "the first loss is nan, as a label outside 0..classes - 1 or an index outside an array makes it: the batch "
+            f"holds {', '.join(ranges)}; check their range"
+        )
