@@ -149,10 +149,12 @@ class Side:
             if revised == chosen:
                 break
             chosen = revised
-        judged = np.where(fits, prices + sibling_prices(*self._names, chosen), np.inf)
+        rivals = self._rivals(chosen, np.where(fits, prices, np.inf))
         owners = {j: i for i, j in chosen.items()}
         return {
-            self.paths[j]: Match(self.units[i], layouts[i, j], float(values[i, j]), self._rivals(i, j, chosen, judged))
+            self.paths[j]: Match(
+                self.units[i], layouts[i, j], float(values[i, j]), tuple(self.units[k].name for k in rivals[i])
+            )
             for j, i in sorted(owners.items())
         }
 
@@ -169,13 +171,26 @@ class Side:
             values[i, j], best[i, j] = min(ways), layouts[int(np.argmin(ways))]
         return values, best
 
-    def _rivals(self, i: int, j: int, chosen: Mapping[int, int], prices: np.ndarray) -> tuple[str, ...]:
-        """Tensors that could be exchanged with unit `i` at leaf `j` for a price higher by less than `MARGIN`."""
-        return tuple(
-            self.units[k].name
-            for k, other in chosen.items()
-            if k != i and prices[k, j] + prices[i, other] < prices[i, j] + prices[k, other] + MARGIN
-        )
+    def _rivals(self, chosen: Mapping[int, int], prices: np.ndarray) -> dict[int, list[int]]:
+        """For each unit those that could be exchanged with it for a price higher by less than `MARGIN`.
+
+        A module is exchanged as a whole: one tensor that is told apart tells its siblings apart too.
+        """
+        rivals = {
+            i: [
+                k
+                for k, other in chosen.items()
+                if k != i and prices[k, j] + prices[i, other] < prices[i, j] + prices[k, other] + MARGIN
+            ]
+            for i, j in chosen.items()
+        }
+        parents = [name.parent for name in self._names[0]]
+
+        def decided(i: int, k: int) -> bool:
+            siblings = [s for s in rivals if s != i and parents[s] == parents[i] != parents[k]]
+            return any(parents[k] not in {parents[r] for r in rivals[s]} for s in siblings)
+
+        return {i: [k for k in found if not decided(i, k)] for i, found in rivals.items()}
 
 
 MARGIN = 0.05

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.interop import NameTable, TorchParam, linear_after_flatten
 from parity.case import Case
 from parity.record import Tensors
 from parity.torch_side import seeded_model
@@ -68,21 +68,18 @@ def proposal_of(case: Case) -> Proposal:
         which tensor some leaves are.
     """
     model, probe = seeded_model(case, 0), probe_of(case)
-    proposals: list[_Tried] = []
-    for channels in (set[int](), _image_channels(model)):
-        sides = _sides(model, case.params_like, case.state_like, channels)
-        if proposals and not _flatten(sides):
-            break
-        if not any(side.ambiguous for side in sides):
-            return _proposal(model, case, [side.assigned(no_costs) for side in sides])
+    of_images = _sides(model, case.params_like, case.state_like, _image_channels(model))
+    if not any(side.ambiguous for side in of_images):
+        return _proposal(model, case, [side.assigned(no_costs) for side in of_images])
+    without_images = [_sides(model, case.params_like, case.state_like, ())] if _flatten(of_images) else []
+    tried: list[_Tried] = []
+    for sides in [*without_images, of_images]:
         costs = by_values(model, sides, probe)
-        proposals.append(_try(model, case, probe, [side.assigned(costs) for side in sides]))
-        if proposals[-1].agrees:
-            break
-    best = min(proposals, key=lambda tried: (not tried.agrees, tried.cost))
-    if best.agrees:
-        return replace(best.proposal, notes=tuple(_interchangeable(best.choices)))
-    exchanged = _try(model, case, probe, [side.assigned(costs, trust_names=False) for side in sides])
+        tried.append(_try(model, case, probe, [side.assigned(costs) for side in sides]))
+        if tried[-1].agrees:
+            return replace(tried[-1].proposal, notes=tuple(_interchangeable(tried[-1].choices)))
+    best = min(tried, key=lambda one: one.cost)
+    exchanged = _try(model, case, probe, [side.assigned(costs, trust_names=False) for side in of_images])
     if exchanged.agrees:
         return replace(best.proposal, notes=tuple(_exchanged(best.choices, exchanged.choices)))
     _refuse_doubts(case, best)
@@ -165,7 +162,9 @@ def _image_channels(model: torch.nn.Module) -> set[int]:
 
 
 def _flatten(sides: Sequence[Side]) -> bool:
-    return any(len(side.layouts(unit, path)) > 2 for side in sides for unit in side.units for path in side.leaves)
+    """Whether a linear layer may follow a flattened image."""
+    layouts = [layout for side in sides for u in side.units for path in side.leaves for layout in side.layouts(u, path)]
+    return any(layout.source.startswith(linear_after_flatten.__name__) for layout in layouts)
 
 
 @dataclass(frozen=True)
