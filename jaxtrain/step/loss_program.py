@@ -48,7 +48,7 @@ class LossProgram(NamedTuple):
             # Decides every operation's dtype; what follows only changes how operations are computed.
             partial(self.policy.apply, state_argnums=(3,)),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
-            unroll if self.unroll else identity,
+            partial(unroll, platform=self.platform) if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.
             partial(cpu_products, platform=self.platform),
             # After all rewriting of operations, so that a policy chooses among the products that really run.

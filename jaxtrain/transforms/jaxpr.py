@@ -218,13 +218,14 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-def unroll_scan(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
-    """Evaluate a scan step by step, its body once per step."""
+def unroll_scan(eqn: JaxprEqn, args: list[Any], run: Run, between: Callable[[Any], Any] | None = None) -> list[Any]:
+    """Evaluate a scan step by step, its body once per step, and apply `between` to each carry before it."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     n_consts, n_carry = scan_sizes(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
     ys: list[list[Any]] = [[]] * length
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        carry = carry if between is None else list(map(between, carry))
         outs = run(body.jaxpr, body.consts, [*consts, *carry, *(lax.index_in_dim(x, i, keepdims=False) for x in xs)])
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
     return [*carry, *(jax.numpy.stack(y) for y in zip(*ys, strict=True))]

@@ -97,6 +97,17 @@ def test_an_unrolled_reversed_scan_keeps_the_order_of_its_outputs():
         np.testing.assert_array_equal(a, b)
 
 
+def test_on_a_gpu_activations_and_their_gradients_keep_their_layout_between_layers():
+    layer = jt.block(lambda x, w: x @ w)
+
+    def layers(x, weights):
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0].sum()
+
+    arrays = jnp.ones((4, 2)), jnp.ones((3, 2, 2))
+    texts = (str(jax.make_jaxpr(jax.grad(unroll(layers, platform)))(*arrays)) for platform in ("cpu", "gpu"))
+    assert [text.count("layout_constraint[") for text in texts] == [0, 2 * 3]
+
+
 @pytest.mark.slow
 def test_inference_with_unrolled_layers_equals_inference_with_scanned_ones():
     apply, params = functional(GPT2(dataclasses.replace(CONFIG, dropout=0.0), rngs=nnx.Rngs(0)))
