@@ -89,8 +89,8 @@ def training_batches(
         of this process. A script that uses them needs the usual `if __name__ == "__main__":`.
       prefetch: Number of batches to read ahead; a DataLoader's workers do so themselves.
       rows: Row numbers of a batch to return, as one of several processes needs them; None for all.
-      accumulate: Number of micro-batches that a batch is divided into: the smaller last batch of a stream's epoch is
-        dropped, with a line, if it cannot be, and with `rows`.
+      accumulate: Number of micro-batches that a batch is divided into: the smaller last batch of an epoch is dropped,
+        with a line, if it cannot be, and with `rows`.
       collate: Function of the list of examples of a batch that returns the batch; None stacks their arrays.
       batch_keys: Names for the values of examples or batches that are tuples.
       message: Prints one line, such as how much is read again to resume.
@@ -141,8 +141,9 @@ def training_batches(
     if workers or collate is not None:
         option, its = ("workers", "num_workers") if workers else ("collate", "collate_fn")
         raise UserError(f"{option} does not apply to a DataLoader: use its {its}")
+    loader = DataLoaderReader(data, batch_size, accumulate, seed, rows, collator, message)
     # Not in a thread, because the global random generators are exchanged while the loader is used.
-    return ReadAhead(DataLoaderReader(data, batch_size, seed, rows, collator, message), 0, batch_size, rows)
+    return ReadAhead(loader, 0, batch_size, rows)
 
 
 def shorter_rows(data: Any, batch_size: int) -> int | None:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from jaxtrain.data.collate import Collator
+from jaxtrain.data.smaller_batches import SmallerBatches
 from jaxtrain.data.source import Batch, Rows
 from jaxtrain.errors import UserError
 
@@ -48,7 +49,7 @@ def set_epoch(data: Any, epoch: int) -> None:
 class StreamReader:
     """Reads batches of a stream, epoch after epoch; the last one of an epoch may have fewer rows.
 
-    It is dropped, with a line, if it cannot be divided into micro-batches or among the devices of a mesh.
+    It is dropped, with a line, if it cannot be divided into micro-batches, and on a mesh.
 
     The position is the number of examples read of the epoch, and the stream's own state if it has `state_dict` and
     `load_state_dict`, or its iterator has `get_state` and `set_state`, as grain's do. Without own state, the examples
@@ -75,9 +76,9 @@ class StreamReader:
     ) -> None:
         self.order: dict[str, Any] = {"data": "stream", "batch_size": batch_size}
         self._stream, self._collator, self._message = stream, collator, message
-        self._batch_size, self._accumulate = batch_size, accumulate
+        self._batch_size = batch_size
+        self._smaller = SmallerBatches(batch_size, accumulate, rows is not None, message)
         self._rows = None if rows is None else [int(row) for row in rows]
-        self._reported: set[int] = set()  # numbers of rows of smaller batches
         self._next_batch = self._epoch = 0
         self._examples = 0  # read of the epoch
         self._consumed = 0  # of a stream that is an iterator
@@ -125,8 +126,11 @@ class StreamReader:
             self._consumed += self._batch_size  # before they are read, which may fail halfway
             examples = list(islice(iterator, self._batch_size))
             self._consumed -= self._batch_size - len(examples)
-            is_smaller = self._examples > 0 and 0 < len(examples) < self._batch_size
-            if len(examples) == self._batch_size or (is_smaller and self._keeps(len(examples))):
+            is_used = len(examples) == self._batch_size
+            if self._examples and 0 < len(examples) < self._batch_size:
+                where = f"the last batch of epoch {self._epoch} of the stream"
+                is_used = self._smaller.keeps(len(examples), where)
+            if is_used:
                 self._examples += len(examples)
                 self._next_batch += 1
                 return examples
@@ -140,19 +144,6 @@ class StreamReader:
                     f" {self._batch_size}: use a smaller batch_size{again}"
                 )
             iterator = self._open(self._epoch + 1, 0, None)
-
-    def _keeps(self, count: int) -> bool:
-        """Return whether a batch of so few rows is used, which is reported once for each number of rows."""
-        is_kept = self._rows is None and count % self._accumulate == 0
-        if count not in self._reported:
-            self._reported.add(count)
-            where = f"the last batch of epoch {self._epoch} of the stream has {count} rows, not {self._batch_size}"
-            if is_kept:
-                self._message(f"{where}: the step is compiled for them too")
-            else:
-                divisor = "a mesh" if self._rows is not None else f"accumulate {self._accumulate}"
-                self._message(f"{where}, which {divisor} does not divide: it is dropped")
-        return is_kept
 
     def _open(self, epoch: int, examples: int, state: Any) -> Iterator[Any]:
         """Continue at the stream's own state, or after a number of examples of an epoch."""

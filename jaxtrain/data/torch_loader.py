@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.collate import Collator, check_rows
+from jaxtrain.data.smaller_batches import SmallerBatches
 from jaxtrain.data.source import Batch, Rows
 from jaxtrain.data.stream import set_epoch
 from jaxtrain.errors import UserError
@@ -41,6 +42,7 @@ class DataLoaderReader:
     Args:
       loader: The DataLoader.
       batch_size: Its number of rows of a batch.
+      accumulate: Number of micro-batches that a batch is divided into.
       seed: Seed of the order.
       rows: Row numbers of a batch to return; None for all.
       collator: Names the arrays of a batch.
@@ -55,6 +57,7 @@ class DataLoaderReader:
         self,
         loader: Any,
         batch_size: int,
+        accumulate: int,
         seed: int,
         rows: Rows | None,
         collator: Collator,
@@ -68,7 +71,7 @@ class DataLoaderReader:
         self._batches = 0  # read of the epoch
         self._random = RandomStates(loader)
         self._iterator: Iterator[Any] | None = None
-        self._is_shorter_known = False
+        self._smaller = SmallerBatches(batch_size, accumulate, rows is not None, message)
 
     def read(self) -> Batch:
         """Read the next batch; the last one of an epoch may have fewer rows.
@@ -77,8 +80,19 @@ class DataLoaderReader:
           UserError: The loader is empty, the batch has more rows or differing numbers of them, or its values are not
             arrays.
         """
-        where = f"batch {self._batches} of epoch {self._epoch} of the DataLoader"
-        batch = self._collator.batch(self._next(), where)
+        while True:
+            values = self._next()
+            where = f"batch {self._batches - 1} of epoch {self._epoch} of the DataLoader"
+            batch = self._collator.batch(values, where)
+            count = self._rows_of(batch, where)
+            if count == self._batch_size or self._smaller.keeps(count, where):
+                self._next_batch += 1
+                return batch if self._rows is None else {name: array[self._rows] for name, array in batch.items()}
+            if self._batches == 1:
+                raise UserError(f"{where} has {count} rows, and none has {self._batch_size}: use a smaller batch_size")
+
+    def _rows_of(self, batch: Batch, where: str) -> int:
+        """Return the number of rows of a batch, of which all arrays must have as many."""
         first = next(iter(batch.values()))
         count = len(first) if first.ndim and 0 < len(first) < self._batch_size else self._batch_size
         for name, array in batch.items():
@@ -88,13 +102,7 @@ class DataLoaderReader:
                 raise UserError(
                     f"{name!r} of {where} has {len(array)} rows, not {count}: give the DataLoader batches of one size"
                 )
-        if count < self._batch_size:
-            if self._rows is not None:
-                raise _shorter_on_mesh(count, self._batch_size)
-            if not self._is_shorter_known:
-                self._message(f"{where} has {count} rows, not {self._batch_size}: the step is compiled for them too")
-            self._is_shorter_known = True
-        return batch if self._rows is None else {name: array[self._rows] for name, array in batch.items()}
+        return count
 
     def position(self) -> dict[str, Any]:
         """Return the position after the last batch read, as JSON."""
@@ -108,9 +116,11 @@ class DataLoaderReader:
         if count:
             self._message(f"reading {count} batches of the DataLoader again, up to where the run was saved")
         self._open(place["epoch"])
-        for _ in range(count):
+        for _ in range(place["batches"]):
             self._next()
-        self._next_batch = position["next_batch"]
+        self._next_batch = place["at"]
+        while self._next_batch < position["next_batch"]:
+            self.read()
 
     def close(self) -> None:
         """Release the loader's workers."""
@@ -127,7 +137,6 @@ class DataLoaderReader:
         if batch is _END:
             raise UserError("the DataLoader has no batch: give it at least batch_size examples")
         self._batches += 1
-        self._next_batch += 1
         return batch
 
     def _advance(self) -> Any:
@@ -248,14 +257,10 @@ def _check_batches(loader: Any, batch_size: int, rows: Rows | None) -> None:
         raise UserError(f"the DataLoader has batch_size {size}, but the run has {batch_size}: give both the same")
     last = last_rows(loader, batch_size)
     if last is not None and last < batch_size and rows is not None:
-        raise _shorter_on_mesh(last, batch_size)
-
-
-def _shorter_on_mesh(count: int, batch_size: int) -> UserError:
-    return UserError(
-        f"the last batch of the DataLoader has {count} rows, not {batch_size}, which a mesh does not divide: give it"
-        " drop_last=True"
-    )
+        raise UserError(
+            f"the last batch of the DataLoader has {last} rows, not {batch_size}, and a mesh takes whole batches: give"
+            " it drop_last=True"
+        )
 
 
 _END = object()

@@ -17,10 +17,11 @@ from jaxtrain.step.mistakes import is_concrete, is_number
 def warn_of_first_loss(metrics: Mapping[str, Any], batch: Any) -> None:
     """Warn if the first loss of a training is not finite and the batch holds a likely cause.
 
-    Called after the first call of a step; that of a resumed run is not the first of its training.
+    Called after the first call of a step; that of a resumed run is not the first of its training. A skipped update
+    changed nothing, and may be that of a loss scale that is still too large.
     """
     loss = metrics["loss"]
-    if not is_concrete(loss) or np.isfinite(np.asarray(loss)) or int(metrics["attempted"]) > 1:
+    if not is_concrete(loss) or np.isfinite(np.asarray(loss)) or metrics["skipped"] or int(metrics["attempted"]) > 1:
         return
     arrays = {
         path_name(path) or "batch": np.asarray(leaf)

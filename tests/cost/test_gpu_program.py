@@ -89,6 +89,28 @@ def test_launches_of_a_loop_count_once_an_iteration_and_slices_count_as_slices()
     assert program.moved_bytes == 4 * (2048 + 2052) + 4100
 
 
+def test_an_asynchronous_update_of_a_slice_counts_as_the_slice():
+    new = "%new = f32[4,256]{1,0} fusion(%stack, %y, %i), kind=kLoop, calls=%fused_update"
+    pair = (
+        "%begun = ((f32[4,256]{1,0}, f32[256]{0}, s32[]), f32[4,256]{1,0}, u32[]) "
+        "fusion-start(%stack, %y, %i), kind=kCustom, calls=%fused_update\n"
+        "  %new = f32[4,256]{1,0} fusion-done(%begun)"
+    )
+    assert new in LOOP
+    program = read(LOOP.replace(new, pair))
+    assert program.moved_bytes == read(LOOP).moved_bytes
+    assert program.launch_counts == {"fusion": 8, "broadcast": 1}
+
+
+def test_an_array_that_is_not_filled_is_no_launch():
+    filled = "%stacked = f32[4,256]{1,0} broadcast(%empty), dimensions={}"
+    allocated = '%stacked = f32[4,256]{1,0} custom-call(), custom_call_target="AllocateBuffer"'
+    assert filled in LOOP
+    program = read(LOOP.replace(filled, allocated))
+    assert program.moved_bytes == 4 * (2048 + 2052)
+    assert program.launch_counts == {"fusion": 8}
+
+
 FUSED_LABEL = """HloModule jit_step, is_scheduled=true
 
 %fused_label (p.0: bf16[64,32], p.1: s32[64,2]) -> f32[64] {

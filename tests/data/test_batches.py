@@ -123,7 +123,7 @@ def test_batches_are_read_in_the_background_up_to_prefetch(kind):
         (
             DataLoader(range(5), 2),
             {"rows": [1, 0]},
-            "^the last batch of the DataLoader has 1 rows, not 2, which a mesh does not divide: give it drop_last=True",
+            "^the last batch of the DataLoader has 1 rows, not 2, and a mesh takes whole batches: give it drop_",
         ),
     ],
 )

@@ -91,7 +91,11 @@ def test_the_smaller_last_batch_of_an_epoch_is_reported_once_for_each_number_of_
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"accumulate": 2}, "accumulate 2"), ({"rows": [0, 1, 2, 3]}, "a mesh"), ({"rows": [2]}, "a mesh")],
+    [
+        ({"accumulate": 2}, "which accumulate 2 does not divide"),
+        ({"rows": [0, 1, 2, 3]}, "and a mesh takes whole batches"),
+        ({"rows": [2]}, "and a mesh takes whole batches"),
+    ],
 )
 def test_a_smaller_last_batch_that_cannot_be_divided_is_dropped_with_a_line(options, reason):
     messages = []
@@ -102,9 +106,7 @@ def test_a_smaller_last_batch_that_cannot_be_divided_is_dropped_with_a_line(opti
     first = batches()
     rows = options.get("rows", range(4))
     assert take(first, 2) == 2 * [{"x": [*rows]}]
-    assert messages == [
-        f"the last batch of epoch 0 of the stream has 3 rows, not 4, which {reason} does not divide: it is dropped"
-    ]
+    assert messages == [f"the last batch of epoch 0 of the stream has 3 rows, not 4, {reason}: it is dropped"]
     resumed = batches()
     resumed.restore(first.state())
     assert take(resumed, 2) == take(first, 2)

@@ -71,9 +71,7 @@ def test_the_smaller_last_batch_of_a_dataloader_is_read_and_a_larger_one_refused
     assert take(batches, 7) == [*epoch, *epoch, epoch[0]]
     assert messages == ["batch 2 of epoch 0 of the DataLoader has 1 rows, not 2: the step is compiled for them too"]
     divided = training_batches(DataLoader(Numbers(), 2), 2, seed=0, batch_keys=("x",), rows=[0])
-    take(divided, 2)
-    with pytest.raises(UserError, match=r"^the last batch of the DataLoader has 1 rows, not 2, which a mesh"):
-        next(divided)
+    assert take(divided, 3) == [{"x": [0]}, {"x": [2]}, {"x": [0]}]
     larger = training_batches(DataLoader(range(6), batch_sampler=[[0, 1], [2, 3, 4]]), 2, seed=0, batch_keys=("x",))
     next(larger)
     with pytest.raises(UserError, match=r"^'x' of batch 1 of epoch 0 of the DataLoader has 3 rows, not 2: give the"):
@@ -81,6 +79,33 @@ def test_the_smaller_last_batch_of_a_dataloader_is_read_and_a_larger_one_refused
     empty = training_batches(DataLoader(range(1), 2, drop_last=True), 2, seed=0)
     with pytest.raises(UserError, match=r"^the DataLoader has no batch"):
         next(empty)
+
+
+class Unknown(IterableDataset):
+    def __iter__(self):
+        return iter(range(7))
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"rows": range(4)}])
+def test_a_smaller_batch_of_a_loader_of_a_stream_is_dropped_with_a_line(options):
+    messages = []
+    named = {"batch_keys": ("x",), **options}
+    first = training_batches(DataLoader(Unknown(), 4), 4, seed=0, message=messages.append, **named)
+    whole = take(first, 3)
+    assert whole == 3 * [{"x": [0, 1, 2, 3]}]
+    assert len(messages) == 1
+    assert messages[0].startswith("batch 1 of epoch 0 of the DataLoader has 3 rows, not 4, ")
+    resumed = training_batches(DataLoader(Unknown(), 4), 4, seed=0, **named)
+    resumed.restore({**resumed.state(), "next_batch": 3})
+    assert resumed.state()["next_batch"] == first.state()["next_batch"] == 3
+    assert take(resumed, 1) == take(first, 1)
+    assert resumed.state() == first.state()
+
+
+def test_a_loader_whose_only_batch_cannot_be_divided_is_refused():
+    batches = training_batches(DataLoader(Unknown(), 8), 8, seed=0, accumulate=2, batch_keys=("x",))
+    with pytest.raises(UserError, match=r"^batch 0 .* has 7 rows, and none has 8: use a smaller batch_size"):
+        next(batches)
 
 
 def test_tuples_of_a_dataloader_are_named():

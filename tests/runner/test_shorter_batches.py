@@ -175,7 +175,10 @@ def test_a_run_trains_on_every_example_and_resumes_to_the_bit(settings, stop, si
     ("settings", "message"),
     [
         ({"accumulate": 4}, "the last batch of the DataLoader has 2 rows, which accumulate 4 does not divide: give it"),
-        ({"mesh": "data=4"}, "the last batch of the DataLoader has 2 rows, not 4, which a mesh does not divide: give"),
+        (
+            {"mesh": "data=4"},
+            "the last batch of the DataLoader has 2 rows, not 4, and a mesh takes whole batches: give",
+        ),
     ],
 )
 def test_a_smaller_batch_that_cannot_be_divided_is_refused_before_the_run(settings, message, tmp_path):

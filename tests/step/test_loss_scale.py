@@ -261,7 +261,6 @@ def test_growth_beyond_float32_stops_at_max_scale():
     assert scaler.update(jnp.ones(1), scaler.init(None))[1].scale == np.float32(3e38)
 
 
-@pytest.mark.filterwarnings("ignore:the first loss is")
 def test_a_training_step_with_a_static_scale_skips_overflows():
     step = jt.train_step(
         lambda params, batch, rng: (jt.Loss((batch @ params).sum(), len(batch)), {}),

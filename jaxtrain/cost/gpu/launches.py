@@ -19,6 +19,8 @@ NO_KERNEL |= {"partition-id", "replica-id", "while", "conditional", "call"}
 _CONTAINERS = {"while", "conditional", "call"}
 # Bytes that a library reserves to work in, which appear as a result.
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)$")
+# Reserves an array that is not filled.
+_ALLOCATION = "AllocateBuffer"
 _TRITON = '"__triton'
 _LIBRARIES = {
     "__cublas": "cuBLAS product",
@@ -94,7 +96,11 @@ class Program:
     def _launches(self) -> Iterator[Launch]:
         for name in sorted(self.scheduled):
             for x in self.computations[name].instructions.values():
-                if x.opcode not in NO_KERNEL and not re.search("-(done|update)$|^async-start$", x.opcode):
+                if (
+                    x.opcode not in NO_KERNEL
+                    and x.target != _ALLOCATION
+                    and not re.search("-(done|update)$|^async-start$", x.opcode)
+                ):
                     yield Launch(x, name, launch_kind(x), self.runs[name], self._moved(name, x))
 
     def _count(self, name: str, times: int, counted: Counter[str]) -> None:
@@ -119,7 +125,8 @@ class Program:
             return 2 * result_bytes(operands[1])
         if x.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * result_bytes(x)
-        if x.opcode == "fusion" and x.called and x.called[0] in self.computations:
+        # A copy of a slice may run beside other launches.
+        if x.opcode in ("fusion", "fusion-start") and x.called and x.called[0] in self.computations:
             return _moved_by_fusion(self.computations[x.called[0]])
         return result_bytes(x) + sum(map(result_bytes, operands))
 
