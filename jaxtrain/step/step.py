@@ -36,6 +36,7 @@ from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
+from jaxtrain.transforms import unfilled_stacks
 
 Metrics = dict[str, jax.Array]
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -175,6 +176,7 @@ def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any
     differentiate = jax.grad(scaled_loss, has_aux=True)
     if in_loop:
         differentiate = loop_convolutions(differentiate, parts.loss.platform)
+    differentiate = unfilled_stacks(differentiate, parts.loss.platform)
     grads, (loss, metrics, model_state) = differentiate(trained)
     return Gradient(widen(grads), loss, metrics, model_state)
 

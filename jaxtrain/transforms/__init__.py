@@ -17,6 +17,7 @@ from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat
 from jaxtrain.transforms.scanned import save_costly as save_costly
+from jaxtrain.transforms.stacks import unfilled_stacks as unfilled_stacks
 from jaxtrain.transforms.unroll import unroll as unroll
 
 __all__ = ["Policy", "autocast", "autocast_disabled", "block", "hook", "jax_internals", "jaxpr", "kernel", "precision"]

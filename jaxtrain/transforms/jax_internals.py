@@ -62,6 +62,15 @@ def compute_capability(ctx: Any) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def is_for_one_device(ctx: Any) -> bool:
+    """Return whether a lowering is for one device, without a mesh.
+
+    Args:
+      ctx: The `LoweringRuleContext` of a primitive.
+    """
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
 _ATTENTION = (
     *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
     *("page_table_k", "page_table_v"),

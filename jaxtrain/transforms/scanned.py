@@ -16,23 +16,10 @@ from jaxtrain.transforms.remat import BLOCK, GPU
 
 CHEAP = frozenset(
     {
-        *(
-            "abs",
-            "add",
-            "add_any",
-            "and",
-            "bitcast_convert_type",
-            "ceil",
-            "clamp",
-            "convert_element_type",
-            "copy",
-            "cos",
-            "div",
-            "eq",
-            "erf",
-        ),
-        *("erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log"),
-        *("log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not", "or", "pow", "round", "rsqrt"),
+        *("abs", "add", "add_any", "and", "bitcast_convert_type", "ceil", "clamp", "convert_element_type", "copy"),
+        *("cos", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"),
+        *("is_finite", "le", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not"),
+        *("one_minus_square", "or", "polynomial", "pow", "round", "rsqrt"),
         *("select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor"),
         *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "squeeze", "transpose"),
         *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.transforms import block, save_costly
+from jaxtrain.transforms import block, recomputed, save_costly
 
 X, KEYS = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), jax.random.split(jax.random.key(0), 5)
 UP, DOWN = (jax.random.normal(jax.random.key(i), shape) for i, shape in ((1, (5, 3, 7)), (2, (5, 7, 3))))
@@ -47,6 +47,15 @@ def test_low_precision_products_with_a_bias_are_saved_and_activations_are_not():
         return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
 
     stacks = saved_shapes(save_costly(jt.autocast(biased, jnp.bfloat16), "gpu"))
+    assert stacks.count((5, 4, 7)) == 1
+
+
+def test_activations_of_low_precision_products_are_computed_again():
+    def activated(x, up, down, keys):
+        apply = block(lambda x, up, down: x + recomputed(jax.nn.gelu)(x @ up) @ down)
+        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (up, down))[0].sum()
+
+    stacks = saved_shapes(save_costly(jt.autocast(activated, jnp.bfloat16), "gpu"))
     assert stacks.count((5, 4, 7)) == 1
 
 

@@ -1,8 +1,9 @@
 """The kernels and library calls that a program for a GPU launches, how often, and the bytes that they move.
 
 A launch reads its operands and writes its results in the GPU's memory, other than the operations inside of a fusion.
-Where it takes a slice of an operand, or updates a slice of an array in place, the slice counts. A loop counts as often
-as it runs, one of unknown length once, and every branch of a conditional counts.
+Where it takes a slice of an operand, or updates a slice of an array in place, the slice counts, and where it adds rows
+to an array, as the gradient of an embedding does, those rows. A loop counts as often as it runs, one of unknown length
+once, and every branch of a conditional counts.
 """
 
 import re
@@ -19,6 +20,8 @@ NO_KERNEL |= {"partition-id", "replica-id", "while", "conditional", "call"}
 _CONTAINERS = {"while", "conditional", "call"}
 # Bytes that a library reserves to work in, which appear as a result.
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)$")
+# Reserves an array that is not filled.
+_ALLOCATION = "AllocateBuffer"
 _TRITON = '"__triton'
 _LIBRARIES = {
     "__cublas": "cuBLAS product",
@@ -94,7 +97,11 @@ class Program:
     def _launches(self) -> Iterator[Launch]:
         for name in sorted(self.scheduled):
             for x in self.computations[name].instructions.values():
-                if x.opcode not in NO_KERNEL and not re.search("-(done|update)$|^async-start$", x.opcode):
+                if (
+                    x.opcode not in NO_KERNEL
+                    and x.target != _ALLOCATION
+                    and not re.search("-(done|update)$|^async-start$", x.opcode)
+                ):
                     yield Launch(x, name, launch_kind(x), self.runs[name], self._moved(name, x))
 
     def _count(self, name: str, times: int, counted: Counter[str]) -> None:
@@ -119,7 +126,8 @@ class Program:
             return 2 * result_bytes(operands[1])
         if x.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * result_bytes(x)
-        if x.opcode == "fusion" and x.called and x.called[0] in self.computations:
+        # A copy of a slice may run beside other launches.
+        if x.opcode in ("fusion", "fusion-start") and x.called and x.called[0] in self.computations:
             return _moved_by_fusion(self.computations[x.called[0]])
         return result_bytes(x) + sum(map(result_bytes, operands))
 
@@ -163,6 +171,8 @@ def _read(fused: Computation, value: str, whole: float) -> float:
             total += _read(fused, user.name, whole)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and i == 0:
             total += result_bytes(user) * whole / array.size_bytes
+        elif user.opcode == "scatter" and i == 0:
+            total += result_bytes(fused.instructions[user.operand_names[-1]])
         elif user.opcode != "dynamic-update-slice" or i != 0:
             return whole
     return min(total, whole)
@@ -174,6 +184,8 @@ def _written(fused: Computation, root: Instruction) -> float:
         root = fused.instructions[root.operand_names[0]]
     if root.opcode == "dynamic-update-slice":
         return result_bytes(fused.instructions[root.operand_names[1]])
+    if root.opcode == "scatter" and fused.instructions[root.operand_names[0]].opcode == "parameter":
+        return min(result_bytes(fused.instructions[root.operand_names[-1]]), result_bytes(root))
     if root.opcode == "tuple":
         return sum(_written(fused, fused.instructions[name]) for name in root.operand_names)
     return result_bytes(root)
