@@ -222,6 +222,8 @@ def _timed(
     console.print(f"{case.name} {precision} {'held' if verdict.passed else 'differs'} in {seconds:.1f} s")
     for fault in verdict.faults:
         console.print(f"  {fault}", markup=False, soft_wrap=True)
+    for line in examination.notes:
+        console.print(f"  note: {line}", markup=False, soft_wrap=True)
     for line in examination.not_exercised:
         console.print(f"  not exercised: {line}", style="dim", markup=False, soft_wrap=True)
     if verdict.trajectory:

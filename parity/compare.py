@@ -5,7 +5,7 @@ lower precisions the measure is PyTorch's own distance to the float64 truth.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -61,7 +61,13 @@ class Verdict:
         return [*self.faults, *(f"{what}: {text}" for what, text in where.items() if text)]
 
 
-def same_meaning(ours: Record, theirs: Record, one_ulp: Sequence[Record] = (), judged: int = JUDGED) -> Verdict:
+def same_meaning(
+    ours: Record,
+    theirs: Record,
+    one_ulp: Sequence[Record] = (),
+    judged: int = JUDGED,
+    nudged: Sequence[Record] = (),
+) -> Verdict:
     """Return the verdict on two float64 runs: every loss, gradient, parameter and moment must be within the bars.
 
     Args:
@@ -70,12 +76,14 @@ def same_meaning(ours: Record, theirs: Record, one_ulp: Sequence[Record] = (), j
       one_ulp: PyTorch's runs from weights one ulp off. If given, values after the first `judged` steps may be apart by
         twice the noise of these runs (`Trajectory.noise`), if that exceeds the bar.
       judged: Steps to which the bars apply as they are.
+      nudged: JAX's runs with its float32 constants changed within their rounding. If given, values may be apart by
+        twice their effect.
 
     Returns:
       The verdict.
     """
     course = _course(ours, theirs, one_ulp, LAST_BAR)
-    faults = [*_apart(ours, theirs, one_ulp, course, judged)]
+    faults = [*_apart(ours, theirs, one_ulp, course, judged, nudged)]
     return replace(_verdict(ours, theirs, theirs, None, faults), trajectory=course)
 
 
@@ -147,24 +155,43 @@ def _verdict(ours: Record, theirs: Record, truth: Record, error_ratio: float | N
 
 
 def _apart(
-    ours: Record, theirs: Record, one_ulp: Sequence[Record], course: Trajectory | None, judged: int
+    ours: Record,
+    theirs: Record,
+    one_ulp: Sequence[Record],
+    course: Trajectory | None,
+    judged: int,
+    nudged: Sequence[Record],
 ) -> Iterator[str]:
     """A line for each group with a tensor farther apart than its bar, in the order of a run."""
     steps = len(theirs.losses)
     noise = np.zeros(steps) if course is None else RATIO_BAR * course.noise
     bars = np.maximum(LAST_BAR, np.where(np.arange(steps) < judged, 0.0, noise))
+    rounding = _effects(_first, ours, nudged)
     for what, our, their in _pairs(_first(ours), _first(theirs)):
-        yield from _over(what, relative(our, their), FIRST_BAR)
+        yield from _over(what, relative(our, their), max(FIRST_BAR, rounding[what]))
     distances = _along(ours, theirs)
+    bars = np.maximum(bars, max((RATIO_BAR * _along(run, ours).max() for run in nudged), default=0.0))
     for step in np.flatnonzero(np.isinf(distances) | (distances > bars))[:1]:
         yield from _over("loss", {f"step {step + 1}": distances[step]}, bars[step])
+    rounding = _effects(lambda run: _present(run.last), ours, nudged)
     for what, our, their in _pairs(_present(ours.last), _present(theirs.last)):
-        bar = LAST_BAR
+        bar = max(LAST_BAR, rounding[what])
         if course is not None and steps > judged:
-            nudged = [dict(_present(run.last))[what] for run in one_ulp]
-            farthest = max(_worst(relative(tensors, their))[1] for tensors in nudged)
-            bar = max(LAST_BAR, RATIO_BAR * farthest * float(course.spread[-1]))
+            moved = [dict(_present(run.last))[what] for run in one_ulp]
+            farthest = max(_worst(relative(tensors, their))[1] for tensors in moved)
+            bar = max(bar, RATIO_BAR * farthest * float(course.spread[-1]))
         yield from _over(f"{what} after the last step", relative(our, their), bar)
+
+
+def _effects(
+    groups: Callable[[Record], Iterator[tuple[str, Tensors]]], ours: Record, nudged: Sequence[Record]
+) -> dict[str, float]:
+    """The bar of each group of tensors that the runs with nudged constants justify."""
+    effects = dict.fromkeys(dict(groups(ours)), 0.0)
+    for run in nudged:
+        for what, moved, our in _pairs(groups(run), groups(ours)):
+            effects[what] = max(effects[what], RATIO_BAR * _worst(relative(moved, our))[1])
+    return effects
 
 
 def _over(what: str, distances: dict[str, float], bar: float) -> Iterator[str]:

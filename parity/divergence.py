@@ -22,6 +22,7 @@ class Divergence:
       parameters: Where the loss agrees, the parameters whose gradients differ, in the order of the backward pass.
       torch_at: File and line number of `torch_source`; None if unknown.
       jax_at: File and line number of `jax_source`; None if unknown.
+      position: Place of the value in PyTorch's program, counted from 0.
     """
 
     stage: str
@@ -33,3 +34,4 @@ class Divergence:
     parameters: tuple[str, ...]
     torch_at: Line | None
     jax_at: Line | None
+    position: int = 0

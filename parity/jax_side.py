@@ -23,6 +23,7 @@ def run(
     remat: str = "none",
     steps: int = 20,
     seed: int = 0,
+    nudge: int | None = None,
 ) -> Record:
     """Train in JAX from PyTorch's weights.
 
@@ -34,6 +35,7 @@ def run(
       remat: Rematerialization policy.
       steps: Windows, each with one optimizer update.
       seed: Seed of data and dropout.
+      nudge: In fp64, a seed of changes of the loss's float32 constants within their rounding; None for no changes.
 
     Returns:
       The record of the run.
@@ -43,12 +45,14 @@ def run(
     """
     # Strict promotion rejects a model's float32 constants in float64.
     with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
-        return _run(case, weights, precision, accumulate, remat, steps, seed)
+        return _run(case, weights, precision, accumulate, remat, steps, seed, nudge)
 
 
-def _run(case: Case, weights: Tensors, precision: str, accumulate: int, remat: str, steps: int, seed: int) -> Record:
+def _run(
+    case: Case, weights: Tensors, precision: str, accumulate: int, remat: str, steps: int, seed: int, nudge: int | None
+) -> Record:
     step = jaxtrain.train_step(
-        in_float64(case.loss_fn) if precision == "fp64" else case.loss_fn,
+        in_float64(case.loss_fn, nudge) if precision == "fp64" else case.loss_fn,
         optax.chain(record_gradients(), case.optimizer.jax),
         precision=precision,
         accumulate=accumulate,

@@ -111,6 +111,7 @@ class _Matching:
             parameters=() if LOSS in wrong else _in_order(wrong, "raw gradient"),
             torch_at=operation.source,
             jax_at=None if equation is None else equation.source,
+            position=at,
         )
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from parity.randomness import Masks
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params")
+ROUNDING = 1e-5
+"""Largest relative difference that the rounding of constants to float32 may explain."""
+LISTED = 3
+"""Number of names that a line lists."""
 REORDERINGS = 3
 """Number of PyTorch's runs over permuted rows. The farthest of them and the plain run measure a precision's noise.
 
@@ -73,6 +77,7 @@ class Examination:
       ours: JAX's run.
       theirs: PyTorch's run.
       truth: The float64 run; in fp64 the same as `theirs`.
+      notes: Lines on what the verdict rests on: proposed names that are not proved, constants that are rounded.
       not_exercised: A line for each behavior that the runs did not exercise and therefore do not prove; in fp64 only.
     """
 
@@ -80,6 +85,7 @@ class Examination:
     ours: Record
     theirs: Record
     truth: Record
+    notes: tuple[str, ...] = ()
     not_exercised: tuple[str, ...] = ()
 
 
@@ -122,48 +128,115 @@ def assert_matches(case: Case, precision: str = "fp64", **settings: Any) -> None
       AssertionError: The runs differ; the message lists the faults and where they are.
       UserError: As in `check`.
     """
-    verdict = check(case, precision, locate=True, **settings)
-    if not verdict.passed:
-        raise AssertionError("\n".join([f"{case.name} in {precision} differs from PyTorch", *verdict.lines]))
+    examination = examine(case, precision, locate=True, **settings)
+    if not examination.verdict.passed:
+        lines = [*examination.verdict.lines, *examination.notes]
+        raise AssertionError("\n".join([f"{case.name} in {precision} differs from PyTorch", *lines]))
 
 
 def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Examination:
     """Run `check` and return its runs as well."""
-    given, coverage = Settings(**settings), Coverage()
+    given = Settings(**settings)
     validate(case, precision, given)
-    case = _with_tables(case)
-    reference = partial(live_reference, case, precision)
-    if precision != "fp64":
-        examination = _repeated(case, precision, given, reference)
-        if locate and not examination.verdict.passed:
-            return replace(examination, verdict=_placed_low(case, precision, examination.verdict, given))
-        return examination
-    examination = _training(case, precision, given, reference(given, coverage))
+    case, notes = _named(case)
+    examination = (_examine_meaning if precision == "fp64" else _examine_precision)(case, precision, locate, given)
+    return replace(examination, notes=(*notes, *examination.notes))
+
+
+def _examine_precision(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
+    examination = _repeated(case, precision, settings, partial(live_reference, case, precision))
+    if locate and not examination.verdict.passed:
+        return replace(examination, verdict=_placed_low(case, precision, examination.verdict, settings))
+    return examination
+
+
+def _examine_meaning(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
     from parity.conditions import unmet_conditions
 
+    coverage = Coverage()
+    candidates, examination = _compared(case, settings, coverage)
     examination = replace(
-        examination, not_exercised=(*coverage.not_exercised(case), *unmet_conditions(case, given.seed))
+        examination, not_exercised=(*coverage.not_exercised(case), *unmet_conditions(case, settings.seed))
     )
-    return _followed_up(case, examination, given, coverage) if locate else examination
+    if not locate:
+        return examination
+    if examination.verdict.passed:
+        return _tried_further(case, examination, settings, coverage)
+    return replace(examination, verdict=_placed(candidates, examination, settings))
+
+
+def _compared(case: Case, settings: Settings, coverage: Coverage | None = None) -> tuple[list[Case], Examination]:
+    """Compare a case in float64.
+
+    Returns:
+      A tuple (versions of the case that mean the same, to locate a difference in; examination).
+    """
+    examination = _training(case, "fp64", settings, live_reference(case, "fp64", settings, coverage))
+    return ([case], examination) if examination.verdict.passed else _with_other_constants(case, examination, settings)
+
+
+def _with_other_constants(case: Case, examination: Examination, settings: Settings) -> tuple[list[Case], Examination]:
+    """Compare a case that differs again, with constants that mean the same.
+
+    PyTorch rounds a constant that it computes when the model is built to float32, and JAX one that NumPy computes.
+    """
+    from parity.torch_side import with_exact_constants
+
+    exact, names = with_exact_constants(case)
+    examinations = [(case, examination)]
+    notes: tuple[str, ...] = ()
+    if names:
+        second = _training(exact, "fp64", settings, live_reference(exact, "fp64", settings))
+        notes = (f"{_listed(names)} rounded to float32 in PyTorch; compared in float64",)
+        examinations.append((exact, second))
+        if second.verdict.passed:
+            return [case, exact], replace(second, notes=notes)
+    for compared, failed in examinations[::-1]:
+        if judged := _within_rounding(compared, failed, settings):
+            line = f"JAX's constants rounded to float32 explain the difference, {judged.verdict.grad_rel_max:.1e}"
+            return [compared], replace(judged, notes=(*(notes if compared is exact else ()), line))
+    return [compared for compared, _ in examinations], examination
+
+
+def _within_rounding(case: Case, examination: Examination, settings: Settings) -> Examination | None:
+    """The examination, if the rounding of JAX's float32 constants explains the difference."""
+    from parity import jax_side, torch_side
+
+    if max(examination.verdict.loss_rel, examination.verdict.grad_rel_max) > ROUNDING:
+        return None
+    ours, theirs = examination.ours, examination.theirs
+    weights, k, remat = torch_side.initial_weights(case, settings.seed), settings.accumulate, settings.remat
+    run = partial(jax_side.run, case, weights, "fp64", accumulate=k, remat=remat, steps=settings.steps)
+    nudged = [run(seed=settings.seed, nudge=i) for i in range(REORDERINGS)]
+    verdict = same_meaning(ours, theirs, judged=settings.steps, nudged=nudged)
+    return replace(examination, verdict=verdict) if verdict.passed else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many follow."""
+    more = f" and {len(names) - LISTED} more are" if len(names) > LISTED else " is" if len(names) == 1 else " are"
+    return ", ".join(names[:LISTED]) + more
 
 
 def replay(case: Case, precision: str, reference: Callable[[Settings], Reference], **settings: Any) -> Examination:
     """Compare JAX with a recorded run of PyTorch (`parity.bundle`); PyTorch need not be installed."""
     given = Settings(**settings)
     validate(case, precision, given)
-    case = _with_tables(case)
+    case, _ = _named(case)
     if precision != "fp64":
         return _repeated(case, precision, given, reference)
     return _training(case, precision, given, reference(given))
 
 
-def _with_tables(case: Case) -> Case:
-    """The case with the tables that it leaves out. They are proposed with PyTorch, which a replay may do without."""
+def _named(case: Case) -> tuple[Case, tuple[str, ...]]:
+    """The case with the tables that it leaves out, and notes on them. They are proposed with PyTorch, which a replay
+    may do without."""
     if case.has_tables:
-        return case
-    from parity.weights import with_tables
+        return case, ()
+    from parity.weights import proposal_of
 
-    return with_tables(case)
+    proposal = proposal_of(case)
+    return replace(case, names=proposal.names, buffers=proposal.buffers), proposal.notes
 
 
 def _repeated(
@@ -249,22 +322,20 @@ def _training(case: Case, precision: str, settings: Settings, reference: Referen
     return Examination(same_precision(ours, [theirs, *noise], truth, one_ulp), ours, theirs, truth)
 
 
-def _followed_up(case: Case, examination: Examination, settings: Settings, coverage: Coverage) -> Examination:
-    """Explain a case that fails. A case that holds is tried on what its batches never met, and with another bound if
-    its gradient was never or always clipped."""
-    if not examination.verdict.passed:
-        return replace(examination, verdict=_placed(case, examination, settings))
+def _tried_further(case: Case, examination: Examination, settings: Settings, coverage: Coverage) -> Examination:
+    """Try a case that holds on what its batches never met, and with another bound if its gradient was never or always
+    clipped."""
     examination = replace(examination, not_exercised=(*examination.not_exercised, *_tried(case, settings)))
     sometimes = coverage.clipping_sometimes(case)
     if sometimes is None:
         return examination
-    second = _training(sometimes, "fp64", settings, live_reference(sometimes, "fp64", settings))
+    candidates, second = _compared(sometimes, settings)
     bound = f"clip_norm {sometimes.clip_norm:.2g}"
     if second.verdict.passed:
         return replace(
             examination, not_exercised=(*examination.not_exercised, f"clipping holds with {bound}, checked in addition")
         )
-    verdict = _placed(sometimes, second, settings)
+    verdict = _placed(candidates, second, settings)
     return replace(second, verdict=replace(verdict, faults=tuple(f"{bound}: {line}" for line in verdict.faults)))
 
 
@@ -277,14 +348,18 @@ def _tried(case: Case, settings: Settings) -> Iterator[str]:
         yield f"{how}, checked in addition: {'holds' if verdict.passed else f'differs, {verdict.faults[0]}'}"
 
 
-def _placed(case: Case, examination: Examination, settings: Settings) -> Verdict:
-    """Add the stage at fault, the first operation that differs and the convention that explains it."""
+def _placed(candidates: Sequence[Case], examination: Examination, settings: Settings) -> Verdict:
+    """Add the stage at fault, the first operation that differs and the convention that explains it.
+
+    Of several `candidates`, versions of a case that mean the same, the one that agrees with JAX for longer is compared.
+    """
     from parity.diagnose import diagnose
     from parity.locate import locate
     from parity.stages import charge, run_stages
 
     # Most cases differ in the first steps. In later ones the search takes long and would also find chaos.
-    found = locate(case, seed=settings.seed)
+    located = [(locate(case, seed=settings.seed), case) for case in candidates]
+    found, case = max(located, key=lambda at: (0, 0) if at[0] is None else (at[0].step, at[0].position))
     chaos = None if found else _chaos(case, examination, settings)
     if not (found or chaos):
         found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))

@@ -6,6 +6,7 @@ It always runs on the CPU, so that the reference is the same on every machine.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
+from parity.oracle.caches import clear_caches
+from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
 from parity.randomness import GivenMasks, Masks, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
@@ -25,8 +28,15 @@ COPY = {"bf16_compute": torch.bfloat16}
 
 
 def initial_weights(case: Case, seed: int) -> Tensors:
-    """Return the float32 weights and buffers that every run of the case with this seed starts from."""
-    return {name: tensor.numpy() for name, tensor in seeded_model(case, seed).state_dict().items()}
+    """Return the float32 weights and buffers that every run of the case with this seed starts from.
+
+    Buffers that the case's tables leave out, such as a causal mask, have no counterpart in JAX.
+    """
+    model = seeded_model(case, seed)
+    _, buffers = case.tables
+    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept |= set() if buffers is None else {param.name for param in buffers.params.values()}
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items() if name in kept}
 
 
 class Variant(NamedTuple):
@@ -203,11 +213,26 @@ class Updates:
         optimizer.register_step_post_hook(made)
 
 
+def with_exact_constants(case: Case) -> tuple[Case, tuple[str, ...]]:
+    """Return the case with the constants of its PyTorch model in float64, and their names; for float64 runs only."""
+    kept = {param.name for param in case.buffers.params.values()} if case.buffers is not None else set()
+
+    def torch_model() -> torch.nn.Module:
+        model = case.torch_model()
+        recompute_constants(model, case.torch_model, kept)
+        return model
+
+    changed = recompute_constants(seeded_model(case, 0), lambda: seeded_model(case, 0), kept)
+    return replace(case, torch_model=torch_model), changed
+
+
 def seeded_model(case: Case, seed: int) -> torch.nn.Module:
     """Return the case's model in training mode with weights drawn from `seed`; the global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return case.torch_model().train()
+        model = case.torch_model().train()
+    clear_caches(model)
+    return model
 
 
 def _one_ulp_off(model: torch.nn.Module, seed: int) -> Callable[..., None]:

@@ -21,14 +21,25 @@ JAX_WIDER = {
 }
 
 
+ULPS = 2
+"""Rounding error of an array computed in float32, in units in the last place of its largest element: those of a sine
+are the rounding of its angle."""
 DECLARED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
 """Primitives whose results are computed outside of XLA in the dtype that they declare."""
 
 
-def in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[..., Any]:
     """Return `fn` with all floating arithmetic in float64, whatever dtypes it requests; requires JAX's x64 mode.
 
-    This includes jit, loops, branches, `jax.checkpoint` and custom derivatives.
+    This includes jit, loops, branches, `jax.checkpoint` and custom derivatives. Arrays that the program computed in
+    float32 before it was traced, with NumPy for example, keep their rounding.
+
+    Args:
+      fn: A function of arrays.
+      nudge: Seed of changes of those arrays within their rounding; None leaves them unchanged.
+
+    Returns:
+      The function.
 
     Raises:
       UserError: An operation cannot be converted: a callback, a bitcast of a float, a derivative with symbolic zeros.
@@ -40,9 +51,37 @@ def in_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        if nudge is not None:
+            closed = _nudged(closed, np.random.default_rng(nudge))
         return _run(closed.jaxpr, closed.consts, leaves)
 
     return jaxpr.retrace(fn, evaluate)
+
+
+def _nudged(closed: ClosedJaxpr, rng: np.random.Generator) -> ClosedJaxpr:
+    """Return a program whose float32 arrays are in float64 and differ within their rounding."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return _nudged(value, rng)
+        return tuple(map(changed, value)) if type(value) is tuple else value
+
+    body = closed.jaxpr
+    eqns = [eqn.replace(params={key: changed(value) for key, value in eqn.params.items()}) for eqn in body.eqns]
+    return ClosedJaxpr(body.replace(eqns=eqns), [_nudged_array(x, rng) for x in closed.consts])
+
+
+def _nudged_array(x: Any, rng: np.random.Generator) -> Any:
+    if getattr(x, "dtype", None) not in (np.float32, np.float64) or not np.ndim(x):
+        return x
+    values = np.asarray(x).astype(np.float32)
+    if (values != np.asarray(x)).any():
+        return x  # computed in float64
+    # A number of few digits, such as a mask's 0 and 1, is not rounded.
+    is_rounded = np.isfinite(values) & (values != np.round(values, 3))
+    largest = np.abs(values[is_rounded]).max(initial=0.0)
+    errors = ULPS * float(np.spacing(largest)) * rng.uniform(-1, 1, values.shape)
+    return values.astype(np.float64) + np.where(is_rounded, errors, 0.0)
 
 
 def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -45,6 +45,7 @@ def row(result: Result) -> dict[str, Any]:
         "diagnosis": verdict.diagnosis,
         "unlocated": verdict.unlocated,
         "faults": list(verdict.faults),
+        "notes": list(result.examination.notes),
         "not_exercised": list(result.examination.not_exercised),
         "trajectory": None if course is None else _course(course),
     }

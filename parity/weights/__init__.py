@@ -3,12 +3,24 @@
 Shapes leave few candidates: a tensor as it is, transposed, with the axes of a convolution permuted, after a flattened
 image, or one of a stack of layers. Values decide what shapes leave open. All tensors that could be mistaken for each
 other get the same value, equal to its own transpose, so that the two models agree under any assignment. Then one tensor
-is perturbed in PyTorch: its counterpart, and its layout, are those that change JAX's loss by the same amount. Each
-tensor is decided on its own; names decide only among tensors that do not change the loss.
+is perturbed in PyTorch: its counterpart, and its layout, are those that change JAX's loss by the same amount. Names
+that both sides share come before values, so that a port with two layers exchanged differs; other names and the order
+decide what values leave open, a module at a time. Both losses are then compared under random weights: they prove the
+table, or what is in doubt is named.
 """
 
 from parity.weights.probe import Probe, probe_of
 from parity.weights.proof import Proof, prove
-from parity.weights.proposal import as_source, propose, with_tables
+from parity.weights.proposal import Proposal, as_source, proposal_of, propose, with_tables
 
-__all__ = ["Probe", "Proof", "as_source", "probe_of", "propose", "prove", "with_tables"]
+__all__ = [
+    "Probe",
+    "Proof",
+    "Proposal",
+    "as_source",
+    "probe_of",
+    "proposal_of",
+    "propose",
+    "prove",
+    "with_tables",
+]

@@ -1,35 +1,20 @@
 """Tensors, the leaves of a pytree that they can fill, and the cheapest assignment of one to the other."""
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import linear_sum_assignment
 
-from jaxtrain.interop import (
-    AS_IS,
-    CONV,
-    LAYER,
-    LINEAR,
-    Layout,
-    bias_to_heads,
-    leaves,
-    linear_after_flatten,
-    linear_from_heads,
-    linear_to_heads,
-)
+from jaxtrain.interop import LAYER, Layout, leaves
+from parity.weights.layouts import Shape, head_layouts, whole_layouts
+from parity.weights.names import Name, name_prices, natural, sibling_prices
 
-Shape = tuple[int, ...]
-Convolution = torch.nn.modules.conv._ConvNd
-OWNERS = (torch.nn.Linear, Convolution)
-"""Modules whose weight has its axes in another order in JAX."""
-WORDS = {"weight": "kernel", "scale": "kernel", "embedding": "kernel", "gamma": "kernel", "beta": "bias"}
-WORDS |= {"running_mean": "mean", "running_var": "var", "num_batches_tracked": "count"}
+REVISIONS = 5
+"""How often an assignment is revised so that the tensors of a module stay together."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +25,7 @@ class Unit:
       name: Name as in a table.
       tensors: Names of the tensors.
       shape: Shape of each tensor.
-      owner: The class of `OWNERS` whose weight it is.
+      owner: The class of `parity.weights.layouts.OWNERS` whose weight it is.
     """
 
     name: str
@@ -59,11 +44,37 @@ class Unit:
         return f"{sorted(self.shape) if len(self.shape) == 2 else self.shape} {len(self.tensors) * self.stacked}"
 
 
-Choice = Mapping[str, tuple[Unit, Layout]]
+@dataclass(frozen=True)
+class Match:
+    """The tensor and layout chosen for a leaf.
+
+    Attributes:
+      unit: The tensor, or stack of tensors.
+      layout: Its layout.
+      cost: What values say against it, 0 to 1.
+      rivals: Names of the tensors that values say as little against, and names no more.
+    """
+
+    unit: Unit
+    layout: Layout
+    cost: float
+    rivals: tuple[str, ...]
+
+
+Choice = Mapping[str, Match]
+Costs = Callable[["Side", Unit, str, list[Layout]], list[float]]
+"""Cost of each layout of a unit for a leaf, 0 to 1."""
 
 
 class Side:
-    """Tensors, and the leaves that they must fill."""
+    """Tensors, and the leaves that they must fill.
+
+    Args:
+      shapes: Shapes of the tensors by name.
+      like: Pytree of the leaves.
+      owners: The class of `parity.weights.layouts.OWNERS` whose weight a tensor is, by name.
+      channels: Numbers of channels of images that a linear layer may flatten; empty for none.
+    """
 
     def __init__(self, shapes: Mapping[str, Shape], like: Any, owners: Mapping[str, type], channels: set[int]) -> None:
         self.like = like
@@ -79,12 +90,13 @@ class Side:
         self.units = [unit for unit in plain if unit.name not in within] + stacks
         order = {name: i for i, name in enumerate(shapes)}
         self.units.sort(key=lambda unit: order[unit.tensors[0]])
+        self.paths = sorted(self.leaves, key=natural)
 
     def layouts(self, unit: Unit, path: str) -> list[Layout]:
-        """The layouts in which `unit` can fill the leaf, the likeliest first; heads get a separate axis only where
-        nothing else fits."""
+        """Return the layouts in which `unit` can fill the leaf, the likeliest first; heads get a separate axis only
+        where nothing else fits."""
         if path in self.of_heads and (shape := self._each(unit, path)):
-            return _of_heads(unit.shape, shape)
+            return head_layouts(unit.shape, shape)
         return self._whole(unit, path)
 
     def _each(self, unit: Unit, path: str) -> Shape | None:
@@ -96,54 +108,105 @@ class Side:
 
     def _whole(self, unit: Unit, path: str) -> list[Layout]:
         shape = self._each(unit, path)
-        if shape is None:
-            return []
-        found = [AS_IS] if shape == unit.shape else []
-        if len(shape) == 2 and shape == unit.shape[::-1]:
-            found = [LINEAR, *found] if unit.owner is torch.nn.Linear else [*found, LINEAR]
-            found += [linear_after_flatten(*image) for image in _images(shape[0], self.channels)]
-        if len(shape) == len(unit.shape) > 2 and shape == (*unit.shape[2:], unit.shape[1], unit.shape[0]):
-            found = [CONV] if unit.owner is Convolution or not found else found
-        return found
+        return [] if shape is None else whole_layouts(unit.shape, shape, unit.owner, self.channels)
 
+    @property
     def ambiguous(self) -> bool:
-        """Return whether a unit or a leaf has several options."""
+        """Whether a unit or a leaf has several options."""
         options = [[len(self.layouts(unit, path)) for path in self.leaves] for unit in self.units]
         return any(sum(row) > 1 for row in [*options, *zip(*options, strict=True)])
 
-    def faults(self) -> list[str]:
-        """Lines for what is left over under every assignment."""
-        chosen = self.assigned(by_names)
-        taken = {unit.name for unit, _ in chosen.values()}
-        return [f"no tensor for {path} {shape}" for path, shape in self.leaves.items() if path not in chosen] + [
+    def faults(self, buffers: Mapping[str, Shape]) -> list[str]:
+        """Return lines for what is left over under every assignment; `buffers` are PyTorch's."""
+        chosen = self.assigned(no_costs)
+        taken = {match.unit.name for match in chosen.values()}
+        without_tensor = [
+            f"no tensor for {path} {shape}" + (", in PyTorch a buffer" if path.replace("/", ".") in buffers else "")
+            for path, shape in self.leaves.items()
+            if path not in chosen
+        ]
+        return without_tensor + [
             f"no leaf for {unit.name} {unit.shape}" for unit in self.units if unit.name not in taken
         ]
 
-    def assigned(self, costs: "Costs") -> Choice:
-        """The cheapest assignment of units to leaves, without pairs that no layout fits."""
-        paths = sorted(self.leaves, key=_natural)
-        impossible = 1e6
-        prices = np.full((len(self.units), len(paths)), impossible)
-        best: dict[tuple[int, int], Layout] = {}
-        for i, unit in enumerate(self.units):
-            for j, path in enumerate(paths):
-                if layouts := self.layouts(unit, path):
-                    ways = costs(self, unit, path, layouts)
-                    best[i, j] = layouts[int(np.argmin(ways))]
-                    misplaced = abs(i / len(self.units) - j / len(paths))
-                    prices[i, j] = min(ways) + 0.02 * (_unlike(unit.name, path) + 0.3 * misplaced)
-        pairs = zip(*linear_sum_assignment(prices), strict=True)
-        return {paths[j]: (self.units[i], best[i, j]) for i, j in pairs if (i, j) in best}
+    def assigned(self, costs: Costs, *, trust_names: bool = True) -> Choice:
+        """Return the cheapest assignment of units to leaves, without pairs that no layout fits.
+
+        Args:
+          costs: What values say.
+          trust_names: Whether names that both sides share decide before values; otherwise names decide only what
+            values leave open.
+        """
+        fits = np.array([[bool(self.layouts(unit, path)) for path in self.paths] for unit in self.units])
+        if not fits.size:
+            return {}
+        values, layouts = self._values(costs, fits)
+        names = name_prices(*self._names, fits, [unit.lookalikes for unit in self.units])
+        prices = values + (names if trust_names else np.minimum(names, 0.1 * np.minimum(names, 1)))
+        chosen = _cheapest(prices, fits)
+        for _ in range(REVISIONS):
+            revised = _cheapest(prices + sibling_prices(*self._names, chosen), fits)
+            if revised == chosen:
+                break
+            chosen = revised
+        rivals = self._rivals(chosen, np.where(fits, prices, np.inf))
+        owners = {j: i for i, j in chosen.items()}
+        return {
+            self.paths[j]: Match(
+                self.units[i], layouts[i, j], float(values[i, j]), tuple(self.units[k].name for k in rivals[i])
+            )
+            for j, i in sorted(owners.items())
+        }
+
+    @cached_property
+    def _names(self) -> tuple[list[Name], list[Name]]:
+        return [Name.read(unit.name) for unit in self.units], [Name.read(path) for path in self.paths]
+
+    def _values(self, costs: Costs, fits: np.ndarray) -> tuple[np.ndarray, dict[tuple[int, int], Layout]]:
+        """The cost of each pair in its cheapest layout, and that layout."""
+        values, best = np.zeros(fits.shape), {}
+        for i, j in zip(*np.nonzero(fits), strict=True):
+            layouts = self.layouts(self.units[i], self.paths[j])
+            ways = costs(self, self.units[i], self.paths[j], layouts)
+            values[i, j], best[i, j] = min(ways), layouts[int(np.argmin(ways))]
+        return values, best
+
+    def _rivals(self, chosen: Mapping[int, int], prices: np.ndarray) -> dict[int, list[int]]:
+        """For each unit those that could be exchanged with it for a price higher by less than `MARGIN`.
+
+        A module is exchanged as a whole: one tensor that is told apart tells its siblings apart too.
+        """
+        rivals = {
+            i: [
+                k
+                for k, other in chosen.items()
+                if k != i and prices[k, j] + prices[i, other] < prices[i, j] + prices[k, other] + MARGIN
+            ]
+            for i, j in chosen.items()
+        }
+        parents = [name.parent for name in self._names[0]]
+
+        def decided(i: int, k: int) -> bool:
+            siblings = [s for s in rivals if s != i and parents[s] == parents[i] != parents[k]]
+            return any(parents[k] not in {parents[r] for r in rivals[s]} for s in siblings)
+
+        return {i: [k for k in found if not decided(i, k)] for i, found in rivals.items()}
 
 
-Costs = Callable[[Side, Unit, str, list[Layout]], list[float]]
-"""Cost of each layout of a unit for a leaf, 0 to 1."""
+MARGIN = 0.05
+"""Assignments whose prices differ by less are equally good."""
 
 
-def by_names(side: Side, unit: Unit, path: str, layouts: list[Layout]) -> list[float]:
+def no_costs(side: Side, unit: Unit, path: str, layouts: list[Layout]) -> list[float]:
     """Return equal costs, so that names and order decide."""
     del side, unit, path
     return [0.0] * len(layouts)
+
+
+def _cheapest(prices: np.ndarray, fits: np.ndarray) -> dict[int, int]:
+    """Return {row: column} of the cheapest assignment of as many fitting pairs as possible."""
+    rows, columns = linear_sum_assignment(np.where(fits, prices, 1e6))
+    return {int(i): int(j) for i, j in zip(rows, columns, strict=True) if fits[i, j]}
 
 
 def _stacks(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
@@ -159,36 +222,3 @@ def _stacks(shapes: Mapping[str, Shape]) -> dict[str, tuple[str, ...]]:
         for template, names in found.items()
         if sorted(names) == list(range(len(names))) and len({shapes[name] for name in names.values()}) == 1
     }
-
-
-def _images(features: int, channels: set[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (channels, height, width) of images that flatten to `features`, the squarest first."""
-    for n in sorted(channels):
-        pixels = features // n if features % n == 0 else 0
-        heights = [height for height in range(1, pixels + 1) if pixels % height == 0 and pixels > 1]
-        yield from ((n, h, pixels // h) for h in sorted(heights, key=lambda h: (max(h, pixels // h), h)))
-
-
-def _of_heads(theirs: Shape, ours: Shape) -> list[Layout]:
-    """Layouts of an attention projection whose heads have a separate axis in JAX."""
-    match theirs, ours:
-        case (n,), (heads, size) if n == heads * size:
-            return [bias_to_heads(heads, size)]
-        case (n, n_in), (same, heads, size) if (n, n_in) == (heads * size, same):
-            return [linear_to_heads(heads, size)]
-        case (n_out, n), (heads, size, same) if (n_out, n) == (same, heads * size):
-            return [linear_from_heads(heads, size)]
-    return []
-
-
-def _unlike(torch_name: str, path: str) -> float:
-    """Dissimilarity of the words of two names, 0 to 1; numbers are an order, not words."""
-    ours, theirs = ([WORDS.get(w, w) for w in re.split(r"[./]", name)] for name in (path, torch_name))
-    ends = ours[-1] != theirs[-1]
-    text, other = (re.sub(r"[^a-z]+", " ", " ".join(words).lower()).strip() for words in (ours, theirs))
-    return (ends + 1 - SequenceMatcher(None, text, other).ratio()) / 2
-
-
-def _natural(path: str) -> list[tuple[int, str]]:
-    """Sort key that puts layer 10 after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path)]

@@ -78,9 +78,8 @@ def _shared_value(unit: Unit, flattened: bool) -> np.ndarray:
     x = x if unit.shape == (rows, columns) else x.T
     if rows == columns:
         x = (x + x.T) / 2
-    if flattened:
-        x = np.broadcast_to(x.mean() if rows == columns else x[:, :1], x.shape)
-    return x.copy()
+    # Either axis of a lookalike may be the flattened one.
+    return np.full(x.shape, np.abs(x).mean() / np.sqrt(columns)) if flattened else x.copy()
 
 
 def _perturbations(unit: Unit) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """The losses of both models in float64, and the perturbations of a tensor whose effects on them are compared."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,21 @@ def relative_distance(ours: float, theirs: float, loss: float) -> float:
 
 def random_perturbation(seed: str, shape: Shape) -> np.ndarray:
     """Positive random numbers, so that a running variance stays positive."""
-    return generator(f"move {seed}").uniform(0.0, 0.3, shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1)
+    return np.asarray(generator(f"move {seed}").uniform(0.0, 0.3, shape) / np.sqrt(shape[-1] if len(shape) > 1 else 1))
+
+
+def random_weights(model: torch.nn.Module, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return the tensors of a model, those of `names` perturbed: scales of one and biases of zero prove nothing."""
+    perturbed: dict[int, np.ndarray] = {}
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if name in names and x.is_floating_point():
+                perturbed[id(x)] = random_perturbation(f"jitter {name}", tuple(x.shape))
+        # Tied parameters are one tensor with several names.
+        return {
+            name: x.detach().numpy() + perturbed[id(x)] if id(x) in perturbed else x.detach().numpy().copy()
+            for name, x in model.state_dict(keep_vars=True).items()
+        }
 
 
 def generator(seed: str) -> np.random.Generator:

@@ -5,15 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LAYER, NameTable, leaves
 from parity.case import Case
-from parity.record import Tensors
 from parity.torch_side import seeded_model
-from parity.weights.probe import MAX_DISTANCE, NEGLIGIBLE_CHANGE, probe_of, random_perturbation, relative_distance
-from parity.weights.proposal import with_tables
+from parity.weights.probe import (
+    MAX_DISTANCE,
+    NEGLIGIBLE_CHANGE,
+    probe_of,
+    random_perturbation,
+    random_weights,
+    relative_distance,
+)
+from parity.weights.proposal import conversion, with_tables
 from parity.weights.tied import tied_names
 
 
@@ -55,19 +59,11 @@ def prove(case: Case) -> Proof:
         the same weights; or a tensor changes the two losses differently.
     """
     case = with_tables(case)
-    model, (table, buffers) = _jittered(seeded_model(case, 0)), case.tables
-    weights = {name: x.numpy().copy() for name, x in model.state_dict().items()}
+    model, (table, buffers) = seeded_model(case, 0), case.tables
     ties = {**tied_names(model), **table.tied}
     params_used = _used(table, case.params_like)
     buffers_used = [] if buffers is None else _used(buffers, case.state_like)
-
-    def to_jax(weights: Tensors) -> tuple[Any, Any]:
-        params = {name: x for name, x in weights.items() if name not in buffers_used}
-        state = {name: x for name, x in weights.items() if name in buffers_used}
-        return (
-            table.to_jax(params, like=case.params_like),
-            None if buffers is None else buffers.to_jax(state, like=case.state_like),
-        )
+    weights, to_jax = random_weights(model, {*params_used, *buffers_used}), conversion(case, model)
 
     twice = sorted(name for name, times in Counter([*params_used, *buffers_used]).items() if times > 1)
     try:
@@ -99,7 +95,8 @@ def prove(case: Case) -> Proof:
         raise UserError(f"perturbed alone, these change the losses of {case.name} differently: {', '.join(wrong)}")
     n_leaves = len([*leaves(case.params_like), *leaves(case.state_like or {})])
     tied = {alias: name for alias, name in ties.items() if alias in weights}
-    return Proof(len(weights) - len(buffers_used), len(buffers_used), n_leaves, tied, distances, tuple(unproven))
+    n_tensors = len(dict(model.named_parameters(remove_duplicate=False)))
+    return Proof(n_tensors, len(buffers_used), n_leaves, tied, distances, tuple(unproven))
 
 
 def _used(table: NameTable, like: Any) -> list[str]:
@@ -110,12 +107,3 @@ def _used(table: NameTable, like: Any) -> list[str]:
         for path, param in table.params.items()
         for i in range(shapes.get(path, (0,))[0] if LAYER in param.name else 1)
     ]
-
-
-def _jittered(model: torch.nn.Module) -> torch.nn.Module:
-    """Perturb the initial values: scales of one and biases of zero prove nothing."""
-    with torch.no_grad():
-        for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            if x.is_floating_point():
-                x += torch.from_numpy(random_perturbation(f"jitter {name}", tuple(x.shape)))
-    return model

@@ -1,19 +1,39 @@
-"""The proposal of name tables: the cheapest assignment of tensors to leaves."""
+"""The proposal of name tables: the cheapest assignment of tensors to leaves, tried under random weights."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.interop import NameTable, TorchParam, linear_after_flatten
 from parity.case import Case
+from parity.record import Tensors
 from parity.torch_side import seeded_model
-from parity.weights.assignment import OWNERS, Choice, Side, by_names
+from parity.weights.assignment import Choice, Match, Side, no_costs
 from parity.weights.by_values import by_values
-from parity.weights.probe import Probe, probe_of
+from parity.weights.layouts import OWNERS, Convolution
+from parity.weights.probe import MAX_DISTANCE, Probe, probe_of, random_weights, relative_distance
 from parity.weights.tied import tied_names
+
+LISTED = 5
+"""Number of entries that a message lists."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Proposed tables.
+
+    Attributes:
+      names: Table of the parameters.
+      buffers: Table of the buffers; None for a model without state.
+      notes: Lines on choices that are not proved.
+    """
+
+    names: NameTable
+    buffers: NameTable | None
+    notes: tuple[str, ...] = ()
 
 
 def with_tables(case: Case) -> Case:
@@ -23,26 +43,56 @@ def with_tables(case: Case) -> Case:
       case: A case, with or without `names` and `buffers`.
 
     Returns:
-      The same case if it has all its tables, else a copy with the missing ones proposed (`propose`).
+      The same case if it has all its tables, else a copy with the missing ones proposed (`proposal_of`).
 
     Raises:
-      UserError: Some tensors or leaves have no counterpart.
+      UserError: Some tensors or leaves have no counterpart, or the counterpart of some is in doubt.
     """
     if case.has_tables:
         return case
-    names, buffers = _propose(
-        seeded_model(case, 0), case.params_like, case.state_like, probe_of(case), (case.names, case.buffers)
-    )
-    return replace(case, names=names, buffers=buffers)
+    proposal = proposal_of(case)
+    return replace(case, names=proposal.names, buffers=proposal.buffers)
 
 
-def propose(torch_model: torch.nn.Module, params_like: Any, probe: Probe | None = None) -> NameTable:
-    """Propose the table from JAX's parameters to PyTorch's.
+def proposal_of(case: Case) -> Proposal:
+    """Propose the tables of a case, and compare the losses of both models under random weights.
+
+    Args:
+      case: A case; tables that it has are kept.
+
+    Returns:
+      The tables, with notes on choices that are arbitrary or not proved.
+
+    Raises:
+      UserError: Some tensors or leaves have no counterpart; or the losses differ, and neither values nor names tell
+        which tensor some leaves are.
+    """
+    model, probe = seeded_model(case, 0), probe_of(case)
+    of_images = _sides(model, case.params_like, case.state_like, _image_channels(model))
+    if not any(side.ambiguous for side in of_images):
+        return _proposal(model, case, [side.assigned(no_costs) for side in of_images])
+    without_images = [_sides(model, case.params_like, case.state_like, ())] if _flatten(of_images) else []
+    tried: list[_Tried] = []
+    for sides in [*without_images, of_images]:
+        costs = by_values(model, sides, probe)
+        tried.append(_try(model, case, probe, [side.assigned(costs) for side in sides]))
+        if tried[-1].agrees:
+            return replace(tried[-1].proposal, notes=tuple(_interchangeable(tried[-1].choices)))
+    best = min(tried, key=lambda one: one.cost)
+    exchanged = _try(model, case, probe, [side.assigned(costs, trust_names=False) for side in of_images])
+    if exchanged.agrees:
+        return replace(best.proposal, notes=tuple(_exchanged(best.choices, exchanged.choices)))
+    _refuse_doubts(case, best)
+    losses = f"{best.torch_loss:.9g} in PyTorch and {best.jax_loss:.9g} in JAX"
+    return replace(best.proposal, notes=(f"names were proposed; the losses differ under random weights: {losses}",))
+
+
+def propose(torch_model: torch.nn.Module, params_like: Any) -> NameTable:
+    """Propose the table from JAX's parameters to PyTorch's by shapes, names and order alone.
 
     Args:
       torch_model: The PyTorch model.
       params_like: Pytree with the shapes of the JAX parameters.
-      probe: The losses of both models, which decide what shapes leave open; None lets names decide it.
 
     Returns:
       The table.
@@ -62,7 +112,8 @@ def propose(torch_model: torch.nn.Module, params_like: Any, probe: Probe | None 
           tied={},
       )
     """
-    return _propose(torch_model, params_like, None, probe)[0]
+    (side,) = _sides(torch_model, params_like, None, _image_channels(torch_model))
+    return _table(side.assigned(no_costs), tied_names(torch_model))
 
 
 def as_source(table: NameTable) -> str:
@@ -72,30 +123,117 @@ def as_source(table: NameTable) -> str:
     return "\n".join(["NameTable(", "    {", *params, "    },", f"    tied={{{tied}}},", ")"])
 
 
-def _propose(
-    model: torch.nn.Module,
-    params_like: Any,
-    state_like: Any,
-    probe: Probe | None,
-    given: tuple[NameTable | None, NameTable | None] = (None, None),
-) -> tuple[NameTable, NameTable | None]:
+def conversion(case: Case, model: torch.nn.Module) -> Callable[[Tensors], tuple[Any, Any]]:
+    """Return a function from the tensors of a case's PyTorch model to JAX's parameters and model state.
+
+    Buffers that no table names, such as a causal mask, have no counterpart.
+    """
+    table, buffers = case.tables
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = set() if buffers is None else {param.name for param in buffers.params.values()}
+
+    def to_jax(weights: Tensors) -> tuple[Any, Any]:
+        return (
+            table.to_jax({name: x for name, x in weights.items() if name in params}, like=case.params_like),
+            None if buffers is None else buffers.to_jax({name: weights[name] for name in state}, like=case.state_like),
+        )
+
+    return to_jax
+
+
+def _sides(model: torch.nn.Module, params_like: Any, state_like: Any, channels: Iterable[int]) -> list[Side]:
+    """The parameters, and the buffers if the JAX model has a state. Raises `UserError` for what is left over."""
     ties = tied_names(model)
     params = {name: tuple(p.shape) for name, p in model.named_parameters()}
     # If the JAX model has no state, PyTorch's buffers have no counterpart: a causal mask, for instance.
     buffers = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in {**params, **ties}}
     owners = {f"{name}.weight": kind for name, m in model.named_modules() for kind in OWNERS if isinstance(m, kind)}
-    channels = {shape[0] for shape in params.values() if len(shape) > 2}
-    sides = [Side(params, params_like, owners, channels)]
+    sides = [Side(params, params_like, owners, set(channels))]
     if state_like is not None:
         sides.append(Side(buffers, state_like, {}, set()))
-    faults = [fault for side in sides for fault in side.faults()]
-    if faults:
+    if faults := [fault for side in sides for fault in side.faults(buffers)]:
         raise UserError(f"the tensors do not correspond: {'; '.join(faults)}: add them to a NameTable")
-    costs = by_names if probe is None or not any(side.ambiguous() for side in sides) else by_values(model, sides, probe)
-    chosen = [side.assigned(costs) for side in sides]
-    table = given[0] or _table(chosen[0], {alias: name for alias, name in ties.items() if alias not in buffers})
-    return table, (given[1] or _table(chosen[1], {})) if state_like is not None else None
+    return sides
+
+
+def _image_channels(model: torch.nn.Module) -> set[int]:
+    """Numbers of channels of the images that a linear layer may flatten."""
+    return {m.out_channels for m in model.modules() if isinstance(m, Convolution)}
+
+
+def _flatten(sides: Sequence[Side]) -> bool:
+    """Whether a linear layer may follow a flattened image."""
+    layouts = [layout for side in sides for u in side.units for path in side.leaves for layout in side.layouts(u, path)]
+    return any(layout.source.startswith(linear_after_flatten.__name__) for layout in layouts)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A proposal, and the losses of both models with it under random weights."""
+
+    proposal: Proposal
+    choices: Sequence[Choice]
+    torch_loss: float
+    jax_loss: float
+
+    @property
+    def agrees(self) -> bool:
+        return relative_distance(self.jax_loss, self.torch_loss, self.torch_loss) <= MAX_DISTANCE
+
+    @property
+    def cost(self) -> float:
+        """What values say against it."""
+        return sum(match.cost for choice in self.choices for match in choice.values())
+
+
+def _try(model: torch.nn.Module, case: Case, probe: Probe, choices: Sequence[Choice]) -> _Tried:
+    proposal = _proposal(model, case, choices)
+    whole = replace(case, names=proposal.names, buffers=proposal.buffers)
+    used = [name for choice in choices for match in choice.values() for name in match.unit.tensors]
+    weights = random_weights(model, used)
+    return _Tried(proposal, choices, probe.torch_loss(weights), probe.jax_loss(*conversion(whole, model)(weights)))
+
+
+def _proposal(model: torch.nn.Module, case: Case, choices: Sequence[Choice]) -> Proposal:
+    ties = {alias: name for alias, name in tied_names(model).items() if name in dict(model.named_parameters())}
+    names = case.names or _table(choices[0], ties)
+    return Proposal(names, case.buffers or (_table(choices[1], {}) if case.state_like is not None else None))
 
 
 def _table(choice: Choice, tied: Mapping[str, str]) -> NameTable:
-    return NameTable({path: TorchParam(unit.name, layout) for path, (unit, layout) in sorted(choice.items())}, tied)
+    return NameTable({path: TorchParam(m.unit.name, m.layout) for path, m in sorted(choice.items())}, tied)
+
+
+def _matches(choices: Sequence[Choice]) -> list[tuple[str, Match]]:
+    return [(path, match) for choice in choices for path, match in choice.items()]
+
+
+def _interchangeable(choices: Sequence[Choice]) -> list[str]:
+    groups = {frozenset((match.unit.name, *match.rivals)) for _, match in _matches(choices) if match.rivals}
+    return [
+        f"{' and '.join(sorted(group))} are interchangeable in the loss: which leaf is which was chosen by order"
+        for group in sorted(groups, key=sorted)[:LISTED]
+    ]
+
+
+def _exchanged(ours: Sequence[Choice], agreed: Sequence[Choice]) -> list[str]:
+    other = dict(_matches(agreed))
+    lines = [
+        f"{path} is {match.unit.name} by its name, but the losses agree under random weights only if it is "
+        f"{other[path].unit.name}"
+        for path, match in _matches(ours)
+        if (match.unit, match.layout) != (other[path].unit, other[path].layout)
+    ]
+    return lines[:LISTED]
+
+
+def _refuse_doubts(case: Case, tried: _Tried) -> None:
+    doubts = [(path, match) for path, match in _matches(tried.choices) if match.rivals]
+    if not doubts:
+        return
+    listed = "; ".join(f"{path} may be {' or '.join([m.unit.name, *m.rivals[:2]])}" for path, m in doubts[:LISTED])
+    more = f"; and {len(doubts) - LISTED} more" if len(doubts) > LISTED else ""
+    raise UserError(
+        f"the losses of {case.name} differ under random weights ({tried.torch_loss:.9g} in PyTorch, "
+        f"{tried.jax_loss:.9g} in JAX), and some names are in doubt: {listed}{more}: pass names, a NameTable"
+    )

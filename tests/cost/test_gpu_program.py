@@ -141,6 +141,41 @@ def test_a_slice_of_a_conversion_within_a_fusion_counts_as_the_slice():
     assert moved["out"] == 64 * 32 * (2 + 4)
 
 
+EMBEDDING_GRADIENT = """HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused_scatter (p.0: f32[512,32], p.1: s32[16,1], p.2: f32[16,1,32]) -> f32[512,32] {
+  %p.0 = f32[512,32]{1,0} parameter(0)
+  %p.1 = s32[16,1]{1,0} parameter(1)
+  %p.2 = f32[16,1,32]{2,1,0} parameter(2)
+  ROOT %rows = f32[512,32]{1,0} scatter(%p.0, %p.1, %p.2), update_window_dims={1,2}, to_apply=%add
+}
+
+ENTRY %main (tokens: s32[16,1], dx: f32[16,1,32]) -> f32[] {
+  %tokens = s32[16,1]{1,0} parameter(0)
+  %dx = f32[16,1,32]{2,1,0} parameter(1)
+  %zero = f32[] constant(0)
+  %table = f32[512,32]{1,0} broadcast(%zero), dimensions={}
+  %gradient = f32[512,32]{1,0} fusion(%table, %tokens, %dx), kind=kInput, calls=%fused_scatter
+  ROOT %norm = f32[] reduce(%gradient, %zero), dimensions={0,1}, to_apply=%add
+}
+"""
+
+
+def test_an_array_to_which_rows_are_added_moves_those_rows_and_stays_in_place():
+    program = read(EMBEDDING_GRADIENT)
+    moved = {launch.instruction.name: launch.moved for launch in program.launches}
+    row = 32 * 4
+    # The new rows and their indices, the old rows, and the sums.
+    assert moved["gradient"] == 16 * (row + 4) + 16 * row + 16 * row
+    assert peak_buffers(program.program, SourceLines(EMBEDDING_GRADIENT))[0] == 512 * row
+
+
 def test_results_that_update_an_operand_in_place_take_no_additional_memory():
     size, buffers = peak_buffers(read(LOOP).program, SourceLines(LOOP))
     # The stacked array, and the new value of x, which may not take the place of the old one: the loop carries both.

@@ -22,7 +22,7 @@ from parity.run import Examination, Settings
 ROW = [
     *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
     *("grad_rel_max", "grad_worst", "param_rel_max", "error_ratio", "first_divergence", "stage", "diagnosis"),
-    *("unlocated", "faults", "not_exercised", "trajectory"),
+    *("unlocated", "faults", "notes", "not_exercised", "trajectory"),
 ]
 
 

@@ -228,9 +228,9 @@ def test_models_that_agree_only_at_the_weights_are_not_proved() -> None:
         return jaxtrain.Loss(loss.total + jnp.sum(off), loss.weight), metrics
 
     from parity.torch_side import seeded_model
-    from parity.weights.proof import _jittered
+    from parity.weights.probe import random_weights
 
-    start = _jittered(seeded_model(attention(ATTENTION_NAMES), 0)).state_dict()["mix"].numpy().copy()
+    start = random_weights(seeded_model(attention(ATTENTION_NAMES), 0), {"mix"})["mix"]
     case = dataclasses.replace(attention(ATTENTION_NAMES), loss_fn=stopped)
     with pytest.raises(UserError, match=r"perturbed alone, these change the losses of attention differently: mix \("):
         prove(case)

@@ -75,7 +75,6 @@ def _peak(program: Program, name: str) -> _Peak:
             for owner in parts.get(operand, ()):
                 last[owner] = order[x.name]
     # Results of the program are its donated arguments; those of a loop's body are the body's parameters.
-    # Results of the program are its donated arguments; those of a loop's body are the body's parameters.
     returned = set(parts.get(computation.root, ()))
     best, alive = _Peak(0.0, ()), dict[str, float]()
     for i, x in enumerate(computation.instructions.values()):
@@ -147,7 +146,7 @@ def _updated(program: Program, x: Instruction) -> dict[int, int]:
     found = {}
     for i, result in enumerate(roots):
         source = _through_bitcasts(fused, result)
-        if source.opcode == "dynamic-update-slice":
+        if source.opcode in ("dynamic-update-slice", "scatter"):
             source = _through_bitcasts(fused, fused.instructions[source.operand_names[0]])
             if source.opcode == "parameter":
                 found[i] = int(source.operands)

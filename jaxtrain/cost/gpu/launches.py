@@ -1,8 +1,9 @@
 """The kernels and library calls that a program for a GPU launches, how often, and the bytes that they move.
 
 A launch reads its operands and writes its results in the GPU's memory, other than the operations inside of a fusion.
-Where it takes a slice of an operand, or updates a slice of an array in place, the slice counts. A loop counts as often
-as it runs, one of unknown length once, and every branch of a conditional counts.
+Where it takes a slice of an operand, or updates a slice of an array in place, the slice counts, and where it adds rows
+to an array, as the gradient of an embedding does, those rows. A loop counts as often as it runs, one of unknown length
+once, and every branch of a conditional counts.
 """
 
 import re
@@ -170,6 +171,8 @@ def _read(fused: Computation, value: str, whole: float) -> float:
             total += _read(fused, user.name, whole)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and i == 0:
             total += result_bytes(user) * whole / array.size_bytes
+        elif user.opcode == "scatter" and i == 0:
+            total += result_bytes(fused.instructions[user.operand_names[-1]])
         elif user.opcode != "dynamic-update-slice" or i != 0:
             return whole
     return min(total, whole)
@@ -181,6 +184,8 @@ def _written(fused: Computation, root: Instruction) -> float:
         root = fused.instructions[root.operand_names[0]]
     if root.opcode == "dynamic-update-slice":
         return result_bytes(fused.instructions[root.operand_names[1]])
+    if root.opcode == "scatter" and fused.instructions[root.operand_names[0]].opcode == "parameter":
+        return min(result_bytes(fused.instructions[root.operand_names[-1]]), result_bytes(root))
     if root.opcode == "tuple":
         return sum(_written(fused, fused.instructions[name]) for name in root.operand_names)
     return result_bytes(root)
