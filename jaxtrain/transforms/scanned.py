@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.remat import BLOCK, GPU
@@ -106,25 +106,34 @@ def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable
 
 def _keep_apart(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
     del run
-    if eqn.primitive.name not in ("checkpoint", "remat2") or not eqn.params["prevent_cse"] or len(args) != 1:
+    if not _is_checkpoint(eqn) or not eqn.params["prevent_cse"]:
         return None
     body = eqn.params["jaxpr"]
-    if not _is_cheap(body):
+    if not _is_cheap(body) or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in args):
         return None
-    evaluate = jaxpr_as_fun(ClosedJaxpr(body, ()))
+
+    def evaluate(*inner: jax.Array) -> list[jax.Array]:
+        return jaxpr.interpret(body, (), inner, _inline_checkpoints)
 
     @jax.custom_vjp
-    def activation(x: jax.Array) -> list[jax.Array]:
-        return list(evaluate(x))
+    def activation(*inner: jax.Array) -> list[jax.Array]:
+        return evaluate(*inner)
 
-    def backward(x: jax.Array, cotangents: list[jax.Array]) -> tuple[jax.Array]:
-        one = jax.lax.optimization_barrier(jnp.ones([], x.dtype))
-        _, pullback = jax.vjp(lambda x: list(evaluate(x)), x * one)
-        (gradient,) = pullback(cotangents)
-        return (gradient,)
+    def backward(saved: Sequence[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+        one = jax.lax.optimization_barrier(jnp.ones([], jnp.bfloat16))
+        _, pullback = jax.vjp(evaluate, *(x * one.astype(x.dtype) for x in saved))
+        return pullback(cotangents)
 
-    activation.defvjp(lambda x: (activation(x), x), backward)
+    activation.defvjp(lambda *inner: (activation(*inner), inner), backward)
     return activation(*args)
+
+
+def _inline_checkpoints(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+    return run(eqn.params["jaxpr"], (), args) if _is_checkpoint(eqn) else None
+
+
+def _is_checkpoint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("checkpoint", "remat2")
 
 
 def _is_cheap(traced: Jaxpr) -> bool:

@@ -91,3 +91,20 @@ def test_only_the_derivative_of_an_activation_has_a_barrier():
     text = str(jax.make_jaxpr(jax.grad(on_a_gpu(jt.autocast(activated_layers, jnp.bfloat16))))(X, UP, DOWN))
     # Of a factor, not of the saved array, which would be copied for it.
     assert text.count("= optimization_barrier") == text.count(":bf16[] = optimization_barrier") == 1
+
+
+def test_an_activation_of_several_values_is_computed_by_one_kernel():
+    def gated(x, gate, up, down):
+        def swiglu(gate, up):
+            return recomputed(jax.nn.silu)(gate) * up
+
+        apply = block(lambda x, gate, up, down: x + recomputed(swiglu)(x @ gate, x @ up) @ down)
+        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (gate, up, down))[0].sum()
+
+    low, arrays = jt.autocast(gated, jnp.bfloat16), (X, UP, UP + 1, DOWN)
+    differentiated = [jax.grad(fn, argnums=(0, 1, 2, 3)) for fn in (save_costly(low, "gpu"), on_a_gpu(low))]
+    jax.tree.map(np.testing.assert_array_equal, *(jax.jit(fn)(*arrays) for fn in differentiated))
+    text = str(jax.make_jaxpr(differentiated[1])(*arrays))
+    # The checkpoint of silu would have a barrier before the saved gate.
+    assert text.count("prevent_cse=True") == 0
+    assert text.count("= optimization_barrier") == 1
