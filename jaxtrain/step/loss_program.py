@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
+<<<<<<< HEAD
 from jaxtrain.transforms import Groups, Hook, Policy, add_hooks, partial_gradients, remat, save_costly, unroll
+=======
+from jaxtrain.transforms import Hook, Policy, add_hooks, fuse_slices, remat, save_costly, unroll
+>>>>>>> main
 
 
 def identity(compute: Compute) -> Compute:
@@ -64,6 +68,8 @@ class LossProgram(NamedTuple):
             partial(remat, policy=self.remat, platform=self.platform)
             if self.remat != "none"
             else partial(save_costly, platform=self.platform),
+            # After the checkpoints of blocks, which may be of other values: remat reads the blocks as they are written.
+            partial(fuse_slices, platform=self.platform),
             # Outermost: sums are widened before they are divided, scaled or added.
             losses_in_float32,
         ]
