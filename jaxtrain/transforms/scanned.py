@@ -36,14 +36,8 @@ CHEAP = frozenset(
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
     del args
-<<<<<<< HEAD
-    custom = primitive.name in ("custom_jvp_call", "custom_vjp_call")
-    if custom or primitive.name in ("jit", "pjit"):
-        called = params["call_jaxpr" if custom else "jaxpr"]
-=======
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
     if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
->>>>>>> main
         return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(called))
     return primitive.name not in CHEAP
 
