@@ -7,11 +7,17 @@ from typing import Any, NamedTuple
 
 from jaxtrain.cpu.products import cpu_products
 from jaxtrain.step.objective import Compute, LossFn, losses_in_float32, validated
-<<<<<<< HEAD
-from jaxtrain.transforms import Groups, Hook, Policy, add_hooks, partial_gradients, remat, save_costly, unroll
-=======
-from jaxtrain.transforms import Hook, Policy, add_hooks, fuse_slices, remat, save_costly, unroll
->>>>>>> main
+from jaxtrain.transforms import (
+    Groups,
+    Hook,
+    Policy,
+    add_hooks,
+    fuse_slices,
+    partial_gradients,
+    remat,
+    save_costly,
+    unroll,
+)
 
 
 def identity(compute: Compute) -> Compute:
