@@ -75,7 +75,8 @@ class LossProgram(NamedTuple):
             if self.remat != "none"
             else partial(save_costly, platform=self.platform),
             # After the checkpoints of blocks, which may be of other values: remat reads the blocks as they are written.
-            partial(fuse_slices, platform=self.platform),
+            # On a mesh the compiler pipelines only loops that are written as JAX writes them.
+            identity if self.is_on_mesh else partial(fuse_slices, platform=self.platform),
             # Outermost: sums are widened before they are divided, scaled or added.
             losses_in_float32,
         ]
