@@ -85,8 +85,9 @@ def activations(case: Case, precision: str, *, accumulate: int = 1, seed: int = 
     ours = dict(zip(wanted, low, strict=True))
     found = []
     for module, equal in pairs.items():
-        # The nearest of the values that are equal in float64: the others are steps on the way to it.
-        at = min(equal, key=lambda i: _error(ours[i], values[i]))
+        # The nearest of the values that are equal in float64, and of equally near ones the first: the others are steps
+        # on the way to it, or copies.
+        at = min(sorted(equal), key=lambda i: _error(ours[i], values[i]))
         errors = _error(theirs[module], true[module]), _error(ours[at], values[at])
         found.append(Activation(module, theirs[module], ours[at], *errors, wide[at].at))
     return found
