@@ -155,7 +155,7 @@ def test_nothing_is_located_in_a_correct_case(name: str) -> None:
     assert locate(CASES[name](), seed=3) is None
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [transformer, convolved])
 def test_nothing_is_located_in_the_models_of_this_file_without_a_bug(case: Any) -> None:
     assert locate(case("")) is None
