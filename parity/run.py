@@ -207,7 +207,10 @@ def _within_rounding(case: Case, examination: Examination, settings: Settings) -
     ours, theirs = examination.ours, examination.theirs
     weights, k, remat = torch_side.initial_weights(case, settings.seed), settings.accumulate, settings.remat
     run = partial(jax_side.run, case, weights, "fp64", accumulate=k, remat=remat, steps=settings.steps)
-    nudged = [run(seed=settings.seed, nudge=i) for i in range(REORDERINGS)]
+    nudged = [run(seed=settings.seed, nudge=0)]
+    if all(np.array_equal(x, ours.grads[name]) for name, x in nudged[0].grads.items()):
+        return None  # JAX has no rounded constants
+    nudged += [run(seed=settings.seed, nudge=i) for i in range(1, REORDERINGS)]
     verdict = same_meaning(ours, theirs, judged=settings.steps, nudged=nudged)
     return replace(examination, verdict=verdict) if verdict.passed else None
 
