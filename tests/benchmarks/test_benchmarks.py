@@ -51,7 +51,7 @@ def test_engines_take_the_same_steps_under_every_setting(job):
     assert ours.flops == FLOPS
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", [*FEATURES, "bare"])
 def test_features_change_the_losses_only_by_clipping(feature):
     plain, other = (engine(small_job("jax", feature=f), WORKLOADS["gpt2-tiny"]) for f in ("no clipping", feature))

@@ -38,7 +38,7 @@ def printed_losses(out: str) -> list[float]:
     return [float(own.split()[1]), float(wide.split()[0])]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_finite_step_has_the_logged_loss(precision, capsys):
     assert run(f"train digits-mlp {SMALL} --accumulate 2 --precision {precision} --out run") == 0

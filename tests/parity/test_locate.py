@@ -237,6 +237,7 @@ def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
     assert "self.ln_1(x)" in found.jax_source
 
 
+@pytest.mark.slow
 def test_the_layers_of_a_scanned_model_are_distinguished() -> None:
     case = gpt2.case()
 
@@ -350,7 +351,7 @@ def test_a_difference_that_also_exists_in_float64_is_located_in_float64() -> Non
     assert verdict.stage.startswith("in fp64 as well: loss: ")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "settings", "expected"),
     [

@@ -182,6 +182,7 @@ def case():
     return migration.case(rows=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "steps"), [("fp64", 20), pytest.param("bf16", 4, marks=pytest.mark.slow)])
 def test_the_case_continues_where_pytorch_stopped(case, precision, steps):
     assert parity.check(case, precision, accumulate=2, steps=steps).passed

@@ -62,6 +62,7 @@ def test_clipping_without_pytorchs_epsilon_is_detected(monkeypatch: pytest.Monke
     assert "exp_avg after the last step" in faults(CASES["mlp"]())
 
 
+@pytest.mark.slow
 def test_adams_epsilon_under_the_root_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def adamw(options: AdamW) -> optax.GradientTransformation:
         b1, b2 = options.betas
@@ -157,7 +158,9 @@ def test_flaxs_running_statistics_are_detected_in_the_buffers_only(
     ]
 
 
-@pytest.mark.parametrize(("perturbed", "eps"), [("a matrix", 3e-11), ("one of its 4096 elements", 1e-9)])
+@pytest.mark.parametrize(
+    ("perturbed", "eps"), [pytest.param("a matrix", 3e-11, marks=pytest.mark.slow), ("one of its 4096 elements", 1e-9)]
+)
 def test_a_tiny_perturbation_of_a_weight_is_detected(perturbed: str, eps: float) -> None:
     case = gpt2.case()
 

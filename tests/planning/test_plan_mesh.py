@@ -181,7 +181,7 @@ def floats(tree):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=4", "fsdp=4"])
 def test_the_communication_of_gpt2_matches_the_closed_form(mesh):
     k, n = 2, 4
