@@ -72,6 +72,12 @@ class Case:
             raise ValueError(f"{self.name} has no name table: pass the case through parity.weights.with_tables")
         return self.names, self.buffers
 
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """Names of PyTorch's buffers that have a counterpart in the JAX model state."""
+        _, table = self.tables
+        return () if table is None else tuple(param.name for param in table.params.values())
+
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield an effective batch for each step; the same batches for the same seed."""
         for step in range(steps):

@@ -101,9 +101,8 @@ def from_torch(case: Case, weights: Tensors) -> tuple[Any, Any]:
     table, buffers_table = case.tables
     if buffers_table is None:
         return table.to_jax(weights, like=case.params_like), None
-    names = {param.name for param in buffers_table.params.values()}
-    buffers = {name: x for name, x in weights.items() if name in names}
-    params = {name: x for name, x in weights.items() if name not in names}
+    buffers = {name: x for name, x in weights.items() if name in case.buffer_names}
+    params = {name: x for name, x in weights.items() if name not in case.buffer_names}
     return table.to_jax(params, like=case.params_like), buffers_table.to_jax(buffers, like=case.state_like)
 
 

@@ -186,33 +186,37 @@ def _with_other_constants(case: Case, examination: Examination, settings: Settin
     examinations = [(case, examination)]
     notes: tuple[str, ...] = ()
     if names:
-        second = _training(exact, "fp64", settings, live_reference(exact, "fp64", settings))
+        # JAX's run is the same: it computes its own constants.
+        second = _judged(examination.ours, live_reference(exact, "fp64", settings))
         notes = (f"{_listed(names)} rounded to float32 in PyTorch; compared in float64",)
         examinations.append((exact, second))
         if second.verdict.passed:
             return [case, exact], replace(second, notes=notes)
-    for compared, failed in examinations[::-1]:
-        if judged := _within_rounding(compared, failed, settings):
-            line = f"JAX's constants rounded to float32 explain the difference, {judged.verdict.grad_rel_max:.1e}"
-            return [compared], replace(judged, notes=(*(notes if compared is exact else ()), line))
+    close = [(compared, e) for compared, e in examinations[::-1] if _rel_max(e.verdict) <= ROUNDING]
+    nudged = _nudged_runs(case, examination.ours, settings) if close else []
+    for compared, failed in close if nudged else []:
+        verdict = same_meaning(failed.ours, failed.theirs, judged=settings.steps, nudged=nudged)
+        if verdict.passed:
+            line = f"JAX's constants rounded to float32 explain the difference, {verdict.grad_rel_max:.1e}"
+            notes = (*(notes if compared is exact else ()), line)
+            return [compared], replace(failed, verdict=verdict, notes=notes)
     return [compared for compared, _ in examinations], examination
 
 
-def _within_rounding(case: Case, examination: Examination, settings: Settings) -> Examination | None:
-    """The examination, if the rounding of JAX's float32 constants explains the difference."""
+def _rel_max(verdict: Verdict) -> float:
+    return max(verdict.loss_rel, verdict.grad_rel_max)
+
+
+def _nudged_runs(case: Case, ours: Record, settings: Settings) -> list[Record]:
+    """JAX's runs with its float32 constants changed within their rounding; none if it has no such constants."""
     from parity import jax_side, torch_side
 
-    if max(examination.verdict.loss_rel, examination.verdict.grad_rel_max) > ROUNDING:
-        return None
-    ours, theirs = examination.ours, examination.theirs
     weights, k, remat = torch_side.initial_weights(case, settings.seed), settings.accumulate, settings.remat
     run = partial(jax_side.run, case, weights, "fp64", accumulate=k, remat=remat, steps=settings.steps)
-    nudged = [run(seed=settings.seed, nudge=0)]
-    if all(np.array_equal(x, ours.grads[name]) for name, x in nudged[0].grads.items()):
-        return None  # JAX has no rounded constants
-    nudged += [run(seed=settings.seed, nudge=i) for i in range(1, REORDERINGS)]
-    verdict = same_meaning(ours, theirs, judged=settings.steps, nudged=nudged)
-    return replace(examination, verdict=verdict) if verdict.passed else None
+    first = run(seed=settings.seed, nudge=0)
+    if all(np.array_equal(x, ours.grads[name]) for name, x in first.grads.items()):
+        return []
+    return [first, *(run(seed=settings.seed, nudge=i) for i in range(1, REORDERINGS))]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -318,11 +322,17 @@ def _training(case: Case, precision: str, settings: Settings, reference: Referen
 
     k, steps, seed = settings.accumulate, settings.steps, settings.seed
     ours = jax_side.run(case, reference.weights, precision, accumulate=k, remat=settings.remat, steps=steps, seed=seed)
-    theirs, one_ulp, truth = reference.theirs, reference.one_ulp, reference.truth
     if precision == "fp64":
-        return Examination(same_meaning(ours, theirs, one_ulp), ours, theirs, truth)
+        return _judged(ours, reference)
+    theirs, one_ulp, truth = reference.theirs, reference.one_ulp, reference.truth
     noise = reference.reordered or one_ulp
     return Examination(same_precision(ours, [theirs, *noise], truth, one_ulp), ours, theirs, truth)
+
+
+def _judged(ours: Record, reference: Reference) -> Examination:
+    """Compare two float64 runs."""
+    theirs = reference.theirs
+    return Examination(same_meaning(ours, theirs, reference.one_ulp), ours, theirs, reference.truth)
 
 
 def _tried_further(case: Case, examination: Examination, settings: Settings, coverage: Coverage) -> Examination:

@@ -33,10 +33,13 @@ def initial_weights(case: Case, seed: int) -> Tensors:
     Buffers that the case's tables leave out, such as a causal mask, have no counterpart in JAX.
     """
     model = seeded_model(case, seed)
-    _, buffers = case.tables
-    kept = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    kept |= set() if buffers is None else {param.name for param in buffers.params.values()}
-    return {name: tensor.numpy() for name, tensor in model.state_dict().items() if name in kept}
+    return with_counterpart(case, model, {name: tensor.numpy() for name, tensor in model.state_dict().items()})
+
+
+def with_counterpart(case: Case, model: torch.nn.Module, tensors: Tensors) -> Tensors:
+    """Return the parameters of a model among its tensors, and the buffers that the case's tables name."""
+    kept = {*case.buffer_names, *(name for name, _ in model.named_parameters(remove_duplicate=False))}
+    return {name: x for name, x in tensors.items() if name in kept}
 
 
 class Variant(NamedTuple):
@@ -215,14 +218,13 @@ class Updates:
 
 def with_exact_constants(case: Case) -> tuple[Case, tuple[str, ...]]:
     """Return the case with the constants of its PyTorch model in float64, and their names; for float64 runs only."""
-    kept = {param.name for param in case.buffers.params.values()} if case.buffers is not None else set()
 
     def torch_model() -> torch.nn.Module:
         model = case.torch_model()
-        recompute_constants(model, case.torch_model, kept)
+        recompute_constants(model, case.torch_model, case.buffer_names)
         return model
 
-    changed = recompute_constants(seeded_model(case, 0), lambda: seeded_model(case, 0), kept)
+    changed = recompute_constants(seeded_model(case, 0), lambda: seeded_model(case, 0), case.buffer_names)
     return replace(case, torch_model=torch_model), changed
 
 
@@ -287,15 +289,13 @@ def _check_alike(weights: set[int], case: Case) -> None:
 def snapshot(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Return copies of the parameters, the moments and the buffers in the case's tables."""
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    _, table = case.tables
-    names = [] if table is None else [param.name for param in table.params.values()]
     return Snapshot(
         params={name: _array(p, p) for name, p in params.items()},
         moments={
             moment: {name: _array(p, optimizer.state[p].get(moment)) for name, p in params.items()}
             for moment in case.optimizer.moments
         },
-        buffers={name: _array(buffers[name], buffers[name]) for name in names},
+        buffers={name: _array(buffers[name], buffers[name]) for name in case.buffer_names},
     )
 
 

@@ -15,11 +15,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtrain.errors import UserError
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
+from jaxtrain.transforms.platform import is_gpu
 from jaxtrain.transforms.recompute import RECOMPUTED
 
 BLOCK = "remat_block"
 FUSED = "fused_attention"
-GPU = ("gpu", "cuda", "rocm")
 
 
 def products(primitive: Any, *args: Any, **params: Any) -> bool:
@@ -114,7 +114,7 @@ def remat(fn: Callable[..., Any], policy: str, platform: str | None = None) -> C
     def in_scan(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         # The two loops of a scan share no computation that XLA could merge. Without a barrier, a kernel for a GPU reads
         # its slice of the saved arrays, which need not be copied first.
-        prevent_cse = (platform or jax.default_backend()) not in GPU
+        prevent_cse = not is_gpu(platform)
         return jaxpr.interpret(body, consts, args, partial(checkpoint_blocks, prevent_cse=prevent_cse))
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.remat import BLOCK, GPU
+from jaxtrain.transforms.platform import transform_on_gpu
+from jaxtrain.transforms.remat import BLOCK
 
 CHEAP = frozenset(
     {
@@ -66,7 +67,7 @@ def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable
         del run
         return jaxpr.HIGHER_ORDER["scan"](eqn, args, _run_scanned) if eqn.primitive.name == "scan" else None
 
-    return _on_a_gpu(fn, rule, platform)
+    return transform_on_gpu(fn, rule, platform)
 
 
 def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -101,7 +102,7 @@ def fuse_slices(fn: Callable[..., Any], platform: str | None = None) -> Callable
         del run
         return jaxpr.HIGHER_ORDER["scan"](eqn, args, in_scan) if eqn.primitive.name == "scan" else None
 
-    return _on_a_gpu(fn, rule, platform)
+    return transform_on_gpu(fn, rule, platform)
 
 
 def _keep_apart(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
@@ -141,17 +142,6 @@ def _is_cheap(traced: Jaxpr) -> bool:
         all(map(_is_cheap, inner)) if (inner := jaxpr.inner_jaxprs(eqn)) else not costly(eqn.primitive, **eqn.params)
         for eqn in traced.eqns
     )
-
-
-def _on_a_gpu(fn: Callable[..., Any], rule: jaxpr.Rule, platform: str | None) -> Callable[..., Any]:
-    """Apply `rule` to `fn` if it is compiled for a GPU."""
-    rewritten = jaxpr.transform(fn, rule)
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        on_gpu = (platform or jax.default_backend()) in GPU
-        return (rewritten if on_gpu else fn)(*args, **kwargs)
-
-    return chosen
 
 
 def _run_scanned(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from jaxtrain.transforms import jax_internals, jaxpr
-from jaxtrain.transforms.remat import GPU
+from jaxtrain.transforms.platform import transform_on_gpu
 
 
 def unfilled_stacks(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -37,13 +37,7 @@ def unfilled_stacks(fn: Callable[..., Any], platform: str | None = None) -> Call
       >>> [str(jax.make_jaxpr(unfilled_stacks(squares, p))(jnp.ones(3))).count("unfilled[") for p in ("cpu", "gpu")]
       [0, 1]
     """
-    rewritten = jaxpr.transform(fn, _rule)
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        on_gpu = (platform or jax.default_backend()) in GPU
-        return (rewritten if on_gpu else fn)(*args, **kwargs)
-
-    return chosen
+    return transform_on_gpu(fn, _rule, platform)
 
 
 def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:

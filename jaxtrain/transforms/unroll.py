@@ -8,13 +8,13 @@ takes longer to compile, runs faster and computes the same numbers.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.remat import BLOCK, GPU
+from jaxtrain.transforms.platform import is_gpu
+from jaxtrain.transforms.remat import BLOCK
 
 
 def unroll(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
@@ -43,8 +43,7 @@ def unroll(fn: Callable[..., Any], platform: str | None = None) -> Callable[...,
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         if eqn.primitive.name == "scan" and _has_block(eqn.params["jaxpr"].jaxpr):
-            on_gpu = (platform or jax.default_backend()) in GPU
-            return jaxpr.unroll_scan(eqn, args, run, _features_last if on_gpu else None)
+            return jaxpr.unroll_scan(eqn, args, run, _features_last if is_gpu(platform) else None)
         return None
 
     return jaxpr.transform(fn, rule)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from jaxtrain.interop import LAYER, Layout, leaves
+from jaxtrain.interop import LAYER, Layout, leaves, linear_after_flatten
 from parity.weights.layouts import Shape, head_layouts, whole_layouts
 from parity.weights.names import Name, name_prices, natural, sibling_prices
 
@@ -109,6 +109,16 @@ class Side:
     def _whole(self, unit: Unit, path: str) -> list[Layout]:
         shape = self._each(unit, path)
         return [] if shape is None else whole_layouts(unit.shape, shape, unit.owner, self.channels)
+
+    @property
+    def flattened(self) -> set[str]:
+        """The `Unit.lookalikes` of the linear layers that may follow a flattened image."""
+        return {
+            unit.lookalikes
+            for unit in self.units
+            for path in self.leaves
+            if any(layout.source.startswith(linear_after_flatten.__name__) for layout in self.layouts(unit, path))
+        }
 
     @property
     def ambiguous(self) -> bool:

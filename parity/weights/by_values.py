@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxtrain.interop import Layout, linear_after_flatten, unflatten
+from jaxtrain.interop import Layout, unflatten
 from parity.record import Tensors
 from parity.weights.assignment import Costs, Side, Unit
 from parity.weights.probe import Probe, generator, random_perturbation, relative_distance
@@ -15,13 +15,7 @@ from parity.weights.tied import tied_names
 
 def by_values(model: torch.nn.Module, sides: Sequence[Side], probe: Probe) -> Costs:
     """Costs by the changes of the two losses, from values under which every assignment is equal."""
-    flattened = {
-        unit.lookalikes
-        for side in sides
-        for unit in side.units
-        for path in side.leaves
-        if any(layout.source.startswith(linear_after_flatten.__name__) for layout in side.layouts(unit, path))
-    }
+    flattened = {lookalikes for side in sides for lookalikes in side.flattened}
     shared = {
         unit.name: [_shared_value(unit, unit.lookalikes in flattened)] * len(unit.tensors)
         for s in sides

@@ -8,7 +8,9 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.interop import LAYER, NameTable, leaves
 from parity.case import Case
-from parity.torch_side import seeded_model
+from parity.jax_side import from_torch
+from parity.record import Tensors
+from parity.torch_side import seeded_model, with_counterpart
 from parity.weights.probe import (
     MAX_DISTANCE,
     NEGLIGIBLE_CHANGE,
@@ -17,7 +19,7 @@ from parity.weights.probe import (
     random_weights,
     relative_distance,
 )
-from parity.weights.proposal import conversion, with_tables
+from parity.weights.proposal import with_tables
 from parity.weights.tied import tied_names
 
 
@@ -63,7 +65,10 @@ def prove(case: Case) -> Proof:
     ties = {**tied_names(model), **table.tied}
     params_used = _used(table, case.params_like)
     buffers_used = [] if buffers is None else _used(buffers, case.state_like)
-    weights, to_jax = random_weights(model, {*params_used, *buffers_used}), conversion(case, model)
+    weights = random_weights(model, {*params_used, *buffers_used})
+
+    def to_jax(weights: Tensors) -> tuple[Any, Any]:
+        return from_torch(case, with_counterpart(case, model, weights))
 
     twice = sorted(name for name, times in Counter([*params_used, *buffers_used]).items() if times > 1)
     try:

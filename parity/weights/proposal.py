@@ -1,16 +1,16 @@
 """The proposal of name tables: the cheapest assignment of tensors to leaves, tried under random weights."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam, linear_after_flatten
+from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
-from parity.record import Tensors
-from parity.torch_side import seeded_model
+from parity.jax_side import from_torch
+from parity.torch_side import seeded_model, with_counterpart
 from parity.weights.assignment import Choice, Match, Side, no_costs
 from parity.weights.by_values import by_values
 from parity.weights.layouts import OWNERS, Convolution
@@ -71,9 +71,11 @@ def proposal_of(case: Case) -> Proposal:
     of_images = _sides(model, case.params_like, case.state_like, _image_channels(model))
     if not any(side.ambiguous for side in of_images):
         return _proposal(model, case, [side.assigned(no_costs) for side in of_images])
-    without_images = [_sides(model, case.params_like, case.state_like, ())] if _flatten(of_images) else []
+    options = [of_images]
+    if any(side.flattened for side in of_images):
+        options.insert(0, _sides(model, case.params_like, case.state_like, ()))
     tried: list[_Tried] = []
-    for sides in [*without_images, of_images]:
+    for sides in options:
         costs = by_values(model, sides, probe)
         tried.append(_try(model, case, probe, [side.assigned(costs) for side in sides]))
         if tried[-1].agrees:
@@ -123,24 +125,6 @@ def as_source(table: NameTable) -> str:
     return "\n".join(["NameTable(", "    {", *params, "    },", f"    tied={{{tied}}},", ")"])
 
 
-def conversion(case: Case, model: torch.nn.Module) -> Callable[[Tensors], tuple[Any, Any]]:
-    """Return a function from the tensors of a case's PyTorch model to JAX's parameters and model state.
-
-    Buffers that no table names, such as a causal mask, have no counterpart.
-    """
-    table, buffers = case.tables
-    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state = set() if buffers is None else {param.name for param in buffers.params.values()}
-
-    def to_jax(weights: Tensors) -> tuple[Any, Any]:
-        return (
-            table.to_jax({name: x for name, x in weights.items() if name in params}, like=case.params_like),
-            None if buffers is None else buffers.to_jax({name: weights[name] for name in state}, like=case.state_like),
-        )
-
-    return to_jax
-
-
 def _sides(model: torch.nn.Module, params_like: Any, state_like: Any, channels: Iterable[int]) -> list[Side]:
     """The parameters, and the buffers if the JAX model has a state. Raises `UserError` for what is left over."""
     ties = tied_names(model)
@@ -159,12 +143,6 @@ def _sides(model: torch.nn.Module, params_like: Any, state_like: Any, channels: 
 def _image_channels(model: torch.nn.Module) -> set[int]:
     """Numbers of channels of the images that a linear layer may flatten."""
     return {m.out_channels for m in model.modules() if isinstance(m, Convolution)}
-
-
-def _flatten(sides: Sequence[Side]) -> bool:
-    """Whether a linear layer may follow a flattened image."""
-    layouts = [layout for side in sides for u in side.units for path in side.leaves for layout in side.layouts(u, path)]
-    return any(layout.source.startswith(linear_after_flatten.__name__) for layout in layouts)
 
 
 @dataclass(frozen=True)
@@ -191,12 +169,12 @@ def _try(model: torch.nn.Module, case: Case, probe: Probe, choices: Sequence[Cho
     whole = replace(case, names=proposal.names, buffers=proposal.buffers)
     used = [name for choice in choices for match in choice.values() for name in match.unit.tensors]
     weights = random_weights(model, used)
-    return _Tried(proposal, choices, probe.torch_loss(weights), probe.jax_loss(*conversion(whole, model)(weights)))
+    arguments = from_torch(whole, with_counterpart(whole, model, weights))
+    return _Tried(proposal, choices, probe.torch_loss(weights), probe.jax_loss(*arguments))
 
 
 def _proposal(model: torch.nn.Module, case: Case, choices: Sequence[Choice]) -> Proposal:
-    ties = {alias: name for alias, name in tied_names(model).items() if name in dict(model.named_parameters())}
-    names = case.names or _table(choices[0], ties)
+    names = case.names or _table(choices[0], tied_names(model))
     return Proposal(names, case.buffers or (_table(choices[1], {}) if case.state_like is not None else None))
 
 
@@ -222,7 +200,7 @@ def _exchanged(ours: Sequence[Choice], agreed: Sequence[Choice]) -> list[str]:
         f"{path} is {match.unit.name} by its name, but the losses agree under random weights only if it is "
         f"{other[path].unit.name}"
         for path, match in _matches(ours)
-        if (match.unit, match.layout) != (other[path].unit, other[path].layout)
+        if match.unit != other[path].unit
     ]
     return lines[:LISTED]
 
