@@ -100,7 +100,6 @@ ops(
         "copysign.Tensor copysign.Scalar": jnp.copysign,
         "hypot.default": lambda x, y: subgradients.norm(jnp.stack(jnp.broadcast_arrays(x, y)), axis=0),
         "ldexp.Tensor": lambda x, exponent: x * 2.0**exponent,
-        "i0.default": special.i0,
         "logaddexp.default": jnp.logaddexp,
         "logaddexp2.default": jnp.logaddexp2,
         "xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self": special.xlogy,

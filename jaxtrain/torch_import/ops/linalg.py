@@ -84,5 +84,7 @@ def addr(added: jax.Array, x: jax.Array, y: jax.Array, *, beta: Any = 1, alpha: 
 def cdist(x: jax.Array, y: jax.Array, p: float, compute_mode: int | None) -> jax.Array:
     """Distances between all pairs of rows, with gradient 0 where two rows are equal."""
     del compute_mode
+    if p == 0:
+        raise NotImplementedError("p = 0")
     differences = x[..., :, None, :] - y[..., None, :, :]
     return subgradients.norm(jnp.moveaxis(differences, -1, 0), p, 0)

@@ -171,7 +171,8 @@ def batch_norm_with_statistics(
     y, mean, var = as_kernel(_by_batch, x, weight, bias, eps=eps)
     count = x.size // x.shape[1]
     new_mean, new_var = _moved(running_mean, mean, momentum), _moved(running_var, var * count / (count - 1), momentum)
-    return y, mean, lax.rsqrt(var + eps), new_mean, new_var
+    # PyTorch has no gradient of the statistics that it saves for its own backward pass.
+    return y, lax.stop_gradient(mean), lax.stop_gradient(lax.rsqrt(var + eps)), new_mean, new_var
 
 
 @op("_native_batch_norm_legit.no_stats")

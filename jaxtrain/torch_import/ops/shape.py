@@ -129,9 +129,12 @@ def pad(x: jax.Array, pad: Sequence[int], mode: str = "constant", value: float |
     widths = [(0, 0)] * (x.ndim - len(pad) // 2) + [(pad[i], pad[i + 1]) for i in range(len(pad) - 2, -1, -2)]
     if mode == "constant":
         return lax.pad(x, jnp.asarray(value or 0, x.dtype), [(low, high, 0) for low, high in widths])
-    padded = [(max(low, 0), max(high, 0)) for low, high in widths]
-    x = jnp.pad(x, padded, mode={"reflect": "reflect", "replicate": "edge", "circular": "wrap"}[mode])
-    return lax.pad(x, jnp.zeros((), x.dtype), [(min(low, 0), min(high, 0), 0) for low, high in widths])
+    added = [(max(low, 0), max(high, 0)) for low, high in widths]
+    cut = [(min(low, 0), min(high, 0), 0) for low, high in widths]
+    zero = jnp.zeros((), x.dtype)
+    if mode == "circular":
+        return jnp.pad(lax.pad(x, zero, cut), added, mode="wrap")
+    return lax.pad(jnp.pad(x, added, mode={"reflect": "reflect", "replicate": "edge"}[mode]), zero, cut)
 
 
 @op("constant_pad_nd.default")
