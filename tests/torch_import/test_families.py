@@ -26,19 +26,16 @@ def case_of(name: str) -> Case:
     def loss(outputs: Any, batch: Any) -> jt.Loss:
         return jt.Loss(sum((x * slopes(x, np.asarray)).sum() for x in jax.tree.leaves(outputs)), ROWS)
 
-    return Case(
-        name=name,
+    return Case.of_import(
+        name,
+        model,
         torch_model=family.module,
         torch_loss=torch_loss,
         loss_fn=model.loss(loss),
-        params_like=model.params,
-        names=model.names,
         batch=lambda seed, rows: family.inputs(seed),
         rows=ROWS,
         optimizer=AdamW(lr=1e-3),
         clip_norm=1.0,
-        state_like=model.state,
-        buffers=model.state_names,
     )
 
 
