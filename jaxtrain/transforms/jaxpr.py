@@ -44,12 +44,16 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     return retrace(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
 
 
-def retrace(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
-    """Return `fn` with its jaxpr evaluated by `evaluate(closed, leaves of the arguments)`."""
+def retrace(
+    fn: Callable[..., Any],
+    evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]],
+    trace: Callable[..., Any] = jax.make_jaxpr,
+) -> Callable[..., Any]:
+    """Return `fn` with its jaxpr, as `trace` makes it, evaluated by `evaluate(closed, leaves of the arguments)`."""
 
     @functools.wraps(fn)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        closed, out_shape = trace(fn, return_shape=True)(*args, **kwargs)
         outs = evaluate(closed, jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
 
