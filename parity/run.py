@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxtrain.errors import user_facing
 from parity.case import Case
 from parity.compare import Verdict, median, same_meaning, same_precision
 from parity.coverage import Coverage, at_kinks, kinks
@@ -89,6 +90,7 @@ class Examination:
     not_exercised: tuple[str, ...] = ()
 
 
+@user_facing
 def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Verdict:
     """Train a case in PyTorch and in JAX and compare the two runs.
 
@@ -116,6 +118,7 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
     return examine(case, precision, locate=locate, **settings).verdict
 
 
+@user_facing
 def assert_matches(case: Case, precision: str = "fp64", **settings: Any) -> None:
     """Run `check` with `locate` and raise if the case does not hold.
 

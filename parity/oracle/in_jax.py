@@ -67,16 +67,16 @@ def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[...
     return jaxpr.retrace(fn, evaluate, _traced)
 
 
-def _traced(fn: Callable[..., Any], return_shape: bool) -> Callable[..., Any]:
+def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Trace `fn` as `jax.make_jaxpr` does, in 32 bits if it mixes dtypes in x64 mode."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         try:
-            return jax.make_jaxpr(fn, return_shape=return_shape)(*args, **kwargs)
+            return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         except TypeError:
             narrow_args, narrow_kwargs = jax.tree.map(_narrow, (args, kwargs))
         with jax.enable_x64(False):
-            return jax.make_jaxpr(fn, return_shape=return_shape)(*narrow_args, **narrow_kwargs)
+            return jax.make_jaxpr(fn, return_shape=True)(*narrow_args, **narrow_kwargs)
 
     return trace
 
