@@ -59,7 +59,7 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a score of each row of the embedding."""
-        return self.embedding(x).mean(1) @ self.embedding.weight.T + self.embedding.weight.sum(1)
+        return ((self.embedding(x).mean(1)[:, None] + 1) * self.embedding.weight).sum(-1)
 
 
 def tied(p: Any, x: Any, trained: bool = False, frozen: bool = False) -> Any:
@@ -68,7 +68,7 @@ def tied(p: Any, x: Any, trained: bool = False, frozen: bool = False) -> Any:
     fixed = jnp.where(np.arange(3)[:, None] == 0, lax.stop_gradient(weight), weight)
     y = (weight if trained else fixed)[x].mean(1)
     output = fixed if frozen else weight
-    return y @ output.T + output.sum(1)
+    return ((y[:, None] + 1) * output).sum(-1)
 
 
 def default_layer_norm() -> nn.Module:
