@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.selections import BATCHES
 from parity.torch_side import seeded_model, tensor
 
+BATCHES = 3
+"""Number of batches; later ones are drawn only while a row is untested."""
 NEVER, HIDDEN = "is never an input", "is an input only where the loss does not depend on it"
 
 

@@ -97,7 +97,7 @@ def _named(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
     from parity.conditions import unmet_conditions
-    from parity.selections import one_sided_selections
+    from parity.one_sided import one_sided_selections
 
     coverage = Coverage()
     candidates, examination = compare(case, settings, coverage)

@@ -7,17 +7,10 @@ no frequency is in the band. A condition that depends on the parameters is left 
 
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
-from parity.case import Case
 from parity.source import source_line
-
-BATCHES = 3
-"""Number of batches; later ones are drawn only while a selection takes one side."""
-LISTED = 5
-"""Number of selections that are named."""
 
 Site = tuple[str, str, int]
 """What is decided, and the file and line of the call."""
@@ -60,35 +53,8 @@ class Selections:
                 yield f"{what} is {next(iter(sides))} throughout: {source_line(file, line)}"
 
 
-def one_sided_selections(case: Case, seed: int = 0) -> list[str]:
-    """Return a line for each selection of the PyTorch and of the JAX program that took one side only.
-
-    Args:
-      case: The case.
-      seed: Seed of weights and data.
-
-    Returns:
-      The lines of the first selections, and their number if there are more.
-    """
-    from parity.jax_selections import watch_jax
-    from parity.torch_selections import watch_torch
-
-    lines = [*_watched(watch_torch, case, seed), *_watched(watch_jax, case, seed)]
-    more = len(lines) - LISTED
-    return [*lines[:LISTED], *([f"{more} more selections took one side only"] if more > 0 else [])]
-
-
 def caller(frame: FrameType | None, skipped: tuple[str, ...]) -> tuple[str, int] | None:
     """Return file and line of the innermost frame outside of the files and folders `skipped`."""
     while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-
-
-def _watched(watch: Any, case: Case, seed: int) -> Iterator[str]:
-    selections = Selections()
-    for batch in case.batches(seed, BATCHES):
-        watch(case, batch, seed, selections)
-        if not selections.one_sided:
-            break
-    return selections.lines()

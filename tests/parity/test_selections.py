@@ -15,8 +15,8 @@ import jaxtrain
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import AdamW, Case
 from parity.cases import llama
+from parity.one_sided import one_sided_selections
 from parity.run import examine
-from parity.selections import one_sided_selections
 
 ROWS, WIDTH = 2, 3
 
