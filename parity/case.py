@@ -87,10 +87,12 @@ class Case:
         Returns:
           The case.
         """
-        given = {"torch_model": torch_model, "torch_loss": torch_loss, "loss_fn": loss_fn, "batch": batch}
         return cls(
             name=name,
-            **given,
+            torch_model=torch_model,
+            torch_loss=torch_loss,
+            loss_fn=loss_fn,
+            batch=batch,
             params_like=model.params,
             names=model.names,
             rows=rows,

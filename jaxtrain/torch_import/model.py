@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Spec
 from jaxtrain.torch_import.interpret import interpret
@@ -31,7 +32,6 @@ class ImportedModel:
     Attributes:
       params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name.
       state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
-      frozen: Predicate on names: whether the parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class ImportedModel:
         """The table from `state` to PyTorch's names; None for a module without state."""
         return None if self.state is None else NameTable({name: TorchParam(name) for name in self.state})
 
-    def frozen(self, name: str) -> bool:
-        """Return whether a parameter has `requires_grad=False` in PyTorch."""
-        return name in self._frozen
+    @property
+    def frozen(self) -> Frozen:
+        """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
+        return self._frozen.__contains__ if self._frozen else none_frozen
 
     def __call__(
         self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
