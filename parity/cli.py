@@ -29,9 +29,11 @@ from rich.console import Console
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
+from parity.examination import Examination
 from parity.locate import STEPS, locate
 from parity.report import Result, bars, divergence, document, table
-from parity.run import PRECISIONS, Examination, Settings, examine, replay, validate
+from parity.run import examine, replay
+from parity.settings import PRECISIONS, Settings, validate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

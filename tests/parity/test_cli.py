@@ -15,9 +15,10 @@ from parity.case import Case
 from parity.cases import CASES, SUMMARIES, gpt2
 from parity.cli import main
 from parity.compare import Verdict
+from parity.examination import Examination
 from parity.record import Record, Snapshot
 from parity.report import Result, document
-from parity.run import Examination, Settings
+from parity.settings import Settings
 
 ROW = [
     *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
