@@ -25,7 +25,11 @@ WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": CLASSES}
 DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OF_BART = {
-    **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in {"layers": 2, "attention_heads": 4}.items()},
+    **{
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in {"layers": 2, "attention_heads": 4}.items()
+    },
     **{"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
     **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
 }
@@ -253,7 +257,9 @@ def whisper() -> Case:
 
 @port(FLAX.format("vit"))
 def vit() -> Case:
-    return transformers_case("ViTForImageClassification", transformers.ViTConfig(**WIDE, **IMAGE, **DRY), images, (1, 16, 16, 3))
+    return transformers_case(
+        "ViTForImageClassification", transformers.ViTConfig(**WIDE, **IMAGE, **DRY), images, (1, 16, 16, 3)
+    )
 
 
 @port(FLAX.format("beit"))
@@ -264,5 +270,115 @@ def beit() -> Case:
 
 @port(FLAX.format("dinov2"))
 def dinov2() -> Case:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2, "layerscale_value": 0.5, **IMAGE}
-    return transformers_case("Dinov2ForImageClassification", transformers.Dinov2Config(**sizes, **DRY), images, (1, 16, 16, 3))
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "mlp_ratio": 2,
+        "layerscale_value": 0.5,
+        **IMAGE,
+    }
+    return transformers_case(
+        "Dinov2ForImageClassification", transformers.Dinov2Config(**sizes, **DRY), images, (1, 16, 16, 3)
+    )
+
+
+@port("diffusers.models.vae_flax")
+def autoencoder_kl() -> Case:
+    import diffusers
+
+    sizes = {"block_out_channels": (8, 16), "latent_channels": 2, "norm_num_groups": 4, "sample_size": 16}
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    module = importlib.import_module("diffusers.models.vae_flax")
+    model = module.FlaxAutoencoderKL(**sizes, **blocks)
+
+    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jt.Loss, dict[str, Any]]:
+        pixels = batch["pixel_values"]
+        return jt.Loss(jnp.square(model.apply({"params": params}, pixels).sample - pixels).sum(), pixels.size), {}
+
+    def torch_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        pixels = batch["pixel_values"]
+        return torch.square(model.eval()(pixels).sample - pixels).sum(), pixels.numel()
+
+    return Case(
+        name="diffusers-AutoencoderKL",
+        torch_model=lambda: diffusers.AutoencoderKL(**sizes, **blocks),
+        torch_loss=torch_loss,
+        loss_fn=loss_fn,
+        params_like=jax.eval_shape(model.init_weights, jax.random.key(0)),
+        names=None,
+        batch=images,
+        rows=ROWS,
+        optimizer=AdamW(lr=1e-2),
+        clip_norm=1.0,
+    )
+
+
+@port("diffusers.models.unets.unet_2d_condition_flax")
+def unet() -> Case:
+    import diffusers
+
+    sizes = {"block_out_channels": (64,), "layers_per_block": 1, "cross_attention_dim": 16, "sample_size": 8}
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    module = importlib.import_module("diffusers.models.unets.unet_2d_condition_flax")
+    model = module.FlaxUNet2DConditionModel(**sizes, **blocks)
+
+    def batch(seed: int, rows: int) -> Batch:
+        rng = np.random.default_rng(seed)
+        normal = {"sample": (rows, 4, 8, 8), "noise": (rows, 4, 8, 8), "text": (rows, LENGTH, 16)}
+        arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in normal.items()}
+        return {**arrays, "timestep": rng.integers(0, 1000, rows).astype(np.int32)}
+
+    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jt.Loss, dict[str, Any]]:
+        noise = model.apply({"params": params}, batch["sample"], batch["timestep"], batch["text"]).sample
+        return jt.Loss(jnp.square(noise - batch["noise"]).sum(), noise.size), {}
+
+    def torch_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        noise = model.eval()(batch["sample"], batch["timestep"], batch["text"]).sample
+        return torch.square(noise - batch["noise"]).sum(), noise.numel()
+
+    return Case(
+        name="diffusers-UNet2DConditionModel",
+        torch_model=lambda: diffusers.UNet2DConditionModel(**sizes, **blocks),
+        torch_loss=torch_loss,
+        loss_fn=loss_fn,
+        params_like=jax.eval_shape(model.init_weights, jax.random.key(0)),
+        names=None,
+        batch=batch,
+        rows=ROWS,
+        optimizer=AdamW(lr=1e-2),
+        clip_norm=1.0,
+    )
+
+
+@port(FLAX.format("resnet"))
+def resnet() -> Case:
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    config = transformers.ResNetConfig(**sizes, num_labels=CLASSES)
+    module = importlib.import_module(FLAX.format("resnet"))
+    model = module.FlaxResNetForImageClassification(config, input_shape=(1, 16, 16, 3), _do_init=False)
+    like = jax.eval_shape(lambda: model.init_weights(jax.random.key(0), (1, 16, 16, 3)))
+
+    def loss_fn(params: Any, batch: Batch, rng: jax.Array | None, model_state: Any) -> Any:
+        given = {"params": params, "batch_stats": model_state}
+        out, new = model(batch["pixel_values"], params=given, train=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(out.logits, batch["labels"])
+        return jt.Loss(losses.sum(), losses.size), {}, new["batch_stats"]
+
+    def torch_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        logits, labels = model.train()(batch["pixel_values"]).logits, batch["labels"].long()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels)
+
+    return Case(
+        name="transformers-ResNetForImageClassification",
+        torch_model=lambda: transformers.ResNetForImageClassification(config),
+        torch_loss=torch_loss,
+        loss_fn=loss_fn,
+        params_like=dict(like["params"]),
+        names=None,
+        batch=images,
+        rows=4,
+        optimizer=AdamW(lr=1e-2),
+        clip_norm=1.0,
+        state_like=dict(like["batch_stats"]),
+    )
