@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from jaxtrain.errors import user_facing
 from parity.case import Case
 from parity.compare import Verdict
 from parity.coverage import Coverage
@@ -16,6 +17,7 @@ from parity.reference import Reference, live_reference
 from parity.settings import Settings, validate
 
 
+@user_facing
 def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Verdict:
     """Train a case in PyTorch and in JAX and compare the two runs.
 
@@ -43,6 +45,7 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
     return examine(case, precision, locate=locate, **settings).verdict
 
 
+@user_facing
 def assert_matches(case: Case, precision: str = "fp64", **settings: Any) -> None:
     """Run `check` with `locate` and raise if the case does not hold.
 
