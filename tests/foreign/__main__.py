@@ -6,17 +6,16 @@ With the packages of `requirements.txt` on PYTHONPATH.
 import sys
 import warnings
 
-import jax
-
 import conftest  # noqa: F401  # the settings of the tests
 from tests.foreign import gallery
+from tests.foreign.edits import implicit_promotion
 from tests.foreign.ports import PORTS
 
 warnings.simplefilter("ignore")
 page = gallery.PAGE.read_text()
 page = gallery.with_blocks(page, gallery.CODE, gallery.code)
 recorded = gallery.blocks(page, gallery.REPORT)
-with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+with implicit_promotion():
     for name in sys.argv[1:] or PORTS:
         recorded[name] = gallery.report(name)
         print(recorded[name], flush=True)

@@ -1,10 +1,11 @@
-"""Foreign models are written for JAX's default promotion, which the other tests forbid."""
+"""Published models need JAX's implicit promotion, which the other tests forbid."""
 
-import jax
 import pytest
+
+from tests.foreign.edits import implicit_promotion
 
 
 @pytest.fixture(autouse=True)
 def _implicit_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with implicit_promotion():
         yield

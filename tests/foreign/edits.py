@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
 
+import jax
+
+
+@contextmanager
+def implicit_promotion() -> Iterator[None]:
+    """JAX's own promotion of dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
 
 @dataclass(frozen=True)
 class Edit:
