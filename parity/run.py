@@ -28,7 +28,8 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
       case: The case.
       precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute" or "bf16_params".
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
-        explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well.
+        explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
+        and selections of which only one side was taken are listed.
       **settings: Fields of `Settings`.
 
     Returns:
@@ -96,6 +97,7 @@ def _named(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
     from parity.conditions import unmet_conditions
+    from parity.one_sided import one_sided_selections
 
     coverage = Coverage()
     candidates, examination = compare(case, settings, coverage)
@@ -105,6 +107,8 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
     if not locate:
         return examination
     if examination.verdict.passed:
+        selections = one_sided_selections(case, settings.seed)
+        examination = replace(examination, not_exercised=(*examination.not_exercised, *selections))
         return _tried_further(case, examination, settings, coverage)
     return replace(examination, verdict=place(candidates, examination, settings))
 

@@ -8,6 +8,7 @@ from jaxtrain.models.folder import read_json as read_json
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
+from jaxtrain.models.functional_loss import functional_loss
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
@@ -49,6 +50,7 @@ __all__ = [
     "cnn",
     "from_pretrained",
     "functional",
+    "functional_loss",
     "functional_with_state",
     "generate",
     "generate_texts",
