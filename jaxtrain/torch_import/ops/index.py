@@ -102,8 +102,8 @@ def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> j
     return _set(_rows(x, dim, index), source.reshape(_rows_shape(x, dim, index))).reshape(x.shape)
 
 
-@op("index_fill.int_Scalar")
-def index_fill(x: jax.Array, dim: int, index: jax.Array, value: float) -> jax.Array:
+@op("index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
     """Write one number at indices of an axis."""
     return _set(_rows(x, dim, index), value).reshape(x.shape)
 
