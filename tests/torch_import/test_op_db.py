@@ -18,6 +18,7 @@ PARTS = 16
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, PARTS))])
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_no_operation_is_silently_wrong(part: int) -> None:
     # Imported here: it takes seconds.
     from torch.testing._internal.common_methods_invocations import op_db
