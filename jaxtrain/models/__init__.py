@@ -1,5 +1,8 @@
 """Models in flax.nnx, one file or folder per family. Dtypes follow the parameters and inputs."""
 
+from jaxtrain.models import attention as attention
+from jaxtrain.models import dropout as dropout
+from jaxtrain.models import layer_norm as layer_norm
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
