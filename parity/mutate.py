@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 STEPS = 4
 """Some bugs show in the second or third step only."""
+LOW_STEPS = 8
+"""Steps of a clean run in low precision: the errors of two losses alone are too few to compare."""
 SHORT_OF_FP64 = ("fp32", "bf16")
 
 
@@ -143,7 +145,7 @@ def clean_runs(n: int, seed: int = 0) -> list[Verdict]:
     verdicts = []
     for i in range(n):
         mutant = mutants[i % len(mutants)]
-        low = {"precision": SHORT_OF_FP64[i // 10 % 2]} if i % 10 == 9 else {}
+        low = {"precision": SHORT_OF_FP64[i // 10 % 2], "steps": LOW_STEPS} if i % 10 == 9 else {}
         with mutant.around():
             settings = {"steps": 2, **low, **mutant.settings, "seed": seed + i}
             # One case for all seeds, whose programs are compiled once.
