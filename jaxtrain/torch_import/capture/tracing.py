@@ -38,7 +38,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_stack_traces() -> Iterator[None]:
-    """Record the lines of functions that `forward` calls as well; PyTorch records those of `forward` only."""
+    """Record the lines of functions that `forward` calls as well; newer versions record those of `forward` only."""
+    if not hasattr(torch.fx.proxy.TracerBase, "_filter_traceback_frames"):
+        yield
+        return
 
     def from_forward(self: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         first = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
