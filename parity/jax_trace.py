@@ -24,7 +24,7 @@ from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, interpret
 from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
-from parity.fingerprint import Sources, Trace
+from parity.fingerprint import NOISE, Sources, Trace
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
@@ -37,7 +37,12 @@ LIBRARIES = tuple(
 )
 """Packages that rarely cause a difference: the line that calls them identifies the call."""
 
-HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
+HARNESS = (
+    *(Path(__file__).parent, Path(__file__).parent / "oracle"),
+    Path(jaxtrain.__file__).parent / "transforms",
+)
+RANDOM = ("random_", "threefry2x32")
+"""Prefixes of primitives that draw bits, which PyTorch draws differently."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         done = []
         for batch in batches:
             started = len(recorder.trace.values)
-            inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_input, batch)))
+            inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_batch, batch)))
             outs = interpret(closed.jaxpr, closed.consts, inputs, recorder.rule)
             state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
             loss = metrics["loss"].all
@@ -117,15 +122,20 @@ class _Recorder:
         self.trace: Trace[Equation] = Trace()
         self.stacked_shapes = stacked_shapes
         self.calls: list[tuple[str, tuple[str, int] | None]] = []
+        self.constants: dict[Any, _Traced] = {}
 
     def add_input(self, value: Any) -> _Traced:
-        """Record an input of the program."""
+        """Record a parameter or a buffer."""
         layers = list(value) if value.shape in self.stacked_shapes else [value]
         return _Traced(value, tuple(self.trace.add_input(np.asarray(layer)) for layer in layers))
 
+    def add_batch(self, value: Any) -> _Traced:
+        """Record an array of the batch."""
+        return _Traced(value, (self.trace.add_input(np.asarray(value), trained=False),))
+
     def rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[_Traced]:
         """Evaluate an equation and record its results."""
-        given = [_traced(x) for x in args]
+        given = [self._given(x, eqn) for x in args]
         name = eqn.primitive.name
         if name in CALLS:
             self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
@@ -142,11 +152,26 @@ class _Recorder:
         where = Equation(name, self._line(eqn))
         return [self._recorded(out, given, where) for out in bind(eqn, [x.value for x in given])]
 
+    def _given(self, value: Any, eqn: JaxprEqn) -> _Traced:
+        """An argument; an array that the program closes over is recorded where it is first used, a number as an input.
+
+        A conversion that no line of the user's asks for is no use.
+        """
+        given, line = _traced(value), self._line(eqn)
+        if given.all or not _is_number(given.value) or (np.ndim(given.value) and line is None):
+            return given
+        x = np.asarray(given.value)
+        key = (id(given.value), None) if x.ndim else (x.dtype, x.item())
+        if key not in self.constants:
+            where = Equation("constant", line) if x.ndim else None
+            self.constants[key] = _Traced(given.value, (self.trace.add(x, frozenset(), where),))
+        return self.constants[key]
+
     def _recorded(self, value: Any, given: Sequence[_Traced], where: Equation) -> _Traced:
-        sources = _union(x.all for x in given)
+        sources = NOISE if where.primitive.startswith(RANDOM) else _union(x.all for x in given)
         whole = self._add(value, sources, where)
         n = max((len(x.sources) for x in given), default=1)
-        if value.shape in self.stacked_shapes or (n > 1 and value.shape[:1] == (n,)):
+        if np.shape(value) in self.stacked_shapes or (n > 1 and value.shape[:1] == (n,)):
             layers = (_union(x.of_layer(i) for x in given) for i in range(len(value)))
             return _Traced(value, tuple(self._add(x, given, where) for x, given in zip(value, layers, strict=True)))
         return _Traced(value, (whole,))
@@ -162,7 +187,7 @@ class _Recorder:
         return next(((frame.file_name, frame.line_num) for frame in frames if _of_user(frame.file_name)), outer)
 
     def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
-        if not sources or not jax.dtypes.issubdtype(value.dtype, np.floating):
+        if not _is_number(value) or (where.source is None and not sources):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
 
@@ -176,6 +201,12 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     """Frames of the traced program, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is of numbers or booleans; keys and float0 are not."""
+    dtype = np.result_type(value) if np.isscalar(value) else value.dtype
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
 
 
 def _traced(value: Any) -> _Traced:

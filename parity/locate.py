@@ -7,13 +7,14 @@ has one again. A real difference persists: from there on no value has a counterp
 parameters. The first such value is the answer, in PyTorch's program and in JAX's.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
 from parity.divergence import Divergence
+from parity.fingerprint import TOLERANCE, constants_behind, correct, counterparts, differing, edge, nearest
 
 if TYPE_CHECKING:
     from parity.fingerprint import Sources, Trace
@@ -25,6 +26,12 @@ ORDER = {"loss": 0, "raw gradient": 1, "gradient": 2, "state": 3, "parameter": 4
 """The results of a step, in the order in which they go wrong; "state" is the optimizer's, by PyTorch's names."""
 STEPS = 2
 """Number of training steps compared: momentum and running averages show in the second."""
+COARSE = 1e-6
+"""Relative tolerance that shows a fault larger than constants rounded to float32 and their consequences."""
+FINEST = 1e-13
+"""Tolerance of the forward pass where a difference has grown from one below `TOLERANCE`."""
+GROWTH = 1e3
+"""Factor by which an operation at fault differs more than the values it is computed from."""
 
 
 def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | None:
@@ -51,7 +58,6 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     """
     # Imported here, as in `parity.run`.
     from parity import torch_side
-    from parity.fingerprint import counterparts
     from parity.jax_trace import jax_trace
     from parity.randomness import dropout_masks
     from parity.torch_trace import torch_trace
@@ -61,10 +67,43 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     masks = dropout_masks(case, "fp64", accumulate=1, steps=steps, seed=seed)
     ours, our_ends = jax_trace(case, torch_side.initial_weights(case, seed), steps=steps, seed=seed)
     theirs, their_ends = torch_trace(case, steps=steps, seed=seed, masks=masks)
-    same = {i: equal for i, equal in enumerate(counterparts(theirs, ours)) if equal}
-    matching = _Matching(theirs, ours, same)
-    ends = enumerate(zip(their_ends, our_ends, strict=True), start=1)
-    return next((found for step, (their, our) in ends if (found := matching.first(step, their, our))), None)
+    return _Programs(theirs, ours, list(zip(their_ends, our_ends, strict=True))).first()
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """The values of both programs and the results of their steps."""
+
+    theirs: "Trace[Operation]"
+    ours: "Trace[Equation]"
+    ends: "Sequence[tuple[Mapping[Output, Sources], End]]"
+
+    def first(self) -> Divergence | None:
+        """The first difference; a larger one that is not its consequence is preferred."""
+        found = self._first(TOLERANCE)
+        if found is None:
+            return None
+        if self._distance(found.position) <= COARSE:
+            larger = self._first(COARSE)
+            if larger is not None and larger.stage in ("forward", "backward") and self._begins(larger, COARSE):
+                return larger
+        smaller = None if self._begins(found, TOLERANCE) else self._first(FINEST)
+        return smaller if smaller is not None and smaller.stage == "forward" else found
+
+    def _begins(self, found: Divergence, tolerance: float) -> bool:
+        """Whether the values that PyTorch's operation is computed from differ much less than its result."""
+        values = self.theirs.values
+        distances = (self._distance(i) for i in values[found.position].sources if values[i].trained)
+        return max((x for x in distances if x <= tolerance), default=0.0) * GROWTH <= tolerance
+
+    def _distance(self, i: int) -> float:
+        return nearest(self.theirs.values[i], self.ours)
+
+    def _first(self, tolerance: float) -> Divergence | None:
+        same = {i: equal for i, equal in enumerate(counterparts(self.theirs, self.ours, tolerance)) if equal}
+        matching = _Matching(self.theirs, self.ours, same)
+        steps = enumerate(self.ends, start=1)
+        return next((found for step, (their, our) in steps if (found := matching.first(step, their, our))), None)
 
 
 @dataclass(frozen=True)
@@ -78,16 +117,12 @@ class _Matching:
     @cached_property
     def right(self) -> "Collection[int]":
         """Indices of PyTorch's values that agree with JAX."""
-        from parity.fingerprint import correct
-
         operations = enumerate(value.where for value in self.theirs.values)
         forward = {i for i, where in operations if where is not None and where.stage == "forward"}
         return correct(self.theirs, self.same, forward)
 
     def first(self, step: int, their: "Mapping[Output, Sources]", our: "End") -> Divergence | None:
         """The first difference that reaches a result of the step."""
-        from parity.fingerprint import differing
-
         loss = their[LOSS]
         if any(i in self.same and not self.same[i] & our.loss for i in loss):
             # The loss equals another value of JAX's, as a mean does that is used in place of the sum.
@@ -97,10 +132,15 @@ class _Matching:
         if not wrong:
             return None
         at = self._start(wrong)
-        operation, sources = self.theirs.values[at].where, self.theirs.values[at].sources
+        sources = frozenset(i for i in self.theirs.values[at].sources if self.theirs.values[i].trained)
         last = self.theirs.values[max(sources)].where
+        ours = self._equation(our, our.loss if LOSS in wrong else our.state, sources)
+        forward = self.theirs.values[at].where.stage == "forward"
+        constant = self._constant(self.ours, self._our_right(our), ours) if forward and ours is not None else None
+        theirs = None if constant is None else self._constant(self.theirs, self.right, at)
+        operation = self.theirs.values[at if theirs is None else theirs].where
+        equation = None if ours is None else self.ours.values[ours if constant is None else constant].where
         assert operation is not None
-        equation = self._equation(our, our.loss if LOSS in wrong else our.state, sources)
         return Divergence(
             stage="buffers" if {kind for kind, _ in wrong} == {"buffer"} else operation.stage,
             step=step,
@@ -116,8 +156,6 @@ class _Matching:
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:
         """Index of the first difference on the way to the earliest of the wrong outputs."""
-        from parity.fingerprint import differing, edge
-
         kind = min((kind for kind, _ in wrong), key=lambda kind: ORDER.get(kind, ORDER["state"]))
         outputs = [sources for (what, _), sources in wrong.items() if what == kind]
         if kind != "parameter":
@@ -126,19 +164,27 @@ class _Matching:
         # after it that could match, comes first.
         return max(edge(self.theirs, differing(self.theirs, self.right, outputs[0])))
 
-    def _equation(self, our: "End", outputs: "Sources", their_sources: "Sources") -> "Equation | None":
-        """The first equation that differs from all of PyTorch's values and is computed from values that agree.
+    def _equation(self, our: "End", outputs: "Sources", their_sources: "Sources") -> int | None:
+        """Index of the first equation that differs from all of PyTorch's values and is computed from values that agree.
 
         An equation with the same inputs as PyTorch's operation is preferred.
         """
-        from parity.fingerprint import correct, differing, edge
-
-        right = correct(self.ours, _union(self.same.values()), our.forward)
-        starts = sorted(edge(self.ours, differing(self.ours, right, outputs)))
+        starts = sorted(edge(self.ours, differing(self.ours, self._our_right(our), outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
-        at = next(iter([*fed_alike, *starts, *sorted(given, reverse=True)]), None)
-        return None if at is None else self.ours.values[at].where
+        return next(iter([*fed_alike, *starts, *sorted(given, reverse=True)]), None)
+
+    def _our_right(self, our: "End") -> "Collection[int]":
+        return correct(self.ours, _union(self.same.values()), our.forward)
+
+    def _constant(self, trace: "Trace[Any]", right: "Collection[int]", at: int) -> int | None:
+        """Index of the first constant without a counterpart that a value is computed from.
+
+        One that is computed from constants that agree is preferred.
+        """
+        starts = sorted(edge(trace, constants_behind(trace, right, at)))
+        derived = [i for i in starts if trace.values[i].sources]
+        return next(iter([*derived, *starts]), None)
 
 
 def _in_order(wrong: "Mapping[Output, Sources]", kind: str) -> tuple[str, ...]:
