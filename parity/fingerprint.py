@@ -81,24 +81,31 @@ class Value(Generic[Where]):
       sources: What it was computed from.
       where: Where it was computed.
       trained: Whether it depends on a parameter; others are constants.
+      cropped: Of a constant for longer sequences than the batch has, the fingerprint of the part that a batch needs.
     """
 
     fingerprint: Fingerprint
     sources: Sources
     where: Where | None
     trained: bool = True
+    cropped: Fingerprint | None = None
 
 
 @dataclass
 class Trace(Generic[Where]):
-    """The values of a program in the order of execution."""
+    """The values of a program in the order of execution; `length` is that of the longest sequence of a batch."""
 
     values: list[Value[Where]] = field(default_factory=list)
+    length: int = 0
 
-    def add_input(self, value: np.ndarray, *, trained: bool = True) -> Sources:
-        """Record an input, which both programs share, so that it is never at fault: a parameter, a buffer, a batch."""
-        found = None if trained else mask_fingerprint(value)
-        return self._append(found or fingerprint(value), frozenset(), None, trained)
+    def add_input(self, value: np.ndarray) -> Sources:
+        """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
+        return self._append(Value(fingerprint(value), frozenset(), None))
+
+    def add_batch(self, value: np.ndarray) -> Sources:
+        """Record an array of a batch, which is a constant and never at fault."""
+        self.length = max(self.length, *value.shape[1:], 0)
+        return self._append(Value(_of_constant(value), frozenset(), None, trained=False))
 
     def add(self, value: np.ndarray, sources: Sources, where: Where | None) -> Sources:
         """Record a value computed from `sources` and return its own sources entry.
@@ -120,7 +127,7 @@ class Trace(Generic[Where]):
             return NOISE
         if _says_nothing(value) or (trained and not np.issubdtype(value.dtype, np.floating)):
             return sources
-        found = (None if trained else mask_fingerprint(value)) or fingerprint(value)
+        found = fingerprint(value) if trained else _of_constant(value)
         if not np.isfinite(found.largest):
             return sources
         inputs = [self.values[i].fingerprint for i in known]
@@ -129,27 +136,38 @@ class Trace(Generic[Where]):
                 return frozenset({i})
         if trained and found.squares <= NEGLIGIBLE**2 * max(given.squares for given in inputs):
             return NOISE
-        return self._append(found, known, where, trained)
+        # The line of a single number is that of its use, or too far from it.
+        where = where if trained or value.ndim else None
+        return self._append(Value(found, known, where, trained, None if trained else self._cropped(value)))
 
-    def _append(self, found: Fingerprint, sources: Sources, where: Where | None, trained: bool) -> Sources:
-        self.values.append(Value(found, sources, where, trained))
+    def _cropped(self, value: np.ndarray) -> Fingerprint | None:
+        if not self.length or max(value.shape, default=0) <= self.length:
+            return None
+        return _of_constant(value[tuple(slice(self.length) for _ in value.shape)])
+
+    def _append(self, value: Value[Where]) -> Sources:
+        self.values.append(value)
         return frozenset({len(self.values) - 1})
 
 
-def counterparts(ours: Trace[Where], theirs: Trace, tolerance: float = TOLERANCE) -> list[Sources]:
+def counterparts(
+    ours: Trace[Where], theirs: Trace, tolerance: float = TOLERANCE, of_constants: float = CONSTANT_TOLERANCE
+) -> list[Sources]:
     """Return, for each value of `ours`, the values of `theirs` equal to it; a constant equals constants only."""
     if not ours.values or not theirs.values:
         return [frozenset()] * len(ours.values)
-    table = np.array([value.fingerprint for value in theirs.values])
-    kinds = np.array([value.trained for value in theirs.values])
-    allowed = {True: tolerance, False: tolerance if tolerance > TOLERANCE else CONSTANT_TOLERANCE}
+    rows = [(i, f, v.trained) for i, v in enumerate(theirs.values) for f in (v.fingerprint, v.cropped) if f]
+    indices, table, kinds = (np.array(column) for column in zip(*rows, strict=True))
+
+    def equal(value: Value[Where]) -> Sources:
+        near = np.zeros(len(rows), bool)
+        for found in (value.fingerprint, value.cropped):
+            if found is not None:
+                near |= _near(found, table, tolerance if value.trained else of_constants)
+        return frozenset(indices[near & (kinds == value.trained)].tolist())
+
     with np.errstate(invalid="ignore"):
-        return [
-            frozenset(
-                np.flatnonzero((kinds == v.trained) & _near(v.fingerprint, table, allowed[v.trained])).tolist()
-            )
-            for v in ours.values
-        ]
+        return [equal(value) for value in ours.values]
 
 
 def nearest(value: Value, trace: Trace) -> float:
@@ -209,6 +227,10 @@ def _reached(trace: Trace, outputs: Iterable[int], through: Callable[[int], bool
 
 def _computed(value: Value) -> bool:
     return value.where is not None
+
+
+def _of_constant(value: np.ndarray) -> Fingerprint:
+    return mask_fingerprint(value) or fingerprint(value)
 
 
 def _says_nothing(value: np.ndarray) -> bool:

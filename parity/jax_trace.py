@@ -41,6 +41,8 @@ HARNESS = (
     *(Path(__file__).parent, Path(__file__).parent / "oracle"),
     Path(jaxtrain.__file__).parent / "transforms",
 )
+STEP = Path(jaxtrain.__file__).parent / "step"
+"""The training step, which converts constants of the loss but computes none."""
 RANDOM = ("random_", "threefry2x32")
 """Prefixes of primitives that draw bits, which PyTorch draws differently."""
 
@@ -92,6 +94,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
             loss = metrics["loss"].all
             # The step divides the total by the weight at the very end.
             total = _union(recorder.trace.values[i].sources for i in loss)
+            total = frozenset(i for i in total if recorder.trace.values[i].trained)
             forward = range(started, max(total, default=started) + 1)
             done.append(End(loss, _union(x.all for x in jax.tree.leaves(state)), forward))
     return recorder.trace, done
@@ -131,7 +134,7 @@ class _Recorder:
 
     def add_batch(self, value: Any) -> _Traced:
         """Record an array of the batch."""
-        return _Traced(value, (self.trace.add_input(np.asarray(value), trained=False),))
+        return _Traced(value, (self.trace.add_batch(np.asarray(value)),))
 
     def rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[_Traced]:
         """Evaluate an equation and record its results."""
@@ -158,7 +161,7 @@ class _Recorder:
         A conversion that no line of the user's asks for is no use.
         """
         given, line = _traced(value), self._line(eqn)
-        if given.all or not _is_number(given.value) or (np.ndim(given.value) and line is None):
+        if given.all or not _is_number(given.value) or (np.ndim(given.value) and not _computes(line)):
             return given
         x = np.asarray(given.value)
         key = (id(given.value), None) if x.ndim else (x.dtype, x.item())
@@ -187,7 +190,7 @@ class _Recorder:
         return next(((frame.file_name, frame.line_num) for frame in frames if _of_user(frame.file_name)), outer)
 
     def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
-        if not _is_number(value) or (where.source is None and not sources):
+        if not _is_number(value) or not (sources or _computes(where.source)):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
 
@@ -201,6 +204,11 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     """Frames of the traced program, innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else traceback.frames
+
+
+def _computes(line: tuple[str, int] | None) -> bool:
+    """Whether a line may be that of a constant."""
+    return line is not None and Path(line[0]).parent != STEP
 
 
 def _is_number(value: Any) -> bool:

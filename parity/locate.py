@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
 from parity.divergence import Divergence
-from parity.fingerprint import TOLERANCE, constants_behind, correct, counterparts, differing, edge, nearest
+from parity.fingerprint import CONSTANT_TOLERANCE, TOLERANCE, constants_behind, correct, counterparts, differing, edge, nearest
 
 if TYPE_CHECKING:
     from parity.fingerprint import Sources, Trace
@@ -28,7 +28,7 @@ STEPS = 2
 """Number of training steps compared: momentum and running averages show in the second."""
 COARSE = 1e-6
 """Relative tolerance that shows a fault larger than constants rounded to float32 and their consequences."""
-FINEST = 1e-13
+FINEST = 1e-12
 """Tolerance of the forward pass where a difference has grown from one below `TOLERANCE`."""
 GROWTH = 1e3
 """Factor by which an operation at fault differs more than the values it is computed from."""
@@ -80,30 +80,45 @@ class _Programs:
 
     def first(self) -> Divergence | None:
         """The first difference; a larger one that is not its consequence is preferred."""
-        found = self._first(TOLERANCE)
+        found = self._first(TOLERANCE, COARSE) or self._first(TOLERANCE)
         if found is None:
             return None
         if self._distance(found.position) <= COARSE:
-            larger = self._first(COARSE)
-            if larger is not None and larger.stage in ("forward", "backward") and self._begins(larger, COARSE):
+            larger = self._first(COARSE, COARSE)
+            if larger is not None and larger.stage in ("forward", "backward") and self._begins(larger):
                 return larger
-        smaller = None if self._begins(found, TOLERANCE) else self._first(FINEST)
-        return smaller if smaller is not None and smaller.stage == "forward" else found
+            found = self._first(TOLERANCE) or found
+        return found if self._begins(found) else self._grown() or found
 
-    def _begins(self, found: Divergence, tolerance: float) -> bool:
+    def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> Divergence | None:
+        steps = enumerate(self.ends, start=1)
+        matching = self._matching(tolerance, of_constants)
+        return next((found for step, (their, our) in steps if (found := matching.first(step, their, our))), None)
+
+    def _matching(self, tolerance: float, of_constants: float) -> "_Matching":
+        equal = enumerate(counterparts(self.theirs, self.ours, tolerance, of_constants))
+        return _Matching(self.theirs, self.ours, {i: indices for i, indices in equal if indices})
+
+    def _grown(self) -> Divergence | None:
+        """The first difference of the forward pass below `TOLERANCE`, whether or not the loss shows it."""
+        matching, (their, our) = self._matching(FINEST, CONSTANT_TOLERANCE), self.ends[0]
+        loss = {LOSS: their[LOSS]}
+        found = matching.without(loss[LOSS]).first(1, loss, our)
+        if found is None or found.stage != "forward":
+            return None
+        after = differing(self.theirs, matching.without(loss[LOSS]).right, loss[LOSS])
+        # Of a value that PyTorch computes otherwise, JAX has no approximation.
+        return found if any(FINEST < self._distance(i) <= TOLERANCE for i in after) else None
+
+    def _begins(self, found: Divergence) -> bool:
         """Whether the values that PyTorch's operation is computed from differ much less than its result."""
         values = self.theirs.values
         distances = (self._distance(i) for i in values[found.position].sources if values[i].trained)
-        return max((x for x in distances if x <= tolerance), default=0.0) * GROWTH <= tolerance
+        before = max((x for x in distances if x <= COARSE), default=0.0)
+        return before * GROWTH <= self._distance(found.position)
 
     def _distance(self, i: int) -> float:
         return nearest(self.theirs.values[i], self.ours)
-
-    def _first(self, tolerance: float) -> Divergence | None:
-        same = {i: equal for i, equal in enumerate(counterparts(self.theirs, self.ours, tolerance)) if equal}
-        matching = _Matching(self.theirs, self.ours, same)
-        steps = enumerate(self.ends, start=1)
-        return next((found for step, (their, our) in steps if (found := matching.first(step, their, our))), None)
 
 
 @dataclass(frozen=True)
@@ -121,25 +136,30 @@ class _Matching:
         forward = {i for i, where in operations if where is not None and where.stage == "forward"}
         return correct(self.theirs, self.same, forward)
 
+    def without(self, values: "Sources") -> "_Matching":
+        """The same without the counterparts of some values."""
+        return replace(self, same={i: equal for i, equal in self.same.items() if i not in values})
+
     def first(self, step: int, their: "Mapping[Output, Sources]", our: "End") -> Divergence | None:
         """The first difference that reaches a result of the step."""
         loss = their[LOSS]
         if any(i in self.same and not self.same[i] & our.loss for i in loss):
             # The loss equals another value of JAX's, as a mean does that is used in place of the sum.
-            rest = {i: equal for i, equal in self.same.items() if i not in loss}
-            return replace(self, same=rest).first(step, their, our)
+            return self.without(loss).first(step, their, our)
         wrong = {output: sources for output, sources in their.items() if differing(self.theirs, self.right, sources)}
         if not wrong:
             return None
         at = self._start(wrong)
         sources = frozenset(i for i in self.theirs.values[at].sources if self.theirs.values[i].trained)
         last = self.theirs.values[max(sources)].where
-        ours = self._equation(our, our.loss if LOSS in wrong else our.state, sources)
-        forward = self.theirs.values[at].where.stage == "forward"
-        constant = self._constant(self.ours, self._our_right(our), ours) if forward and ours is not None else None
-        theirs = None if constant is None else self._constant(self.theirs, self.right, at)
-        operation = self.theirs.values[at if theirs is None else theirs].where
-        equation = None if ours is None else self.ours.values[ours if constant is None else constant].where
+        ours = self._equations(our, our.loss if LOSS in wrong else our.state, sources)
+        operation = self.theirs.values[at].where
+        equation = self.ours.values[ours[0]].where if ours else None
+        assert operation is not None
+        if operation.stage == "forward" and ours:
+            constant, theirs = self._constants(at, our, ours)
+            operation = operation if theirs is None else self.theirs.values[theirs].where
+            equation = equation if constant is None else self.ours.values[constant].where
         assert operation is not None
         return Divergence(
             stage="buffers" if {kind for kind, _ in wrong} == {"buffer"} else operation.stage,
@@ -164,27 +184,43 @@ class _Matching:
         # after it that could match, comes first.
         return max(edge(self.theirs, differing(self.theirs, self.right, outputs[0])))
 
-    def _equation(self, our: "End", outputs: "Sources", their_sources: "Sources") -> int | None:
-        """Index of the first equation that differs from all of PyTorch's values and is computed from values that agree.
+    def _equations(self, our: "End", outputs: "Sources", their_sources: "Sources") -> list[int]:
+        """Indices of the equations that differ from all of PyTorch's values and are computed from values that agree.
 
-        An equation with the same inputs as PyTorch's operation is preferred.
+        Those with the same inputs as PyTorch's operation come first.
         """
         starts = sorted(edge(self.ours, differing(self.ours, self._our_right(our), outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
-        return next(iter([*fed_alike, *starts, *sorted(given, reverse=True)]), None)
+        return [*fed_alike, *starts] or sorted(given, reverse=True)[:1]
+
+    def _constants(self, at: int, our: "End", equations: Sequence[int]) -> tuple[int | None, int | None]:
+        """Indices of the constants at fault, (JAX's, PyTorch's), of PyTorch's operation `at` and JAX's equations.
+
+        A constant without a counterpart may just be computed otherwise. JAX's is at fault if its first equation at
+        fault uses it, or if PyTorch's operation uses such a constant as well.
+        """
+        right = self._our_right(our)
+        theirs = _first_constant(self.theirs, self.right, [at])
+        wrong = differing(self.ours, right, our.loss)
+        ours = _first_constant(self.ours, right, equations[:1] if theirs is None else [equations[0], *sorted(wrong)])
+        return ours, None if ours is None else theirs
 
     def _our_right(self, our: "End") -> "Collection[int]":
         return correct(self.ours, _union(self.same.values()), our.forward)
 
-    def _constant(self, trace: "Trace[Any]", right: "Collection[int]", at: int) -> int | None:
-        """Index of the first constant without a counterpart that a value is computed from.
 
-        One that is computed from constants that agree is preferred.
-        """
+def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iterable[int]") -> int | None:
+    """Index of the first constant without a counterpart that the first possible of `values` is computed from.
+
+    One that is computed from constants that agree is preferred.
+    """
+    for at in values:
         starts = sorted(edge(trace, constants_behind(trace, right, at)))
         derived = [i for i in starts if trace.values[i].sources]
-        return next(iter([*derived, *starts]), None)
+        if starts:
+            return [*derived, *starts][0]
+    return None
 
 
 def _in_order(wrong: "Mapping[Output, Sources]", kind: str) -> tuple[str, ...]:

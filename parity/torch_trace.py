@@ -111,10 +111,10 @@ class _Recorder(TorchDispatchMode):
     def watched(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         def watched(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
             self.stage = ""
+            for tensor in batch.values():
+                self._store(tensor, self.trace.add_batch(_array(tensor)))
             if self.model is None:
                 self._record_inputs(model)
-            for tensor in batch.values():
-                self._store(tensor, self.trace.add_input(_array(tensor), trained=False))
             self.stage = "forward"
             return loss(model, batch)
 
@@ -210,8 +210,9 @@ class _Recorder(TorchDispatchMode):
         changed = {id(tensor) for tensor in written}
         for tensor in tree_leaves(outs):
             if isinstance(tensor, Tensor) and id(tensor) not in changed:
-                self.last = self._add(tensor, sources, where)
-                self._store(tensor, self.last)
+                made = self._add(tensor, sources, where)
+                self.last = made or self.last  # the gradient of the loss, ones, is made before the backward pass
+                self._store(tensor, made)
 
     def _where(self, name: str, node: Any) -> Operation:
         inner = f"{self.fused[0]} ({name})" if self.fused else name
