@@ -25,6 +25,8 @@ CONSTANT_TOLERANCE = 1e-12
 """The same as `TOLERANCE` for constants, whose rounding no layer amplifies."""
 MASKED = 1e30
 """Larger magnitudes are masked elements: −inf in one framework, the most negative number in the other."""
+EXTREMA = ("max", "min")
+"""Ends of the names of operations that return one of their elements."""
 NOISE = frozenset({-1})
 """Source of values that are no evidence, nor what is computed from them alone: random bits, sums that cancel."""
 
@@ -81,6 +83,7 @@ class Value(Generic[Where]):
       sources: What it was computed from.
       where: Where it was computed.
       trained: Whether it depends on a parameter; others are constants.
+      extremum: Whether it is a maximum or minimum, which says little of what it was computed from.
       cropped: Of a constant for longer sequences than the batch has, the fingerprint of the part that a batch needs.
     """
 
@@ -88,6 +91,7 @@ class Value(Generic[Where]):
     sources: Sources
     where: Where | None
     trained: bool = True
+    extremum: bool = False
     cropped: Fingerprint | None = None
 
 
@@ -130,15 +134,16 @@ class Trace(Generic[Where]):
         found = fingerprint(value) if trained else _of_constant(value)
         if not np.isfinite(found.largest):
             return sources
-        inputs = [self.values[i].fingerprint for i in known]
-        for i, given in zip(known, inputs, strict=True):
-            if _near(found, given, UNCHANGED):
+        inputs = {i: self.values[i] for i in known}
+        for i, given in inputs.items():
+            if given.trained == trained and _near(found, given.fingerprint, UNCHANGED):
                 return frozenset({i})
-        if trained and found.squares <= NEGLIGIBLE**2 * max(given.squares for given in inputs):
+        if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
             return NOISE
         # The line of a single number is that of its use, or too far from it.
         where = where if trained or value.ndim else None
-        return self._append(Value(found, known, where, trained, None if trained else self._cropped(value)))
+        extremum = str(getattr(where, "name", where)).rstrip(")").endswith(EXTREMA)
+        return self._append(Value(found, known, where, trained, extremum, None if trained else self._cropped(value)))
 
     def _cropped(self, value: np.ndarray) -> Fingerprint | None:
         if not self.length or max(value.shape, default=0) <= self.length:
@@ -184,7 +189,8 @@ def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> s
     Other passes are excluded: Adam's first step is nearly the sign of a gradient, which a wrong gradient may share.
     """
     known = set(matched)
-    return known | _reached(trace, known, lambda i: i in forward)
+    whole = (i for i in known if not trace.values[i].extremum)
+    return known | _reached(trace, whole, lambda i: i in forward)
 
 
 def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> set[int]:

@@ -51,7 +51,7 @@ RANDOM = ("random_", "threefry2x32")
 class Equation:
     """An equation of the jaxpr; `source` is the line of the model, the loss or the optimizer that it comes from."""
 
-    primitive: str
+    name: str
     source: tuple[str, int] | None
 
     def line(self) -> str:
@@ -171,7 +171,7 @@ class _Recorder:
         return self.constants[key]
 
     def _recorded(self, value: Any, given: Sequence[_Traced], where: Equation) -> _Traced:
-        sources = NOISE if where.primitive.startswith(RANDOM) else _union(x.all for x in given)
+        sources = NOISE if where.name.startswith(RANDOM) else _union(x.all for x in given)
         whole = self._add(value, sources, where)
         n = max((len(x.sources) for x in given), default=1)
         if np.shape(value) in self.stacked_shapes or (n > 1 and value.shape[:1] == (n,)):

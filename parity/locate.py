@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
 from parity.divergence import Divergence
-from parity.fingerprint import CONSTANT_TOLERANCE, TOLERANCE, constants_behind, correct, counterparts, differing, edge, nearest
+from parity.fingerprint import (
+    CONSTANT_TOLERANCE,
+    TOLERANCE,
+    constants_behind,
+    correct,
+    counterparts,
+    differing,
+    edge,
+    nearest,
+)
+from parity.source import built_line
 
 if TYPE_CHECKING:
     from parity.fingerprint import Sources, Trace
@@ -172,6 +182,8 @@ class _Matching:
             torch_at=operation.source,
             jax_at=None if equation is None else equation.source,
             position=at,
+            torch_built=operation.built,
+            jax_built="" if equation is None or equation.source is None else built_line(*equation.source),
         )
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:

@@ -368,7 +368,7 @@ def _placed(candidates: Sequence[Case], examination: Examination, settings: Sett
     """
     from parity.diagnose import diagnose
     from parity.locate import locate
-    from parity.stages import charge, run_stages
+    from parity.stages import at_fault, charge, run_stages
 
     # Most cases differ in the first steps. In later ones the search takes long and would also find chaos.
     located = [(locate(case, seed=settings.seed), case) for case in candidates]
@@ -378,8 +378,11 @@ def _placed(candidates: Sequence[Case], examination: Examination, settings: Sett
         found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))
     stagewise = run_stages(case, accumulate=settings.accumulate, seed=settings.seed)
     diagnosis, stages = diagnose(stagewise, found), stagewise.stages
-    stage, explanation = charge(stages), [] if diagnosis is None else [str(diagnosis)]
-    failing = next((s for s in stages if not s.holds), None)
+    stage, explanation = (
+        charge(stages, None if found is None else found.stage),
+        [] if diagnosis is None else [str(diagnosis)],
+    )
+    failing = at_fault(stages)
     if failing is not None and failing.name == "gradients":
         met = at_kinks(case, failing.step, accumulate=settings.accumulate, seed=settings.seed)
         if diagnosis is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -58,12 +59,14 @@ HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: its stage (forward, backward, clip or update), the path of its module or "loss", and its line."""
+    """An operation: its stage (forward, backward, clip or update), the path of its module or "loss", and its line;
+    `built` is the module with its arguments and the line that constructs it."""
 
     stage: str
     module: str
     name: str
     source: tuple[str, int] | None
+    built: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}"
@@ -83,7 +86,8 @@ def torch_trace(
 ) -> tuple[Trace[Operation], list[dict[Output, Sources]]]:
     """Train in float64 as `torch_side.run` does and return every value, and the results of each step."""
     recorder = _Recorder(case.buffer_names)
-    watched = replace(case, torch_loss=recorder.watched(case.torch_loss))
+    model = recorder.constructed(case.torch_model)
+    watched = replace(case, torch_loss=recorder.watched(case.torch_loss), torch_model=model)
     with recorder.hooks(), sdpa_kernel(SDPBackend.MATH), recorder:
         torch_side.run(watched, "fp64", steps=steps, seed=seed, masks=masks)
     return recorder.trace, recorder.steps
@@ -99,6 +103,8 @@ class _Recorder(TorchDispatchMode):
         self.steps: list[dict[Output, Sources]] = []
         self.model: torch.nn.Module | None = None
         self.names: dict[torch.nn.Module, str] = {}
+        self.lines: dict[torch.nn.Module, tuple[str, int] | None] = {}
+        self.built: dict[str, str] = {}
         self.outputs: dict[Output, Sources] = {}
         self.stage = ""
         self.modules: list[str] = []
@@ -120,9 +126,25 @@ class _Recorder(TorchDispatchMode):
 
         return watched
 
+    def constructed(self, model: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
+        """Return `model` with the lines recorded that construct its modules."""
+        init = torch.nn.Module.__init__
+
+        def recorded(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.lines[module] = _line_around(module)
+            init(module, *args, **kwargs)
+
+        def constructed() -> torch.nn.Module:
+            with mock.patch.object(torch.nn.Module, "__init__", recorded):
+                return model()
+
+        return constructed
+
     def _record_inputs(self, model: torch.nn.Module) -> None:
         self.model = model
         self.names = {module: path or type(model).__name__ for path, module in model.named_modules()}
+        leaves = {module: path for module, path in self.names.items() if not any(module.children())}
+        self.built = {path: _built(module, self.lines.get(module)) for module, path in leaves.items()}
         for tensor in model.parameters():
             self._store(tensor, self.trace.add_input(_array(tensor)))
         for name, buffer in model.named_buffers():
@@ -217,9 +239,10 @@ class _Recorder(TorchDispatchMode):
     def _where(self, name: str, node: Any) -> Operation:
         inner = f"{self.fused[0]} ({name})" if self.fused else name
         if node is not None and (forward := self.forward.get(node._sequence_nr())) is not None:
-            return Operation(self.stage, forward.module, inner, forward.source)
+            return replace(forward, stage=self.stage, name=inner)
         outside = {"update": "optimizer", "clip": "clipping"}.get(self.stage, "loss")
-        return Operation(self.stage, self.modules[-1] if self.modules else outside, inner, _line())
+        module = self.modules[-1] if self.modules else outside
+        return Operation(self.stage, module, inner, _line(), self.built.get(module, ""))
 
     def _add(self, tensor: Tensor, sources: Sources, where: Operation) -> Sources:
         return self.trace.add(_array(tensor), sources, where) if not tensor.is_complex() else sources
@@ -299,6 +322,21 @@ def _line() -> tuple[str, int] | None:
         if _is_informative(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
     return None
+
+
+def _line_around(module: torch.nn.Module) -> tuple[str, int] | None:
+    """The line that constructs a module, outside of its constructors."""
+    constructors = True
+    for frame in _frames():
+        constructors = constructors and (frame.f_code.co_filename == __file__ or frame.f_locals.get("self") is module)
+        if not constructors and _is_informative(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+    return None
+
+
+def _built(module: torch.nn.Module, line: tuple[str, int] | None) -> str:
+    arguments = repr(module).partition("\n")[0]
+    return arguments if line is None else f"{arguments}, constructed at {source_line(*line)}"
 
 
 @functools.cache
