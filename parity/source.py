@@ -62,6 +62,6 @@ def _covers(node: ast.stmt, line: int) -> bool:
 def _of_self(node: ast.AST, context: type[ast.expr_context]) -> Iterator[tuple[str, int]]:
     """Attributes of `self` that are read or assigned, with their lines."""
     for part in ast.walk(node):
-        own = isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
-        if own and isinstance(part.ctx, context):
-            yield part.attr, part.lineno
+        match part:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=found) if isinstance(found, context):
+                yield name, part.lineno
