@@ -14,7 +14,7 @@ from parity.case import Case
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
-from parity.torch_side import seeded_model, tensor
+from parity.torch_side import few_threads, seeded_model, tensor
 
 Shape = tuple[int, ...]
 MAX_DISTANCE = 1e-6
@@ -42,7 +42,7 @@ def probe_of(case: Case) -> Probe:
         with torch.no_grad():
             for name, own in model.state_dict().items():
                 own.copy_(torch.from_numpy(np.asarray(values[name])))
-        with InFloat64():
+        with InFloat64(), few_threads(model):
             total, weight = case.torch_loss(model, tensors)
         return total.item() / float(weight)
 
