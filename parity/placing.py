@@ -6,7 +6,7 @@ from dataclasses import replace
 from parity.case import Case
 from parity.compare import Verdict, same_meaning
 from parity.coverage import at_kinks, kinks
-from parity.examination import Examination
+from parity.examination import Examination, program_of
 from parity.float64 import compare
 from parity.reference import live_reference
 from parity.settings import Settings
@@ -39,7 +39,12 @@ def place(candidates: Sequence[Case], examination: Examination, settings: Settin
         explanation += [kinks(met)] if met else []
         if met and diagnosis is None:
             explanation += ["jaxtrain.losses.subgradients has PyTorch's slopes"]
-    unlocated = None if found else chaos or arises(settings, lambda plain: compare(case, plain)[1].verdict.passed)
+    unlocated = (
+        None
+        if found
+        else chaos
+        or arises(settings, lambda plain: compare(case, program_of(case, "fp64", plain), plain)[1].verdict.passed)
+    )
     if not (found or unlocated or stage) and settings.steps > JUDGED:
         unlocated = f"no operation differs in {JUDGED} steps: the difference arises later"
     return replace(

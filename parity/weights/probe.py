@@ -11,6 +11,7 @@ import torch
 
 from jaxtrain.step import validated
 from parity.case import Case
+from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
@@ -46,7 +47,7 @@ def probe_of(case: Case) -> Probe:
             total, weight = case.torch_loss(model, tensors)
         return total.item() / float(weight)
 
-    @jax.jit
+    @jit
     def compute(params: Any, state: Any) -> Any:
         loss, *_ = in_float64(validated(case.loss_fn))(params, batch, None, state)
         return loss.total / loss.weight
