@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from parity.case import Case
 from parity.compare import Verdict, same_meaning
@@ -39,12 +40,7 @@ def place(candidates: Sequence[Case], examination: Examination, settings: Settin
         explanation += [kinks(met)] if met else []
         if met and diagnosis is None:
             explanation += ["jaxtrain.losses.subgradients has PyTorch's slopes"]
-    unlocated = (
-        None
-        if found
-        else chaos
-        or arises(settings, lambda plain: compare(case, program_of(case, "fp64", plain), plain)[1].verdict.passed)
-    )
+    unlocated = None if found else chaos or arises(settings, partial(_holds, case))
     if not (found or unlocated or stage) and settings.steps > JUDGED:
         unlocated = f"no operation differs in {JUDGED} steps: the difference arises later"
     return replace(
@@ -65,6 +61,11 @@ def _chaos(case: Case, examination: Examination, settings: Settings) -> str | No
         "chaos: the difference is no larger than that of one ulp of PyTorch's weights: "
         "use fewer steps or a smaller learning rate"
     )
+
+
+def _holds(case: Case, settings: Settings) -> bool:
+    _, examination = compare(case, program_of(case, "fp64", settings), settings)
+    return examination.verdict.passed
 
 
 def arises(settings: Settings, holds: Callable[[Settings], bool]) -> str | None:

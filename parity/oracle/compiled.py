@@ -12,7 +12,7 @@ QUICK = {
     # The older emitter of loops compiles in half the time.
     "xla_cpu_use_fusion_emitters": False,
 }
-"""XLA's options for programs on CPUs. The step of a 2-layer Llama compiles in 0.7 s instead of 2.7 s, and is as fast."""
+"""XLA's options for programs on CPUs. The step of a 2-layer Llama compiles in 0.7 s, not 2.7 s, and is as fast."""
 
 
 def jit(fn: Callable[..., Any], **options: Any) -> Any:
