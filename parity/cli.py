@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from jaxtrain.cli import print_own_traceback
+from jaxtrain.errors import UserError, with_user_frames
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
@@ -65,8 +67,6 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
         console.print(bars())
     if options.command == "selftest":
         console.print("checking whether this machine trains correctly, without PyTorch, in about a minute")
-    from jaxtrain.errors import UserError  # imports JAX, which takes seconds: after the first output
-
     if getattr(options, "debug", False):
         logging.basicConfig(level=logging.INFO)
     try:
@@ -76,6 +76,10 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
             traceback.print_exc()
         print(f"parity: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if options.debug or not print_own_traceback(with_user_frames(error)):
+            raise
+        return 1
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return 130
@@ -141,7 +145,6 @@ def _selftest(options: argparse.Namespace, console: Console) -> int:
 
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
     """Compare JAX with a bundle; PyTorch need not be installed."""
-    from jaxtrain.errors import UserError
     from parity.bundle import open_bundle
 
     bundle = open_bundle(options.bundle)

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.errors import user_facing
 from parity.case import Case
 from parity.compare import Verdict
 from parity.coverage import Coverage
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from parity.jax_side import Program
 
 
+@user_facing
 def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Verdict:
     """Train a case in PyTorch and in JAX and compare the two runs.
 
@@ -29,7 +31,8 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
       case: The case.
       precision: "fp64", "fp32", "bf16", "fp16", "bf16_compute" or "bf16_params".
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
-        explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well.
+        explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
+        and selections of which only one side was taken are listed.
       **settings: Fields of `Settings`.
 
     Returns:
@@ -46,6 +49,7 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
     return examine(case, precision, locate=locate, **settings).verdict
 
 
+@user_facing
 def assert_matches(case: Case, precision: str = "fp64", **settings: Any) -> None:
     """Run `check` with `locate` and raise if the case does not hold.
 
@@ -97,6 +101,7 @@ def _named(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
     from parity.conditions import unmet_conditions
+    from parity.one_sided import one_sided_selections
 
     coverage, program = Coverage(), program_of(case, precision, settings)
     candidates, examination = compare(case, program, settings, coverage)
@@ -106,6 +111,8 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
     if not locate:
         return examination
     if examination.verdict.passed:
+        selections = one_sided_selections(case, settings.seed)
+        examination = replace(examination, not_exercised=(*examination.not_exercised, *selections))
         return _tried_further(candidates[-1], program, examination, settings, coverage)
     return replace(examination, verdict=place(candidates, examination, settings))
 

@@ -93,6 +93,7 @@ def _batch(seed: int, rows: int, config: BertConfig) -> Batch:
     place, predictions = np.arange(tokens), tokens // 4
     real = place < rng.integers(tokens // 2, tokens + 1, size=(rows, 1))
     token = np.where(real, rng.integers(1, config.vocab_size, size=(rows, tokens)), 0)
+    token[:, 1] = 0  # a padding token that others attend to, whose embedding would otherwise be trained
     predicted = rng.permuted(np.tile(place[: tokens // 2], (rows, 1)), axis=1)[:, :predictions]
     label = np.full((rows, tokens), -100)
     wanted = rng.integers(1, config.vocab_size, size=(rows, predictions))
