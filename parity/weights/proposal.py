@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
@@ -131,6 +133,8 @@ def _sides(model: torch.nn.Module, params_like: Any, state_like: Any, channels: 
     params = {name: tuple(p.shape) for name, p in model.named_parameters()}
     # If the JAX model has no state, PyTorch's buffers have no counterpart: a causal mask, for instance.
     buffers = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in {**params, **ties}}
+    if not any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(state_like)):
+        buffers = {name: shape for name, shape in buffers.items() if not name.endswith("num_batches_tracked")}
     owners = {f"{name}.weight": kind for name, m in model.named_modules() for kind in OWNERS if isinstance(m, kind)}
     sides = [Side(params, params_like, owners, set(channels))]
     if state_like is not None:
