@@ -196,14 +196,16 @@ def _with_tables(case: Case, console: Console) -> Case:
     """Return the case with its name tables; print those that it leaves out as Python source to copy."""
     if case.has_tables:
         return case
-    from parity.weights import as_source, with_tables
+    from parity.weights import as_source, completed
 
     with console.status(f"{case.name}: matching parameters"):
-        complete = with_tables(case)
+        complete, notes = completed(case)
     for field, proposed in {"names": complete.names, "buffers": complete.buffers}.items():
         if proposed is not None and getattr(case, field) is None:
             console.print(f"{case.name} is compared under these names; copy them into its {field}:", markup=False)
             console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
+    for line in notes:
+        console.print(f"  note: {line}", markup=False, soft_wrap=True)
     return complete
 
 

@@ -70,9 +70,11 @@ def assert_matches(case: Case, precision: str = "fp64", **settings: Any) -> None
 
 def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Examination:
     """Run `check` and return its runs as well."""
+    from parity.weights import completed
+
     given = Settings(**settings)
     validate(case, precision, given)
-    case, notes = _named(case)
+    case, notes = completed(case)
     examination = (_examine_float64 if precision == "fp64" else _examine_low_precision)(case, precision, locate, given)
     return replace(examination, notes=(*notes, *examination.notes))
 
@@ -81,22 +83,14 @@ def replay(case: Case, precision: str, reference: Callable[[Settings], Reference
     """Compare JAX with a recorded run of PyTorch (`parity.bundle`); PyTorch need not be installed."""
     given = Settings(**settings)
     validate(case, precision, given)
-    case, _ = _named(case)
+    if not case.has_tables:
+        from parity.weights import with_tables  # proposes them with PyTorch, which a replay may do without
+
+        case = with_tables(case)
     program = program_of(case, precision, given)
     if precision != "fp64":
         return repeated(case, program, given, reference)
     return train(case, program, given, reference(given))
-
-
-def _named(case: Case) -> tuple[Case, tuple[str, ...]]:
-    """The case with the tables that it leaves out, and notes on them. They are proposed with PyTorch, which a replay
-    may do without."""
-    if case.has_tables:
-        return case, ()
-    from parity.weights import proposal_of
-
-    proposal = proposal_of(case)
-    return replace(case, names=proposal.names, buffers=proposal.buffers), proposal.notes
 
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:

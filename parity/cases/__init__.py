@@ -14,7 +14,7 @@ SUMMARIES = {
     "cnn-bn": "the same with BatchNorm, on 10×10 images, running statistics included",
     "gpt2": "transformers.GPT2LMHeadModel of 2 layers, width 32, 4 heads",
     "llama": "transformers.LlamaForCausalLM of 2 layers, grouped queries, Llama 3.1's rotary scaling, padded rows",
-    "llama.qwen3": "Qwen3ForCausalLM: norms on queries and keys, one key head, tied embeddings",
+    "llama.qwen3": "Qwen3ForCausalLM: norms on queries and keys, one key head, a window in one layer",
     "llama.mistral": "MistralForCausalLM: a window shorter than the rows",
     "llama.packed": "LlamaForCausalLM with biases and YaRN, three sequences to a row",
     "mixtral": "transformers.MixtralForCausalLM of 2 layers, 4 experts, the router's loss",

@@ -84,7 +84,10 @@ def _case(
 
 
 def _dropping(config: BertConfig, rate: float) -> BertConfig:
-    return replace(config, hidden_dropout_prob=rate, attention_probs_dropout_prob=rate)
+    """Return the config with three different rates, of which `rate` is the largest."""
+    return replace(
+        config, hidden_dropout_prob=rate, attention_probs_dropout_prob=rate / 2, classifier_dropout=rate * 3 / 4
+    )
 
 
 def _batch(seed: int, rows: int, config: BertConfig) -> Batch:

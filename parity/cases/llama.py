@@ -47,7 +47,13 @@ PACKED = LlamaConfig(
     attention_bias=True,
     mlp_bias=True,
 )
-QWEN3 = LlamaConfig(**{**SIZES, "head_dim": 16, "num_key_value_heads": 1}, model_type="qwen3", tie_word_embeddings=True)
+QWEN3 = LlamaConfig(
+    **{**SIZES, "head_dim": 16, "num_key_value_heads": 1},
+    model_type="qwen3",
+    tie_word_embeddings=True,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+)
 MISTRAL = LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, model_type="mistral", sliding_window=5)
 TOKENS = 17
 
@@ -58,8 +64,8 @@ def case(dropout: float | None = None) -> Case:
 
 
 def qwen3(dropout: float | None = None) -> Case:
-    """Return Qwen3: norms on queries and keys, wider heads that share one key, tied embeddings."""
-    return sized("llama.qwen3", QWEN3, dropout)
+    """Return Qwen3: norms on queries and keys, wider heads that share one key, a window in one layer."""
+    return sized("llama.qwen3", QWEN3, dropout, clip_norm=1.95)
 
 
 def mistral(dropout: float | None = None) -> Case:

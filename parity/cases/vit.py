@@ -27,8 +27,8 @@ CONFIG = ViTConfig(
 
 
 def case(dropout: float = 0.0) -> Case:
-    """Return a case on 9×13 images in 4×6 patches; `dropout` is the rate of both kinds."""
-    return sized(replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+    """Return a case on 9×13 images in 4×6 patches; half of `dropout` is the rate of the attention."""
+    return sized(replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout / 2))
 
 
 def sized(config: ViTConfig, rows: int = 16) -> Case:
