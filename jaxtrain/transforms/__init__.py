@@ -21,6 +21,7 @@ from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat
 from jaxtrain.transforms.scanned import fuse_slices as fuse_slices
 from jaxtrain.transforms.scanned import save_costly as save_costly
+from jaxtrain.transforms.split_products import split_products as split_products
 from jaxtrain.transforms.stacks import unfilled_stacks as unfilled_stacks
 from jaxtrain.transforms.unroll import unroll as unroll
 
