@@ -13,6 +13,7 @@ from jaxtrain.transforms import (
     Policy,
     add_hooks,
     fuse_slices,
+    overwrite_logits,
     partial_gradients,
     remat,
     save_costly,
@@ -69,6 +70,7 @@ class LossProgram(NamedTuple):
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
             # After autocast, which adds the biases to the products. On a mesh, parts of a sharded weight would be gathered.
             identity if self.is_on_mesh else partial(split_products, platform=self.platform),
+            identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
             partial(unroll, platform=self.platform) if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.

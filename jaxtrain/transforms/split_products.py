@@ -1,29 +1,23 @@
 """Compute the parts of a split product as products of their own on a GPU.
 
-Attention splits one product into queries, keys and values, which its kernel takes as three arrays: a copy of all of them.
-Three products of parts of the weight write them where they are used, with the same numbers. The gradient remains one
+Attention splits one product into queries, keys and values, which its kernel takes as three arrays: a copy of all of
+them. Products of parts of the weight write them where they are used, with the same numbers. The gradient remains one
 product of the joined gradients of the parts, summed and rounded once.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
-from jaxtrain.transforms import jaxpr
-from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
-from jaxtrain.transforms.biased_product import biased_product
-from jaxtrain.transforms.platform import is_gpu
-
-_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+from jaxtrain.transforms.consumed_products import Product, rewrite_products
 
 
 def split_products(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
-    """Compute each part of a split product with a bias, in low precision, as a product.
+    """Compute each part of a low-precision product that is split along its columns as a product.
 
     Args:
       fn: A function of arrays.
@@ -33,90 +27,37 @@ def split_products(fn: Callable[..., Any], platform: str | None = None) -> Calla
       The same function on a GPU, whose split products have only a reverse-mode derivative. On any other platform, `fn`.
 
     Example:
-      >>> x, kernel, bias = (jnp.ones(shape, jnp.bfloat16) for shape in ((2, 4), (4, 6), (1, 6)))
-      >>> def halves(x):
-      ...     return jnp.split(biased_product(x, kernel, bias, (((1,), (0,)), ((), ()))), 2, axis=-1)
-      >>> [str(jax.make_jaxpr(split_products(halves, p))(x)).count("= biased_product") for p in ("cpu", "gpu")]
+      >>> def halves(x, kernel):
+      ...     return jnp.split(x @ kernel, 2, axis=-1)
+      >>> x, kernel = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 6), jnp.bfloat16)
+      >>> [str(jax.make_jaxpr(split_products(halves, p))(x, kernel)).count("= dot_general") for p in ("cpu", "gpu")]
       [1, 2]
     """
-
-    def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        split = set(_split_products(closed.jaxpr))
-
-        def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-            del run
-            if eqn.outvars[0] in split:
-                return [_Product(*args)]
-            if args and isinstance(args[0], _Product):
-                return args[:1] if eqn.primitive.name == "reshape" else args[0].parts(eqn)
-            return None
-
-        return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
-
-    rewritten = jaxpr.retrace(fn, evaluate)
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (rewritten if is_gpu(platform) else fn)(*args, **kwargs)
-
-    return chosen
+    return rewrite_products(fn, platform, _splits_columns, _parts)
 
 
-class _Product(NamedTuple):
-    """A product that is to be split."""
-
-    x: jax.Array
-    kernel: jax.Array
-    bias: jax.Array
-
-    def parts(self, eqn: JaxprEqn) -> list[jax.Array]:
-        """Return the outputs of `eqn`, which splits it."""
-        columns = _parts_of(*self, sizes=eqn.params["sizes"])
-        return [part.reshape(var.aval.shape) for part, var in zip(columns, eqn.outvars, strict=True)]  # type: ignore[attr-defined]
+def _splits_columns(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "split" and eqn.params["axis"] == eqn.invars[0].aval.ndim - 1  # type: ignore[attr-defined]
 
 
-def _parts_of(x: jax.Array, kernel: jax.Array, bias: jax.Array, *, sizes: Sequence[int]) -> list[jax.Array]:
+def _parts(eqn: JaxprEqn, args: list[Product]) -> list[jax.Array]:
+    (product,), sizes = args, eqn.params["sizes"]
+
     @jax.custom_vjp
-    def parts(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> list[jax.Array]:
+    def parts(rows: jax.Array, *columns: jax.Array) -> list[jax.Array]:
         computed: list[jax.Array] = []
-        for columns, entries in zip(lax.split(kernel, sizes, 1), lax.split(bias, sizes, 1), strict=True):
+        for of_part in zip(*(lax.split(x, sizes, axis=1) for x in columns), strict=True):
             # Each waits for the one before it, or XLA would merge them.
-            *computed, columns = lax.optimization_barrier([*computed, columns])
-            computed.append(biased_product(x, columns, entries, _ROWS_BY_COLUMNS))
+            *computed, kernel = lax.optimization_barrier([*computed, of_part[0]])
+            computed.append(product.multiply(rows, kernel, *of_part[1:]))
         return computed
 
-    def backward(saved: Any, cotangents: list[jax.Array]) -> Any:
-        _, pull_back = jax.vjp(lambda *operands: biased_product(*operands, _ROWS_BY_COLUMNS), *saved)
+    def backward(operands: tuple[jax.Array, ...], gradients: list[jax.Array]) -> tuple[jax.Array, ...]:
         # The barrier keeps reshapes out of the kernel that joins the parts, which then sums the bias's gradient too.
-        return pull_back(jnp.concatenate(lax.optimization_barrier(cotangents), axis=1))
+        joined = jnp.concatenate(lax.optimization_barrier(gradients), axis=1)
+        of_operands: tuple[jax.Array, ...] = jax.vjp(product.multiply, *operands)[1](joined)
+        return of_operands
 
     parts.defvjp(lambda *operands: (parts(*operands), operands), backward)
-    return parts(x, kernel, bias)
-
-
-def _split_products(traced: Jaxpr) -> Iterator[Var]:
-    """Yield the products with a bias in `traced`, and in all jaxprs inside it, that are used by a split alone."""
-    producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
-    uses = Counter(v for v in [*traced.outvars, *(v for e in traced.eqns for v in e.invars)] if isinstance(v, Var))
-    for eqn in traced.eqns:
-        if eqn.primitive.name == "split" and eqn.params["axis"] == eqn.invars[0].aval.ndim - 1:  # type: ignore[attr-defined]
-            var: Any = eqn.invars[0]
-            while uses[var] == 1 and (producer := producers.get(var)) is not None and _keeps_columns(producer):
-                var = producer.invars[0]
-            if uses[var] == 1 and (producer := producers.get(var)) is not None and _is_product(producer):
-                yield var
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from _split_products(inner)
-
-
-def _keeps_columns(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "reshape":
-        return False
-    before, after = (v.aval.shape for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-    return bool(before and after and before[-1] == after[-1])
-
-
-def _is_product(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "custom_jvp_call" or any(isinstance(v, Literal) for v in eqn.invars):
-        return False
-    first, *more = eqn.params["call_jaxpr"].jaxpr.eqns
-    return not more and first.primitive.name == BIASED_PRODUCT and first.params["dimension_numbers"] == _ROWS_BY_COLUMNS
+    shapes = (var.aval.shape for var in eqn.outvars)  # type: ignore[attr-defined]
+    return [part.reshape(shape) for part, shape in zip(parts(*product.operands), shapes, strict=True)]
