@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
-from jaxtrain.transforms.platform import is_gpu
+from jaxtrain.transforms.platform import on_gpu
 
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
@@ -59,18 +59,17 @@ def rewrite_products(
 
         return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
 
-    rewritten = jaxpr.retrace(fn, evaluate)
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (rewritten if is_gpu(platform) else fn)(*args, **kwargs)
-
-    return chosen
+    return on_gpu(fn, jaxpr.retrace(fn, evaluate), platform)
 
 
 def _multiply(eqn: JaxprEqn) -> Callable[..., jax.Array]:
-    if eqn.primitive.name == "dot_general":
-        return lambda *operands: jaxpr.bind(eqn, operands)[0]
-    return lambda *operands: biased_product(*operands, _ROWS_BY_COLUMNS)
+    def multiply(*operands: jax.Array) -> jax.Array:
+        return jaxpr.bind(eqn, operands)[0]
+
+    def multiply_and_add(rows: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+        return biased_product(rows, kernel, bias, _ROWS_BY_COLUMNS)
+
+    return multiply if eqn.primitive.name == "dot_general" else multiply_and_add
 
 
 def _consumed(traced: Jaxpr, consumes: Callable[[JaxprEqn], bool]) -> Iterator[Var]:

@@ -43,8 +43,7 @@ def _splits_columns(eqn: JaxprEqn) -> bool:
 def _parts(eqn: JaxprEqn, args: list[Product]) -> list[jax.Array]:
     (product,), sizes = args, eqn.params["sizes"]
 
-    @jax.custom_vjp
-    def parts(rows: jax.Array, *columns: jax.Array) -> list[jax.Array]:
+    def multiply(rows: jax.Array, *columns: jax.Array) -> list[jax.Array]:
         computed: list[jax.Array] = []
         for of_part in zip(*(lax.split(x, sizes, axis=1) for x in columns), strict=True):
             # Each waits for the one before it, or XLA would merge them.
@@ -58,6 +57,7 @@ def _parts(eqn: JaxprEqn, args: list[Product]) -> list[jax.Array]:
         of_operands: tuple[jax.Array, ...] = jax.vjp(product.multiply, *operands)[1](joined)
         return of_operands
 
-    parts.defvjp(lambda *operands: (parts(*operands), operands), backward)
+    parts = jax.custom_vjp(multiply)
+    parts.defvjp(lambda *operands: (multiply(*operands), operands), backward)
     shapes = (var.aval.shape for var in eqn.outvars)  # type: ignore[attr-defined]
     return [part.reshape(shape) for part, shape in zip(parts(*product.operands), shapes, strict=True)]
