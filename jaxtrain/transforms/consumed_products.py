@@ -51,7 +51,7 @@ def rewrite_products(
 
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
             del run
-            if eqn.outvars[0] in consumed:
+            if not consumed.isdisjoint(eqn.outvars):
                 return [Product(tuple(args), _multiply(eqn))]
             if any(isinstance(x, Product) for x in args):
                 return args if eqn.primitive.name == "reshape" else rewrite(eqn, args)
