@@ -23,7 +23,7 @@ _MULTIPLE = 8  # of columns, for tensor cores
 
 
 def overwrite_logits(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:
-    """Let the gradients of low-precision logits overwrite them, where a loss of `jaxtrain.losses` takes a product.
+    """Let the gradients of low-precision logits [rows, classes] overwrite them, where a loss takes a product.
 
     Args:
       fn: A function of arrays.
@@ -47,6 +47,7 @@ def _widens_for_a_loss(eqn: JaxprEqn) -> bool:
     return (
         eqn.primitive.name == "convert_element_type"
         and eqn.params["new_dtype"] == np.float32
+        and eqn.invars[0].aval.ndim == 2  # type: ignore[attr-defined]  # XLA would copy logits of more axes first
         and jaxpr.in_scope(eqn, LOSS)
     )
 
@@ -75,4 +76,4 @@ def _widened(eqn: JaxprEqn, args: list[Product]) -> list[jax.Array]:
         return of_operands
 
     logits.defvjp(forward, backward)
-    return jaxpr.bind(eqn, [logits(*product.operands).reshape(eqn.outvars[0].aval.shape)])  # type: ignore[attr-defined]
+    return jaxpr.bind(eqn, [logits(*product.operands)])

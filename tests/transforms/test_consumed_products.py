@@ -28,7 +28,8 @@ def linear(rows, columns, bias):
 
 def assert_same_gradients(fn, rewrite):
     """Assert the same loss and gradients on either platform, to the bit."""
-    programs = [jax.jit(jax.value_and_grad(rewrite(autocast(fn), p), argnums=(0, 1, 2))) for p in ("cpu", "gpu")]
+    # Not jitted: XLA may leave out a rounding between two operations.
+    programs = [jax.value_and_grad(rewrite(autocast(fn), p), argnums=(0, 1, 2)) for p in ("cpu", "gpu")]
     jax.tree.map(np.testing.assert_array_equal, *(program(ROWS, COLUMNS, BIAS) for program in programs))
 
 
@@ -58,7 +59,8 @@ def test_a_product_with_another_use_is_not_split():
 
 
 def loss(rows, columns, bias):
-    return cross_entropy(linear(rows, columns, bias), jnp.arange(16).reshape(2, 8) % 12).sum()
+    logits = linear(rows, columns, bias)
+    return cross_entropy(logits.reshape(16, -1), jnp.arange(16) % 12).sum()
 
 
 def test_the_gradient_of_logits_updates_them():
@@ -72,7 +74,7 @@ def test_logits_without_a_bias_and_with_a_multiple_of_8_classes():
         wide = jnp.concatenate([columns, columns[:, :4]], 1)
         return (
             loss(rows, wide, jnp.concatenate([bias, bias[:4]]) * 0)
-            + cross_entropy(rows @ wide, jnp.zeros((2, 8), int)).sum()
+            + cross_entropy(rows.reshape(16, 16) @ wide, jnp.zeros(16, int)).sum()
         )
 
     assert_same_gradients(without_bias, overwrite_logits)
