@@ -30,7 +30,7 @@ def run(
     Args:
       case: The case, with its tables.
       weights: Initial weights and buffers by PyTorch's names.
-      precision: One of `parity.run.PRECISIONS`.
+      precision: One of `parity.settings.PRECISIONS`.
       accumulate: Micro-batches per accumulation window.
       remat: Rematerialization policy.
       steps: Windows, each with one optimizer update.

@@ -75,7 +75,7 @@ def run(
 
     Args:
       case: The case; its `torch_model` is created from `seed`.
-      precision: One of `parity.run.PRECISIONS`.
+      precision: One of `parity.settings.PRECISIONS`.
       accumulate: Micro-batches per accumulation window.
       steps: Windows, each with one optimizer update.
       seed: Seed of weights and data.

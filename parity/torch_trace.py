@@ -122,6 +122,8 @@ class _Recorder(TorchDispatchMode):
         for tensor in (*model.parameters(), *model.buffers()):
             self._add_input(tensor)
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             parameter.register_post_accumulate_grad_hook(
                 lambda p, name=name: self.outputs.__setitem__(("raw gradient", name), self._sources(p.grad))
             )

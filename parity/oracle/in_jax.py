@@ -20,6 +20,13 @@ JAX_WIDER = {
     np.dtype(np.complex64): np.dtype(np.complex128),
 }
 
+NARROWER = {
+    np.dtype(np.float64): np.dtype(np.float32),
+    np.dtype(np.complex128): np.dtype(np.complex64),
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+}
+"""Dtypes of a program outside of x64 mode."""
 
 ULPS = 2
 """Rounding error of an array computed in float32, in units in the last place of its largest element: those of a sine
@@ -32,7 +39,9 @@ def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[...
     """Return `fn` with all floating arithmetic in float64, whatever dtypes it requests; requires JAX's x64 mode.
 
     This includes jit, loops, branches, `jax.checkpoint` and custom derivatives. Arrays that the program computed in
-    float32 before it was traced, with NumPy for example, keep their rounding.
+    float32 before it was traced, with NumPy for example, keep their rounding. A program that JAX rejects in x64 mode,
+    because there its dtypes of 32 and of 64 bits meet, is traced in 32 bits: its integers stay so, its floats are
+    converted, and float64 arrays of NumPy are rounded to float32.
 
     Args:
       fn: A function of arrays.
@@ -53,9 +62,32 @@ def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[...
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
         if nudge is not None:
             closed = _nudged(closed, np.random.default_rng(nudge))
-        return _run(closed.jaxpr, closed.consts, leaves)
+        return _run(closed.jaxpr, closed.consts, [*map(_integer_as_traced, closed.in_avals, leaves)])
 
-    return jaxpr.retrace(fn, evaluate)
+    return jaxpr.retrace(fn, evaluate, _traced)
+
+
+def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `fn` as `jax.make_jaxpr` does, in 32 bits if it mixes dtypes in x64 mode."""
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        except TypeError:
+            narrow_args, narrow_kwargs = jax.tree.map(_narrow, (args, kwargs))
+        with jax.enable_x64(False):
+            return jax.make_jaxpr(fn, return_shape=True)(*narrow_args, **narrow_kwargs)
+
+    return trace
+
+
+def _narrow(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, NARROWER.get(aval.dtype, aval.dtype))
+
+
+def _integer_as_traced(aval: Any, x: Any) -> Any:
+    return lax.convert_element_type(x, aval.dtype) if jnp.issubdtype(aval.dtype, np.integer) else x
 
 
 def _nudged(closed: ClosedJaxpr, rng: np.random.Generator) -> ClosedJaxpr:
