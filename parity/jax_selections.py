@@ -1,6 +1,6 @@
 """Watch the selections of a JAX program, also those that NumPy computes while JAX traces it.
 
-The loss is traced with abstract parameters and a concrete batch, without `jit` and with loops unrolled, so that
+The loss is traced with abstract parameters and a concrete batch, without `jit` and with short loops unrolled, so that
 whatever depends on no parameter is a value.
 """
 
@@ -26,6 +26,8 @@ from parity.selections import Selections, caller
 LIBRARY_FOLDERS = tuple(f"{folder}/" for folder in (*LIBRARIES, *np.__path__, *losses.__path__))
 """The losses' conditions, such as an ignored label, are those of `parity.conditions`."""
 
+UNROLLED = 64
+"""Largest number of iterations of a loop that is unrolled: loops over layers are, those over time are not."""
 Conditions = Iterator[tuple[str, tuple[Any, ...]]]
 """What each condition is, and its values or the two arrays of which the first is to be smaller."""
 
@@ -45,6 +47,8 @@ def watch_jax(case: Case, batch: Batch, seed: int, selections: Selections) -> No
     with contextlib.ExitStack() as stack:
         for context in (jax.disable_jit(), jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard")):
             stack.enter_context(context)
+        for name, length in LOOPS.items():
+            stack.enter_context(mock.patch.object(lax, name, _unrolled_if_short(getattr(lax, name), length)))
         for (module, name), conditions in SELECTIONS.items():
             watched = _Watched(getattr(module, name), f"of {name}", conditions, selections)
             stack.enter_context(mock.patch.object(module, name, watched))
@@ -52,6 +56,31 @@ def watch_jax(case: Case, batch: Batch, seed: int, selections: Selections) -> No
             jax.make_jaxpr(loss)(case.params_like, jax.eval_shape(jax.random.key, seed), *state)
         except Exception as error:  # of the user's program, in a mode that it was not written for
             logger.info("%s: not traced without jit: %s: %s", case.name, type(error).__name__, error)
+
+
+def _unrolled_if_short(loop: Callable[..., Any], length: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with jax.disable_jit(length(*args, **kwargs) <= UNROLLED):
+            return loop(*args, **kwargs)
+
+    return called
+
+
+def _scan_length(f: Any, init: Any, xs: Any = None, length: int | None = None, **options: Any) -> int:
+    return len(jax.tree.leaves(xs)[0]) if length is None else length
+
+
+def _map_length(f: Any, xs: Any, **options: Any) -> int:
+    return len(jax.tree.leaves(xs)[0])
+
+
+def _fori_length(lower: Any, upper: Any, *args: Any, **options: Any) -> Any:
+    is_known = not any(isinstance(bound, jax.core.Tracer) for bound in (lower, upper))
+    return upper - lower if is_known else UNROLLED + 1
+
+
+LOOPS: Mapping[str, Callable[..., Any]] = {"scan": _scan_length, "map": _map_length, "fori_loop": _fori_length}
+"""By name in `jax.lax`, from the arguments of a loop to its number of iterations."""
 
 
 class _Watched:

@@ -150,6 +150,33 @@ def test_a_program_that_cannot_be_traced_without_jit_is_left_out(caplog: pytest.
     assert caplog.messages[0] == "selecting: not traced without jit: ValueError: needs jit"
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda body, n: lax.scan(lambda x, i: (body(x), None), jnp.float32(1), jnp.arange(n))[0],
+        lambda body, n: lax.scan(lambda x, _: (body(x), None), jnp.float32(1), length=n)[0],
+        lambda body, n: lax.fori_loop(0, n, lambda i, x: body(x), jnp.float32(1)),
+        lambda body, n: lax.map(lambda i: body(i * 1.0), jnp.arange(n)).sum(),
+    ],
+)
+def test_only_short_loops_are_unrolled(loop: Any) -> None:
+    def iterations(n: int) -> int:
+        traced = []
+
+        def ours(params: Any, batch: Any) -> Any:
+            def body(x: Any) -> Any:
+                traced.append(x)
+                return x * params["w"].sum()
+
+            return loop(body, n)
+
+        one_sided_selections(case(ours=ours))
+        return len(traced)
+
+    assert iterations(5) == 5
+    assert iterations(1000) <= 3
+
+
 def test_only_the_first_selections_are_listed() -> None:
     select = "\n".join(f"w = np.where(np.arange({WIDTH}) < 9, 1, {i}) * w" for i in range(7))
     lines: dict[str, Any] = {"np": np}
