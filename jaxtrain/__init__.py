@@ -14,6 +14,7 @@ The map of the package. Each line may import only from the lines above it (`test
     interop                 PyTorch checkpoints, optimizers and schedulers, in and out
     losses                  PyTorch's losses and subgradients
     models                  one file or folder a family
+    torch_import            any `torch.nn.Module` as a pure function
     cost                    FLOPs, roofline, memory, communication
     distributed             meshes, sharding, processes
     run                     Recipe and Task: what a user's own run and a built-in one both are
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         static_loss_scale,
         train_step,
     )
+    from jaxtrain.torch_import import ImportedModel, from_torch
     from jaxtrain.transforms import Policy, autocast, autocast_disabled, block, hook, kernel
 
 __version__ = "0.1.0"
@@ -57,6 +59,7 @@ __all__ = [
     "Audio",
     "EffectiveBatch",
     "Image",
+    "ImportedModel",
     "Initial",
     "Loss",
     "Policy",
@@ -74,6 +77,7 @@ __all__ = [
     "dynamic_loss_scale",
     "eval_step",
     "fit",
+    "from_torch",
     "hook",
     "keep_host_memory",
     "kernel",
@@ -92,6 +96,7 @@ _MODULES = {
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
         *("eval_step", "leaf_name", "static_loss_scale", "train_step"),
     ),
+    "torch_import": ("ImportedModel", "from_torch"),
     "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
 }
 

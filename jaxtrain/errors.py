@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import sys
 import sysconfig
 import types
@@ -50,10 +51,11 @@ def user_facing(fn: _F) -> _F:
 
 
 def with_user_frames(error: Exception) -> Exception:
-    """Remove this package's frames from an error's traceback, for the function that catches it to raise it again.
+    """Remove the frames of JAX and of this project from an error's traceback, for the function that catches it to raise
+    it again.
 
-    A `UserError` keeps the user's frames alone. Another error keeps those after the user's last frame, where it arose,
-    and all frames of other packages. With `JAX_TRACEBACK_FILTERING=off` everything is kept.
+    A `UserError` keeps the user's frames alone, and an error of another package also that package's. An error of this
+    project keeps all frames after the user's last one. With `JAX_TRACEBACK_FILTERING=off` everything is kept.
     """
     # The frame of the caller, which raising adds again.
     frames = list(_frames(error.__traceback__))[1:]
@@ -65,7 +67,8 @@ def with_user_frames(error: Exception) -> Exception:
             if hasattr(error, "__notes__"):
                 error.__notes__ = [note for note in error.__notes__ if "JAX has removed" not in note]
         else:
-            frames = [frame for i, frame in enumerate(frames) if i > last or not _file(frame).startswith(_OURS)]
+            is_own = any(_file(frame).startswith(_OURS) for frame in frames[last + 1 :])
+            frames = [frame for i, frame in enumerate(frames) if (is_own and i > last) or not _is_internal(frame)]
     traceback = None
     for frame in reversed(frames):
         traceback = types.TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -103,12 +106,17 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-_OURS = str(Path(__file__).parent)
+_OURS = tuple(f"{Path(__file__).parents[1] / program}{os.sep}" for program in ("jaxtrain", "parity", "benchmarks"))
 _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 def _is_user_code(file: str) -> bool:
-    return not file.startswith((_OURS, *_LIBRARIES)) and "-packages/" not in file
+    return not file.startswith((*_OURS, *_LIBRARIES)) and "-packages/" not in file
+
+
+def _is_internal(frame: types.TracebackType) -> bool:
+    package = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in ("jax", "jaxlib") or _file(frame).startswith(_OURS)
 
 
 def _frames(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:

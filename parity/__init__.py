@@ -10,7 +10,10 @@ The map of the package. No module imports another in a circle (`tests/test_archi
     weights                  which PyTorch tensor each JAX parameter is
     bars, compare            the bars, and the verdict on two runs
     trajectory               rounding and chaos in long runs
-    run                      `check`: both runs, the verdict, and where and why it fails
+    settings, reference, examination   how both sides train; PyTorch's runs; the verdict with its runs
+    float64, low_precision   the comparison in float64, and in a lower precision
+    placing                  where and why a case differs in float64
+    run                      `check`: a case compared and, where it differs, placed
     coverage, conditions     what a check did not exercise
     stages                   which stage of the step differs
     locate, activations      the first operation, or the first imprecise module, that differs

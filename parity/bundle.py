@@ -13,8 +13,10 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from parity.case import Case
+from parity.low_precision import TRAININGS
 from parity.record import Record, Snapshot, Tensors
-from parity.run import TRAININGS, Reference, Settings, live_reference, validate
+from parity.reference import Reference, live_reference
+from parity.settings import Settings, validate
 
 FORMAT = 2
 INDEX = "bundle.json"
@@ -29,7 +31,7 @@ def record(case: Case, precisions: Sequence[str], folder: Path, **settings: Any)
       case: The case.
       precisions: Precisions to record.
       folder: Folder without a bundle.
-      **settings: Fields of `parity.run.Settings`.
+      **settings: Fields of `parity.settings.Settings`.
 
     Raises:
       UserError: The folder has a bundle already, or a setting does not fit the case.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.interop import NameTable
     from jaxtrain.step import LossFn
+    from jaxtrain.torch_import import ImportedModel
 
 Batch = Mapping[str, np.ndarray]
 """Arrays by name, with the rows of the batch on the first axis. Floating ones are converted to float32, so that every
@@ -55,6 +56,51 @@ class Case:
     clip_norm: float | None
     state_like: Any = None
     buffers: "NameTable | None" = None
+
+    @classmethod
+    def of_import(
+        cls,
+        name: str,
+        model: "ImportedModel",
+        *,
+        torch_model: "Callable[[], torch.nn.Module]",
+        torch_loss: "Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, int]]",
+        loss_fn: "LossFn",
+        batch: Callable[[int, int], Batch],
+        rows: int,
+        optimizer: AdamW | Optimizer,
+        clip_norm: float | None = None,
+    ) -> "Case":
+        """Return the case of an imported module, beside the module itself.
+
+        Args:
+          name: Name in reports.
+          model: The imported module. Its names are PyTorch's, so that the case needs no tables.
+          torch_model: As the attribute.
+          torch_loss: As the attribute.
+          loss_fn: As the attribute, for example from `model.loss`.
+          batch: As the attribute.
+          rows: As the attribute.
+          optimizer: As the attribute.
+          clip_norm: As the attribute.
+
+        Returns:
+          The case.
+        """
+        return cls(
+            name=name,
+            torch_model=torch_model,
+            torch_loss=torch_loss,
+            loss_fn=loss_fn,
+            batch=batch,
+            params_like=model.params,
+            names=model.names,
+            rows=rows,
+            optimizer=optimizer,
+            clip_norm=clip_norm,
+            state_like=model.state,
+            buffers=model.state_names,
+        )
 
     @property
     def has_tables(self) -> bool:

@@ -26,12 +26,16 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from jaxtrain.cli import print_own_traceback
+from jaxtrain.errors import UserError, with_user_frames
 from parity.attestation import environment
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
+from parity.examination import Examination
 from parity.locate import STEPS, locate
 from parity.report import Result, bars, divergence, document, table
-from parity.run import PRECISIONS, Examination, Settings, examine, replay, validate
+from parity.run import examine, replay
+from parity.settings import PRECISIONS, Settings, validate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,8 +67,6 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
         console.print(bars())
     if options.command == "selftest":
         console.print("checking whether this machine trains correctly, without PyTorch, in about a minute")
-    from jaxtrain.errors import UserError  # imports JAX, which takes seconds: after the first output
-
     if getattr(options, "debug", False):
         logging.basicConfig(level=logging.INFO)
     try:
@@ -74,6 +76,10 @@ def _answer(command: Callable[[argparse.Namespace, Console], int], options: argp
             traceback.print_exc()
         print(f"parity: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if options.debug or not print_own_traceback(with_user_frames(error)):
+            raise
+        return 1
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
         return 130
@@ -139,7 +145,6 @@ def _selftest(options: argparse.Namespace, console: Console) -> int:
 
 def _replayed(options: argparse.Namespace, console: Console) -> list[Result]:
     """Compare JAX with a bundle; PyTorch need not be installed."""
-    from jaxtrain.errors import UserError
     from parity.bundle import open_bundle
 
     bundle = open_bundle(options.bundle)
@@ -191,14 +196,16 @@ def _with_tables(case: Case, console: Console) -> Case:
     """Return the case with its name tables; print those that it leaves out as Python source to copy."""
     if case.has_tables:
         return case
-    from parity.weights import as_source, with_tables
+    from parity.weights import as_source, completed
 
     with console.status(f"{case.name}: matching parameters"):
-        complete = with_tables(case)
+        complete, notes = completed(case)
     for field, proposed in {"names": complete.names, "buffers": complete.buffers}.items():
         if proposed is not None and getattr(case, field) is None:
             console.print(f"{case.name} is compared under these names; copy them into its {field}:", markup=False)
             console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
+    for line in notes:
+        console.print(f"  note: {line}", markup=False, soft_wrap=True)
     return complete
 
 

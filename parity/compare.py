@@ -5,7 +5,7 @@ lower precisions the measure is PyTorch's own distance to the float64 truth.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -123,13 +123,16 @@ def median(verdicts: Sequence[Verdict]) -> Verdict:
     return sorted(verdicts, key=lambda v: (not v.passed, v.error_ratio or 0.0))[len(verdicts) // 2]
 
 
-def relative(ours: Tensors, theirs: Tensors, truth: Tensors | None = None) -> dict[str, float]:
+def relative(
+    ours: Tensors, theirs: Tensors, truth: Tensors | None = None, noise: Collection[str] = ()
+) -> dict[str, float]:
     """Return ‖ours − theirs‖ / ‖truth‖ of each tensor; infinite where a value is not finite.
 
     Args:
       ours: Tensors by name.
       theirs: Tensors of the same names.
       truth: Tensors whose norms are the unit; None for `theirs`.
+      noise: Names of tensors that are measured on the scale of the whole.
 
     Returns:
       Relative distances by name.
@@ -144,14 +147,14 @@ def relative(ours: Tensors, theirs: Tensors, truth: Tensors | None = None) -> di
     if ours.keys() != theirs.keys():
         raise ValueError(f"only one of the runs has {sorted(ours.keys() ^ theirs.keys())}")
     whole = _norm(truth.values())
-    scales = {name: _scale(_norm([truth[name]]), whole) for name in theirs}
+    scales = {name: whole if name in noise else _scale(_norm([truth[name]]), whole) for name in theirs}
     return {name: _ratio(_norm([_minus(ours[name], x)]), scales[name]) for name, x in theirs.items()}
 
 
 def _verdict(ours: Record, theirs: Record, truth: Record, error_ratio: float | None, faults: Sequence[str]) -> Verdict:
     _, loss_rel = _worst(relative(_losses(ours), _losses(theirs)))
     grad_worst, grad_rel = _worst(relative(ours.grads, theirs.grads, truth.grads))
-    _, param_rel = _worst(relative(ours.last.params, theirs.last.params, truth.last.params))
+    _, param_rel = _worst(relative(ours.last.params, theirs.last.params, truth.last.params, _noise(theirs)))
     return Verdict(loss_rel, grad_rel, grad_worst, param_rel, error_ratio, tuple(faults))
 
 
@@ -169,7 +172,7 @@ def _apart(
     bars = np.maximum(LAST_BAR, np.where(np.arange(steps) < judged, 0.0, noise))
     rounding = _effects(_first, ours, nudged)
     for what, our, their in _pairs(_first(ours), _first(theirs)):
-        yield from _over(what, relative(our, their), max(FIRST_BAR, rounding[what]))
+        yield from _over(what, relative(our, their, noise=_noise(theirs)), max(FIRST_BAR, rounding[what]))
     distances = _along(ours, theirs)
     bars = np.maximum(bars, max((RATIO_BAR * _along(run, ours).max() for run in nudged), default=0.0))
     for step in np.flatnonzero(np.isinf(distances) | (distances > bars))[:1]:
@@ -181,7 +184,17 @@ def _apart(
             moved = [dict(_present(run.last))[what] for run in one_ulp]
             farthest = max(_worst(relative(tensors, their))[1] for tensors in moved)
             bar = max(bar, RATIO_BAR * farthest * float(course.spread[-1]))
-        yield from _over(f"{what} after the last step", relative(our, their), bar)
+        yield from _over(f"{what} after the last step", relative(our, their, noise=_noise(theirs)), bar)
+
+
+def _noise(run: Record) -> frozenset[str]:
+    """Names of the parameters whose gradient is rounding noise, as that of a bias before a batch norm.
+
+    Adam divides such a gradient by its own size: an update as large as its `eps` allows, in a direction that rounding
+    decides. A gradient of exactly zero is none: it is that of an adapter before its first update.
+    """
+    whole = _norm(run.grads.values())
+    return frozenset(name for name, grad in run.grads.items() if 0 < _norm([grad]) <= NEGLIGIBLE * whole)
 
 
 def _effects(

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from parity.case import Batch, Case
 from parity.conventions.calls import Arguments, bound, called
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import seeded_model, tensor
+from parity.padding import untested_padding
+from parity.torch_side import few_threads, seeded_model, tensor
 
-IGNORED, MASKED, PADDED, TIED = "label ignored", "position masked", "token padded", "tie"
+IGNORED, MASKED, TIED = "label ignored", "position masked", "tie"
 
 
 REFUSALS = (RuntimeError, ValueError, IndexError)
@@ -79,7 +80,6 @@ CONDITIONS: Mapping[str, Condition] = {
     "nll_loss": Condition(IGNORED, _equal("target", "ignore_index")),
     "scaled_dot_product_attention": Condition(MASKED, _hidden("attn_mask", True)),
     "masked_fill": Condition(MASKED, _hidden("mask", False)),
-    "embedding": Condition(PADDED, _equal("input", "padding_idx")),
     "relu": Condition("input of relu at 0", _at(0.0)),
     "leaky_relu": Condition("input of leaky_relu at 0", _at(0.0)),
     "abs": Condition("input of abs at 0", _at(0.0)),
@@ -128,7 +128,7 @@ def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
     model = seeded_model(case, seed).double().eval()
     batch = case.batch(seed, case.rows)
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
-    with InFloat64(), ConditionCounter() as counter:
+    with few_threads(model), InFloat64(), ConditionCounter() as counter:
         case.torch_loss(model, tensors)
     return counter
 
@@ -136,17 +136,19 @@ def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
 def unmet_conditions(case: Case, seed: int = 0) -> list[str]:
     """Return a line for each condition of the PyTorch program that the case's batches do not meet; one for all kinks.
 
+    Padding rows of embeddings are included.
+
     >>> from parity.cases import CASES
     >>> unmet_conditions(CASES["mlp"]())
     ['no label was ignored', 'no input of relu at 0']
     """
     counter = count_conditions(case, seed)
     never = [kind for kind, count in counter.met.items() if not count]
-    data = (IGNORED, MASKED, PADDED)
+    data = (IGNORED, MASKED)
     kinks = [kind for kind in never if kind not in data]
     lines = [f"no {kind.split()[0]} was {kind.split()[1]}" for kind in never if kind in data]
     lines += [f"{name} is {x.flat[0]} throughout" for name, x in case.batch(seed, case.rows).items() if _constant(x)]
-    return [*lines, *([f"no {', no '.join(kinks)}"] if kinks else [])]
+    return [*lines, *([f"no {', no '.join(kinks)}"] if kinks else []), *untested_padding(case, seed)]
 
 
 def cases_that_meet(case: Case, seed: int = 0) -> Iterator[tuple[str, Case]]:

@@ -37,7 +37,7 @@ class Coverage:
 
     def not_exercised(self, case: Case) -> tuple[str, ...]:
         """Return a line for each behavior that was not exercised."""
-        return (*self._steps(), *self._clipping(case), *self._parameters())
+        return (*self._steps(), *self._clipping(case), *self._parameters(case))
 
     def clipping_sometimes(self, case: Case) -> Case | None:
         """Return the case with a bound that clips some steps only; None if its own bound does so or it has none."""
@@ -59,10 +59,17 @@ class Coverage:
         norms = f"gradient norms {min(self.norms):.2g} to {max(self.norms):.2g}, clip_norm {case.clip_norm:g}"
         return [f"every step was clipped: {norms}" if any(clipped) else f"no step was clipped: {norms}"]
 
-    def _parameters(self) -> list[str]:
-        shares = {name: float(np.mean(reached)) for name, reached in self.reached.items()}
+    def _parameters(self, case: Case) -> list[str]:
+        from parity.padding import padding_rows
+        from parity.torch_side import seeded_model
+
+        partly_reached = {name: reached.copy() for name, reached in self.reached.items() if not reached.all()}
+        for name, row in padding_rows(seeded_model(case, 0)).items() if partly_reached else ():
+            if name in partly_reached:  # its row has no gradient by definition
+                partly_reached[name][row] = True
+        shares = {name: float(np.mean(reached)) for name, reached in partly_reached.items()}
         partly = sorted((share, name) for name, share in shares.items() if share < 1)
-        lines = [f"{name}: {_unreached(self.reached[name])} never had a gradient" for _, name in partly[:LISTED]]
+        lines = [f"{name}: {_unreached(partly_reached[name])} never had a gradient" for _, name in partly[:LISTED]]
         more = len(partly) - LISTED
         return [*lines, *([f"{more} more parameters had a gradient only in part"] if more > 0 else [])]
 
@@ -80,7 +87,7 @@ def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> di
       Number of elements by name of the function: |x| at 0, a clamp at its bound, a tie for a maximum.
     """
     from parity import torch_side
-    from parity.conditions import CONDITIONS, IGNORED, MASKED, PADDED, ConditionCounter
+    from parity.conditions import CONDITIONS, IGNORED, MASKED, ConditionCounter
     from parity.randomness import dropout_masks
     from parity.weights import with_tables
 
@@ -98,7 +105,7 @@ def at_kinks(case: Case, step: int, *, accumulate: int = 1, seed: int = 0) -> di
     watched_case = replace(case, torch_loss=watched)
     torch_side.run(watched_case, "fp64", accumulate=accumulate, steps=step, seed=seed, masks=masks)
     kinds = {name: condition.of for name, condition in CONDITIONS.items()}
-    return {name: watch.met[of] for name, of in kinds.items() if of not in (IGNORED, MASKED, PADDED) and watch.met[of]}
+    return {name: watch.met[of] for name, of in kinds.items() if of not in (IGNORED, MASKED) and watch.met[of]}
 
 
 def kinks(met: Mapping[str, int]) -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 STEPS = 4
 """Some bugs show in the second or third step only."""
+LOW_STEPS = 8
+"""Steps of a clean run in low precision: the errors of two losses alone are too few to compare."""
 SHORT_OF_FP64 = ("fp32", "bf16")
 
 
@@ -139,14 +141,26 @@ def clean_runs(n: int, seed: int = 0) -> list[Verdict]:
     from parity.mutants import MUTANTS
 
     mutants = list(MUTANTS.values())
+    cases: dict[Callable[[], Case], Case] = {}
     verdicts = []
     for i in range(n):
         mutant = mutants[i % len(mutants)]
-        low = {"precision": SHORT_OF_FP64[i // 10 % 2]} if i % 10 == 9 else {}
+        low = {"precision": SHORT_OF_FP64[i // 10 % 2], "steps": LOW_STEPS} if i % 10 == 9 else {}
         with mutant.around():
             settings = {"steps": 2, **low, **mutant.settings, "seed": seed + i}
-            verdicts.append(check(mutant.clean(), **settings))
+            # One case for all seeds, whose programs are compiled once.
+            case = _shared(cases, mutant)
+            verdicts.append(check(case, **settings))
     return verdicts
+
+
+def _shared(cases: dict[Callable[[], Case], Case], mutant: "Mutant") -> Case:
+    """The clean case of a mutant: a new one where its surroundings change it, else that of its first run."""
+    if mutant.around is not nullcontext:
+        return mutant.clean()
+    if mutant.clean not in cases:
+        cases[mutant.clean] = mutant.clean()
+    return cases[mutant.clean]
 
 
 def document(found: Sequence[Outcome], clean: Sequence[Verdict] = ()) -> dict[str, Any]:

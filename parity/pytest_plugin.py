@@ -63,7 +63,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _checked(case: Any, precision: str, settings: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str]]:
     """The check as a row of `parity run --json`, and the lines of what differs."""
     from parity.report import Result, row
-    from parity.run import Settings, examine
+    from parity.run import examine
+    from parity.settings import Settings
 
     examination = examine(case, precision, locate=True, **settings)
     return row(Result(case, precision, Settings(**settings), examination)), examination.verdict.lines

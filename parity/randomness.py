@@ -19,6 +19,7 @@ from jaxtrain.step import LossFn, micro_batch_key, validated
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
 from parity.jax_side import arrays
+from parity.oracle.in_jax import in_float64
 
 Masks = list[np.ndarray]
 """Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts."""
@@ -43,7 +44,9 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         params, model_state = arrays(jax.tree.map(_zeros, (case.params_like, case.state_like)), precision)
         batch = arrays(case.batch(seed, case.rows // accumulate), precision)
         key = jax.random.key(seed)
-        draw = jax.jit(dropout_mask_fn(case.loss_fn)).trace(params, batch, key, model_state)
+        masks = dropout_mask_fn(case.loss_fn)
+        # Traced as the run of that precision traces the loss.
+        draw = jax.jit(in_float64(masks) if precision == "fp64" else masks).trace(params, batch, key, model_state)
         if not draw.jaxpr.out_avals:
             return [[] for _ in range(steps * accumulate)]  # without dropout there is nothing to compile
         draw = draw.lower().compile()

@@ -18,6 +18,7 @@ from parity import jax_side, torch_side
 from parity.bars import FIRST_BAR
 from parity.case import Case
 from parity.compare import relative
+from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.randomness import Masks, dropout_masks
 from parity.record import Step, Tensors
@@ -174,8 +175,8 @@ LOOK_AT = {
 
 def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Comparison]:
     """The comparisons of the steps of a float64 reference run."""
-    backward, clip, optimizer = jax.jit(_backward(case)), jax.jit(_clip(case)), optimizer_in_float32(case.optimizer.jax)
-    update = jax.jit(optimizer.update)
+    backward, clip, optimizer = jit(_backward(case)), jit(_clip(case)), optimizer_in_float32(case.optimizer.jax)
+    init, update = jit(optimizer.init), jit(optimizer.update)
     key, opt_state, micro_step = jax.random.key(seed), None, 0
     for number, step in enumerate(seen, start=1):
         params, model_state = _to_jax(case, step.before.params, step.before.buffers)
@@ -191,7 +192,7 @@ def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Compariso
         if case.clip_norm is not None:
             clipped = jax_side.to_torch(case, clip(_to_jax(case, step.grads)[0]))
             yield Comparison(number, "clipped gradients", clipped, step.fed)
-        opt_state = optimizer.init(params) if opt_state is None else opt_state
+        opt_state = init(params) if opt_state is None else opt_state
         updates, opt_state = update(_to_jax(case, step.fed)[0], opt_state, params)
         for name, moment in jax_side.moments(case, opt_state).items():
             yield Comparison(number, "optimizer state", _named(name, moment), _named(name, step.after.moments[name]))

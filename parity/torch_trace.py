@@ -155,6 +155,8 @@ class _Recorder(TorchDispatchMode):
                 where = Operation("forward", module or type(model).__name__, f"buffer {attribute}", None)
                 self._store(buffer, self.trace.add(_array(buffer), frozenset(), where))
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             parameter.register_post_accumulate_grad_hook(
                 lambda p, name=name: self.outputs.__setitem__(("raw gradient", name), self._sources(p.grad))
             )

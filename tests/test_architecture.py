@@ -26,7 +26,19 @@ ORDER = (
         "data",
         "interop",
     ),
-    *("losses", "models", "cost", "distributed", "run", "recipes", "profile", "debug", "run_folder", "observe"),
+    *(
+        "losses",
+        "models",
+        "torch_import",
+        "cost",
+        "distributed",
+        "run",
+        "recipes",
+        "profile",
+        "debug",
+        "run_folder",
+        "observe",
+    ),
     *("runner", "planning", "export", "cli"),
 )
 # Programs on top of the packages, each importing those before it.

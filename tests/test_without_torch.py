@@ -57,7 +57,13 @@ def test_training_runs_without_torch():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.relative_to(SOURCES[0].parent).as_posix())
 def test_no_module_imports_torch(source):
-    for node in ast.walk(ast.parse(source.read_text())):
+    if source.match("torch_import/capture/*.py"):
+        pytest.skip("captures PyTorch's modules, and is imported when one is captured")
+    tree = ast.parse(source.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if source.match("interop/torch_file.py") and getattr(node, "col_offset", 0):
             continue  # reads PyTorch's files, and imports torch inside its functions
         names = []

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxtrain.cli.user_code import print_own_traceback
+from jaxtrain.cli.user_code import print_own_traceback as print_own_traceback
 from jaxtrain.cpu.host_memory import keep_host_memory
 from jaxtrain.errors import UserError, is_out_of_memory
 

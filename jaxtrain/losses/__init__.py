@@ -5,6 +5,7 @@ the derivative does not exist. Under autocast they run in float32. `mask_tokens`
 modeling.
 """
 
+from jaxtrain.losses import subgradients as subgradients
 from jaxtrain.losses.chunked_cross_entropy import chunked_cross_entropy
 from jaxtrain.losses.classification import binary_cross_entropy_with_logits, cross_entropy, kl_div, label_weights, nll
 from jaxtrain.losses.embedding import clip, cosine_embedding, hinge_embedding, info_nce, triplet_margin

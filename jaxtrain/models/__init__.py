@@ -1,5 +1,8 @@
 """Models in flax.nnx, one file or folder per family. Dtypes follow the parameters and inputs."""
 
+from jaxtrain.models import attention as attention
+from jaxtrain.models import dropout as dropout
+from jaxtrain.models import layer_norm as layer_norm
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
@@ -8,6 +11,7 @@ from jaxtrain.models.folder import read_json as read_json
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
+from jaxtrain.models.functional_loss import functional_loss
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
@@ -49,6 +53,7 @@ __all__ = [
     "cnn",
     "from_pretrained",
     "functional",
+    "functional_loss",
     "functional_with_state",
     "generate",
     "generate_texts",

@@ -44,7 +44,7 @@ def attention(
     Args:
       q: Queries [B, T, N, H].
       k: Keys [B, S, K, H].
-      v: Values [B, S, K, H].
+      v: Values [B, S, K, V], where V may differ from H.
       mask: bool, of four axes broadcastable to [B, N, T, S], True where a query attends to a key.
       bias: Added to the scores, of four axes broadcastable to [B, N, T, S].
       causal: Whether query t attends to keys 0 … t only, also where T ≠ S; combined with `mask`.
@@ -54,7 +54,7 @@ def attention(
       rng: Key of the dropout mask, or None for no dropout.
 
     Returns:
-      [B, T, N, H], in the dtype of the values.
+      [B, T, N, V], in the dtype of the values.
 
     Raises:
       UserError: N is not a multiple of K.
@@ -141,7 +141,7 @@ def scaled_dot_product_attention(
         # The softmax of a fully masked row is uniform. A causal mask alone leaves no such row.
         weights = weights if mask is None else jnp.where(attended, weights, 0)
     weights = _dropout(weights.astype(v.dtype), dropout, rng).reshape(b, heads, n // heads, t, s)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, v.shape[-1])
 
 
 def _combined_mask(

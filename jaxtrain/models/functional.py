@@ -5,15 +5,22 @@ from typing import Any
 
 from flax import nnx
 
+from jaxtrain.errors import UserError
+from jaxtrain.interop import leaves
+
 
 def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Split a model into a pure function and its parameters.
 
     Args:
-      model: Module without running statistics.
+      model: Module without running statistics; `functional_loss` also takes modules with `Rngs`, and other libraries'.
 
     Returns:
-      A tuple (apply, params): `apply(params, *inputs)` calls the model, `params` are nested dicts of arrays.
+      A tuple (apply, params): `apply(params, *inputs, **keywords)` calls the model, `params` are nested dicts of
+      arrays.
+
+    Raises:
+      UserError: The model has other variables than parameters.
 
     Example:
       >>> from jaxtrain.models.mlp import MLP
@@ -22,10 +29,13 @@ def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
       >>> apply(params, jnp.ones((5, 4))).shape
       (5, 2)
     """
+    others = [path for path, _ in leaves(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))]
+    if others:
+        raise UserError(f"{type(model).__name__} has other variables than parameters, {others[0]}: use functional_loss")
     graphdef, state = nnx.split(model, nnx.Param)
 
-    def apply(params: Any, *inputs: Any) -> Any:
-        return nnx.merge(graphdef, params)(*inputs)
+    def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        return nnx.merge(graphdef, params)(*inputs, **keywords)
 
     return apply, nnx.to_pure_dict(state)
 
@@ -37,8 +47,8 @@ def functional_with_state(model: nnx.Module) -> tuple[Callable[..., Any], dict[s
       model: Module with running statistics.
 
     Returns:
-      A tuple (apply, params, model_state): `apply(params, model_state, *inputs)` returns the output and the new model
-      state.
+      A tuple (apply, params, model_state): `apply(params, model_state, *inputs, **keywords)` returns the output and
+      the new model state.
 
     Example:
       >>> from jaxtrain.models.cnn import CNN
@@ -51,8 +61,8 @@ def functional_with_state(model: nnx.Module) -> tuple[Callable[..., Any], dict[s
     split: tuple[Any, ...] = nnx.split(model, nnx.Param, nnx.BatchStat)
     graphdef, params, state = split
 
-    def apply(params: Any, model_state: Any, *inputs: Any) -> tuple[Any, Any]:
+    def apply(params: Any, model_state: Any, *inputs: Any, **keywords: Any) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params, model_state)
-        return model(*inputs), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+        return model(*inputs, **keywords), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     return apply, nnx.to_pure_dict(params), nnx.to_pure_dict(state)

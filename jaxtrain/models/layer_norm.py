@@ -37,11 +37,15 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        axes = (1,) * (x.ndim - 1) + (-1,)
-        scale, bias = (p[...].reshape(axes) for p in (self.scale, self.bias))
-        normalize = recomputed(partial(_normalize, epsilon=self.epsilon), on_gpu=layer_norm_gradient)
-        normalized: jax.Array = normalize(x, scale, bias)
-        return normalized
+        return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) -> jax.Array:
+    """Normalize the last axis of x by a scale and a bias [features]."""
+    axes = (1,) * (x.ndim - 1) + (-1,)
+    normalize = recomputed(partial(_normalize, epsilon=epsilon), on_gpu=layer_norm_gradient)
+    normalized: jax.Array = normalize(x, scale.reshape(axes), bias.reshape(axes))
+    return normalized
 
 
 def _normalize(x: jax.Array, scale: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:

@@ -44,12 +44,20 @@ def transform(fn: Callable[..., Any], rule: Rule) -> Callable[..., Any]:
     return retrace(fn, lambda closed, leaves: interpret(closed.jaxpr, closed.consts, leaves, rule))
 
 
-def retrace(fn: Callable[..., Any], evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]]) -> Callable[..., Any]:
-    """Return `fn` with its jaxpr evaluated by `evaluate(closed, leaves of the arguments)`."""
+_jaxpr_and_shape = functools.partial(jax.make_jaxpr, return_shape=True)
+
+
+def retrace(
+    fn: Callable[..., Any],
+    evaluate: Callable[[ClosedJaxpr, list[Any]], list[Any]],
+    trace: Callable[..., Any] = _jaxpr_and_shape,
+) -> Callable[..., Any]:
+    """Return `fn` with its jaxpr evaluated by `evaluate(closed, leaves of the arguments)`; `trace(fn)` is a function of
+    the arguments to (jaxpr, shapes of the results)."""
 
     @functools.wraps(fn)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        closed, out_shape = trace(fn)(*args, **kwargs)
         outs = evaluate(closed, jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), map(jax.numpy.asarray, outs))
 

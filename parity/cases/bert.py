@@ -84,7 +84,10 @@ def _case(
 
 
 def _dropping(config: BertConfig, rate: float) -> BertConfig:
-    return replace(config, hidden_dropout_prob=rate, attention_probs_dropout_prob=rate)
+    """Return the config with three different rates, of which `rate` is the largest."""
+    return replace(
+        config, hidden_dropout_prob=rate, attention_probs_dropout_prob=rate / 2, classifier_dropout=rate * 3 / 4
+    )
 
 
 def _batch(seed: int, rows: int, config: BertConfig) -> Batch:
@@ -93,6 +96,7 @@ def _batch(seed: int, rows: int, config: BertConfig) -> Batch:
     place, predictions = np.arange(tokens), tokens // 4
     real = place < rng.integers(tokens // 2, tokens + 1, size=(rows, 1))
     token = np.where(real, rng.integers(1, config.vocab_size, size=(rows, tokens)), 0)
+    token[:, 1] = 0  # a padding token that others attend to, whose embedding would otherwise be trained
     predicted = rng.permuted(np.tile(place[: tokens // 2], (rows, 1)), axis=1)[:, :predictions]
     label = np.full((rows, tokens), -100)
     wanted = rng.integers(1, config.vocab_size, size=(rows, predictions))

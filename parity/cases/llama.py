@@ -11,9 +11,23 @@ from jaxtrain.models.llama import Llama, LlamaConfig, to_hf, torch_names
 from parity.case import AdamW, Case
 from parity.cases import text
 
-# Frequencies above, between and below the bounds of the scaling, in as few positions.
+# Of four frequencies the first is above the bounds of the scaling, the second between and the others below them.
 LLAMA3 = Rope(
-    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    rope_theta=100.0,
+    rope_type="llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+# Of eight frequencies the first are extrapolated, the last interpolated and the others between.
+YARN = Rope(
+    rope_theta=100.0,
+    rope_type="yarn",
+    factor=4.0,
+    beta_fast=2.0,
+    beta_slow=0.5,
+    original_max_position_embeddings=32,
 )
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -26,30 +40,42 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
-LLAMA = LlamaConfig(**SIZES, rope_parameters=LLAMA3)
-QWEN3 = LlamaConfig(**{**SIZES, "head_dim": 16}, model_type="qwen3", tie_word_embeddings=True)
-MISTRAL = LlamaConfig(**SIZES, model_type="mistral", sliding_window=5)
+LLAMA = LlamaConfig(**SIZES, rope_parameters=LLAMA3, pad_token_id=3)
+PACKED = LlamaConfig(
+    **{**SIZES, "head_dim": 16, "max_position_embeddings": 128},
+    rope_parameters=YARN,
+    attention_bias=True,
+    mlp_bias=True,
+)
+QWEN3 = LlamaConfig(
+    **{**SIZES, "head_dim": 16, "num_key_value_heads": 1},
+    model_type="qwen3",
+    tie_word_embeddings=True,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+)
+MISTRAL = LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, model_type="mistral", sliding_window=5)
 TOKENS = 17
 
 
 def case(dropout: float | None = None) -> Case:
-    """Return Llama with grouped queries and Llama 3.1's rotary scaling, on padded rows."""
+    """Return Llama with grouped queries, Llama 3.1's rotary scaling and a padding token, on padded rows."""
     return sized("llama", LLAMA, dropout)
 
 
 def qwen3(dropout: float | None = None) -> Case:
-    """Return Qwen3: norms on queries and keys, wider heads, tied embeddings."""
-    return sized("llama.qwen3", QWEN3, dropout)
+    """Return Qwen3: norms on queries and keys, wider heads that share one key, a window in one layer."""
+    return sized("llama.qwen3", QWEN3, dropout, clip_norm=1.95)
 
 
 def mistral(dropout: float | None = None) -> Case:
-    """Return Mistral with a window shorter than the rows."""
+    """Return Mistral with a window shorter than the rows, and a key for every query head."""
     return sized("llama.mistral", MISTRAL, dropout)
 
 
 def packed(dropout: float | None = None) -> Case:
-    """Return Llama on rows of three sequences, which do not attend to each other."""
-    return sized("llama.packed", LLAMA, dropout, packed=True, clip_norm=1.4)
+    """Return Llama with biases and YaRN, on rows of three sequences, which do not attend to each other."""
+    return sized("llama.packed", PACKED, dropout, packed=True, clip_norm=1.4)
 
 
 def sized(

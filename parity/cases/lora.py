@@ -56,7 +56,8 @@ class _Adapted(Module):
     def __init__(self, base: Any, config: LoraConfig) -> None:
         super().__init__()
         n, m = base.weight.shape
-        self.base_layer, self.dropout, self.scale = base, Dropout(config.dropout), config.scale
+        self.base_layer, self.dropout = base, Dropout(config.dropout)
+        self.scale = config.alpha / config.r
         self.lora_A, self.lora_B = Linear(n, config.r, bias=False), Linear(config.r, m, bias=False)
         # With the usual initial zeros, A would have no gradient.
         torch.nn.init.normal_(self.lora_B.weight, std=0.1)

@@ -30,6 +30,8 @@ CONFIG = T5Config(
     # All of them are met within a sentence.
     relative_attention_num_buckets=8,
     relative_attention_max_distance=10,
+    # Not the padding token, as in the files of all T5s.
+    decoder_start_token_id=2,
 )
 SOURCE, TARGET = 13, 12
 
@@ -99,4 +101,5 @@ def _batch(seed: int, rows: int, config: T5Config, source: int, target: int) -> 
     missing = np.arange(rows)[:, None] % 4
     tokens[np.arange(source)[None] >= source - source // 6 * missing] = config.pad_token_id
     labels[np.arange(target)[None] >= target - target // 12 * missing] = IGNORE_INDEX
+    labels[:, target // 3] = IGNORE_INDEX  # followed by labels, so that the decoder's input there matters
     return {"tokens": tokens, "labels": labels}

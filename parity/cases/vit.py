@@ -15,8 +15,9 @@ from parity.cases import classification
 from parity.cases.resnet import torch_loss
 
 CONFIG = ViTConfig(
-    image_size=(8, 12),
-    patch_size=4,
+    # Two rows and columns of patches that are not square; what remains of the image is not used.
+    image_size=(9, 13),
+    patch_size=(4, 6),
     hidden_size=16,
     num_hidden_layers=2,
     num_attention_heads=2,
@@ -26,8 +27,8 @@ CONFIG = ViTConfig(
 
 
 def case(dropout: float = 0.0) -> Case:
-    """Return a case on 8×12 images in 4×4 patches; `dropout` is the rate of both kinds."""
-    return sized(replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout))
+    """Return a case on 9×13 images in 4×6 patches; half of `dropout` is the rate of the attention."""
+    return sized(replace(CONFIG, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout / 2))
 
 
 def sized(config: ViTConfig, rows: int = 16) -> Case:

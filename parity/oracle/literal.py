@@ -33,7 +33,8 @@ def written_number(x: float, dtype: Any = np.float32) -> float:
     >>> written_number(0.7316888)
     0.7316888
     """
-    rounded = np.asarray(x, dtype)
+    with np.errstate(over="ignore"):  # the number may be another dtype's, such as its lowest
+        rounded = np.asarray(x, dtype)
     return next((y for y in _candidates(x, dtype) if np.asarray(y, dtype) == rounded), x)
 
 

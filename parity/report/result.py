@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from parity.case import Case
 from parity.compare import Verdict
-from parity.run import Examination, Settings
+from parity.examination import Examination
+from parity.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from parity.run import Settings, live_reference
+from parity.reference import live_reference
 from parity.selftest.gpt2 import LOW, RECORDED, STEPS, case, distances, groups
+from parity.settings import Settings
 
 
 def record(path: Path) -> None:

@@ -11,13 +11,14 @@ table, or what is in doubt is named.
 
 from parity.weights.probe import Probe, probe_of
 from parity.weights.proof import Proof, prove
-from parity.weights.proposal import Proposal, as_source, proposal_of, propose, with_tables
+from parity.weights.proposal import Proposal, as_source, completed, proposal_of, propose, with_tables
 
 __all__ = [
     "Probe",
     "Proof",
     "Proposal",
     "as_source",
+    "completed",
     "probe_of",
     "proposal_of",
     "propose",

@@ -8,17 +8,22 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.extend.core import Jaxpr
 
 from jaxtrain.step import validated
+from jaxtrain.transforms.jaxpr import inner_jaxprs
 from parity.case import Case
+from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
-from parity.torch_side import seeded_model, tensor
+from parity.torch_side import few_threads, seeded_model, tensor
 
 Shape = tuple[int, ...]
 MAX_DISTANCE = 1e-6
 """Largest relative distance of two equal changes of a float64 loss."""
+DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+"""Primitives that draw random numbers."""
 NEGLIGIBLE_CHANGE = 1e-9
 """A change of the loss below this part of it counts as none."""
 
@@ -26,10 +31,11 @@ NEGLIGIBLE_CHANGE = 1e-9
 @dataclass(frozen=True)
 class Probe:
     """The losses of both models in float64: from PyTorch's tensors by name, and from JAX's (parameters, model
-    state)."""
+    state); and whether JAX's draws random numbers in evaluation."""
 
     torch_loss: Callable[[Tensors], float]
     jax_loss: Callable[[Any, Any], float]
+    jax_draws: Callable[[], bool]
 
 
 def probe_of(case: Case) -> Probe:
@@ -42,20 +48,31 @@ def probe_of(case: Case) -> Probe:
         with torch.no_grad():
             for name, own in model.state_dict().items():
                 own.copy_(torch.from_numpy(np.asarray(values[name])))
-        with InFloat64():
+        with InFloat64(), few_threads(model):
             total, weight = case.torch_loss(model, tensors)
         return total.item() / float(weight)
 
-    @jax.jit
-    def compute(params: Any, state: Any) -> Any:
+    def evaluate(params: Any, state: Any) -> Any:
         loss, *_ = in_float64(validated(case.loss_fn))(params, batch, None, state)
         return loss.total / loss.weight
+
+    compute = jit(evaluate)
 
     def jax_loss(params: Any, state: Any) -> float:
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             return float(compute(*jax.tree.map(wide, (params, state))))
 
-    return Probe(torch_loss, jax_loss)
+    def jax_draws() -> bool:
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (case.params_like, case.state_like))
+            return _draws(jax.make_jaxpr(evaluate)(*jax.tree.map(wide, zeros)).jaxpr)
+
+    return Probe(torch_loss, jax_loss, jax_draws)
+
+
+def _draws(body: Jaxpr) -> bool:
+    """Whether a program draws random numbers."""
+    return any(eqn.primitive.name in DRAWS or any(map(_draws, inner_jaxprs(eqn))) for eqn in body.eqns)
 
 
 def relative_distance(ours: float, theirs: float, loss: float) -> float:

@@ -60,9 +60,11 @@ def prove(case: Case) -> Proof:
       UserError: Tensors or leaves are left over, used twice or of another shape (all in one line); the models differ at
         the same weights; or a tensor changes the two losses differently.
     """
+    given = case
     case = with_tables(case)
     model, (table, buffers) = seeded_model(case, 0), case.tables
     ties = {**tied_names(model), **table.tied}
+    shared = set(tied_names(model).values())
     params_used = _used(table, case.params_like)
     buffers_used = [] if buffers is None else _used(buffers, case.state_like)
     weights = random_weights(model, {*params_used, *buffers_used})
@@ -70,7 +72,8 @@ def prove(case: Case) -> Proof:
     def to_jax(weights: Tensors) -> tuple[Any, Any]:
         return from_torch(case, with_counterpart(case, model, weights))
 
-    twice = sorted(name for name, times in Counter([*params_used, *buffers_used]).items() if times > 1)
+    named = params_used if given.names is None else _used(given.names, given.params_like)
+    twice = sorted(name for name, times in Counter([*named, *buffers_used]).items() if times > 1 and name not in shared)
     try:
         params, state = to_jax(weights)
     except UserError as error:

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.interop import NameTable, TorchParam, leaves
 from parity.case import Case
 from parity.jax_side import from_torch
 from parity.torch_side import seeded_model, with_counterpart
@@ -15,7 +17,8 @@ from parity.weights.assignment import Choice, Match, Side, no_costs
 from parity.weights.by_values import by_values
 from parity.weights.layouts import OWNERS, Convolution
 from parity.weights.probe import MAX_DISTANCE, Probe, probe_of, random_weights, relative_distance
-from parity.weights.tied import tied_names
+from parity.weights.tied import tie_leaves, tied_names
+from parity.weights.unused import unused_parameters, without_parameters
 
 LISTED = 5
 """Number of entries that a message lists."""
@@ -43,15 +46,55 @@ def with_tables(case: Case) -> Case:
       case: A case, with or without `names` and `buffers`.
 
     Returns:
-      The same case if it has all its tables, else a copy with the missing ones proposed (`proposal_of`).
+      The same case if it has all its tables, else a copy with the missing ones proposed (`proposal_of`). In both,
+      parameters of PyTorch that its loss does not depend on and that no leaf stands for are left out, and leaves that
+      one tensor fills are one parameter.
 
     Raises:
       UserError: Some tensors or leaves have no counterpart, or the counterpart of some is in doubt.
     """
-    if case.has_tables:
-        return case
-    proposal = proposal_of(case)
-    return replace(case, names=proposal.names, buffers=proposal.buffers)
+    return completed(case)[0]
+
+
+def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
+    """Return the case of `with_tables`, and notes on what it proposes, ties and leaves out."""
+    model = seeded_model(case, 0)
+    unused = _unused(case, model)
+    notes = [f"{name} is left out: PyTorch's loss does not depend on it" for name in sorted(unused)[:LISTED]]
+    if unused:
+        case = without_parameters(case, unused)
+    if case.names is not None:
+        case, tied = tie_leaves(case, tied_names(model))
+        notes += tied
+    if not case.has_tables:
+        proposal = proposal_of(case)
+        case = replace(case, names=proposal.names, buffers=proposal.buffers)
+        notes += proposal.notes
+    return case, tuple(notes)
+
+
+def _unused(case: Case, model: torch.nn.Module) -> set[str]:
+    """PyTorch's parameters without a leaf that its loss does not depend on."""
+    aliases = tied_names(model)
+    if case.names is not None:
+        if {path for path, _ in leaves(case.params_like)} != set(case.names.params):
+            return set()
+        named = {aliases.get(name, name) for name in case.names.torch_order(case.params_like)}
+        lacking = {name for name, _ in model.named_parameters()} - named - case.names.tied.keys()
+        return unused_parameters(case) & lacking if lacking else set()
+    try:
+        _sides(model, case.params_like, case.state_like, ())
+    except UserError:
+        unused = unused_parameters(case)
+        if not unused:
+            raise
+        without = seeded_model(without_parameters(case, unused), 0)
+        try:
+            _sides(without, case.params_like, case.state_like, ())
+        except UserError:
+            return set()  # the faults of the whole model say more
+        return unused
+    return set()
 
 
 def proposal_of(case: Case) -> Proposal:
@@ -84,6 +127,7 @@ def proposal_of(case: Case) -> Proposal:
     exchanged = _try(model, case, probe, [side.assigned(costs, trust_names=False) for side in of_images])
     if exchanged.agrees:
         return replace(best.proposal, notes=tuple(_exchanged(best.choices, exchanged.choices)))
+    _refuse_draws(case, probe)
     _refuse_doubts(case, best)
     losses = f"{best.torch_loss:.9g} in PyTorch and {best.jax_loss:.9g} in JAX"
     return replace(best.proposal, notes=(f"names were proposed; the losses differ under random weights: {losses}",))
@@ -131,12 +175,24 @@ def _sides(model: torch.nn.Module, params_like: Any, state_like: Any, channels: 
     params = {name: tuple(p.shape) for name, p in model.named_parameters()}
     # If the JAX model has no state, PyTorch's buffers have no counterpart: a causal mask, for instance.
     buffers = {name: tuple(x.shape) for name, x in model.state_dict().items() if name not in {**params, **ties}}
+    if not any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(state_like)):
+        buffers = {name: shape for name, shape in buffers.items() if not name.endswith("num_batches_tracked")}
     owners = {f"{name}.weight": kind for name, m in model.named_modules() for kind in OWNERS if isinstance(m, kind)}
     sides = [Side(params, params_like, owners, set(channels))]
     if state_like is not None:
         sides.append(Side(buffers, state_like, {}, set()))
     if faults := [fault for side in sides for fault in side.faults(buffers)]:
-        raise UserError(f"the tensors do not correspond: {'; '.join(faults)}: add them to a NameTable")
+        # A count of batches, which the modules of flax and equinox do not have.
+        counts = {name for name in buffers if name.endswith("num_batches_tracked")}
+        if state_like is not None and counts:
+            others = {name: shape for name, shape in buffers.items() if name not in counts}
+            sides[1] = Side(others, state_like, {}, set())
+            if not any(side.faults(buffers) for side in sides):
+                return sides
+        raise UserError(
+            f"the tensors do not correspond: {'; '.join(faults)}: add them to a NameTable, names or buffers; a buffer "
+            "that buffers does not list is left out"
+        )
     return sides
 
 
@@ -203,6 +259,14 @@ def _exchanged(ours: Sequence[Choice], agreed: Sequence[Choice]) -> list[str]:
         if match.unit != other[path].unit
     ]
     return lines[:LISTED]
+
+
+def _refuse_draws(case: Case, probe: Probe) -> None:
+    if probe.jax_draws():
+        raise UserError(
+            f"the loss_fn of {case.name} draws random numbers although rng is None, as in evaluation, so that its "
+            "weights cannot be matched by values: turn dropout off where rng is None, or pass names, a NameTable"
+        )
 
 
 def _refuse_doubts(case: Case, tried: _Tried) -> None:

@@ -1,6 +1,16 @@
-"""Tied parameters of a PyTorch model: those with several names."""
+"""Tied parameters: tensors of PyTorch with several names, and leaves of JAX that one tensor fills."""
 
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
 import torch
+
+from jaxtrain.interop import LAYER, NameTable, leaves, unflatten
+from jaxtrain.paths import path_name
+from parity.case import Case
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -8,3 +18,53 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: own for name, p in every if (own := first.setdefault(id(p), name)) != name}
+
+
+def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str, ...]]:
+    """Return the case with one parameter for all leaves that one tensor fills, and notes on them.
+
+    The gradient of that parameter is the sum of the leaves' gradients, as PyTorch's is, and an update changes all of
+    them alike. Trained as separate leaves they would drift apart.
+
+    Args:
+      case: The case, with its names.
+      aliases: PyTorch's names of tied parameters (`tied_names`).
+    """
+    names = case.names
+    same = {**aliases, **names.tied}
+    paths = defaultdict(list)
+    for path, param in names.params.items():
+        paths[same.get(param.name, param.name)].append(path)
+    kept_of = {path: kept for kept, *others in paths.values() for path in others}
+    if not kept_of:
+        return case, ()
+
+    def fill(params: Any) -> Any:
+        filled = dict(leaves(params))
+        for path, kept in kept_of.items():
+            param, own = names.params[path], names.params[kept]
+
+            def laid_out(x: Any, to_jax: Any = param.layout.to_jax, to_torch: Any = own.layout.to_torch) -> Any:
+                return to_jax(to_torch(x))
+
+            filled[path] = (jax.vmap(laid_out) if LAYER in param.name else laid_out)(filled[kept])
+        return unflatten(filled, case.params_like)
+
+    def without_state(params: Any, batch: Any, rng: Any) -> Any:
+        return case.loss_fn(fill(params), batch, rng)
+
+    def with_state(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+        return case.loss_fn(fill(params), batch, rng, model_state)
+
+    table = {path: param for path, param in names.params.items() if path not in kept_of}
+    table |= {kept: replace(names.params[kept], name=name) for name, (kept, *_) in paths.items()}
+    tied = replace(
+        case,
+        loss_fn=without_state if case.state_like is None else with_state,
+        params_like=jax.tree_util.tree_map_with_path(
+            lambda path, x: None if path_name(path) in kept_of else x, case.params_like
+        ),
+        names=NameTable({path: table[path] for path in names.params if path in table}, same),
+    )
+    notes = (f"{path} and {kept} are one tensor of PyTorch: trained as one leaf" for path, kept in kept_of.items())
+    return tied, tuple(notes)

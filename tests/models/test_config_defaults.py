@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain import models
 from jaxtrain.errors import UserError
+from jaxtrain.models.llama import MODEL_TYPES
 from jaxtrain.models.rope import to_hf as rope_to_hf
 
 CONFIGS = {
@@ -87,6 +88,29 @@ def test_a_default_equals_that_of_the_library(name: str, field: str) -> None:
 def test_every_listed_difference_is_an_existing_field() -> None:
     fields = {(name, field.name) for name in CONFIGS for field in dataclasses.fields(getattr(models, name))}
     assert set(DIFFERENT) | set(RENAMED) <= fields
+
+
+FAMILIES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), models.llama),
+    **{"mixtral": models.mixtral, "gpt2": models.gpt2, "bert": models.bert, "vit": models.vit},
+    **{"resnet": models.resnet, "t5": models.t5},
+}
+SIZES = {"num_hidden_layers": 4, "num_attention_heads": 32, "hidden_size": 1024}
+"""Sizes that every config.json of a decoder must have."""
+
+
+def test_the_model_types_are_those_that_are_read() -> None:
+    assert set(MODEL_TYPES) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_keys_that_a_config_json_lacks_have_the_defaults_of_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    family, sizes = FAMILIES[model_type], SIZES if model_type in MODEL_TYPES else {}
+    classes = {"bert": ["BertForMaskedLM"], "vit": ["ViTForImageClassification"]}
+    given = {**sizes, "architectures": classes.get(model_type)}
+    complete = transformers.AutoConfig.for_model(model_type, **given).to_dict()
+    assert family.from_hf({"model_type": model_type, **given}) == family.from_hf(complete)
 
 
 @pytest.mark.parametrize(

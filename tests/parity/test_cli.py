@@ -5,19 +5,23 @@ import json
 import math
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import parity
 from parity.case import Case
 from parity.cases import CASES, SUMMARIES, gpt2
+from parity.cases.own import own_case
 from parity.cli import main
 from parity.compare import Verdict
+from parity.examination import Examination
 from parity.record import Record, Snapshot
 from parity.report import Result, document
-from parity.run import Examination, Settings
+from parity.settings import Settings
 
 ROW = [
     *("name", "precision", "accumulate", "remat", "dropout", "optimizer", "steps", "seed", "passed", "loss_rel"),
@@ -196,6 +200,15 @@ def wrong():
     return dataclasses.replace(ready, name="wrong", loss_fn=loss_fn)
 
 
+def broken():
+    def loss_fn(params, batch, rng):
+        return ready.loss_fn({"x": params["x"].reshape(7, 7)}, batch, rng)
+
+    import dataclasses
+
+    return dataclasses.replace(ready, name="broken", loss_fn=loss_fn)
+
+
 number = 3
 unnamed = parity.Case(**{**vars(ready), "names": None, "name": "unnamed"})
 """
@@ -219,6 +232,25 @@ def test_a_users_case_is_specified_by_its_file(case_file: Path, capsys: pytest.C
     assert "1.1 * params" in text
     assert main(["locate", f"{case_file}::wrong"]) == 1
     assert "1.1 * params" in capsys.readouterr().out
+
+
+def test_an_error_in_a_loss_fn_is_shown_in_the_users_frames(
+    case_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TypeError, match="cannot reshape") as raised:
+        parity.check(own_case(f"{case_file}::broken"), steps=1)
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert [frame.name for frame in frames][1:] == ["call", "loss_fn"]  # the first is this function's
+
+    assert main(["run", f"{case_file}::broken", "--precision", "fp64"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.count("  File ") == 1
+    assert "my_cases.py" in shown
+    assert "TypeError: cannot reshape" in shown
+
+    with pytest.raises(TypeError) as raised:
+        main(["run", f"{case_file}::broken", "--precision", "fp64", "--debug"])
+    assert len(traceback.extract_tb(raised.value.__traceback__)) > 5
 
 
 def test_omitted_names_are_proposed_and_printed(case_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

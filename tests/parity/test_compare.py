@@ -54,6 +54,18 @@ def test_nonfinite_values_fail_in_low_precision_too(field: str) -> None:
         assert not verdict.passed
 
 
+def test_a_parameter_whose_gradient_is_noise_is_compared_relative_to_all_parameters() -> None:
+    def run(update: float, gradient: float) -> Record:
+        grads = {"weight": np.ones(4), "bias": np.full(4, gradient)}
+        snapshot = Snapshot({"weight": np.ones(4), "bias": np.full(4, update)}, {}, {})
+        return Record(np.array([1.0]), grads, snapshot, snapshot, np.ones(2), np.ones(1))
+
+    assert same_meaning(run(1e-11, 1e-16), run(-1e-11, 1e-16)).passed
+    assert not same_meaning(run(1e-7, 1e-16), run(-1e-7, 1e-16)).passed
+    # An adapter's gradient is exactly zero before its first update.
+    assert not same_meaning(run(1e-11, 0.0), run(-1e-11, 0.0)).passed
+
+
 def test_a_mathematically_zero_tensor_is_compared_relative_to_all_tensors() -> None:
     theirs = {"weight": np.ones(4), "key.bias": np.full(4, 1e-17)}
     assert relative({**theirs, "key.bias": -theirs["key.bias"]}, theirs)["key.bias"] == pytest.approx(2e-17)

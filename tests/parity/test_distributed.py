@@ -19,7 +19,7 @@ from parity.compare import same_meaning, same_precision
 from parity.distributed import Scaling, Training, jax_mesh, torch_ranks
 from parity.distributed.cases import overflowing_mlp
 from parity.distributed.processes import in_processes
-from parity.run import REORDERINGS
+from parity.reference import REORDERINGS
 
 SCALING = Scaling(2.0**10, growth_interval=3)
 OVERFLOW = partial(overflowing_mlp, np.inf)

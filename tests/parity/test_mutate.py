@@ -58,6 +58,11 @@ def test_a_hundred_clean_runs_raise_no_alarm() -> None:
     assert [verdict.faults for verdict in clean_runs(100) if not verdict.passed] == []
 
 
+@pytest.mark.nightly
+def test_a_thousand_further_clean_runs_raise_no_alarm() -> None:
+    assert [verdict.faults for verdict in clean_runs(1000, seed=100) if not verdict.passed] == []
+
+
 def test_patching_a_function_that_the_module_lacks_raises() -> None:
     with pytest.raises(AttributeError, match=r"jaxtrain.step.accumulate has no clip_grad_norm"):
         patched(clip_grad_norm, None, within=accumulate)

@@ -330,6 +330,39 @@ def test_float32_draws_do_not_change() -> None:
     np.testing.assert_array_equal(drawn, jax.random.uniform(key, (100,), jnp.float32))
 
 
+def _mixed_integers(x: Any, ids: Any) -> Any:
+    """A program that JAX rejects under x64, where `jnp.arange` is int64 and `jnp.zeros(3, jnp.float32)` is narrow."""
+    rows = lax.select(ids > 1, ids, jnp.arange(len(ids)))
+    window = lax.dynamic_slice(x[rows], (jnp.argmax(ids), ids[0]), (2, 2))
+    count, picked = lax.scan(lambda n, i: (n + jnp.sum(jnp.arange(2)), x[n % 3]), ids[0], jnp.arange(3))
+    total, _ = lax.scan(lambda h, row: (jnp.tanh(h + row), None), jnp.zeros(4, jnp.float32), x)
+    keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+    return window.sum() / 3 + (picked**2).sum() * count + total.sum() + jnp.where(keep, x, 0.0).sum()
+
+
+def _mixed_integers_in_torch(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    window = x[[0, 2, 2]][1:, :2]
+    total = torch.zeros(4, dtype=torch.float64)
+    for row in x:
+        total = torch.tanh(total + row)
+    return window.sum() / 3 + (x[[0, 1, 2]] ** 2).sum() * 3 + total.sum() + torch.where(keep, x, 0.0).sum()
+
+
+def test_a_program_that_mixes_widths_under_x64_is_traced_in_32_bits() -> None:
+    ids, x = np.array([0, 2, 1]), torch.tensor(X, requires_grad=True)
+    keep = np.array(jax.random.bernoulli(jax.random.key(0), 0.5, X.shape))
+    theirs = _mixed_integers_in_torch(x, torch.tensor(keep))
+    theirs.backward()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        for integer in (np.int32, np.int64):
+            compute = jax.value_and_grad(in_float64(_mixed_integers))
+            ours, gradient = compute(X, ids.astype(integer))
+            assert relative(ours, theirs.detach()) < 1e-15
+            assert relative(gradient, x.grad) < 1e-15
+        with pytest.raises(TypeError, match="same dtypes"):
+            in_float64(lambda x: lax.select(x > 0, x, jnp.arange(3)))(X[0, :3])
+
+
 @jax.custom_vjp
 def _opaque(x: Any) -> Any:
     return x.astype(jnp.float32)

@@ -38,12 +38,19 @@ _ABSENT: dict[str, dict[str, Any]] = {
 }
 """Settings that a model type does not have, with the only value they may take."""
 
+_QWEN_SIZES = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
 _HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32},
-    "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128},
-    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True, "pad_token_id": 128004, "rope_theta": 2e6},
+    "mistral": {
+        **{"sliding_window": 4096, "num_key_value_heads": 8, "intermediate_size": 14336},
+        **{"max_position_embeddings": 131072},
+    },
+    "qwen2": {"sliding_window": 4096, "num_key_value_heads": 32, **_QWEN_SIZES},
+    "qwen3": {"sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128, **_QWEN_SIZES},
+    "smollm3": {
+        **{"num_key_value_heads": 4, "tie_word_embeddings": True, "pad_token_id": 128004, "rope_theta": 2e6},
+        **{"vocab_size": 128256, "max_position_embeddings": 32768},
+    },
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6},
 }
 """Defaults of `transformers` for keys missing in a config.json, where they differ from those of a llama."""

@@ -1,0 +1,207 @@
+"""PyTorch's exported program as a `Graph`."""
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.structure import to_numpy
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.refusals import refusal, source_line
+
+_WITHOUT_RESULT = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async", "aten.sym_constrain")
+_DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
+"""Keyword arguments without a meaning in JAX."""
+
+
+class Leaf(NamedTuple):
+    """A tensor of the module's result, by its place among them."""
+
+    place: int
+
+
+class Captured(NamedTuple):
+    """A graph with the tensors that it reads besides parameters and state, by the targets of its constants."""
+
+    graph: Graph
+    constants: dict[str, np.ndarray]
+
+
+def converted(
+    exported: torch.export.ExportedProgram,
+    result: Any,
+    aliases: Mapping[str, str],
+    known: Collection[str],
+    functions: Mapping[int, dict[str, Any]],
+) -> Captured:
+    """Return the graph of an exported program.
+
+    Args:
+      exported: The program.
+      result: Structure that its flat outputs fill, with `Leaf` for each.
+      aliases: First name of each parameter, by each of its names.
+      known: Operations that have a function.
+      functions: Keyword arguments of each `CUSTOM` node, by its number.
+
+    Returns:
+      The graph, with the tensors that are neither parameters nor buffers.
+    """
+    inputs, constants = _inputs(exported, aliases)
+    nodes = [
+        _custom(node, functions) if key_of(node.target) == CUSTOM else _node(node, known)
+        for node in exported.graph_module.graph.nodes
+        if node.op == "call_function" and not key_of(node.target).startswith(_WITHOUT_RESULT)
+    ]
+    state, outputs = _results(exported)
+    return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants)
+
+
+def _inputs(
+    exported: torch.export.ExportedProgram, aliases: Mapping[str, str]
+) -> tuple[tuple[Input, ...], dict[str, np.ndarray]]:
+    """Return the inputs of the graph, and the tensors among them that are neither parameters nor buffers."""
+    signature = exported.graph_signature
+    mutated = {*signature.buffers_to_mutate.values()}
+    values = {node.name: node for node in exported.graph_module.graph.find_nodes(op="placeholder")}
+    inputs, constants, leaves = [], {}, 0
+    for spec in signature.input_specs:
+        name, kind, target = spec.arg.name, spec.kind.name, _own_name(spec.target or "")
+        if kind == "USER_INPUT":
+            role, target, leaves = "input", str(leaves), leaves + 1
+        elif kind == "PARAMETER":
+            role, target = "param", aliases[target]
+        else:
+            role = "state" if spec.target in mutated else "constant"
+        if kind == "CONSTANT_TENSOR":
+            constants[target] = to_numpy(exported.constants[spec.target])
+        inputs.append(Input(name, role, target, _spec(values[name].meta["val"], values[name])))
+    return tuple(inputs), constants
+
+
+def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], list[Any]]:
+    """Return the new values of the buffers that change, and the flat outputs."""
+    node = exported.graph_module.graph.output_node()
+    state, outputs = {}, []
+    for spec, value in zip(exported.graph_signature.output_specs, node.args[0], strict=True):
+        if spec.kind.name == "BUFFER_MUTATION":
+            state[_own_name(spec.target)] = _argument(value, node)
+        elif spec.kind.name == "USER_OUTPUT":
+            outputs.append(_argument(value, node))
+        else:
+            raise refusal(f"the module changes its input or parameter {spec.target!r} in place", "change a clone")
+    return state, outputs
+
+
+def _filled(result: Any, outputs: Sequence[Any]) -> Any:
+    if isinstance(result, Leaf):
+        return outputs[result.place]
+    if isinstance(result, dict):
+        return {key: _filled(item, outputs) for key, item in result.items()}
+    return tuple(_filled(item, outputs) for item in result) if isinstance(result, tuple) else result
+
+
+def _own_name(target: str) -> str:
+    """Return the name of a tensor in the user's module, which `_Forward` contains."""
+    return target.removeprefix("module.")
+
+
+def _custom(node: torch.fx.Node, functions: Mapping[int, dict[str, Any]]) -> Node:
+    """Return the node of a call of `torch.autograd.Function`."""
+    number, tensors = cast(tuple[int, Any], node.args)
+    spec = _specs(node.meta["val"], node)
+    return Node(node.name, CUSTOM, _argument(tensors, node), functions[number], spec, source=source_of(node))
+
+
+def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
+    key, source = key_of(node.target), source_line(node.meta.get("stack_trace"))
+    if key == "aten.instance_norm.default" and node.args[3] is not None and node.args[5]:
+        raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
+    if key not in known and key != GETITEM:
+        raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return Node(
+        node.name,
+        key,
+        tuple(_argument(arg, node) for arg in node.args),
+        {name: _argument(arg, node) for name, arg in node.kwargs.items() if name not in _DROPPED},
+        _specs(node.meta.get("val"), node),
+        _promoted(node),
+        _own_name(modules[-1] if modules else "").removeprefix("module"),
+        source,
+    )
+
+
+def _argument(value: Any, node: torch.fx.Node) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, torch.dtype):
+        return Dtype(_dtype_name(value))
+    if isinstance(value, tuple | list):
+        return tuple(_argument(item, node) for item in value)
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return value
+    if isinstance(value, torch.device | torch.layout | torch.memory_format):
+        return None
+    if isinstance(value, torch.SymInt):
+        raise _unknown_shape(node)
+    raise refusal(f"{node.target} has an argument {value!r}", "pass tensors and numbers", source_of(node))
+
+
+def _specs(value: Any, node: torch.fx.Node) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(_specs(item, node) for item in value)
+    return _spec(value, node) if isinstance(value, torch.Tensor) else None
+
+
+def _spec(value: torch.Tensor, node: torch.fx.Node) -> Spec:
+    if not all(isinstance(n, int) for n in value.shape):
+        raise _unknown_shape(node)
+    return Spec(tuple(value.shape), _dtype_name(value.dtype))
+
+
+def _unknown_shape(node: torch.fx.Node) -> UserError:
+    return refusal(
+        "a shape depends on a tensor's value", "use a mask of fixed shape, as torch.where does", source_of(node)
+    )
+
+
+def source_of(node: torch.fx.Node) -> str:
+    """Return the line of the user's code that a node comes from."""
+    return source_line(node.meta.get("stack_trace"))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _promoted(node: torch.fx.Node) -> str | None:
+    """Return the dtype that PyTorch computes an elementwise operation in."""
+    target, result = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    values = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in (*node.args, *node.kwargs.values())]
+    operands = [x for x in values if isinstance(x, torch.Tensor | int | float | complex)]
+    if target.overloadpacket in (torch.ops.aten.where, torch.ops.aten.masked_fill) or not operands:
+        return None
+    promotion = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    dtype, _ = elementwise_dtypes(*operands, type_promotion_kind=promotion)
+    if (
+        isinstance(result, torch.Tensor)
+        and result.is_floating_point()
+        and not (dtype.is_floating_point or dtype.is_complex)
+    ):
+        dtype = result.dtype
+    return _dtype_name(dtype)
+
+
+def key_of(target: Any) -> str:
+    """Return the key of an operation in our table."""
+    if target is operator.getitem:
+        return GETITEM
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return getattr(target, "__name__", str(target))

@@ -1,0 +1,179 @@
+"""Capture a forward pass by `torch.export`.
+
+The training graph of `torch.export` still has the regions without gradient, which are detached before PyTorch turns
+operations in place into pure ones. Operations without an entry in our table are replaced by PyTorch's decompositions.
+"""
+
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.convert import Captured, Leaf, converted, key_of
+from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
+from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
+from jaxtrain.torch_import.capture.structure import Structure, in_mode
+from jaxtrain.torch_import.capture.tracing import tracing
+from jaxtrain.torch_import.graph import Graph, Spec
+from jaxtrain.torch_import.ops import RANDOM, TABLE
+from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+
+
+def capture(
+    structure: Structure,
+    call: Callable[[torch.nn.Module, Sequence[torch.Tensor]], Any],
+    inputs: Sequence[Spec],
+    *,
+    train: bool,
+    dtype: str | None,
+    ops: frozenset[str],
+) -> Captured:
+    """Capture a forward pass.
+
+    Args:
+      structure: The module.
+      call: From (module, the batch's tensors) to the module's result.
+      inputs: Shapes and dtypes of the batch's tensors. Integers are captured as int64, PyTorch's default.
+      train: Whether in training mode, else in evaluation mode.
+      dtype: Dtype that floating-point parameters and buffers are converted to, as `module.to(dtype)`; None for none.
+      ops: Overloads that have a function beyond the table.
+
+    Returns:
+      The graph with its constants.
+
+    Raises:
+      UserError: The module cannot be imported: its control flow depends on values, an operation has no counterpart.
+    """
+    known = ops | TABLE.keys()
+    result: Any = None
+
+    def flat(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        nonlocal result
+        tensors: list[torch.Tensor] = []
+        result = _plain(call(module, leaves), tensors)
+        return tuple(tensors)
+
+    forward = _Forward(in_mode(structure, train, dtype), flat)
+    try:
+        with tracing(), recorded_calls() as calls:
+            exported = _exported(forward, _fakes(inputs, structure), known)
+        functions = _custom_functions(exported, calls, structure, known)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _export_refusal(error, structure.module) from error
+    return converted(exported, result, structure.aliases, known, functions)
+
+
+def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
+    with structure.mode:
+        return tuple(torch.empty(spec.shape, dtype=_captured_dtype(spec.dtype)) for spec in specs)
+
+
+def _exported(
+    module: torch.nn.Module, leaves: tuple[torch.Tensor, ...], known: Collection[str]
+) -> torch.export.ExportedProgram:
+    """Return the pure program of a module, of the operations that are known."""
+    exported = torch.export.export(module, leaves, strict=False)
+    detach_regions_without_gradient(exported)
+    return exported.run_decompositions(_decompositions(known))
+
+
+def _custom_functions(
+    exported: torch.export.ExportedProgram, calls: Sequence[Call], structure: Structure, known: Collection[str]
+) -> dict[int, dict[str, Any]]:
+    """Return the keyword arguments of each `CUSTOM` node, by the number of its call."""
+    functions = {}
+    operation = torch.ops.jaxtrain.custom_function.default
+    for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
+        call = calls[node.args[0]]
+        given = [Spec(tuple(x.meta["val"].shape), str(x.meta["val"].dtype)[6:]) for x in node.args[1]]
+        with tracing(), inlined_calls():
+            forward = _pass(call.forward, given, structure, known)
+            specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}
+            outputs = [specs[ref.name] for ref in forward.outputs]
+            grads = [spec for spec, floating in zip(outputs, call.floating, strict=False) if floating]
+            backward = _pass(call.backward, [*outputs[call.outputs :], *grads], structure, known)
+        functions[node.args[0]] = {
+            "forward": forward,
+            "backward": backward,
+            "outputs": call.outputs,
+            "has_gradient": tuple(call.has_gradient),
+        }
+    return functions
+
+
+def _pass(
+    fn: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+    given: Sequence[Spec],
+    structure: Structure,
+    known: Collection[str],
+) -> Graph:
+    """Return the graph of a function of tensors."""
+    exported = _exported(_Forward(torch.nn.Module(), lambda _, leaves: fn(leaves)), _fakes(given, structure), known)
+    places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
+    graph, constants = converted(exported, places, {}, known, {})
+    if constants or any(node.op in RANDOM for node in graph.nodes):
+        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments")
+    return graph
+
+
+class _Forward(torch.nn.Module):
+    """A module called on the tensors of a batch, whose result is a flat tuple of tensors."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        call: Callable[[torch.nn.Module, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._call(self.module, leaves)
+
+
+def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a result as dicts and tuples with indices into `tensors`, which receives its tensors."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return Leaf(len(tensors) - 1)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, tensors) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_plain(item, tensors) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    if node is None:
+        raise refusal(
+            f"the module returns a {type(value).__name__}", "return tensors in dicts, tuples and lists, without caches"
+        )
+    return tuple(_plain(item, tensors) for item in node.flatten_fn(value)[0])
+
+
+def _captured_dtype(dtype: str) -> torch.dtype:
+    found: torch.dtype = torch.int64 if dtype in ("int32", "int64", "uint32") else getattr(torch, dtype)
+    return found
+
+
+def _decompositions(known: Collection[str]) -> Any:
+    """Return PyTorch's decompositions of the operations that have no function."""
+    return {op: fn for op, fn in torch.export.default_decompositions().items() if key_of(op) not in known}
+
+
+def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
+    """Return the error of a module that cannot be traced, with the line of its code."""
+    source = source_line("".join(traceback.format_tb(error.__traceback__)))
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in str(error):
+        return refusal(
+            "control flow or a shape depends on a tensor's value", "use torch.where and fixed shapes", source
+        )
+    return refusal(
+        f"{type(module).__name__} cannot be traced by torch.export: {first_line(error)}", "see the cause", source
+    )

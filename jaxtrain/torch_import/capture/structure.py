@@ -1,0 +1,99 @@
+"""A module without its weights, to be captured for any shapes and dtypes."""
+
+import copy
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jaxtrain.errors import UserError
+from jaxtrain.torch_import.graph import dtype_of
+from jaxtrain.torch_import.refusals import first_line, refusal
+
+
+class Structure(NamedTuple):
+    """A module without its weights, to be captured for any shapes and dtypes.
+
+    Attributes:
+      module: A copy whose parameters and buffers are fake tensors.
+      mode: The mode they belong to.
+      aliases: First name of each parameter, by each of its names: tied weights have several.
+    """
+
+    module: torch.nn.Module
+    mode: FakeTensorMode
+    aliases: dict[str, str]
+
+
+def structure_of(module: torch.nn.Module) -> Structure:
+    """Return the structure of a module, which shares no memory with it.
+
+    Raises:
+      UserError: The module has hooks on its gradients, which a graph cannot contain, or cannot be copied.
+    """
+    _refuse_hooks(module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        copied = _copy_of(module, mode)
+    except Exception as error:
+        raise UserError(f"{type(module).__name__} cannot be copied: {first_line(error)}") from error
+    first: dict[int, str] = {}
+    names = module.named_parameters(remove_duplicate=False)
+    return Structure(copied, mode, {name: first.setdefault(id(param), name) for name, param in names})
+
+
+def _copy_of(module: torch.nn.Module, mode: FakeTensorMode, dtype: str | None = None) -> torch.nn.Module:
+    """Return a copy with fake parameters and buffers, the floating-point ones in a dtype as by `module.to(dtype)`."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        to = getattr(torch, dtype) if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=to, device="cpu")
+
+    memo: dict[int, Any] = {}
+    with mode:
+        for param in module.parameters():
+            memo[id(param)] = torch.nn.Parameter(fake(param), requires_grad=param.requires_grad)
+        for buffer in module.buffers():
+            memo[id(buffer)] = fake(buffer)
+    return copy.deepcopy(module, memo)
+
+
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise refusal(f"module {name or type(part).__name__!r} has a backward hook", "remove it before the import")
+    for name, param in module.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise refusal(f"parameter {name!r} has a gradient hook", "remove it before the import")
+
+
+def in_mode(structure: Structure, train: bool, dtype: str | None) -> torch.nn.Module:
+    """Return the module in training or evaluation mode, with its floating-point tensors in a dtype.
+
+    A module that was given in training mode keeps the modes of its parts, such as a frozen BatchNorm in evaluation.
+    """
+    module = _copy_of(structure.module, structure.mode, dtype)
+    return module.eval() if not train else module if module.training else module.train()
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as an array that shares its memory where NumPy allows it."""
+    tensor = tensor.detach().resolve_conj()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def as_array(x: Any) -> Any:
+    """Return a tensor as an array of its own, or as its shape and dtype on the "meta" device; others as they are."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.device.type == "meta":
+        return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(str(x.dtype).removeprefix("torch.")))
+    return jnp.array(to_numpy(x.cpu()))

@@ -1,0 +1,142 @@
+"""The graph of a captured module: operations on named values, with the line of PyTorch code that each comes from.
+
+A graph holds no tensor and needs no PyTorch: `jaxtrain.torch_import.interpret` evaluates it, and `to_json` writes it to
+a file.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GETITEM = "getitem"
+"""Operation that selects one of several results."""
+CUSTOM = "jaxtrain.custom_function.default"
+"""A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
+number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of the graph, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype as an argument, by NumPy's name ("float32", "bfloat16", "bool")."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return a dtype by name; a 64-bit one in 32 bits where JAX has no 64-bit types."""
+    return jax.dtypes.canonicalize_dtype(jnp.dtype(name))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation.
+
+    Attributes:
+      name: Name of its result.
+      op: Overload of the operation, as "aten.gelu.default", or `GETITEM`.
+      args: Positional arguments: `Ref`, `Dtype`, numbers, strings, None, and tuples of them.
+      kwargs: Keyword arguments, likewise.
+      spec: Of its result; a tuple for several results, with None for those that are no tensors.
+      promoted: Dtype that an elementwise operation converts its arguments to; None for other operations.
+      module: Path of the module that calls it, as "encoder.layers.0"; "" for the outermost.
+      source: Line of the user's PyTorch code, as "model.py:12: y = F.gelu(x)"; "" if unknown.
+    """
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: "Spec | tuple[Spec | None, ...] | None"
+    promoted: str | None = None
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the graph.
+
+    Attributes:
+      name: Name of its value.
+      kind: "param", "state" (a buffer that changes), "constant" (one that does not) or "input".
+      target: Name of the parameter or buffer in the module, or index of the input among the batch's leaves.
+      spec: Its shape and dtype.
+    """
+
+    name: str
+    kind: str
+    target: str
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured forward pass.
+
+    Attributes:
+      inputs: What it reads.
+      nodes: Operations in the order of evaluation.
+      outputs: The result: dicts and tuples with `Ref`, numbers, strings or None as leaves.
+      state: The value of each buffer that the pass changes, by the buffer's name.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: Any
+    state: dict[str, Ref]
+
+    def to_json(self) -> str:
+        """Return the graph as JSON."""
+        return json.dumps(_encode(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Graph":
+        """Return the graph of `to_json`."""
+        graph = _decode(json.loads(text))
+        if not isinstance(graph, cls):
+            raise ValueError("not the JSON of a graph")
+        return graph
+
+
+_CLASSES = {cls.__name__: cls for cls in (Ref, Dtype, Spec, Node, Input, Graph)}
+
+
+def _encode(value: Any) -> Any:
+    """Return a value as JSON; a dataclass as an object with its class, a dict as a list of pairs."""
+    if type(value) in _CLASSES.values():
+        return {"class": type(value).__name__, **{f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, dict):
+        return {"class": "dict", "items": [[key, _encode(item)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    name = value["class"]
+    if name == "dict":
+        return {key: _decode(item) for key, item in value["items"]}
+    return _CLASSES[name](**{key: _decode(item) for key, item in value.items() if key != "class"})

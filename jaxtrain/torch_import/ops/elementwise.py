@@ -1,0 +1,310 @@
+"""Elementwise operations. Their arrays arrive in PyTorch's promoted dtype.
+
+At kinks the gradients are PyTorch's (`derivatives.yaml`): what JAX differentiates otherwise comes from
+`jaxtrain.losses.subgradients`.
+"""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from jaxtrain.losses import subgradients
+from jaxtrain.torch_import.ops.registry import as_kernel, op, ops
+
+ops(
+    {
+        "neg.default": operator.neg,
+        "positive.default": operator.pos,
+        "reciprocal.default": lambda x: 1 / x,
+        "square.default": jnp.square,
+        "sqrt.default": jnp.sqrt,
+        "rsqrt.default": lax.rsqrt,
+        "exp.default": jnp.exp,
+        "exp2.default": jnp.exp2,
+        "expm1.default": jnp.expm1,
+        "log.default": jnp.log,
+        "log2.default": jnp.log2,
+        "log10.default": jnp.log10,
+        "log1p.default": jnp.log1p,
+        "sin.default": jnp.sin,
+        "cos.default": jnp.cos,
+        "tan.default": jnp.tan,
+        "asin.default": jnp.arcsin,
+        "acos.default": jnp.arccos,
+        "atan.default": jnp.arctan,
+        "sinh.default": jnp.sinh,
+        "cosh.default": jnp.cosh,
+        "tanh.default": jnp.tanh,
+        "asinh.default": jnp.arcsinh,
+        "acosh.default": jnp.arccosh,
+        "atanh.default": jnp.arctanh,
+        "sinc.default": jnp.sinc,
+        "erf.default": lax.erf,
+        "erfc.default": lax.erfc,
+        "erfinv.default": lax.erf_inv,
+        "lgamma.default": lax.lgamma,
+        "sign.default sgn.default": jnp.sign,
+        "floor.default": jnp.floor,
+        "ceil.default": jnp.ceil,
+        "trunc.default fix.default": jnp.trunc,
+        "frac.default": lambda x: x - lax.stop_gradient(jnp.trunc(x)),
+        "round.default": jnp.round,
+        "abs.default": lambda x: subgradients.abs(x) if _is_real(x) else jnp.abs(x),
+        "isnan.default": jnp.isnan,
+        "isinf.default": jnp.isinf,
+        "isfinite.default": jnp.isfinite,
+        "isposinf.default": jnp.isposinf,
+        "isneginf.default": jnp.isneginf,
+        "signbit.default": jnp.signbit,
+        "logical_not.default": jnp.logical_not,
+        "bitwise_not.default": jnp.invert,
+        "sigmoid.default": jax.nn.sigmoid,
+        "relu.default": jax.nn.relu,
+        "silu.default": jax.nn.silu,
+        "log_sigmoid.default": jax.nn.log_sigmoid,
+        "mish.default": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+        "relu6.default": lambda x: subgradients.hardtanh(x, 0.0, 6.0),
+        "hardtanh.default": subgradients.hardtanh,
+        "leaky_relu.default": subgradients.leaky_relu,
+        "deg2rad.default": jnp.deg2rad,
+        "rad2deg.default": jnp.rad2deg,
+        "eq.Tensor eq.Scalar": operator.eq,
+        "ne.Tensor ne.Scalar": operator.ne,
+        "lt.Tensor lt.Scalar": operator.lt,
+        "le.Tensor le.Scalar": operator.le,
+        "gt.Tensor gt.Scalar": operator.gt,
+        "ge.Tensor ge.Scalar": operator.ge,
+        "logical_and.default": jnp.logical_and,
+        "logical_or.default": jnp.logical_or,
+        "logical_xor.default": jnp.logical_xor,
+        "bitwise_and.Tensor bitwise_and.Scalar __and__.Tensor __and__.Scalar": jnp.bitwise_and,
+        "bitwise_or.Tensor bitwise_or.Scalar __or__.Tensor __or__.Scalar": jnp.bitwise_or,
+        "bitwise_xor.Tensor bitwise_xor.Scalar __xor__.Tensor __xor__.Scalar": jnp.bitwise_xor,
+        "bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar __lshift__.Scalar": jnp.left_shift,
+        "bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar __rshift__.Scalar": jnp.right_shift,
+        "mul.Tensor mul.Scalar": lambda x, y: jnp.logical_and(x, y) if _is_bool(x) and _is_bool(y) else x * y,
+        "maximum.default max.other": jnp.maximum,
+        "minimum.default min.other": jnp.minimum,
+        "fmax.default": jnp.fmax,
+        "fmin.default": jnp.fmin,
+        "atan2.default": lambda y, x: subgradients.atan2(*jnp.broadcast_arrays(y, x)),
+        "fmod.Tensor fmod.Scalar": jnp.fmod,
+        "remainder.Tensor remainder.Scalar remainder.Scalar_Tensor": jnp.remainder,
+        "floor_divide.default floor_divide.Scalar": jnp.floor_divide,
+        "copysign.Tensor copysign.Scalar": jnp.copysign,
+        "hypot.default": lambda x, y: subgradients.norm(jnp.stack(jnp.broadcast_arrays(x, y)), axis=0),
+        "ldexp.Tensor": lambda x, exponent: x * 2.0**exponent,
+        "logaddexp.default": jnp.logaddexp,
+        "logaddexp2.default": jnp.logaddexp2,
+        "xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self": special.xlogy,
+        "lerp.Scalar lerp.Tensor": lambda x, end, weight: x + weight * (end - x),
+        "addcmul.default": lambda x, a, b, value=1: x + value * a * b,
+        "addcdiv.default": lambda x, a, b, value=1: x + value * a / b,
+    }
+)
+
+
+def _is_real(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool) or getattr(x, "dtype", None) == jnp.bool_
+
+
+@op("add.Tensor", "add.Scalar")
+def add(x: Any, y: Any, alpha: Any = 1) -> Any:
+    """x + alpha * y, of two bools their disjunction."""
+    if _is_bool(x) and _is_bool(y):
+        return jnp.logical_or(x, y)
+    return x + (y if alpha == 1 else alpha * y)
+
+
+@op("sub.Tensor", "sub.Scalar")
+def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
+    """x - alpha * y."""
+    return x - (y if alpha == 1 else alpha * y)
+
+
+@op("rsub.Tensor", "rsub.Scalar")
+def rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
+    """y - alpha * x."""
+    return sub(y, x, alpha)
+
+
+@op("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode")
+def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    """x / y, rounded down ("floor") or towards zero ("trunc"): then without gradient, as in PyTorch."""
+    if rounding_mode == "floor":
+        return lax.stop_gradient(jnp.floor_divide(x, y))
+    if rounding_mode == "trunc":
+        return lax.stop_gradient(lax.div(*jnp.broadcast_arrays(x, y)) if _is_integer(x, y) else jnp.trunc(x / y))
+    return x / y
+
+
+def _is_integer(*values: Any) -> bool:
+    return all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in values)
+
+
+@op("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar")
+def pow(x: Any, exponent: Any) -> Any:
+    """x to a power. An integral exponent multiplies, as PyTorch's kernels for 2 and 3 do."""
+    if isinstance(exponent, int | float):
+        if exponent == 0.5:
+            return jnp.sqrt(x)
+        return lax.integer_pow(x, int(exponent)) if float(exponent).is_integer() else jnp.power(x, exponent)
+    return subgradients.pow(*jnp.broadcast_arrays(x, exponent))
+
+
+@op("round.decimals")
+def round_decimals(x: jax.Array, decimals: int = 0) -> jax.Array:
+    """Round to a number of decimals."""
+    return jnp.round(x, decimals)
+
+
+@op("clamp.default", "clamp.Tensor", "clip.default", "clip.Tensor", "clamp_min.default", "clamp_min.Tensor")
+def clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
+    """Bound x below and above."""
+    return subgradients.clamp(x, min, max)
+
+
+@op("clamp_max.default", "clamp_max.Tensor")
+def clamp_max(x: jax.Array, max: Any) -> jax.Array:
+    """Bound x above."""
+    return subgradients.clamp(x, None, max)
+
+
+@op("gelu.default")
+def gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
+    """GELU, exact or by tanh."""
+    activated: jax.Array = as_kernel(jax.nn.gelu, x, approximate=approximate == "tanh")
+    return activated
+
+
+@op("elu.default")
+def elu(x: jax.Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> jax.Array:
+    """ELU; `selu` and `celu` are special cases of it."""
+    negative = jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)
+    return scale * jnp.where(x > 0, x, alpha * negative)
+
+
+@op("celu.default")
+def celu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
+    """CELU."""
+    return elu(x, alpha, 1, 1 / alpha)
+
+
+@op("selu.default")
+def selu(x: jax.Array) -> jax.Array:
+    """SELU (Klambauer et al. 2017)."""
+    return elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
+
+@op("softplus.default")
+def softplus(x: jax.Array, beta: float = 1, threshold: float = 20) -> jax.Array:
+    """Softplus, linear above the threshold."""
+    linear = x * beta > threshold
+    return jnp.where(linear, x, jax.nn.softplus(jnp.where(linear, 0, x) * beta) / beta)
+
+
+@op("hardsigmoid.default")
+def hardsigmoid(x: jax.Array) -> jax.Array:
+    """Hard sigmoid, with gradient 0 at both kinks.
+
+    The slope between them is one sixth in float32, also in float64, as in `aten/src/ATen/native/cpu/Activation.cpp`.
+    """
+    slope = float(np.float32(1 / 6))
+    inside = x * slope + lax.stop_gradient(x / 6 - x * slope) + 0.5
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, 1, inside))
+
+
+@op("hardswish.default")
+def hardswish(x: jax.Array) -> jax.Array:
+    """Hard swish, with the gradients 0 and 1 at its kinks."""
+    return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
+
+
+@op("hardshrink.default")
+def hardshrink(x: jax.Array, lambd: float = 0.5) -> jax.Array:
+    """Set values within ±lambd to 0."""
+    return jnp.where((x >= -lambd) & (x <= lambd), 0, x)
+
+
+@op("softshrink.default")
+def softshrink(x: jax.Array, lambd: float = 0.5) -> jax.Array:
+    """Move values towards 0 by lambd."""
+    return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0))
+
+
+@op("threshold.default")
+def threshold(x: jax.Array, threshold: float, value: float) -> jax.Array:
+    """Replace values up to the threshold."""
+    return jnp.where(x <= threshold, value, x)
+
+
+@op("logit.default")
+def logit(x: jax.Array, eps: float | None = None) -> jax.Array:
+    """log(x / (1 - x)), of x bounded to [eps, 1 - eps]."""
+    return special.logit(x if eps is None else subgradients.clamp(x, eps, 1 - eps))
+
+
+@op("nan_to_num.default")
+def nan_to_num(
+    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> jax.Array:
+    """Replace NaN and infinities."""
+    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+@op("heaviside.default")
+def heaviside(x: jax.Array, values: jax.Array) -> jax.Array:
+    """The step function."""
+    return jnp.heaviside(x, values)
+
+
+@op("where.self", "where.Scalar", "where.ScalarSelf", "where.ScalarOther")
+def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
+    """Select by a condition."""
+    return jnp.where(condition, x, y)
+
+
+@op("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(x: jax.Array, mask: jax.Array, value: Any) -> jax.Array:
+    """Replace the elements where the mask is true."""
+    return jnp.where(mask, jnp.asarray(value).astype(x.dtype), x)
+
+
+@op("_prelu_kernel.default")
+def prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """PReLU, its weight broadcast to x."""
+    return subgradients.leaky_relu(x, weight)
+
+
+@op("glu.default")
+def glu(x: jax.Array, dim: int = -1) -> jax.Array:
+    """Half of x times the sigmoid of the other half."""
+    a, b = jnp.split(x, 2, dim)
+    return a * jax.nn.sigmoid(b)
+
+
+@op("complex.default")
+def complex_(real: jax.Array, imag: jax.Array) -> jax.Array:
+    """Complex numbers by their parts."""
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@op("polar.default")
+def polar(magnitude: jax.Array, angle: jax.Array) -> jax.Array:
+    """Complex numbers by magnitude and angle."""
+    return lax.complex(magnitude * jnp.cos(angle), magnitude * jnp.sin(angle))
+
+
+@op("special_entr.default")
+def entr(x: jax.Array) -> jax.Array:
+    """-x log(x)."""
+    return special.entr(x)

@@ -1,0 +1,154 @@
+"""Reading and writing by index: embedding, gather, scatter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.shape import at_slice
+
+Index = Sequence[jax.Array | None]
+
+
+def _at(indices: Index) -> tuple[Any, ...]:
+    """Return PyTorch's index list as an index."""
+    return tuple(slice(None) if index is None else index for index in indices)
+
+
+ops(
+    {
+        "index.Tensor _unsafe_index.Tensor": lambda x, indices: x[_at(indices)],
+        "gather.default": lambda x, dim, index, sparse_grad=False: jnp.take_along_axis(x, index, dim) if x.ndim else x,
+        "take_along_dim.default": lambda x, indices, dim: jnp.take_along_axis(x, indices, dim),
+        "index_select.default": lambda x, dim, index: jnp.take(x, index, dim) if x.ndim else x,
+        "take.default": lambda x, index: x.ravel()[index],
+    }
+)
+
+
+@op("embedding.default")
+def embedding(
+    weight: jax.Array, indices: jax.Array, padding_idx: int = -1, scale_grad: bool = False, sparse: bool = False
+) -> jax.Array:
+    """Rows of a table. The row at `padding_idx` receives no gradient."""
+    del scale_grad, sparse
+    rows = weight[indices]
+    if padding_idx < 0:
+        return rows
+    return jnp.where((indices == padding_idx)[..., None], lax.stop_gradient(rows), rows)
+
+
+@op("index_put.default", "_unsafe_index_put.default")
+def index_put(x: jax.Array, indices: Index, values: jax.Array, accumulate: bool = False) -> jax.Array:
+    """Write, or add, values at an index."""
+    first = indices[0]
+    if len(indices) == 1 and first is not None and first.dtype == jnp.bool_:
+        # One row of values for every place where the mask is true.
+        row = values[0] if values.ndim > x.ndim - first.ndim else values
+        mask = first.reshape(*first.shape, *(1,) * (x.ndim - first.ndim))
+        return jnp.where(mask, x + row if accumulate else row, x)
+    at = x.at[_at(indices)]
+    return at.add(values) if accumulate else _set(at, values)
+
+
+def _set(at: Any, values: Any) -> jax.Array:
+    """Write values. At an index that occurs twice, both values receive the gradient, as in PyTorch."""
+    written: jax.Array = at.set(values, unique_indices=True)
+    return written
+
+
+def _scatter_at(x: jax.Array, dim: int, index: jax.Array) -> Any:
+    """Return x at the places that a scatter with this index writes."""
+    x, index = (x.reshape(1), index.reshape(-1)) if x.ndim == 0 else (x, index)
+    grid = list(jnp.meshgrid(*(jnp.arange(n) for n in index.shape), indexing="ij", sparse=True))
+    grid[dim] = index
+    return x.at[tuple(grid)]
+
+
+def _like_index(src: jax.Array, index: jax.Array) -> jax.Array:
+    return src[tuple(slice(n) for n in index.shape)].reshape(index.shape or (1,))
+
+
+@op("scatter.src")
+def scatter(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
+    """Write values along an axis."""
+    return _set(_scatter_at(x, dim, index), _like_index(src, index)).reshape(x.shape)
+
+
+@op("scatter.value")
+def scatter_value(x: jax.Array, dim: int, index: jax.Array, value: float) -> jax.Array:
+    """Write one number along an axis."""
+    return _set(_scatter_at(x, dim, index), value).reshape(x.shape)
+
+
+@op("scatter_add.default")
+def scatter_add(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
+    """Add values along an axis."""
+    return _scatter_at(x, dim, index).add(_like_index(src, index)).reshape(x.shape)
+
+
+@op("index_add.default")
+def index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, alpha: float = 1) -> jax.Array:
+    """Add slices at indices of an axis."""
+    return _rows(x, dim, index).add((alpha * source).reshape(_rows_shape(x, dim, index))).reshape(x.shape)
+
+
+@op("index_copy.default")
+def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+    """Write slices at indices of an axis."""
+    return _set(_rows(x, dim, index), source.reshape(_rows_shape(x, dim, index))).reshape(x.shape)
+
+
+@op("index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
+    """Write one number at indices of an axis."""
+    if x.ndim == 0:
+        return jnp.where(index.size > 0, value, x)
+    filled = jnp.zeros(x.shape[dim], bool).at[index].set(True)
+    return jnp.where(filled.reshape(*(-1 if i == dim % x.ndim else 1 for i in range(x.ndim))), value, x)
+
+
+def _rows(x: jax.Array, dim: int, index: jax.Array) -> Any:
+    """Return the slices of an axis at an index, to be written; a scalar has one."""
+    x = x.reshape(1) if x.ndim == 0 else x
+    return x.at[(slice(None),) * (dim % x.ndim) + (index.reshape(-1),)]
+
+
+def _rows_shape(x: jax.Array, dim: int, index: jax.Array) -> tuple[int, ...]:
+    shape = [*(x.shape or (1,))]
+    shape[dim] = index.size
+    return tuple(shape)
+
+
+@op("slice_scatter.default")
+def slice_scatter(
+    x: jax.Array, src: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> jax.Array:
+    """Write a range of an axis."""
+    return x.at[at_slice(x, dim, start, end, step)].set(src)
+
+
+@op("select_scatter.default")
+def select_scatter(x: jax.Array, src: jax.Array, dim: int, index: int) -> jax.Array:
+    """Write one slice of an axis."""
+    return x.at[(slice(None),) * (dim % x.ndim) + (index,)].set(src)
+
+
+@op("masked_scatter.default")
+def masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    """Write the values of source, one after another, where the mask is true."""
+    x, mask = jnp.broadcast_arrays(x, mask)
+    order = jnp.cumsum(mask.ravel()) - 1
+    return jnp.where(mask, source.ravel()[order].reshape(x.shape), x)
+
+
+@op("diagonal_scatter.default")
+def diagonal_scatter(x: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+    """Write the diagonal of two axes."""
+    last = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    at = jnp.arange(src.shape[-1])
+    written = last.at[..., at + max(-offset, 0), at + max(offset, 0)].set(src)
+    return jnp.moveaxis(written, (-2, -1), (dim1, dim2))

@@ -1,0 +1,48 @@
+"""Matrix products."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.torch_import.ops.registry import op, ops
+
+ops(
+    {
+        "matmul.default mm.default bmm.default mv.default dot.default vdot.default": jnp.matmul,
+        "einsum.default": lambda equation, tensors, path=None: jnp.einsum(equation, *tensors),
+        "linalg_vecdot.default": lambda x, y, dim=-1: (x * y).sum(dim),
+        "kron.default": jnp.kron,
+    }
+)
+
+
+@op("linear.default")
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x Wᵀ + b."""
+    y = jnp.matmul(x, weight.T)
+    return y if bias is None else y + bias
+
+
+@op("addmm.default", "baddbmm.default", "addmv.default")
+def addmm(added: jax.Array, x: jax.Array, y: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    """beta * added + alpha * x y."""
+    product = jnp.matmul(x, y)
+    product = product if alpha == 1 else alpha * product
+    if beta == 0:
+        return product
+    return product + (added if beta == 1 else beta * added)
+
+
+@op("bilinear.default")
+def bilinear(x: jax.Array, y: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x W y + b, a bilinear form for each output."""
+    z = jnp.einsum("...i,oij,...j->...o", x, weight, y)
+    return z if bias is None else z + bias
+
+
+@op("chain_matmul.default", "linalg_multi_dot.default")
+def multi_dot(tensors: Sequence[jax.Array]) -> jax.Array:
+    """The product of several matrices."""
+    return jnp.linalg.multi_dot(list(tensors))

@@ -1,0 +1,92 @@
+"""Random numbers. Dropout masks are drawn by `jax.random.bernoulli`, which `parity` shares with PyTorch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.models.dropout import dropout as drop
+from jaxtrain.torch_import.ops.registry import op
+
+
+@op("dropout.default", random=True)
+def dropout(x: jax.Array, p: float, train: bool, *, rng: jax.Array | None) -> jax.Array:
+    """Set elements to 0 with probability p, and scale the others."""
+    if not train:
+        return x
+    # With p = 1 there is nothing to scale.
+    return x * 0 if p == 1 else drop(x, p, rng)
+
+
+@op("native_dropout.default", random=True)
+def native_dropout(x: jax.Array, p: float, train: bool | None, *, rng: jax.Array | None) -> tuple[jax.Array, None]:
+    """Dropout. Nobody reads its mask but PyTorch's own backward pass."""
+    return dropout(x, p, train is not False, rng=rng), None
+
+
+@op("bernoulli.p", "bernoulli_.float", random=True)
+def bernoulli(x: jax.Array, p: float = 0.5, *, rng: jax.Array) -> jax.Array:
+    """Ones with probability p."""
+    return jax.random.bernoulli(rng, p, x.shape).astype(x.dtype)
+
+
+@op("bernoulli.default", random=True)
+def bernoulli_of(x: jax.Array, *, rng: jax.Array) -> jax.Array:
+    """Ones with the probabilities x."""
+    return jax.random.bernoulli(rng, jax.lax.stop_gradient(x)).astype(x.dtype)
+
+
+@op("rand.default", random=True)
+def rand(size: Sequence[int], *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Uniform numbers in [0, 1)."""
+    return jax.random.uniform(rng, size, dtype or np.float32)
+
+
+@op("rand_like.default", random=True)
+def rand_like(x: jax.Array, *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Uniform numbers in [0, 1) in the shape of x."""
+    return jax.random.uniform(rng, x.shape, dtype or x.dtype)
+
+
+@op("randn.default", random=True)
+def randn(size: Sequence[int], *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Standard normal numbers."""
+    return jax.random.normal(rng, size, dtype or np.float32)
+
+
+@op("randn_like.default", random=True)
+def randn_like(x: jax.Array, *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Standard normal numbers in the shape of x."""
+    return jax.random.normal(rng, x.shape, dtype or x.dtype)
+
+
+@op("uniform.default", random=True)
+def uniform(x: jax.Array, low: float = 0.0, high: float = 1.0, *, rng: jax.Array) -> jax.Array:
+    """Uniform numbers in the shape of x."""
+    return jax.random.uniform(rng, x.shape, x.dtype, low, high)
+
+
+@op("normal_functional.default", random=True)
+def normal(x: jax.Array, mean: float = 0.0, std: float = 1.0, *, rng: jax.Array) -> jax.Array:
+    """Normal numbers in the shape of x."""
+    return mean + std * jax.random.normal(rng, x.shape, x.dtype)
+
+
+@op("exponential.default", random=True)
+def exponential(x: jax.Array, lambd: float = 1.0, *, rng: jax.Array) -> jax.Array:
+    """Exponentially distributed numbers in the shape of x."""
+    return jax.random.exponential(rng, x.shape, x.dtype) / lambd
+
+
+@op("randint.low", random=True)
+def randint(low: int, high: int, size: Sequence[int], *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Integers in [low, high)."""
+    return jax.random.randint(rng, size, low, high, dtype or jnp.int32)
+
+
+@op("randperm.default", random=True)
+def randperm(n: int, *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """A permutation of the integers below n."""
+    return jax.random.permutation(rng, n).astype(dtype or jnp.int32)

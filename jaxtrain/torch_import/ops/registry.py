@@ -1,0 +1,70 @@
+"""The table of operations: from PyTorch's overloads to JAX functions."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+
+from jaxtrain.transforms import kernel
+
+Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
+
+TABLE: dict[str, Function] = {}
+"""JAX functions by overload ("aten.gelu.default"), with the arguments of PyTorch's schema: tensors as arrays, dtypes as
+NumPy's. An elementwise function receives its arrays in PyTorch's promoted dtype; every result is converted to the dtype
+that PyTorch computed."""
+
+RANDOM: set[str] = set()
+"""Overloads that draw random numbers. Their functions take the keyword `rng`, a key."""
+
+
+def op(*overloads: str, random: bool = False) -> Callable[[F], F]:
+    """Register a function for overloads of PyTorch's ATen operations, as in `@op("add.Tensor", "add.Scalar")`."""
+
+    def register(fn: F) -> F:
+        for overload in overloads:
+            TABLE[f"aten.{overload}"] = fn
+            if random:
+                RANDOM.add(f"aten.{overload}")
+        return fn
+
+    return register
+
+
+def ops(functions: dict[str, Function]) -> None:
+    """Register functions by their overloads, several of them separated by spaces."""
+    for overloads, fn in functions.items():
+        op(*overloads.split())(fn)
+
+
+def of_vectors(fn: F) -> F:
+    """Give a function of (x, …, dim, …) PyTorch's meaning for a scalar x: a vector of one element."""
+
+    @functools.wraps(fn)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.ndim:
+            return fn(x, *args, **kwargs)
+        return jax.tree.map(lambda y: y.reshape(()), fn(x.reshape(1), *args, **kwargs))
+
+    return cast(F, call)
+
+
+def as_kernel(fn: Function, *arrays: Any, **options: Any) -> Any:
+    """Call a pure function of arrays as one operation under autocast, as `jaxtrain.transforms.kernel`.
+
+    Args:
+      fn: The function.
+      *arrays: Its arrays, or None.
+      **options: Numbers and tuples of them, which it is compiled for.
+
+    Returns:
+      Its result.
+    """
+    return _kernel_of(fn, tuple(sorted(options.items())))(*arrays)
+
+
+@functools.cache
+def _kernel_of(fn: Function, options: tuple[tuple[str, Any], ...]) -> Function:
+    return kernel(functools.partial(fn, **dict(options)))

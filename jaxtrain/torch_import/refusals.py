@@ -1,0 +1,37 @@
+"""Errors of an import, with the line of PyTorch code that causes them and the remedy."""
+
+import re
+
+from jaxtrain.errors import UserError, format_location
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+
+
+def source_line(stack_trace: str | None) -> str:
+    """Return the last line of a PyTorch stack trace that is not PyTorch's own, as "model.py:12: y = F.gelu(x)".
+
+    >>> source_line('File "/home/me/model.py", line 12, in forward\\n    y = F.gelu(x)\\n')
+    'model.py:12: y = F.gelu(x)'
+    >>> source_line(None)
+    ''
+    """
+    frames = [match.groupdict() for match in _FRAME.finditer(stack_trace or "")]
+    own = [frame for frame in frames if not _is_torch(frame["file"])] or frames
+    if not own:
+        return ""
+    return f"{format_location(own[-1]['file'], int(own[-1]['line']))}: {own[-1]['code'].strip()}"
+
+
+def refusal(problem: str, remedy: str, source: str = "") -> UserError:
+    """Return the error that a module cannot be imported."""
+    at = f" ({source})" if source else ""
+    return UserError(f"{problem}{at}: {remedy}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _is_torch(file: str) -> bool:
+    return "/torch/" in file or file.startswith("<")

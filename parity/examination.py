@@ -1,0 +1,57 @@
+"""A verdict with the runs that it rests on."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parity.case import Case
+from parity.compare import Verdict, same_meaning, same_precision
+from parity.record import Record
+from parity.reference import Reference
+from parity.settings import Settings
+
+if TYPE_CHECKING:
+    from parity.jax_side import Program
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A verdict with its runs.
+
+    Attributes:
+      verdict: The verdict.
+      ours: JAX's run.
+      theirs: PyTorch's run.
+      truth: The float64 run; in fp64 the same as `theirs`.
+      notes: Lines on what the verdict rests on: proposed names that are not proved, constants that are rounded.
+      not_exercised: A line for each behavior that the runs did not exercise and therefore do not prove; in fp64 only.
+    """
+
+    verdict: Verdict
+    ours: Record
+    theirs: Record
+    truth: Record
+    notes: tuple[str, ...] = ()
+    not_exercised: tuple[str, ...] = ()
+
+
+def program_of(case: Case, precision: str, settings: Settings) -> "Program":
+    """Return JAX's training step with these settings."""
+    from parity.jax_side import Program
+
+    return Program(case, precision, accumulate=settings.accumulate, remat=settings.remat)
+
+
+def train(case: Case, program: "Program", settings: Settings, reference: Reference) -> Examination:
+    """Train in JAX and compare with PyTorch's side."""
+    ours = program.run(case, reference.weights, steps=settings.steps, seed=settings.seed)
+    if program.precision == "fp64":
+        return judge(ours, reference)
+    theirs, one_ulp, truth = reference.theirs, reference.one_ulp, reference.truth
+    noise = reference.reordered or one_ulp
+    return Examination(same_precision(ours, [theirs, *noise], truth, one_ulp), ours, theirs, truth)
+
+
+def judge(ours: Record, reference: Reference) -> Examination:
+    """Compare two float64 runs."""
+    theirs = reference.theirs
+    return Examination(same_meaning(ours, theirs, reference.one_ulp), ours, theirs, reference.truth)

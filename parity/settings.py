@@ -1,0 +1,40 @@
+"""How both sides of a check train."""
+
+from dataclasses import dataclass
+
+from parity.case import Case
+
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "bf16_compute", "bf16_params")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How both sides train.
+
+    Attributes:
+      accumulate: Micro-batches per accumulation window.
+      remat: JAX's rematerialization policy.
+      steps: Windows, each with one optimizer update.
+      seed: Seed of weights, data and dropout.
+    """
+
+    accumulate: int = 1
+    remat: str = "none"
+    steps: int = 20
+    seed: int = 0
+
+
+def validate(case: Case, precision: str, settings: Settings) -> None:
+    """Raise `UserError` for the first setting that does not fit the case."""
+    from jaxtrain.errors import UserError
+    from jaxtrain.transforms import remat as rematerialise
+
+    k, rows = settings.accumulate, case.rows
+    if precision not in PRECISIONS:
+        raise UserError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if settings.steps < 1:
+        raise UserError(f"steps must be at least 1, got {settings.steps}")
+    if k < 1 or rows % k:
+        divisors = ", ".join(str(k) for k in range(1, rows + 1) if rows % k == 0)
+        raise UserError(f"the {rows} rows of {case.name} are not divisible by accumulate {k}: use one of {divisors}")
+    rematerialise(lambda: None, settings.remat)  # raises for an unknown policy

@@ -1,0 +1,36 @@
+"""Parameters of PyTorch that the loss does not depend on."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from parity.case import Case
+from parity.oracle.in_torch import InFloat64
+from parity.torch_side import seeded_model, tensor
+
+
+def unused_parameters(case: Case) -> set[str]:
+    """Return the names of the trained parameters that have no gradient in the case's first batch."""
+    model = seeded_model(case, 0).double()
+    batch = {name: tensor(x, "fp64") for name, x in case.batch(0, case.rows).items()}
+    with torch.random.fork_rng(devices=[]), InFloat64():
+        total, _ = case.torch_loss(model, batch)
+        total.backward()
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+
+
+def without_parameters(case: Case, names: Collection[str]) -> Case:
+    """Return the case with these parameters as buffers, which are neither trained nor compared."""
+
+    def torch_model() -> torch.nn.Module:
+        model = case.torch_model()
+        for name in names:
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            value = getattr(module, own).detach()
+            delattr(module, own)
+            module.register_buffer(own, value, persistent=False)
+        return model
+
+    return replace(case, torch_model=torch_model)

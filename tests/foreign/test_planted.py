@@ -1,0 +1,24 @@
+"""Bugs planted in published ports are caught and located."""
+
+import pytest
+
+pytest.importorskip("transformers.models.gpt2.modeling_flax_gpt2", reason="needs tests/foreign/requirements.txt")
+
+from tests.foreign.planted import BUGS, examine_bug
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+LOCATED = ("eps", "tanh GELU", "gate and up exchanged", "norm over the wrong axis", "position offset")
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(bug, marks=[pytest.mark.nightly] * (bug.name not in LOCATED), id=f"{bug.port}: {bug.name}")
+        for bug in BUGS
+    ],
+)
+def test_a_bug_is_caught_and_located(bug):
+    outcome = examine_bug(bug)
+    assert outcome.caught
+    assert outcome.located or bug.name not in LOCATED, outcome.report

@@ -1,0 +1,127 @@
+"""PyTorch's own samples of its operations (`op_db`), imported and compared in float64."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from jaxtrain import UserError
+from jaxtrain.torch_import import from_torch
+
+BAR = 1e-10
+SAMPLES = 2
+"""Samples of each entry, spread over all that it has."""
+
+
+class Outcome(NamedTuple):
+    """What became of a sample: "passed", "refused" with the reason, "no reference" or "wrong" with the difference."""
+
+    kind: str
+    detail: str = ""
+
+
+class _Operation(torch.nn.Module):
+    """An operation as a module of the tensors among its arguments; the other arguments are part of it."""
+
+    def __init__(self, fn: Any, spec: Any, leaves: list[Any]) -> None:
+        super().__init__()
+        self.fn, self.spec = fn, spec
+        self.slots = [(isinstance(x, torch.Tensor), None if isinstance(x, torch.Tensor) else x) for x in leaves]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        leaves = [next(given) if is_tensor else other for is_tensor, other in self.slots]
+        args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
+        return self.fn(*args, **kwargs)
+
+
+def outcomes(info: Any) -> Iterator[Outcome]:
+    """Yield the outcome of some samples of an entry of `op_db`."""
+    samples = [*info.sample_inputs("cpu", torch.float64, requires_grad=True)]
+    for i in np.unique(np.linspace(0, len(samples) - 1, SAMPLES).astype(int)) if samples else ():
+        yield outcome(info, samples[i])
+
+
+def outcome(info: Any, sample: Any) -> Outcome:
+    """Import one sample and compare its values and the gradients of its floating-point tensors."""
+    leaves, spec = _pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    module = _Operation(info.op, spec, leaves)
+    tensors = [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
+    if any(x.layout != torch.strided or x.is_quantized for x in tensors):
+        return Outcome("no reference", "a tensor that is not strided")
+    # Copies: some operations write to their arguments.
+    arrays = tuple(x.numpy().copy() for x in tensors)
+    differentiable = [x.dtype == torch.float64 for x in tensors]
+    for x, wanted in zip(tensors, differentiable, strict=True):
+        x.requires_grad_(wanted)
+    try:
+        expected = _tensors(module(*tensors))
+        grads = _gradients(expected, tensors, differentiable)
+    except Exception as error:
+        return Outcome("no reference", str(error)[:80])
+    with jax.enable_x64():
+        try:
+            model = from_torch(module.train(), arrays)
+        except UserError as error:
+            return Outcome("refused", str(error)[:160])
+
+        def run(floats: Any) -> Any:
+            given = iter(floats)
+            batch = tuple(next(given) if d else x for x, d in zip(arrays, differentiable, strict=True))
+            outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
+            return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)], jnp), outputs
+
+        floats = tuple(jnp.asarray(x) for x, d in zip(arrays, differentiable, strict=True) if d)
+        try:
+            (_, ours), our_grads = jax.jit(jax.value_and_grad(run, has_aux=True))(floats)
+        except UserError as error:
+            return Outcome("refused", str(error)[:160])
+        except Exception as error:
+            return Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
+    return _judged([*ours, *our_grads], [*(y.detach() for y in expected), *(g for g in grads)])
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+def _weighted(values: Any, numpy: Any) -> Any:
+    wide = (y.astype(np.float64) if numpy is jnp else y.double() for y in values)
+    slopes = ((y, np.cos(np.arange(1.0, 1.0 + np.prod(y.shape))).reshape(y.shape)) for y in wide)
+    return sum(((y * numpy.asarray(slope, dtype=y.dtype)).sum() * 1.0 for y, slope in slopes), 0.0)
+
+
+def _gradients(expected: list[torch.Tensor], tensors: Any, differentiable: list[bool]) -> list[torch.Tensor]:
+    floats = [x for x, d in zip(tensors, differentiable, strict=True) if d]
+    loss = _weighted([y for y in expected if y.is_floating_point()], torch)
+    if not floats or not getattr(loss, "requires_grad", False):
+        return [torch.zeros_like(x) for x in floats]
+    grads = torch.autograd.grad(loss, floats, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, floats, strict=True)]
+
+
+def _judged(ours: list[Any], theirs: list[torch.Tensor]) -> Outcome:
+    if len(ours) != len(theirs):
+        return Outcome("wrong", f"{len(ours)} results for {len(theirs)}")
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        b = b.float() if b.dtype == torch.bfloat16 else b
+        a, b = (
+            np.asarray(a, np.float32) if a.dtype == jnp.bfloat16 else np.asarray(a),
+            b.resolve_conj().resolve_neg().numpy(force=True),
+        )
+        if a.shape != b.shape:
+            return Outcome("wrong", f"result {i} has the shape {a.shape} for {b.shape}")
+        if a.dtype.kind in "fc" and b.dtype.kind in "fc":
+            finite = np.isfinite(b)
+            scale = np.abs(b[finite]).max() if finite.any() else 1.0
+            same = np.array_equal(np.isnan(a), np.isnan(b)) and np.array_equal(a[np.isinf(b)], b[np.isinf(b)])
+            error = np.abs(a[finite] - b[finite]).max() if finite.any() else 0.0
+            if not same or not error <= BAR * max(scale, 1.0):
+                return Outcome("wrong", f"result {i} is {error:.1e} apart, NaN or infinities alike: {same}")
+        elif not np.array_equal(a, b):
+            return Outcome("wrong", f"result {i} differs")
+    return Outcome("passed")
