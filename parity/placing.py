@@ -31,7 +31,7 @@ def place(candidates: Sequence[Case], examination: Examination, settings: Settin
         found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))
     stagewise = run_stages(case, accumulate=settings.accumulate, seed=settings.seed)
     diagnosis, stages = diagnose(stagewise, found), stagewise.stages
-    stage, explanation = charge(stages, found and found.stage), [] if diagnosis is None else [str(diagnosis)]
+    stage, explanation = charge(stages, found.stage if found else None), [] if diagnosis is None else [str(diagnosis)]
     failing = at_fault(stages)
     if failing is not None and failing.name == "gradients":
         met = at_kinks(case, failing.step, accumulate=settings.accumulate, seed=settings.seed)

@@ -25,12 +25,12 @@ class Encoded(nn.Module):
         angles = positions[:, None] * torch.tensor([1.0, 0.5])
         x = x * torch.cat([angles.cos(), angles.sin()], -1).expand(x.shape)
         distance = positions[:, None] - positions
-        scores = x @ x.mT - torch.clamp(distance.abs(), max=3) / 7
+        scores = x @ x.mT - torch.clamp(distance.abs(), max=1) / 7
         kept = (distance >= 0) & (distance < 3)
         return scores.masked_fill(~kept, -torch.inf).softmax(-1) @ x
 
 
-def encoded(p: Any, x: Any, first: int = 0, far: int = 3, window: int = 3, frequencies: Any = FREQUENCIES) -> Any:
+def encoded(p: Any, x: Any, first: int = 0, far: int = 1, window: int = 3, frequencies: Any = FREQUENCIES) -> Any:
     """The same in JAX."""
     del p
     x = rotated(x, positions(first), frequencies)
