@@ -14,6 +14,9 @@ import numpy as np
 
 GETITEM = "getitem"
 """Operation that selects one of several results."""
+CUSTOM = "jaxtrain.custom_function.default"
+"""A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
+number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Evaluate a captured graph in JAX."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import GETITEM, Dtype, Graph, Node, Ref, Spec, dtype_of
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Node, Ref, Spec, dtype_of
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal
 
@@ -41,8 +42,7 @@ def interpret(
     Raises:
       UserError: A function of an operation returned another shape than PyTorch.
     """
-    # PyTorch's broadcasting and promotion, whatever the user asked JAX to reject.
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    with _pytorchs_promotion():
         return _interpret(
             graph, {"param": params, "state": state, "constant": constants}, inputs, rng, {**TABLE, **ops}
         )
@@ -60,6 +60,9 @@ def _interpret(
         if node.op == GETITEM:
             values[node.name] = args[0][args[1]]
             continue
+        if node.op == CUSTOM:
+            values[node.name] = _custom(node, args, table)
+            continue
         kwargs = _resolved(node.kwargs, values)
         if node.promoted is not None:
             args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
@@ -69,6 +72,38 @@ def _interpret(
         with jax.named_scope(node.module.replace(".", "/") or node.name):
             values[node.name] = _checked(_called(table[node.op], node, args, kwargs), node)
     return _resolved(graph.outputs, values), {name: values[ref.name] for name, ref in graph.state.items()}
+
+
+@contextlib.contextmanager
+def _pytorchs_promotion() -> Iterator[None]:
+    """Allow PyTorch's broadcasting and promotion, whatever the user asked JAX to reject."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _custom(node: Node, args: Sequence[jax.Array], table: Values) -> tuple[jax.Array, ...]:
+    """Evaluate a call of `torch.autograd.Function`, whose gradient is that of its own backward pass."""
+    count, has_gradient = node.kwargs["outputs"], node.kwargs["has_gradient"]
+
+    def run(graph: Graph, inputs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        # The backward pass is traced after `interpret` has returned.
+        with _pytorchs_promotion():
+            outputs: tuple[jax.Array, ...] = _interpret(graph, {}, inputs, None, table)[0]
+        return outputs
+
+    def forward(*inputs: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        outputs = run(node.kwargs["forward"], inputs)
+        return outputs[:count], outputs[count:]
+
+    def backward(saved: tuple[jax.Array, ...], grads: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
+        floating = [x for x in grads if jnp.issubdtype(x.dtype, jnp.floating)]
+        result = iter(run(node.kwargs["backward"], [*saved, *floating]))
+        return tuple(next(result) if given else None for given in has_gradient)
+
+    called = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
+    called.defvjp(forward, backward)
+    outputs: tuple[jax.Array, ...] = called(*args)
+    return outputs
 
 
 def _as(value: Any, spec: Spec) -> jax.Array:
@@ -91,7 +126,7 @@ def _resolved(value: Any, values: Values) -> Any:
 def _called(fn: Callable[..., Any], node: Node, args: Any, kwargs: Any) -> Any:
     try:
         return fn(*args, **kwargs)
-    except (TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except (TypeError, ValueError, IndexError, NotImplementedError, ZeroDivisionError) as error:
         remedy = f'pass ops={{"{node.op}": function}}'
         raise refusal(f"{node.op} with these arguments: {first_line(error)}", remedy, node.source) from error
 

@@ -78,6 +78,8 @@ def outcome(info: Any, sample: Any) -> Outcome:
         floats = tuple(jnp.asarray(x) for x, d in zip(arrays, differentiable, strict=True) if d)
         try:
             (_, ours), our_grads = jax.jit(jax.value_and_grad(run, has_aux=True))(floats)
+        except UserError as error:
+            return Outcome("refused", str(error)[:160])
         except Exception as error:
             return Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
     return _judged([*ours, *our_grads], [*(y.detach() for y in expected), *(g for g in grads)])
@@ -88,8 +90,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _weighted(values: Any, numpy: Any) -> Any:
-    slopes = ((y, np.cos(np.arange(1.0, 1.0 + np.prod(y.shape))).reshape(y.shape)) for y in values)
-    return sum(((y * numpy.asarray(slope, dtype=y.dtype)).sum() for y, slope in slopes), 0.0 * numpy.ones(()))
+    wide = (y.astype(np.float64) if numpy is jnp else y.double() for y in values)
+    slopes = ((y, np.cos(np.arange(1.0, 1.0 + np.prod(y.shape))).reshape(y.shape)) for y in wide)
+    return sum(((y * numpy.asarray(slope, dtype=y.dtype)).sum() * 1.0 for y, slope in slopes), 0.0)
 
 
 def _gradients(expected: list[torch.Tensor], tensors: Any, differentiable: list[bool]) -> list[torch.Tensor]:
@@ -105,7 +108,11 @@ def _judged(ours: list[Any], theirs: list[torch.Tensor]) -> Outcome:
     if len(ours) != len(theirs):
         return Outcome("wrong", f"{len(ours)} results for {len(theirs)}")
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        a, b = np.asarray(a), b.resolve_conj().resolve_neg().numpy()
+        b = b.float() if b.dtype == torch.bfloat16 else b
+        a, b = (
+            np.asarray(a, np.float32) if a.dtype == jnp.bfloat16 else np.asarray(a),
+            b.resolve_conj().resolve_neg().numpy(force=True),
+        )
         if a.shape != b.shape:
             return Outcome("wrong", f"result {i} has the shape {a.shape} for {b.shape}")
         if a.dtype.kind in "fc" and b.dtype.kind in "fc":

@@ -42,11 +42,43 @@ def counted(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module.norm(x * module.w)
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Scaled(torch.autograd.Function):
+    """Two outputs, one of them of integers; saved tensors, an attribute, a number, and a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.factor, ctx.largest = factor, x.amax()
+        return x * w * factor, (x > 0).long()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w * ctx.factor * 2, None, (grad * x).sum(0) * ctx.largest
+
+
+def scaled(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y, positive = Scaled.apply(x * module.w, 3.0, module.w)
+    return y * positive
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "detach": lambda: Function(lambda m, x: x * m.w * m.w.detach()),
     "no_grad": lambda: Function(without_gradient),
     "in_place": lambda: Function(in_place),
     "kinks": lambda: Function(kinks),
+    "straight_through": lambda: Function(lambda m, x: StraightThrough.apply(x * m.w) * m.w),
+    "own_gradient": lambda: Function(scaled),
     "batch_norm": lambda: Function(counted, norm=nn.BatchNorm1d(3, dtype=torch.float64)),
     "tied": lambda: Function(lambda m, x: m.b(m.a(x)), **tied()),
     "promotion": lambda: Function(lambda m, x: (x > 0) * m.w + (x > 1).sum(0) / 2 + torch.arange(3) * m.w**2),
@@ -111,16 +143,6 @@ def test_an_idle_buffer_is_a_constant_and_a_plain_tensor_too() -> None:
     assert model({}, jnp.ones((2, 3)))[0][0].tolist() == [4.0, 7.0, 10.0]
 
 
-class StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 def coin(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x * module.w if random.random() < 0.5 else x
 
@@ -147,7 +169,6 @@ def unknown(module: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fn", "message", "line"),
     [
-        (lambda m, x: StraightThrough.apply(x * m.w), "StraightThrough", "StraightThrough.apply(x * m.w)"),
         (coin, "random.random would be drawn once", "random.random() < 0.5"),
         (branch, "depends on a tensor's value", "if x.sum() > 0"),
         (selected, "shape depends on a tensor's value", "[x > 0].sum()"),

@@ -1,16 +1,16 @@
 """PyTorch's exported program as a `Graph`."""
 
 import operator
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.structure import Structure, to_numpy
-from jaxtrain.torch_import.graph import GETITEM, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.capture.structure import to_numpy
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
 from jaxtrain.torch_import.refusals import refusal, source_line
 
 _WITHOUT_RESULT = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async", "aten.sym_constrain")
@@ -32,12 +32,27 @@ class Captured(NamedTuple):
 
 
 def converted(
-    exported: torch.export.ExportedProgram, result: Any, structure: Structure, known: Collection[str]
+    exported: torch.export.ExportedProgram,
+    result: Any,
+    aliases: Mapping[str, str],
+    known: Collection[str],
+    functions: Mapping[int, dict[str, Any]],
 ) -> Captured:
-    """Return the graph of an exported program whose flat outputs fill the structure `result`."""
-    inputs, constants = _inputs(exported, structure)
+    """Return the graph of an exported program.
+
+    Args:
+      exported: The program.
+      result: Structure that its flat outputs fill, with `Leaf` for each.
+      aliases: First name of each parameter, by each of its names.
+      known: Operations that have a function.
+      functions: Keyword arguments of each `CUSTOM` node, by its number.
+
+    Returns:
+      The graph, with the tensors that are neither parameters nor buffers.
+    """
+    inputs, constants = _inputs(exported, aliases)
     nodes = [
-        _node(node, known)
+        _custom(node, functions) if key_of(node.target) == CUSTOM else _node(node, known)
         for node in exported.graph_module.graph.nodes
         if node.op == "call_function" and not key_of(node.target).startswith(_WITHOUT_RESULT)
     ]
@@ -46,7 +61,7 @@ def converted(
 
 
 def _inputs(
-    exported: torch.export.ExportedProgram, structure: Structure
+    exported: torch.export.ExportedProgram, aliases: Mapping[str, str]
 ) -> tuple[tuple[Input, ...], dict[str, np.ndarray]]:
     """Return the inputs of the graph, and the tensors among them that are neither parameters nor buffers."""
     signature = exported.graph_signature
@@ -58,7 +73,7 @@ def _inputs(
         if kind == "USER_INPUT":
             role, target, leaves = "input", str(leaves), leaves + 1
         elif kind == "PARAMETER":
-            role, target = "param", structure.aliases[target]
+            role, target = "param", aliases[target]
         else:
             role = "state" if spec.target in mutated else "constant"
         if kind == "CONSTANT_TENSOR":
@@ -92,6 +107,13 @@ def _filled(result: Any, outputs: Sequence[Any]) -> Any:
 def _own_name(target: str) -> str:
     """Return the name of a tensor in the user's module, which `_Forward` contains."""
     return target.removeprefix("module.")
+
+
+def _custom(node: torch.fx.Node, functions: Mapping[int, dict[str, Any]]) -> Node:
+    """Return the node of a call of `torch.autograd.Function`."""
+    number, tensors = cast(tuple[int, Any], node.args)
+    spec = _specs(node.meta["val"], node)
+    return Node(node.name, CUSTOM, _argument(tensors, node), functions[number], spec, source=source_of(node))
 
 
 def _node(node: torch.fx.Node, known: Collection[str]) -> Node:

@@ -13,11 +13,12 @@ from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.convert import Captured, Leaf, converted, key_of
+from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
-from jaxtrain.torch_import.graph import Spec
-from jaxtrain.torch_import.ops import TABLE
+from jaxtrain.torch_import.graph import Graph, Spec
+from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 
 
@@ -56,18 +57,68 @@ def capture(
         return tuple(tensors)
 
     forward = _Forward(in_mode(structure, train, dtype), flat)
+    try:
+        with tracing(), recorded_calls() as calls:
+            exported = _exported(forward, _fakes(inputs, structure), known)
+        functions = _custom_functions(exported, calls, structure, known)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _export_refusal(error, structure.module) from error
+    return converted(exported, result, structure.aliases, known, functions)
+
+
+def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
     with structure.mode:
-        leaves = tuple(torch.empty(spec.shape, dtype=_captured_dtype(spec.dtype)) for spec in inputs)
-    with tracing():
-        try:
-            exported = torch.export.export(forward, leaves, strict=False)
-            detach_regions_without_gradient(exported)
-            functional = exported.run_decompositions(_decompositions(known))
-        except UserError:
-            raise
-        except Exception as error:
-            raise _export_refusal(error, structure.module) from error
-    return converted(functional, result, structure, known)
+        return tuple(torch.empty(spec.shape, dtype=_captured_dtype(spec.dtype)) for spec in specs)
+
+
+def _exported(
+    module: torch.nn.Module, leaves: tuple[torch.Tensor, ...], known: Collection[str]
+) -> torch.export.ExportedProgram:
+    """Return the pure program of a module, of the operations that are known."""
+    exported = torch.export.export(module, leaves, strict=False)
+    detach_regions_without_gradient(exported)
+    return exported.run_decompositions(_decompositions(known))
+
+
+def _custom_functions(
+    exported: torch.export.ExportedProgram, calls: Sequence[Call], structure: Structure, known: Collection[str]
+) -> dict[int, dict[str, Any]]:
+    """Return the keyword arguments of each `CUSTOM` node, by the number of its call."""
+    functions = {}
+    operation = torch.ops.jaxtrain.custom_function.default
+    for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
+        call = calls[node.args[0]]
+        given = [Spec(tuple(x.meta["val"].shape), str(x.meta["val"].dtype)[6:]) for x in node.args[1]]
+        with tracing(), inlined_calls():
+            forward = _pass(call.forward, given, structure, known)
+            specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}
+            outputs = [specs[ref.name] for ref in forward.outputs]
+            grads = [spec for spec, floating in zip(outputs, call.floating, strict=False) if floating]
+            backward = _pass(call.backward, [*outputs[call.outputs :], *grads], structure, known)
+        functions[node.args[0]] = {
+            "forward": forward,
+            "backward": backward,
+            "outputs": call.outputs,
+            "has_gradient": tuple(call.has_gradient),
+        }
+    return functions
+
+
+def _pass(
+    fn: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+    given: Sequence[Spec],
+    structure: Structure,
+    known: Collection[str],
+) -> Graph:
+    """Return the graph of a function of tensors."""
+    exported = _exported(_Forward(torch.nn.Module(), lambda _, leaves: fn(leaves)), _fakes(given, structure), known)
+    places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
+    graph, constants = converted(exported, places, {}, known, {})
+    if constants or any(node.op in RANDOM for node in graph.nodes):
+        raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments")
+    return graph
 
 
 class _Forward(torch.nn.Module):

@@ -19,7 +19,7 @@ from jaxtrain.torch_import.refusals import refusal, source_line
 def tracing() -> Iterator[None]:
     """Trace as this module describes while entered."""
     norm = _replaced(torch.nn.functional, "instance_norm", _instance_norm)
-    with _quiet(), _whole_stack_traces(), _without_python_randomness(), _without_custom_gradients(), norm:
+    with _quiet(), _whole_stack_traces(), _without_python_randomness(), norm:
         yield
 
 
@@ -64,22 +64,6 @@ def _without_python_randomness() -> Iterator[None]:
             for name in ("random", "randint", "uniform", "choice", "shuffle", "rand", "randn", "normal"):
                 if hasattr(module, name):
                     patches.enter_context(_replaced(module, name, refusing(f"{label}.{name}")))
-        yield
-
-
-@contextlib.contextmanager
-def _without_custom_gradients() -> Iterator[None]:
-    """Refuse `torch.autograd.Function`, of which a graph would contain the forward pass only."""
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
-        raise refusal(
-            f"the backward pass of the autograd.Function {cls.__name__} would be lost",
-            "write the function with PyTorch's operations, whose gradients are imported",
-            source_line(stack),
-        )
-
-    with _replaced(torch.autograd.Function, "apply", classmethod(apply)):
         yield
 
 

@@ -48,7 +48,6 @@ ops(
         "erfc.default": lax.erfc,
         "erfinv.default": lax.erf_inv,
         "lgamma.default": lax.lgamma,
-        "digamma.default": lax.digamma,
         "sign.default sgn.default": jnp.sign,
         "floor.default": jnp.floor,
         "ceil.default": jnp.ceil,

@@ -102,10 +102,13 @@ def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> j
     return _set(_rows(x, dim, index), source.reshape(_rows_shape(x, dim, index))).reshape(x.shape)
 
 
-@op("index_fill.int_Scalar")
-def index_fill(x: jax.Array, dim: int, index: jax.Array, value: float) -> jax.Array:
+@op("index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
     """Write one number at indices of an axis."""
-    return _set(_rows(x, dim, index), value).reshape(x.shape)
+    if x.ndim == 0:
+        return jnp.where(index.size > 0, value, x)
+    filled = jnp.zeros(x.shape[dim], bool).at[index].set(True)
+    return jnp.where(filled.reshape(*(-1 if i == dim % x.ndim else 1 for i in range(x.ndim))), value, x)
 
 
 def _rows(x: jax.Array, dim: int, index: jax.Array) -> Any:

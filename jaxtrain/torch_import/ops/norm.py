@@ -8,23 +8,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.models.layer_norm import layer_norm as last_axis_norm
-from jaxtrain.torch_import.ops.registry import as_kernel, op
+from jaxtrain.torch_import.ops.registry import as_kernel, of_vectors, op
 
 Optional = jax.Array | None
 
 
 @op("softmax.int", "_softmax.default")
+@of_vectors
 def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     """Softmax along an axis."""
     x = x.astype(dtype) if _is_dtype(dtype) else x
-    return jax.nn.softmax(x, dim) if x.ndim else jax.nn.softmax(x[None])[0]
+    return jax.nn.softmax(x, dim)
 
 
 @op("log_softmax.int", "_log_softmax.default")
+@of_vectors
 def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     """Logarithm of the softmax along an axis."""
     x = x.astype(dtype) if _is_dtype(dtype) else x
-    return jax.nn.log_softmax(x, dim) if x.ndim else jax.nn.log_softmax(x[None])[0]
+    return jax.nn.log_softmax(x, dim)
 
 
 @op("_safe_softmax.default")

@@ -1,5 +1,6 @@
 """Reductions and scans."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.registry import of_vectors, op, ops
 
 Dims = int | Sequence[int] | None
 
@@ -32,8 +33,8 @@ ops(
         "argmin.default": lambda x, dim=None, keepdim=False: jnp.argmin(x, dim, keepdims=keepdim),
         "count_nonzero.dim_IntList": lambda x, dim: jnp.count_nonzero(x, axes(dim)),
         "count_nonzero.default": lambda x, dim=None: jnp.count_nonzero(x, axes(dim)),
-        "cumprod.default": lambda x, dim, dtype=None: jnp.cumprod(x, dim, dtype=dtype),
-        "logcumsumexp.default": lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim),
+        "cumprod.default": of_vectors(lambda x, dim, dtype=None: jnp.cumprod(x, dim, dtype=dtype)),
+        "logcumsumexp.default": of_vectors(lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim)),
         "diff.default": lambda x, n=1, dim=-1, prepend=None, append=None: jnp.diff(x, n, dim, prepend, append),
     }
 )
@@ -64,15 +65,17 @@ def prod(x: jax.Array, dtype: Any = None) -> jax.Array:
 
 
 @op("prod.dim_int")
+@of_vectors
 def prod_dim(x: jax.Array, dim: int, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     """Product along an axis."""
     return jnp.prod(x, dim, keepdims=keepdim, dtype=dtype)
 
 
 @op("cumsum.default")
+@of_vectors
 def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     """Cumulative sum."""
-    return jnp.cumsum(x, dim, dtype=dtype) if x.ndim else x
+    return jnp.cumsum(x, dim, dtype=dtype)
 
 
 def _moments(x: jax.Array, dim: Dims) -> tuple[tuple[int, ...], int]:
@@ -115,26 +118,27 @@ def std_mean(x: jax.Array, dim: Dims = None, *, correction: float | None = None,
 
 
 @op("max.dim")
+@of_vectors
 def max_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """Maxima along an axis, the first of equal ones, and their indices."""
     return _selected(x, jnp.argmax, dim, keepdim)
 
 
 @op("min.dim")
+@of_vectors
 def min_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """Minima along an axis, the first of equal ones, and their indices."""
     return _selected(x, jnp.argmin, dim, keepdim)
 
 
 def _selected(x: jax.Array, best: Any, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
-    if x.ndim == 0:
-        return x, jnp.zeros((), int)
     index = best(x, dim, keepdims=True)
     values = jnp.take_along_axis(x, index, dim)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 
 
 @op("logsumexp.default")
+@of_vectors
 def logsumexp(x: jax.Array, dim: Dims, keepdim: bool = False) -> jax.Array:
     """Logarithm of a sum of exponentials."""
     return jax.nn.logsumexp(x, axes(dim), keepdims=keepdim)
@@ -147,8 +151,18 @@ def vector_norm(x: jax.Array, ord: float = 2, dim: Dims = None, keepdim: bool = 
     chosen, _ = _moments(x, dim)
     flat = jnp.moveaxis(x, chosen, range(len(chosen)))
     rest = flat.shape[len(chosen) :]
-    norm = subgradients.norm(flat.reshape(-1, *rest), float(ord), 0)
+    norm = _norm_of_columns(flat.reshape(-1, *rest), float(ord))
     return jnp.expand_dims(norm, sorted(chosen)) if keepdim else norm
+
+
+def _norm_of_columns(x: jax.Array, ord: float) -> jax.Array:
+    if ord == 0:
+        return (x != 0).sum(0).astype(x.dtype)
+    if ord == -math.inf:
+        return jnp.min(subgradients.abs(x), 0)
+    if ord < 0:
+        return (jnp.abs(x) ** ord).sum(0) ** (1 / ord)
+    return subgradients.norm(x, ord, 0)
 
 
 @op("norm.ScalarOpt_dim", "norm.Scalar", "norm.ScalarOpt_dim_dtype")

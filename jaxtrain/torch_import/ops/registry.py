@@ -2,7 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import jax
 
 from jaxtrain.transforms import kernel
 
@@ -35,6 +37,18 @@ def ops(functions: dict[str, Function]) -> None:
     """Register functions by their overloads, several of them separated by spaces."""
     for overloads, fn in functions.items():
         op(*overloads.split())(fn)
+
+
+def of_vectors(fn: F) -> F:
+    """Give a function of (x, …, dim, …) PyTorch's meaning for a scalar x: a vector of one element."""
+
+    @functools.wraps(fn)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.ndim:
+            return fn(x, *args, **kwargs)
+        return jax.tree.map(lambda y: y.reshape(()), fn(x.reshape(1), *args, **kwargs))
+
+    return cast(F, call)
 
 
 def as_kernel(fn: Function, *arrays: Any, **options: Any) -> Any:

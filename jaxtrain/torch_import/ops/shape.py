@@ -167,7 +167,8 @@ def pixel_unshuffle(x: jax.Array, downscale_factor: int) -> jax.Array:
 @op("unfold.default", "unfold_copy.default")
 def unfold(x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     """Windows of an axis, on a new last axis."""
-    x = x.reshape(1) if x.ndim == 0 else x
+    if x.ndim == 0:
+        return x.reshape(1)
     starts = jnp.arange(0, x.shape[dimension] - size + 1, step)
     windows = jnp.take(x, starts[:, None] + jnp.arange(size), dimension)
     return jnp.moveaxis(windows, dimension % x.ndim + 1, -1)

@@ -1,0 +1,147 @@
+"""`torch.autograd.Function` as one operation with a graph of its forward pass and one of its backward pass.
+
+`torch.export` would trace into `forward` and lose `backward`. While a module is traced, `Function.apply` calls an
+operation of our own instead; its two passes are traced afterwards.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from jaxtrain.torch_import.graph import CUSTOM
+from jaxtrain.torch_import.refusals import refusal, source_line
+
+_LIBRARY = torch.library.Library("jaxtrain", "DEF")
+_LIBRARY.define(f"{CUSTOM.split('.')[1]}(int number, Tensor[] tensors) -> Tensor[]")
+_CALLS: ContextVar[list["Call"]] = ContextVar("calls of autograd.Function in the module that is traced")
+
+
+@torch.library.register_fake("jaxtrain::custom_function")
+def _outputs(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the shapes and dtypes of a call's outputs."""
+    call = _CALLS.get()[number]
+    return list(call.forward(tensors)[: call.outputs])
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list["Call"]]:
+    """Make each call of `Function.apply` one operation while entered, and list the calls."""
+    calls: list[Call] = []
+
+    def apply(cls: Any, *args: Any) -> Any:
+        stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+        calls.append(Call(cls, args, source_line(stack)))
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        outputs = torch.ops.jaxtrain.custom_function(len(calls) - 1, tensors)
+        return outputs[0] if calls[-1].single else tuple(outputs)
+
+    token = _CALLS.set(calls)
+    try:
+        with _apply(apply):
+            yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+@contextlib.contextmanager
+def inlined_calls() -> Iterator[None]:
+    """Make `Function.apply` its forward pass while entered: within a pass that is given its gradient."""
+
+    def apply(cls: Any, *args: Any) -> Any:
+        call = Call(cls, args, "")
+        outputs = call.forward([x for x in args if isinstance(x, torch.Tensor)])[: call.outputs]
+        return outputs[0] if call.single else outputs
+
+    with _apply(apply):
+        yield
+
+
+@contextlib.contextmanager
+def _apply(apply: Any) -> Iterator[None]:
+    before = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+class Call:
+    """A call of `Function.apply`.
+
+    Attributes:
+      function: The class.
+      source: Line of the call.
+      single: Whether `forward` returns one tensor, not a tuple.
+      outputs: Number of tensors that `forward` returns.
+      floating: Whether each of them is floating-point.
+      has_gradient: Whether `backward` returns a gradient, for each tensor of the arguments; known once it was traced.
+    """
+
+    def __init__(self, function: Any, args: Sequence[Any], source: str) -> None:
+        self.function, self.source = function, source
+        self._others = [None if isinstance(x, torch.Tensor) else x for x in args]
+        self._places = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        self.single, self.outputs, self.floating = True, 1, [True]
+        self.has_gradient = [True] * len(self._places)
+        self._saved: list[bool] = []
+        self._attributes: dict[str, Any] = {}
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs, then the tensors that `backward` needs."""
+        args = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            args[place] = tensor
+        context = _Context(tuple(place in self._places for place in range(len(args))))
+        if self.function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
+            result = self.function.forward(context, *args)
+        else:
+            result = self.function.forward(*args)
+            self.function.setup_context(context, tuple(args), result)
+        self.single = isinstance(result, torch.Tensor)
+        outputs = (result,) if self.single else tuple(result)
+        self.outputs, self.floating = len(outputs), [x.is_floating_point() for x in outputs]
+        self._saved = [x is not None for x in context.saved_tensors]
+        # A tensor as an attribute is saved as well; only its name outlives this trace.
+        self._attributes = {k: None if isinstance(v, torch.Tensor) else v for k, v in vars(context).items()}
+        self._named = [k for k, v in vars(context).items() if isinstance(v, torch.Tensor)]
+        saved = [x for x in context.saved_tensors if x is not None]
+        return tuple(x.clone() for x in (*outputs, *saved, *(getattr(context, name) for name in self._named)))
+
+    def backward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the gradients, given what `forward` saved and the gradients of its floating-point outputs."""
+        given = iter(tensors)
+        context = _Context(())
+        vars(context).update(self._attributes)
+        context.saved_tensors = tuple(next(given) if kept else None for kept in self._saved)
+        for name in self._named:
+            setattr(context, name, next(given))
+        result = self.function.backward(context, *(next(given) if floating else None for floating in self.floating))
+        grads = result if isinstance(result, tuple) else (result,)
+        grads = tuple(grads[place] for place in self._places)
+        self.has_gradient = [isinstance(grad, torch.Tensor) for grad in grads]
+        return tuple(grad.clone() for grad in grads if grad is not None)
+
+
+class _Context:
+    """What `forward` and `backward` receive as `ctx`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Such outputs receive zeros in `backward`, as here."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Missing gradients are zeros here, whatever is set."""
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        raise refusal("an autograd.Function changes its input in place", "return a new tensor")

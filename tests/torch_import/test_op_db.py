@@ -1,0 +1,33 @@
+"""No operation is silently wrong: PyTorch's own samples of its operations pass in float64, or are refused."""
+
+import pytest
+import torch
+
+from tests.torch_import.samples import outcomes
+
+UNDEFINED = {
+    *("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted"),
+    *("bernoulli", "rand_like", "randn", "randn_like", "randint", "randint_like", "normal", "uniform", "multinomial"),
+    *("nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.alpha_dropout"),
+    *("nn.functional.feature_alpha_dropout", "nn.functional.rrelu", "nn.functional.multi_head_attention_forward"),
+    "nn.functional.scaled_dot_product_attention",
+}
+"""Entries whose values are random or undefined. The families are trained with dropout."""
+PARTS = 16
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in range(1, PARTS))])
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_no_operation_is_silently_wrong(part: int) -> None:
+    # Imported here: it takes seconds.
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    defined = [info for info in op_db if torch.float64 in info.supported_dtypes("cpu") and info.name not in UNDEFINED]
+    wrong = [
+        f"{info.name}.{info.variant_test_name}: {outcome.detail}"
+        for info in defined[part::PARTS]
+        for outcome in outcomes(info)
+        if outcome.kind == "wrong"
+    ]
+    assert not wrong, "\n".join(wrong)
