@@ -57,6 +57,7 @@ class Verdict:
         """The faults and where they are, one per line."""
         found = self.first_divergence
         where = {"stage": self.stage, "in PyTorch": found and found.torch, "in JAX": found and found.jax_source}
+        where |= {"PyTorch's module": found and found.torch_built, "assigned in JAX": found and found.jax_built}
         where |= {"not located": self.unlocated, "diagnosis": self.diagnosis}
         return [*self.faults, *(f"{what}: {text}" for what, text in where.items() if text)]
 

@@ -19,7 +19,7 @@ from parity.case import Batch, Case
 from parity.conventions.calls import Arguments, bound, called
 from parity.oracle.in_torch import InFloat64
 from parity.padding import untested_padding
-from parity.torch_side import seeded_model, tensor
+from parity.torch_side import few_threads, seeded_model, tensor
 
 IGNORED, MASKED, TIED = "label ignored", "position masked", "tie"
 
@@ -128,7 +128,7 @@ def count_conditions(case: Case, seed: int = 0) -> ConditionCounter:
     model = seeded_model(case, seed).double().eval()
     batch = case.batch(seed, case.rows)
     tensors = {name: tensor(x, "fp64") for name, x in batch.items()}
-    with InFloat64(), ConditionCounter() as counter:
+    with few_threads(model), InFloat64(), ConditionCounter() as counter:
         case.torch_loss(model, tensors)
     return counter
 

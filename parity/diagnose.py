@@ -60,7 +60,7 @@ class Diagnosis:
 
 
 def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis | None:
-    """Return the convention that explains the first stage that differs.
+    """Return the convention that explains the stage at fault.
 
     How many conventions PyTorch's program refused, and why, is logged at level INFO.
 
@@ -81,9 +81,9 @@ def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis
     >>> print(str(diagnose(run_stages(wrong, steps=2))).split(" (")[0])
     AdamW: JAX's eps is 1e-6: eps=1e-8
     """
-    from parity.stages import STEPS, run_stages
+    from parity.stages import STEPS, at_fault, run_stages
 
-    failing = next((stage for stage in run.stages if not stage.holds), None)
+    failing = at_fault(run.stages)
     if failing is None:
         return None
     # Distinguishing conventions of an optimizer takes a few steps after the first that differs.

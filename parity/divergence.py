@@ -23,6 +23,8 @@ class Divergence:
       torch_at: File and line number of `torch_source`; None if unknown.
       jax_at: File and line number of `jax_source`; None if unknown.
       position: Place of the value in PyTorch's program, counted from 0.
+      torch_built: PyTorch's module with its arguments, and the line that constructs it; empty if it has submodules.
+      jax_built: The line that assigns the attribute of `self` that JAX's line uses; empty if there is none.
     """
 
     stage: str
@@ -35,3 +37,5 @@ class Divergence:
     torch_at: Line | None
     jax_at: Line | None
     position: int = 0
+    torch_built: str = ""
+    jax_built: str = ""

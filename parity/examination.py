@@ -1,12 +1,16 @@
 """A verdict with the runs that it rests on."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from parity.case import Case
 from parity.compare import Verdict, same_meaning, same_precision
 from parity.record import Record
 from parity.reference import Reference
 from parity.settings import Settings
+
+if TYPE_CHECKING:
+    from parity.jax_side import Program
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,17 @@ class Examination:
     not_exercised: tuple[str, ...] = ()
 
 
-def train(case: Case, precision: str, settings: Settings, reference: Reference) -> Examination:
-    """Train in JAX and compare with PyTorch's side."""
-    from parity import jax_side
+def program_of(case: Case, precision: str, settings: Settings) -> "Program":
+    """Return JAX's training step with these settings."""
+    from parity.jax_side import Program
 
-    k, steps, seed = settings.accumulate, settings.steps, settings.seed
-    ours = jax_side.run(case, reference.weights, precision, accumulate=k, remat=settings.remat, steps=steps, seed=seed)
-    if precision == "fp64":
+    return Program(case, precision, accumulate=settings.accumulate, remat=settings.remat)
+
+
+def train(case: Case, program: "Program", settings: Settings, reference: Reference) -> Examination:
+    """Train in JAX and compare with PyTorch's side."""
+    ours = program.run(case, reference.weights, steps=settings.steps, seed=settings.seed)
+    if program.precision == "fp64":
         return judge(ours, reference)
     theirs, one_ulp, truth = reference.theirs, reference.one_ulp, reference.truth
     noise = reference.reordered or one_ulp

@@ -1,8 +1,12 @@
 """The values of a program: a fingerprint of each, and the values it was computed from.
 
-The values of two programs are compared without knowing which belong together. A fingerprint is four numbers that
-neither a transpose nor a reshape changes. The terms of its sums have one sign, so equal values differ only by rounding
-near 1e-16, while a wrong epsilon changes a value by 1e-9 and more.
+The values of two programs are compared without knowing which belong together. A fingerprint is three numbers that
+neither a transpose nor a reshape nor a broadcast changes. The terms of its means have one sign, so equal values differ
+only by rounding near 1e-16, while a wrong epsilon changes a value by 1e-9 and more.
+
+Values that depend on no parameter, the constants (positions, masks, frequencies, and the batch itself), have
+fingerprints too, also as integers and booleans, but those of parameters alone carry a difference to the loss: a
+constant without a counterpart is at fault only where a value computed from it is wrong.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -17,62 +21,102 @@ TOLERANCE = 1e-10
 """Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
 UNCHANGED = 1e-14
 """Largest relative distance of two fingerprints of one value, summed in different orders."""
+CONSTANT_TOLERANCE = 1e-12
+"""The same as `TOLERANCE` for constants, whose rounding no layer amplifies."""
 MASKED = 1e30
 """Larger magnitudes are masked elements: −inf in one framework, the most negative number in the other."""
+EXTREMA = ("max", "min")
+"""Ends of the names of operations that return one of their elements."""
+NOISE = frozenset({-1})
+"""Source of values that are no evidence, nor what is computed from them alone: random bits, sums that cancel."""
 
 Where = TypeVar("Where")
 Sources = frozenset[int]
-"""Indices of the recorded values that a value was computed from; empty for a constant."""
+"""Indices of the recorded values that a value was computed from; empty for a constant of the program's text."""
 
 
 class Fingerprint(NamedTuple):
-    """Number of elements, sum of squares, sum of magnitudes, maximum; masked elements and NaN are only counted."""
+    """Mean of squares, mean of magnitudes, maximum; masked elements and NaN count as zeros."""
 
-    elements: float
     squares: float
     magnitudes: float
     largest: float
 
 
 def fingerprint(value: np.ndarray) -> Fingerprint:
-    """Return the fingerprint of a value, the same for every layout of its numbers.
+    """Return the fingerprint of a value, the same for every layout of its numbers and for repetitions of it.
 
     >>> fingerprint(np.array([[1.0, -2.0], [0.0, 3.0]]))
-    Fingerprint(elements=4, squares=14.0, magnitudes=6.0, largest=3.0)
+    Fingerprint(squares=3.5, magnitudes=1.5, largest=3.0)
     """
     x = np.asarray(value, np.float64).ravel()
-    magnitudes = np.abs(x)
+    magnitudes, n = np.abs(x), max(x.size, 1)
     if not magnitudes.max(initial=0) < MASKED:  # or a NaN
         x, magnitudes = x[magnitudes < MASKED], magnitudes[magnitudes < MASKED]
     # Not `x @ x`, whose threads wait for each other on a busy machine.
-    squares, largest = np.square(x).sum(), x.max(initial=-np.inf)
-    return Fingerprint(np.size(value), float(squares), float(magnitudes.sum()), float(largest))
+    squares, largest = np.square(x).sum() / n, x.max(initial=-np.inf)
+    return Fingerprint(float(squares), float(magnitudes.sum() / n), float(largest))
+
+
+def mask_fingerprint(value: np.ndarray) -> Fingerprint | None:
+    """Return the fingerprint of a mask, the same whether its elements are booleans, 0 and 1, or 0 and −inf.
+
+    It is that of the rarer kind of element, so that a mask and its negation have the same. None for another value.
+
+    >>> mask_fingerprint(np.array([0, 1, 1, 1])) == mask_fingerprint(np.array([-np.inf, 0, 0, 0]))
+    True
+    """
+    zeros = np.asarray(value) == 0
+    others = np.asarray(value)[~zeros]
+    if zeros.all() or not zeros.any() or not ((others == 1).all() or (others <= -MASKED).all()):
+        return None
+    rarer = min(float(zeros.mean()), 1 - float(zeros.mean()))
+    return Fingerprint(rarer, rarer, 1.0)
 
 
 @dataclass(frozen=True)
 class Value(Generic[Where]):
-    """A recorded value, its sources and where it was computed; `where` is None for an input of the program."""
+    """A recorded value, its sources and where it was computed; `where` is None for an input of the program.
+
+    Attributes:
+      fingerprint: Its numbers.
+      sources: What it was computed from.
+      where: Where it was computed.
+      trained: Whether it depends on a parameter; others are constants.
+      extremum: Whether it is a maximum or minimum, which says little of what it was computed from.
+      cropped: Of a constant for longer sequences than the batch has, the fingerprint of the part that a batch needs.
+    """
 
     fingerprint: Fingerprint
     sources: Sources
     where: Where | None
+    trained: bool = True
+    extremum: bool = False
+    cropped: Fingerprint | None = None
 
 
 @dataclass
 class Trace(Generic[Where]):
-    """The values of a program in the order of execution."""
+    """The values of a program in the order of execution; `length` is that of the longest sequence of a batch."""
 
     values: list[Value[Where]] = field(default_factory=list)
+    length: int = 0
 
     def add_input(self, value: np.ndarray) -> Sources:
-        """Record an input, which both programs share, so that it is never at fault."""
-        return self._append(fingerprint(value), frozenset(), None)
+        """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
+        return self._append(Value(fingerprint(value), frozenset(), None))
 
-    def add(self, value: np.ndarray, sources: Sources, where: Where) -> Sources:
+    def add_batch(self, value: np.ndarray) -> Sources:
+        """Record an array of a batch, which is a constant and never at fault."""
+        self.length = max(self.length, *value.shape[1:], 0)
+        return self._append(Value(_of_constant(value), frozenset(), None, trained=False))
+
+    def add(self, value: np.ndarray, sources: Sources, where: Where | None) -> Sources:
         """Record a value computed from `sources` and return its own sources entry.
 
-        The entry is `sources` again where the value is no evidence: only zeros or ones, or the numbers of an input in
-        another layout or repeated. A value that cancels to rounding noise counts as a constant, without sources.
+        The entry is `sources` again where the value is no evidence: only zeros or ones, integers computed from
+        parameters, or the numbers of a source in another layout or repeated. A value that cancels to rounding noise has
+        the entry `NOISE`.
 
         >>> trace = Trace()
         >>> x = trace.add_input(np.array([1.0, 2.0]))
@@ -81,32 +125,62 @@ class Trace(Generic[Where]):
         >>> trace.add(np.array([1.0, 4.0]), x, "square") == x
         False
         """
-        if not sources:
+        known = sources - NOISE
+        trained = any(self.values[i].trained for i in known)
+        if not trained and known != sources:
+            return NOISE
+        if _says_nothing(value) or (trained and not np.issubdtype(value.dtype, np.floating)):
             return sources
-        found = fingerprint(value)
-        if not np.isfinite(found.largest) or _says_nothing(value):
+        found = fingerprint(value) if trained else _of_constant(value)
+        if not np.isfinite(found.largest):
             return sources
-        inputs = [self.values[i].fingerprint for i in sources]
-        for i, given in zip(sources, inputs, strict=True):
-            times = found.elements / given.elements if given.elements else 0.0
-            if times >= 1 and times.is_integer() and _near(found, _repeated(given, times), UNCHANGED):
+        inputs = {i: self.values[i] for i in known}
+        for i, given in inputs.items():
+            if given.trained == trained and _near(found, given.fingerprint, UNCHANGED):
                 return frozenset({i})
-        if _mean_square(found) <= NEGLIGIBLE**2 * max(map(_mean_square, inputs)):
-            return frozenset()
-        return self._append(found, sources, where)
+        if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
+            return NOISE
+        # The line of a single number is that of its use, or too far from it.
+        where = where if trained or value.ndim else None
+        extremum = str(getattr(where, "name", where)).rstrip(")").endswith(EXTREMA)
+        return self._append(Value(found, known, where, trained, extremum, None if trained else self._cropped(value)))
 
-    def _append(self, found: Fingerprint, sources: Sources, where: Where | None) -> Sources:
-        self.values.append(Value(found, sources, where))
+    def _cropped(self, value: np.ndarray) -> Fingerprint | None:
+        if not self.length or max(value.shape, default=0) <= self.length:
+            return None
+        return _of_constant(value[tuple(slice(self.length) for _ in value.shape)])
+
+    def _append(self, value: Value[Where]) -> Sources:
+        self.values.append(value)
         return frozenset({len(self.values) - 1})
 
 
-def counterparts(ours: Trace[Where], theirs: Trace) -> list[Sources]:
-    """Return, for each value of `ours`, the values of `theirs` equal to it."""
+def counterparts(
+    ours: Trace[Where], theirs: Trace, tolerance: float = TOLERANCE, of_constants: float = CONSTANT_TOLERANCE
+) -> list[Sources]:
+    """Return, for each value of `ours`, the values of `theirs` equal to it; a constant equals constants only."""
     if not ours.values or not theirs.values:
         return [frozenset()] * len(ours.values)
-    table = np.array([value.fingerprint for value in theirs.values])
+    rows = [(i, f, v.trained) for i, v in enumerate(theirs.values) for f in (v.fingerprint, v.cropped) if f]
+    indices, table, kinds = (np.array(column) for column in zip(*rows, strict=True))
+
+    def equal(value: Value[Where]) -> Sources:
+        near = np.zeros(len(rows), bool)
+        for found in (value.fingerprint, value.cropped):
+            if found is not None:
+                near |= _near(found, table, tolerance if value.trained else of_constants)
+        return frozenset(indices[near & (kinds == value.trained)].tolist())
+
     with np.errstate(invalid="ignore"):
-        return [frozenset(np.flatnonzero(_near(v.fingerprint, table, TOLERANCE)).tolist()) for v in ours.values]
+        return [equal(value) for value in ours.values]
+
+
+def nearest(value: Value, trace: Trace) -> float:
+    """Return the relative distance of a value from the nearest one of a trace."""
+    table = np.array([other.fingerprint for other in trace.values if other.trained == value.trained])
+    a = np.asarray(value.fingerprint)
+    with np.errstate(invalid="ignore"):
+        return float(np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1).min(initial=np.inf))
 
 
 def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
@@ -115,7 +189,8 @@ def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> s
     Other passes are excluded: Adam's first step is nearly the sign of a gradient, which a wrong gradient may share.
     """
     known = set(matched)
-    return known | _reached(trace, known, lambda i: i in forward)
+    whole = (i for i in known if not trace.values[i].extremum)
+    return known | _reached(trace, whole, lambda i: i in forward)
 
 
 def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> set[int]:
@@ -128,7 +203,16 @@ def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> s
     >>> differing(trace, right=x, outputs=z) == y | z, differing(trace, right=z, outputs=z)
     (True, set())
     """
-    return _reached(trace, outputs, lambda i: i not in right and trace.values[i].where is not None)
+    return _reached(trace, outputs, lambda i: i not in right and _computed(trace.values[i]) and trace.values[i].trained)
+
+
+def constants_behind(trace: Trace, right: Collection[int], at: int) -> set[int]:
+    """Return the constants without a counterpart that the value `at` was computed from, by way of constants alone."""
+    return _reached(
+        trace,
+        trace.values[at].sources,
+        lambda i: i not in right and _computed(trace.values[i]) and not trace.values[i].trained,
+    )
 
 
 def edge(trace: Trace, found: Collection[int]) -> list[int]:
@@ -138,7 +222,7 @@ def edge(trace: Trace, found: Collection[int]) -> list[int]:
 
 def _reached(trace: Trace, outputs: Iterable[int], through: Callable[[int], bool]) -> set[int]:
     found: set[int] = set()
-    waiting = list(outputs)
+    waiting = [*frozenset(outputs) - NOISE]
     while waiting:
         i = waiting.pop()
         if i not in found and through(i):
@@ -147,23 +231,27 @@ def _reached(trace: Trace, outputs: Iterable[int], through: Callable[[int], bool
     return found
 
 
+def _computed(value: Value) -> bool:
+    return value.where is not None
+
+
+def _of_constant(value: np.ndarray) -> Fingerprint:
+    return mask_fingerprint(value) or fingerprint(value)
+
+
 def _says_nothing(value: np.ndarray) -> bool:
     first = value.flat[0] if value.size else 0.0
     return abs(float(first)) in (0.0, 1.0) and bool((value == first).all())
 
 
-def _repeated(given: Fingerprint, times: float) -> Fingerprint:
-    return Fingerprint(given.elements * times, given.squares * times, given.magnitudes * times, given.largest)
-
-
-def _mean_square(found: Fingerprint) -> float:
-    return found.squares / found.elements if found.elements else 0.0
-
-
 def _near(one: Fingerprint, others: "Fingerprint | np.ndarray", tolerance: float) -> np.ndarray:
-    """Whether `one` equals each row of `others`. A maximum is as exact as the numbers around it, not as its own
-    size."""
+    """Whether `one` equals each row of `others`."""
     a, b = np.asarray(one), np.asarray(others)
+    return (np.abs(a - b) <= tolerance * _scale(a, b)).all(-1)
+
+
+def _scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The unit of each distance. A maximum is as exact as the numbers around it, not as its own size."""
     scale = np.maximum(np.abs(a), np.abs(b))
-    scale[..., 3] = np.maximum(scale[..., 3], np.sqrt(a[1] / max(a[0], 1)))
-    return (np.abs(a - b) <= tolerance * scale).all(-1)
+    scale[..., 2] = np.maximum(scale[..., 2], np.sqrt(a[0]))
+    return scale

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from parity.record import Record
 from parity.reference import live_reference
 from parity.settings import Settings
 
+if TYPE_CHECKING:
+    from parity.jax_side import Program
+
 ROUNDING = 1e-5
 """Largest relative difference that the rounding of constants to float32 may explain."""
 NUDGES = 3
@@ -22,17 +26,24 @@ LISTED = 3
 """Number of names that a line lists."""
 
 
-def compare(case: Case, settings: Settings, coverage: Coverage | None = None) -> tuple[list[Case], Examination]:
+def compare(
+    case: Case, program: "Program", settings: Settings, coverage: Coverage | None = None
+) -> tuple[list[Case], Examination]:
     """Compare a case in float64.
 
     Returns:
-      A tuple (versions of the case that mean the same, to locate a difference in; examination).
+      A tuple (versions of the case that mean the same, to locate a difference in, the last of which holds if any does;
+      examination).
     """
-    examination = train(case, "fp64", settings, live_reference(case, "fp64", settings, coverage))
-    return ([case], examination) if examination.verdict.passed else _with_other_constants(case, examination, settings)
+    examination = train(case, program, settings, live_reference(case, "fp64", settings, coverage))
+    if examination.verdict.passed:
+        return [case], examination
+    return _with_other_constants(case, program, examination, settings)
 
 
-def _with_other_constants(case: Case, examination: Examination, settings: Settings) -> tuple[list[Case], Examination]:
+def _with_other_constants(
+    case: Case, program: "Program", examination: Examination, settings: Settings
+) -> tuple[list[Case], Examination]:
     """Compare a case that differs again, with constants that mean the same.
 
     PyTorch rounds a constant that it computes when the model is built to float32, and JAX one that NumPy computes.
@@ -50,7 +61,7 @@ def _with_other_constants(case: Case, examination: Examination, settings: Settin
         if second.verdict.passed:
             return [case, exact], replace(second, notes=notes)
     close = [(compared, e) for compared, e in examinations[::-1] if _rel_max(e.verdict) <= ROUNDING]
-    nudged = _nudged_runs(case, examination.ours, settings) if close else []
+    nudged = _nudged_runs(case, program, examination.ours, settings) if close else []
     for compared, failed in close if nudged else []:
         verdict = same_meaning(failed.ours, failed.theirs, judged=settings.steps, nudged=nudged)
         if verdict.passed:
@@ -64,16 +75,15 @@ def _rel_max(verdict: Verdict) -> float:
     return max(verdict.loss_rel, verdict.grad_rel_max)
 
 
-def _nudged_runs(case: Case, ours: Record, settings: Settings) -> list[Record]:
+def _nudged_runs(case: Case, program: "Program", ours: Record, settings: Settings) -> list[Record]:
     """JAX's runs with its float32 constants changed within their rounding; none if it has no such constants."""
-    from parity import jax_side, torch_side
+    from parity.torch_side import initial_weights
 
-    weights, k, remat = torch_side.initial_weights(case, settings.seed), settings.accumulate, settings.remat
-    run = partial(jax_side.run, case, weights, "fp64", accumulate=k, remat=remat, steps=settings.steps)
-    first = run(seed=settings.seed, nudge=0)
+    run = partial(program.run, case, initial_weights(case, settings.seed), steps=settings.steps, seed=settings.seed)
+    first = run(nudge=0)
     if all(np.array_equal(x, ours.grads[name]) for name, x in first.grads.items()):
         return []
-    return [first, *(run(seed=settings.seed, nudge=i) for i in range(1, NUDGES))]
+    return [first, *(run(nudge=i) for i in range(1, NUDGES))]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """A training run through `jaxtrain.train_step`, recorded under PyTorch's names."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 import optax
 
 import jaxtrain
-from jaxtrain.step import current_scale
+from jaxtrain.step import TrainStep, current_scale
 from parity.case import Case
-from parity.oracle.in_jax import in_float64
+from parity.oracle.compiled import jit
+from parity.oracle.in_jax import in_float64, rounding_errors
 from parity.record import Record, Snapshot, Tensors
 
 
@@ -23,7 +25,6 @@ def run(
     remat: str = "none",
     steps: int = 20,
     seed: int = 0,
-    nudge: int | None = None,
 ) -> Record:
     """Train in JAX from PyTorch's weights.
 
@@ -35,7 +36,6 @@ def run(
       remat: Rematerialization policy.
       steps: Windows, each with one optimizer update.
       seed: Seed of data and dropout.
-      nudge: In fp64, a seed of changes of the loss's float32 constants within their rounding; None for no changes.
 
     Returns:
       The record of the run.
@@ -43,38 +43,80 @@ def run(
     Raises:
       UserError: A tensor or a leaf has no counterpart of its shape.
     """
-    # Strict promotion rejects a model's float32 constants in float64.
-    with jax.enable_x64(precision == "fp64"), jax.numpy_dtype_promotion("standard"):
-        return _run(case, weights, precision, accumulate, remat, steps, seed, nudge)
+    return Program(case, precision, accumulate=accumulate, remat=remat).run(case, weights, steps=steps, seed=seed)
 
 
-def _run(
-    case: Case, weights: Tensors, precision: str, accumulate: int, remat: str, steps: int, seed: int, nudge: int | None
-) -> Record:
-    step = jaxtrain.train_step(
-        in_float64(case.loss_fn, nudge) if precision == "fp64" else case.loss_fn,
-        optax.chain(record_gradients(), case.optimizer.jax),
-        precision=precision,
-        accumulate=accumulate,
-        clip_norm=case.clip_norm,
-        remat=remat,
-    )
-    params, model_state = from_torch(case, weights)
-    state = step.init(params, model_state=arrays(model_state, precision), seed=seed)
-    losses, norms, scales = [], [], [float(current_scale(state.loss_scale))]
-    first = None
+class Program:
+    """JAX's training step of a case, which is compiled once for any number of runs.
 
-    for batch in case.batches(seed, steps):
-        state, metrics = step(state, arrays(batch, precision))
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
-        scales.append(float(current_scale(state.loss_scale)))
-        if first is None and metrics["applied"]:
-            first = observe(case, state)
+    Args:
+      case: The case, with its tables.
+      precision: One of `parity.settings.PRECISIONS`.
+      accumulate: Micro-batches per accumulation window.
+      remat: Rematerialization policy.
+    """
 
-    last = observe(case, state)
-    grads, after_first = first or last
-    return Record(np.array(losses), grads, after_first, last[1], np.array(scales), np.array(norms))
+    def __init__(self, case: Case, precision: str, *, accumulate: int = 1, remat: str = "none") -> None:
+        self.case, self.precision = case, precision
+        self._build = partial(
+            jaxtrain.train_step,
+            optimizer=optax.chain(record_gradients(), case.optimizer.jax),
+            precision=precision,
+            accumulate=accumulate,
+            clip_norm=case.clip_norm,
+            remat=remat,
+        )
+        exact = precision == "fp64"
+        self._step = self._build(in_float64(case.loss_fn) if exact else case.loss_fn)
+        self._exact = jit(self._exact_step, donate_argnums=0) if exact else None
+        self._init = jit(self._step.init)
+
+    def run(self, case: Case, weights: Tensors, *, steps: int, seed: int, nudge: int | None = None) -> Record:
+        """Train from PyTorch's weights.
+
+        Args:
+          case: The case, or a copy with other batches or, in fp64, another `clip_norm`.
+          weights: Initial weights and buffers by PyTorch's names.
+          steps: Windows, each with one optimizer update.
+          seed: Seed of data and dropout.
+          nudge: In fp64, a seed of changes of the loss's float32 constants within their rounding; None for no changes.
+
+        Returns:
+          The record of the run.
+
+        Raises:
+          UserError: A tensor or a leaf has no counterpart of its shape.
+        """
+        assert case.loss_fn is self.case.loss_fn
+        assert case.optimizer is self.case.optimizer
+        # Strict promotion rejects a model's float32 constants in float64.
+        with jax.enable_x64(self.precision == "fp64"), jax.numpy_dtype_promotion("standard"):
+            if self._exact is not None:
+                self._step.jitted = partial(self._exact, errors=rounding_errors(nudge), clip_norm=case.clip_norm)
+            return self._run(case, weights, steps, seed)
+
+    def _exact_step(self, state: Any, batch: Any, errors: jax.Array, clip_norm: Any) -> Any:
+        """The step in float64, as a function of what differs between runs."""
+        parts = self._build(in_float64(self.case.loss_fn, errors)).parts
+        return TrainStep(parts._replace(clip_norm=clip_norm), None).pure(state, batch)
+
+    def _run(self, case: Case, weights: Tensors, steps: int, seed: int) -> Record:
+        params, model_state = from_torch(case, weights)
+        state = self._init(params, model_state=arrays(model_state, self.precision), seed=seed)
+        losses, norms, scales = [], [], [float(current_scale(state.loss_scale))]
+        first = None
+
+        for batch in case.batches(seed, steps):
+            state, metrics = self._step(state, arrays(batch, self.precision))
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+            scales.append(float(current_scale(state.loss_scale)))
+            if first is None and metrics["applied"]:
+                first = observe(case, state)
+
+        last = observe(case, state)
+        grads, after_first = first or last
+        return Record(np.array(losses), grads, after_first, last[1], np.array(scales), np.array(norms))
 
 
 class _Fed(NamedTuple):

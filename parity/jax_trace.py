@@ -1,12 +1,14 @@
 """Record every value that JAX computes in training a case, with the line that computes it.
 
 The jaxpr of the whole training step is evaluated equation by equation, through its control flow. Scans are unrolled, so
-that each layer has its own values, as in PyTorch.
+that each layer has its own values, as in PyTorch. One program computes all values: compiling each equation alone would
+take most of the time of locating a difference.
 """
 
 import functools
 import importlib.util
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 import jaxtrain
 from jaxtrain.interop import LAYER
 from jaxtrain.paths import path_name
-from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, interpret
+from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, interpret, unroll_scan
 from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
-from parity.fingerprint import Sources, Trace
+from parity.fingerprint import NOISE, Sources, Trace
+from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
@@ -37,14 +39,23 @@ LIBRARIES = tuple(
 )
 """Packages that rarely cause a difference: the line that calls them identifies the call."""
 
-HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
+MAX_BYTES = 1 << 30
+"""Size up to which the results of all equations are computed at once; those of a larger program one after another."""
+HARNESS = (
+    *(Path(__file__).parent, Path(__file__).parent / "oracle"),
+    Path(jaxtrain.__file__).parent / "transforms",
+)
+STEP = Path(jaxtrain.__file__).parent / "step"
+"""The training step, which converts constants of the loss but computes none."""
+RANDOM = ("random_", "threefry2x32")
+"""Prefixes of primitives that draw bits, which PyTorch draws differently."""
 
 
 @dataclass(frozen=True)
 class Equation:
     """An equation of the jaxpr; `source` is the line of the model, the loss or the optimizer that it comes from."""
 
-    primitive: str
+    name: str
     source: tuple[str, int] | None
 
     def line(self) -> str:
@@ -72,6 +83,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         fresh = step.init(params, model_state=jax_side.arrays(model_state, "fp64"), seed=seed)
         batches = [jax_side.arrays(batch, "fp64") for batch in case.batches(seed, steps)]
         closed, shapes = jax.make_jaxpr(step.pure, return_shape=True)(fresh, batches[0])
+        compute = _program(closed, jax.tree.leaves((fresh, batches[0])))
 
         recorder = _Recorder(_stacked_shapes(case, fresh.params))
         state = jax.tree.map(_constant, fresh)._replace(
@@ -81,15 +93,46 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
         done = []
         for batch in batches:
             started = len(recorder.trace.values)
-            inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_input, batch)))
+            inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_batch, batch)))
+            if compute is not None:
+                recorder.computed = deque(compute(*(_traced(x).value for x in inputs)))
             outs = interpret(closed.jaxpr, closed.consts, inputs, recorder.rule)
             state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
             loss = metrics["loss"].all
             # The step divides the total by the weight at the very end.
             total = _union(recorder.trace.values[i].sources for i in loss)
+            total = frozenset(i for i in total if recorder.trace.values[i].trained)
             forward = range(started, max(total, default=started) + 1)
             done.append(End(loss, _union(x.all for x in jax.tree.leaves(state)), forward))
     return recorder.trace, done
+
+
+def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[list[Any]]] | None:
+    """Compile a function from the inputs to the results of every equation, in the order in which they are recorded.
+
+    Loops and branches that depend on values are equations of their own.
+
+    Returns:
+      The function; None if the results would take more than `MAX_BYTES`.
+    """
+
+    def compute(*inputs: Any) -> list[list[Any]]:
+        computed: list[list[Any]] = []
+
+        def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
+            if eqn.primitive.name in CALLS:
+                return evaluate_inner(_body(eqn), args, run)
+            if eqn.primitive.name == "scan":
+                return unroll_scan(eqn, args, run)
+            computed.append(bind(eqn, args))
+            return computed[-1]
+
+        interpret(closed.jaxpr, closed.consts, inputs, rule)
+        return computed
+
+    traced = jit(compute).trace(*inputs)
+    bytes_of = (x.size * x.dtype.itemsize for x in jax.tree.leaves(traced.out_info))
+    return traced.lower().compile() if sum(bytes_of) <= MAX_BYTES else None
 
 
 @dataclass(frozen=True)
@@ -104,7 +147,7 @@ class _Traced:
         return _union(self.sources)
 
     def layer(self, i: int) -> "_Traced":
-        return _Traced(lax.index_in_dim(self.value, i, keepdims=False), (self.of_layer(i),))
+        return _Traced(self.value[i], (self.of_layer(i),))
 
     def of_layer(self, i: int) -> Sources:
         return self.sources[i % len(self.sources)]
@@ -117,36 +160,68 @@ class _Recorder:
         self.trace: Trace[Equation] = Trace()
         self.stacked_shapes = stacked_shapes
         self.calls: list[tuple[str, tuple[str, int] | None]] = []
+        self.constants: dict[Any, _Traced] = {}
+        self.computed: deque[list[Any]] | None = None
 
     def add_input(self, value: Any) -> _Traced:
-        """Record an input of the program."""
+        """Record a parameter or a buffer."""
+        value = np.asarray(value)
         layers = list(value) if value.shape in self.stacked_shapes else [value]
-        return _Traced(value, tuple(self.trace.add_input(np.asarray(layer)) for layer in layers))
+        return _Traced(value, tuple(self.trace.add_input(layer) for layer in layers))
+
+    def add_batch(self, value: Any) -> _Traced:
+        """Record an array of the batch."""
+        return _Traced(value, (self.trace.add_batch(np.asarray(value)),))
 
     def rule(self, eqn: JaxprEqn, args: list[Any], run: Run) -> list[_Traced]:
         """Evaluate an equation and record its results."""
-        given = [_traced(x) for x in args]
+        given = [self._given(x, eqn) for x in args]
         name = eqn.primitive.name
         if name in CALLS:
             self.calls.append((eqn.params.get("name", ""), self._line(eqn)))
             try:
-                return evaluate_inner(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], given, run)
+                return evaluate_inner(_body(eqn), given, run)
             finally:
                 self.calls.pop()
         if name == "scan":
             return _unrolled(eqn, given, run)
-        if name == "while":
-            return _looped(eqn, given, run)
-        if name == "cond":
-            return evaluate_inner(eqn.params["branches"][int(given[0].value)], given[1:], run)
+        computed = self.computed.popleft() if self.computed else None
+        if name in ("while", "cond"):
+            return self._inside(eqn, given, run)
         where = Equation(name, self._line(eqn))
-        return [self._recorded(out, given, where) for out in bind(eqn, [x.value for x in given])]
+        outs = bind(eqn, [x.value for x in given]) if computed is None else map(_array, computed)
+        return [self._recorded(out, given, where) for out in outs]
+
+    def _inside(self, eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
+        """Evaluate a loop or a branch that depends on values; the program computed its results only."""
+        rest, self.computed = self.computed, None
+        try:
+            if eqn.primitive.name == "while":
+                return _looped(eqn, args, run)
+            return evaluate_inner(eqn.params["branches"][int(args[0].value)], args[1:], run)
+        finally:
+            self.computed = rest
+
+    def _given(self, value: Any, eqn: JaxprEqn) -> _Traced:
+        """An argument; an array that the program closes over is recorded where it is first used, a number as an input.
+
+        A conversion that no line of the user's asks for is no use.
+        """
+        given, line = _traced(value), self._line(eqn)
+        if given.all or not _is_number(given.value) or (np.ndim(given.value) and not _computes(line)):
+            return given
+        x = np.asarray(given.value)
+        key = (id(given.value), None) if x.ndim else (x.dtype, x.item())
+        if key not in self.constants:
+            where = Equation("constant", line) if x.ndim else None
+            self.constants[key] = _Traced(given.value, (self.trace.add(x, frozenset(), where),))
+        return self.constants[key]
 
     def _recorded(self, value: Any, given: Sequence[_Traced], where: Equation) -> _Traced:
-        sources = _union(x.all for x in given)
+        sources = NOISE if where.name.startswith(RANDOM) else _union(x.all for x in given)
         whole = self._add(value, sources, where)
         n = max((len(x.sources) for x in given), default=1)
-        if value.shape in self.stacked_shapes or (n > 1 and value.shape[:1] == (n,)):
+        if np.shape(value) in self.stacked_shapes or (n > 1 and value.shape[:1] == (n,)):
             layers = (_union(x.of_layer(i) for x in given) for i in range(len(value)))
             return _Traced(value, tuple(self._add(x, given, where) for x, given in zip(value, layers, strict=True)))
         return _Traced(value, (whole,))
@@ -162,7 +237,7 @@ class _Recorder:
         return next(((frame.file_name, frame.line_num) for frame in frames if _of_user(frame.file_name)), outer)
 
     def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
-        if not sources or not jax.dtypes.issubdtype(value.dtype, np.floating):
+        if not _is_number(value) or not (sources or _computes(where.source)):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
 
@@ -178,12 +253,33 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
     return [] if traceback is None else traceback.frames
 
 
+def _computes(line: tuple[str, int] | None) -> bool:
+    """Whether a line may be that of a constant."""
+    return line is not None and Path(line[0]).parent != STEP
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is of numbers or booleans; keys and float0 are not."""
+    dtype = np.result_type(value) if np.isscalar(value) else value.dtype
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.floating, np.integer, np.bool_))
+
+
 def _traced(value: Any) -> _Traced:
     return value if isinstance(value, _Traced) else _constant(value)
 
 
 def _constant(value: Any) -> _Traced:
     return _Traced(value, (frozenset(),))
+
+
+def _body(eqn: JaxprEqn) -> Any:
+    """The jaxpr of an equation that only evaluates it."""
+    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+
+
+def _array(value: Any) -> Any:
+    """A value as a NumPy array, whose slices need no program; keys as they are."""
+    return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) else np.asarray(value)
 
 
 def _union(sources: Iterable[Sources]) -> Sources:
@@ -206,9 +302,13 @@ def _unrolled(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
         outs = [_traced(x) for x in evaluate_inner(body, [*consts, *carry, *(x.layer(i) for x in xs)], run)]
         carry, ys[i] = outs[:n_carry], outs[n_carry:]
     stacks = (
-        _Traced(jnp.stack([y.value for y in layers]), tuple(y.all for y in layers)) for layers in zip(*ys, strict=True)
+        _Traced(_stacked([y.value for y in layers]), tuple(y.all for y in layers)) for layers in zip(*ys, strict=True)
     )
     return [*carry, *stacks]
+
+
+def _stacked(values: Sequence[Any]) -> Any:
+    return (np if isinstance(values[0], np.ndarray) else jnp).stack(values)
 
 
 def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:

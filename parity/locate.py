@@ -7,13 +7,24 @@ has one again. A real difference persists: from there on no value has a counterp
 parameters. The first such value is the answer, in PyTorch's program and in JAX's.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
 from parity.divergence import Divergence
+from parity.fingerprint import (
+    CONSTANT_TOLERANCE,
+    TOLERANCE,
+    constants_behind,
+    correct,
+    counterparts,
+    differing,
+    edge,
+    nearest,
+)
+from parity.source import built_line
 
 if TYPE_CHECKING:
     from parity.fingerprint import Sources, Trace
@@ -25,6 +36,12 @@ ORDER = {"loss": 0, "raw gradient": 1, "gradient": 2, "state": 3, "parameter": 4
 """The results of a step, in the order in which they go wrong; "state" is the optimizer's, by PyTorch's names."""
 STEPS = 2
 """Number of training steps compared: momentum and running averages show in the second."""
+COARSE = 1e-6
+"""Relative tolerance that shows a fault larger than constants rounded to float32 and their consequences."""
+FINEST = 1e-12
+"""Tolerance of the forward pass where a difference has grown from one below `TOLERANCE`."""
+GROWTH = 1e3
+"""Factor by which an operation at fault differs more than the values it is computed from."""
 
 
 def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | None:
@@ -51,7 +68,6 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     """
     # Imported here, as in `parity.run`.
     from parity import torch_side
-    from parity.fingerprint import counterparts
     from parity.jax_trace import jax_trace
     from parity.randomness import dropout_masks
     from parity.torch_trace import torch_trace
@@ -61,10 +77,58 @@ def locate(case: Case, *, seed: int = 0, steps: int = STEPS) -> Divergence | Non
     masks = dropout_masks(case, "fp64", accumulate=1, steps=steps, seed=seed)
     ours, our_ends = jax_trace(case, torch_side.initial_weights(case, seed), steps=steps, seed=seed)
     theirs, their_ends = torch_trace(case, steps=steps, seed=seed, masks=masks)
-    same = {i: equal for i, equal in enumerate(counterparts(theirs, ours)) if equal}
-    matching = _Matching(theirs, ours, same)
-    ends = enumerate(zip(their_ends, our_ends, strict=True), start=1)
-    return next((found for step, (their, our) in ends if (found := matching.first(step, their, our))), None)
+    return _Programs(theirs, ours, list(zip(their_ends, our_ends, strict=True))).first()
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """The values of both programs and the results of their steps."""
+
+    theirs: "Trace[Operation]"
+    ours: "Trace[Equation]"
+    ends: "Sequence[tuple[Mapping[Output, Sources], End]]"
+
+    def first(self) -> Divergence | None:
+        """The first difference; a larger one that is not its consequence is preferred."""
+        found = self._first(TOLERANCE, COARSE) or self._first(TOLERANCE)
+        if found is None:
+            return None
+        if self._distance(found.position) <= COARSE:
+            larger = self._first(COARSE, COARSE)
+            if larger is not None and larger.stage in ("forward", "backward") and self._begins(larger):
+                return larger
+            found = self._first(TOLERANCE) or found
+        return found if self._begins(found) else self._grown() or found
+
+    def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> Divergence | None:
+        steps = enumerate(self.ends, start=1)
+        matching = self._matching(tolerance, of_constants)
+        return next((found for step, (their, our) in steps if (found := matching.first(step, their, our))), None)
+
+    def _matching(self, tolerance: float, of_constants: float) -> "_Matching":
+        equal = enumerate(counterparts(self.theirs, self.ours, tolerance, of_constants))
+        return _Matching(self.theirs, self.ours, {i: indices for i, indices in equal if indices})
+
+    def _grown(self) -> Divergence | None:
+        """The first difference of the forward pass below `TOLERANCE`, whether or not the loss shows it."""
+        matching, (their, our) = self._matching(FINEST, CONSTANT_TOLERANCE), self.ends[0]
+        loss = {LOSS: their[LOSS]}
+        found = matching.without(loss[LOSS]).first(1, loss, our)
+        if found is None or found.stage != "forward":
+            return None
+        after = differing(self.theirs, matching.without(loss[LOSS]).right, loss[LOSS])
+        # Of a value that PyTorch computes otherwise, JAX has no approximation.
+        return found if any(FINEST < self._distance(i) <= TOLERANCE for i in after) else None
+
+    def _begins(self, found: Divergence) -> bool:
+        """Whether the values that PyTorch's operation is computed from differ much less than its result."""
+        values = self.theirs.values
+        distances = (self._distance(i) for i in values[found.position].sources if values[i].trained)
+        before = max((x for x in distances if x <= COARSE), default=0.0)
+        return before * GROWTH <= self._distance(found.position)
+
+    def _distance(self, i: int) -> float:
+        return nearest(self.theirs.values[i], self.ours)
 
 
 @dataclass(frozen=True)
@@ -78,29 +142,35 @@ class _Matching:
     @cached_property
     def right(self) -> "Collection[int]":
         """Indices of PyTorch's values that agree with JAX."""
-        from parity.fingerprint import correct
-
         operations = enumerate(value.where for value in self.theirs.values)
         forward = {i for i, where in operations if where is not None and where.stage == "forward"}
         return correct(self.theirs, self.same, forward)
 
+    def without(self, values: "Sources") -> "_Matching":
+        """The same without the counterparts of some values."""
+        return replace(self, same={i: equal for i, equal in self.same.items() if i not in values})
+
     def first(self, step: int, their: "Mapping[Output, Sources]", our: "End") -> Divergence | None:
         """The first difference that reaches a result of the step."""
-        from parity.fingerprint import differing
-
         loss = their[LOSS]
         if any(i in self.same and not self.same[i] & our.loss for i in loss):
             # The loss equals another value of JAX's, as a mean does that is used in place of the sum.
-            rest = {i: equal for i, equal in self.same.items() if i not in loss}
-            return replace(self, same=rest).first(step, their, our)
+            return self.without(loss).first(step, their, our)
         wrong = {output: sources for output, sources in their.items() if differing(self.theirs, self.right, sources)}
         if not wrong:
             return None
         at = self._start(wrong)
-        operation, sources = self.theirs.values[at].where, self.theirs.values[at].sources
+        sources = frozenset(i for i in self.theirs.values[at].sources if self.theirs.values[i].trained)
         last = self.theirs.values[max(sources)].where
+        ours = self._equations(our, our.loss if LOSS in wrong else our.state, sources)
+        operation = self.theirs.values[at].where
+        equation = self.ours.values[ours[0]].where if ours else None
         assert operation is not None
-        equation = self._equation(our, our.loss if LOSS in wrong else our.state, sources)
+        if operation.stage == "forward" and ours:
+            constant, theirs = self._constants(at, our, ours)
+            operation = operation if theirs is None else self.theirs.values[theirs].where
+            equation = equation if constant is None else self.ours.values[constant].where
+        assert operation is not None
         return Divergence(
             stage="buffers" if {kind for kind, _ in wrong} == {"buffer"} else operation.stage,
             step=step,
@@ -112,12 +182,12 @@ class _Matching:
             torch_at=operation.source,
             jax_at=None if equation is None else equation.source,
             position=at,
+            torch_built=operation.built,
+            jax_built="" if equation is None or equation.source is None else built_line(*equation.source),
         )
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:
         """Index of the first difference on the way to the earliest of the wrong outputs."""
-        from parity.fingerprint import differing, edge
-
         kind = min((kind for kind, _ in wrong), key=lambda kind: ORDER.get(kind, ORDER["state"]))
         outputs = [sources for (what, _), sources in wrong.items() if what == kind]
         if kind != "parameter":
@@ -126,19 +196,43 @@ class _Matching:
         # after it that could match, comes first.
         return max(edge(self.theirs, differing(self.theirs, self.right, outputs[0])))
 
-    def _equation(self, our: "End", outputs: "Sources", their_sources: "Sources") -> "Equation | None":
-        """The first equation that differs from all of PyTorch's values and is computed from values that agree.
+    def _equations(self, our: "End", outputs: "Sources", their_sources: "Sources") -> list[int]:
+        """Indices of the equations that differ from all of PyTorch's values and are computed from values that agree.
 
-        An equation with the same inputs as PyTorch's operation is preferred.
+        Those with the same inputs as PyTorch's operation come first.
         """
-        from parity.fingerprint import correct, differing, edge
-
-        right = correct(self.ours, _union(self.same.values()), our.forward)
-        starts = sorted(edge(self.ours, differing(self.ours, right, outputs)))
+        starts = sorted(edge(self.ours, differing(self.ours, self._our_right(our), outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
-        at = next(iter([*fed_alike, *starts, *sorted(given, reverse=True)]), None)
-        return None if at is None else self.ours.values[at].where
+        return [*fed_alike, *starts] or sorted(given, reverse=True)[:1]
+
+    def _constants(self, at: int, our: "End", equations: Sequence[int]) -> tuple[int | None, int | None]:
+        """Indices of the constants at fault, (JAX's, PyTorch's), of PyTorch's operation `at` and JAX's equations.
+
+        A constant without a counterpart may just be computed otherwise. JAX's is at fault if its first equation at
+        fault uses it, or if PyTorch's operation uses such a constant as well.
+        """
+        right = self._our_right(our)
+        theirs = _first_constant(self.theirs, self.right, [at])
+        wrong = differing(self.ours, right, our.loss)
+        ours = _first_constant(self.ours, right, equations[:1] if theirs is None else [equations[0], *sorted(wrong)])
+        return ours, None if ours is None else theirs
+
+    def _our_right(self, our: "End") -> "Collection[int]":
+        return correct(self.ours, _union(self.same.values()), our.forward)
+
+
+def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iterable[int]") -> int | None:
+    """Index of the first constant without a counterpart that the first possible of `values` is computed from.
+
+    One that is computed from constants that agree is preferred.
+    """
+    for at in values:
+        starts = sorted(edge(trace, constants_behind(trace, right, at)))
+        derived = [i for i in starts if trace.values[i].sources]
+        if starts:
+            return [*derived, *starts][0]
+    return None
 
 
 def _in_order(wrong: "Mapping[Output, Sources]", kind: str) -> tuple[str, ...]:

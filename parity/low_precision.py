@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from parity.case import Case
 from parity.compare import median
@@ -9,16 +10,21 @@ from parity.examination import Examination, train
 from parity.reference import Reference
 from parity.settings import Settings
 
+if TYPE_CHECKING:
+    from parity.jax_side import Program
+
 TRAININGS = 5
 """Where the first training in a low precision fails, the verdict is the median of this many, each from another seed."""
 
 
-def repeated(case: Case, precision: str, settings: Settings, reference: Callable[[Settings], Reference]) -> Examination:
+def repeated(
+    case: Case, program: "Program", settings: Settings, reference: Callable[[Settings], Reference]
+) -> Examination:
     """The examination in a low precision: the first training's if it holds, else the median of several."""
 
     def training(i: int) -> Examination:
         own = replace(settings, seed=settings.seed + i)
-        return train(case, precision, own, reference(own))
+        return train(case, program, own, reference(own))
 
     examination = training(0)
     if examination.verdict.passed:

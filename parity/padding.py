@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from parity.case import Case
 from parity.oracle.in_torch import InFloat64
-from parity.torch_side import seeded_model, tensor
+from parity.torch_side import few_threads, seeded_model, tensor
 
 BATCHES = 3
 """Number of batches; later ones are drawn only while a row is untested."""
@@ -42,7 +42,7 @@ def untested_padding(case: Case, seed: int = 0) -> Iterator[str]:
     for batch in case.batches(seed, BATCHES):
         if not found:
             return
-        with InFloat64(), _Inputs() as inputs:
+        with few_threads(model), InFloat64(), _Inputs() as inputs:
             total, _ = case.torch_loss(model, {name: tensor(x, "fp64") for name, x in batch.items()})
             total.backward()
         used, trainable = ({names.get(i) for i in ids} & found.keys() for ids in (inputs.used, inputs.trainable))

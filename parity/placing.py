@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from parity.case import Case
 from parity.compare import Verdict, same_meaning
 from parity.coverage import at_kinks, kinks
-from parity.examination import Examination
+from parity.examination import Examination, program_of
 from parity.float64 import compare
 from parity.reference import live_reference
 from parity.settings import Settings
@@ -20,7 +21,7 @@ def place(candidates: Sequence[Case], examination: Examination, settings: Settin
     """
     from parity.diagnose import diagnose
     from parity.locate import locate
-    from parity.stages import charge, run_stages
+    from parity.stages import at_fault, charge, run_stages
 
     # Most cases differ in the first steps. In later ones the search takes long and would also find chaos.
     located = [(locate(case, seed=settings.seed), case) for case in candidates]
@@ -30,8 +31,8 @@ def place(candidates: Sequence[Case], examination: Examination, settings: Settin
         found = locate(case, seed=settings.seed, steps=min(settings.steps, JUDGED))
     stagewise = run_stages(case, accumulate=settings.accumulate, seed=settings.seed)
     diagnosis, stages = diagnose(stagewise, found), stagewise.stages
-    stage, explanation = charge(stages), [] if diagnosis is None else [str(diagnosis)]
-    failing = next((s for s in stages if not s.holds), None)
+    stage, explanation = charge(stages, found.stage if found else None), [] if diagnosis is None else [str(diagnosis)]
+    failing = at_fault(stages)
     if failing is not None and failing.name == "gradients":
         met = at_kinks(case, failing.step, accumulate=settings.accumulate, seed=settings.seed)
         if diagnosis is not None:
@@ -39,7 +40,7 @@ def place(candidates: Sequence[Case], examination: Examination, settings: Settin
         explanation += [kinks(met)] if met else []
         if met and diagnosis is None:
             explanation += ["jaxtrain.losses.subgradients has PyTorch's slopes"]
-    unlocated = None if found else chaos or arises(settings, lambda plain: compare(case, plain)[1].verdict.passed)
+    unlocated = None if found else chaos or arises(settings, partial(_holds, case))
     if not (found or unlocated or stage) and settings.steps > JUDGED:
         unlocated = f"no operation differs in {JUDGED} steps: the difference arises later"
     return replace(
@@ -60,6 +61,11 @@ def _chaos(case: Case, examination: Examination, settings: Settings) -> str | No
         "chaos: the difference is no larger than that of one ulp of PyTorch's weights: "
         "use fewer steps or a smaller learning rate"
     )
+
+
+def _holds(case: Case, settings: Settings) -> bool:
+    _, examination = compare(case, program_of(case, "fp64", settings), settings)
+    return examination.verdict.passed
 
 
 def arises(settings: Settings, holds: Callable[[Settings], bool]) -> str | None:

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.errors import user_facing
 from parity.case import Case
 from parity.compare import Verdict
 from parity.coverage import Coverage
-from parity.examination import Examination, train
+from parity.examination import Examination, program_of, train
 from parity.float64 import compare
 from parity.low_precision import repeated
 from parity.placing import arises, place
 from parity.reference import Reference, live_reference
 from parity.settings import Settings, validate
+
+if TYPE_CHECKING:
+    from parity.jax_side import Program
 
 
 @user_facing
@@ -84,17 +87,18 @@ def replay(case: Case, precision: str, reference: Callable[[Settings], Reference
         from parity.weights import with_tables  # proposes them with PyTorch, which a replay may do without
 
         case = with_tables(case)
+    program = program_of(case, precision, given)
     if precision != "fp64":
-        return repeated(case, precision, given, reference)
-    return train(case, precision, given, reference(given))
+        return repeated(case, program, given, reference)
+    return train(case, program, given, reference(given))
 
 
 def _examine_float64(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
     from parity.conditions import unmet_conditions
     from parity.one_sided import one_sided_selections
 
-    coverage = Coverage()
-    candidates, examination = compare(case, settings, coverage)
+    coverage, program = Coverage(), program_of(case, precision, settings)
+    candidates, examination = compare(case, program, settings, coverage)
     examination = replace(
         examination, not_exercised=(*coverage.not_exercised(case), *unmet_conditions(case, settings.seed))
     )
@@ -103,18 +107,20 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
     if examination.verdict.passed:
         selections = one_sided_selections(case, settings.seed)
         examination = replace(examination, not_exercised=(*examination.not_exercised, *selections))
-        return _tried_further(case, examination, settings, coverage)
+        return _tried_further(candidates[-1], program, examination, settings, coverage)
     return replace(examination, verdict=place(candidates, examination, settings))
 
 
-def _tried_further(case: Case, examination: Examination, settings: Settings, coverage: Coverage) -> Examination:
+def _tried_further(
+    case: Case, program: "Program", examination: Examination, settings: Settings, coverage: Coverage
+) -> Examination:
     """Try a case that holds on what its batches never met, and with another bound if its gradient was never or always
     clipped."""
-    examination = replace(examination, not_exercised=(*examination.not_exercised, *_tried(case, settings)))
+    examination = replace(examination, not_exercised=(*examination.not_exercised, *_tried(case, program, settings)))
     sometimes = coverage.clipping_sometimes(case)
     if sometimes is None:
         return examination
-    candidates, second = compare(sometimes, settings)
+    candidates, second = compare(sometimes, program, settings)
     bound = f"clip_norm {sometimes.clip_norm:.2g}"
     if second.verdict.passed:
         return replace(
@@ -124,17 +130,21 @@ def _tried_further(case: Case, examination: Examination, settings: Settings, cov
     return replace(second, verdict=replace(verdict, faults=tuple(f"{bound}: {line}" for line in verdict.faults)))
 
 
-def _tried(case: Case, settings: Settings) -> Iterator[str]:
+def _tried(case: Case, program: "Program", settings: Settings) -> Iterator[str]:
     """Whether the case holds on what its batches never met; a difference is reported but is no fault."""
     from parity.conditions import cases_that_meet
 
+    whole = Settings(steps=2, seed=settings.seed)  # micro-batches may ignore different numbers of labels
+    if replace(whole, steps=settings.steps) != settings:
+        program = program_of(case, "fp64", whole)
     for how, changed in cases_that_meet(case, settings.seed):
-        verdict = check(changed, steps=2, seed=settings.seed)
+        verdict = compare(changed, program, whole)[1].verdict
         yield f"{how}, checked in addition: {'holds' if verdict.passed else f'differs, {verdict.faults[0]}'}"
 
 
 def _examine_low_precision(case: Case, precision: str, locate: bool, settings: Settings) -> Examination:
-    examination = repeated(case, precision, settings, partial(live_reference, case, precision))
+    program = program_of(case, precision, settings)
+    examination = repeated(case, program, settings, partial(live_reference, case, precision))
     if locate and not examination.verdict.passed:
         return replace(examination, verdict=_placed_low(case, precision, examination.verdict, settings))
     return examination

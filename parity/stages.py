@@ -7,6 +7,7 @@ its own stage and never of an earlier one. Everything runs in float64.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from parity import jax_side, torch_side
 from parity.bars import FIRST_BAR
 from parity.case import Case
 from parity.compare import relative
+from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.randomness import Masks, dropout_masks
 from parity.record import Step, Tensors
@@ -24,6 +26,11 @@ from parity.weights import with_tables
 
 STEPS = 5
 """The first steps show what the very first does not: dampening, a schedule, momentum outside the learning rate."""
+
+LARGER = 1e6
+"""Factor by which a later stage must differ more than an earlier one to be explained first."""
+ROUNDING = 1e-13
+"""Relative distance of a loss beyond rounding, which is 1e-15 to 1e-14."""
 
 
 @dataclass(frozen=True)
@@ -110,19 +117,49 @@ def stages(case: Case, *, accumulate: int = 1, steps: int = STEPS, seed: int = 0
     return run_stages(case, accumulate=accumulate, steps=steps, seed=seed).stages
 
 
-def charge(found: Sequence[Stage]) -> str | None:
-    """Describe the first stage that differs in one line; None where all hold.
+def at_fault(found: Sequence[Stage]) -> Stage | None:
+    """Return the first stage that differs, or one that differs far more; None where all hold.
+
+    Gradients differ more than the loss where the forward pass is at fault, but not by a factor of `LARGER`.
+
+    >>> at_fault([Stage("loss", 2e-10, "loss", 1), Stage("gradients", 700.0, "w", 1)]).name
+    'gradients'
+    """
+    failing = [stage for stage in found if not stage.holds]
+    if not failing:
+        return None
+    largest = max(failing, key=lambda stage: stage.distance)
+    return largest if largest.distance > LARGER * failing[0].distance else failing[0]
+
+
+def charge(found: Sequence[Stage], located: str | None = None) -> str | None:
+    """Describe the stage at fault in one line; None where all hold.
+
+    Args:
+      found: The stages.
+      located: Stage of the first operation that differs, if known.
+
+    Returns:
+      The line.
 
     >>> held, differs = Stage("gradients", 3e-16, "w", 1), Stage("update", 8e-2, "w", 2)
     >>> charge([held, differs])
     'update: 8e-02 apart (w, step 2), gradients: 3e-16; look at the optimizer'
+    >>> charge([Stage("loss", 2e-12, "loss", 1), Stage("gradients", 3e-8, "w", 1)]).partition("; ")[2]
+    'look at the forward pass: the loss is within the bar of float64, but differs by more than rounding'
     """
-    for before, stage in zip([None, *found], found, strict=False):
-        if not stage.holds:
-            agree = f", {before.name}: {before.distance:.0e}" if before else ""
-            where = f"{stage.worst}, step {stage.step}"
-            return f"{stage.name}: {stage.distance:.0e} apart ({where}){agree}; look at {LOOK_AT[stage.name]}"
-    return None
+    stage = at_fault(found)
+    if stage is None:
+        return None
+    before = next((before for before, after in pairwise(found) if after is stage), None)
+    agree = f", {before.name}: {before.distance:.0e}" if before else ""
+    look_at = LOOK_AT[stage.name]
+    if stage.name == "gradients" and before is not None and before.holds:
+        if before.distance > ROUNDING:
+            look_at = "the forward pass: the loss is within the bar of float64, but differs by more than rounding"
+        elif located == "forward":
+            look_at = "the forward pass: it differs, though the loss does not show it"
+    return f"{stage.name}: {stage.distance:.0e} apart ({stage.worst}, step {stage.step}){agree}; look at {look_at}"
 
 
 LOOK_AT = {
@@ -138,8 +175,8 @@ LOOK_AT = {
 
 def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Comparison]:
     """The comparisons of the steps of a float64 reference run."""
-    backward, clip, optimizer = jax.jit(_backward(case)), jax.jit(_clip(case)), optimizer_in_float32(case.optimizer.jax)
-    update = jax.jit(optimizer.update)
+    backward, clip, optimizer = jit(_backward(case)), jit(_clip(case)), optimizer_in_float32(case.optimizer.jax)
+    init, update = jit(optimizer.init), jit(optimizer.update)
     key, opt_state, micro_step = jax.random.key(seed), None, 0
     for number, step in enumerate(seen, start=1):
         params, model_state = _to_jax(case, step.before.params, step.before.buffers)
@@ -155,7 +192,7 @@ def _compared(case: Case, seen: Sequence[Step], seed: int) -> Iterator[Compariso
         if case.clip_norm is not None:
             clipped = jax_side.to_torch(case, clip(_to_jax(case, step.grads)[0]))
             yield Comparison(number, "clipped gradients", clipped, step.fed)
-        opt_state = optimizer.init(params) if opt_state is None else opt_state
+        opt_state = init(params) if opt_state is None else opt_state
         updates, opt_state = update(_to_jax(case, step.fed)[0], opt_state, params)
         for name, moment in jax_side.moments(case, opt_state).items():
             yield Comparison(number, "optimizer state", _named(name, moment), _named(name, step.after.moments[name]))

@@ -5,7 +5,7 @@ It always runs on the CPU, so that the reference is the same on every machine.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ WHOLE = {"fp64": torch.float64, "bf16_params": torch.bfloat16}
 """Dtype that model and batch are converted to, as with `model.to(dtype)`."""
 COPY = {"bf16_compute": torch.bfloat16}
 """Dtype of the batch and of a copy of the model, which computes the gradients of the float32 parameters."""
+SMALL = 10_000_000
+"""Number of parameters up to which a model runs in one thread."""
 
 
 def initial_weights(case: Case, seed: int) -> Tensors:
@@ -90,6 +92,21 @@ def run(
       UserError: The micro-batches of a window have different weights, or the masks do not fit the model.
     """
     model = seeded_model(case, seed)
+    with few_threads(model):
+        return _run(case, model, precision, accumulate, steps, seed, masks, variant, watch)
+
+
+def _run(
+    case: Case,
+    model: torch.nn.Module,
+    precision: str,
+    accumulate: int,
+    steps: int,
+    seed: int,
+    masks: Sequence[Masks] | None,
+    variant: Variant,
+    watch: Callable[[Step], None] | None,
+) -> Record:
     model = model.to(WHOLE.get(precision, torch.float32))
     copied = LowPrecisionCopy(model, COPY[precision]) if precision in COPY else None
     optimizer = case.optimizer.torch(model.named_parameters())
@@ -235,6 +252,18 @@ def seeded_model(case: Case, seed: int) -> torch.nn.Module:
         model = case.torch_model().train()
     clear_caches(model)
     return model
+
+
+@contextmanager
+def few_threads(model: torch.nn.Module) -> Iterator[None]:
+    """Run a small model in one thread: its operations take less time than several threads wait for each other."""
+    before = torch.get_num_threads()
+    small = sum(p.numel() for p in model.parameters()) <= SMALL
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _one_ulp_off(model: torch.nn.Module, seed: int) -> Callable[..., None]:

@@ -8,12 +8,13 @@ only under private names (`torch._C._current_autograd_node`, `torch.autograd._ge
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -58,12 +59,14 @@ HARNESS = (Path(__file__).parent, Path(__file__).parent / "oracle")
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: its stage (forward, backward, clip or update), the path of its module or "loss", and its line."""
+    """An operation: its stage (forward, backward, clip or update), the path of its module or "loss", and its line;
+    `built` is the module with its arguments and the line that constructs it."""
 
     stage: str
     module: str
     name: str
     source: tuple[str, int] | None
+    built: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}"
@@ -82,8 +85,9 @@ def torch_trace(
     case: Case, *, steps: int, seed: int, masks: list[Masks]
 ) -> tuple[Trace[Operation], list[dict[Output, Sources]]]:
     """Train in float64 as `torch_side.run` does and return every value, and the results of each step."""
-    recorder = _Recorder()
-    watched = replace(case, torch_loss=recorder.watched(case.torch_loss))
+    recorder = _Recorder(case.buffer_names)
+    model = recorder.constructed(case.torch_model)
+    watched = replace(case, torch_loss=recorder.watched(case.torch_loss), torch_model=model)
     with recorder.hooks(), sdpa_kernel(SDPBackend.MATH), recorder:
         torch_side.run(watched, "fp64", steps=steps, seed=seed, masks=masks)
     return recorder.trace, recorder.steps
@@ -92,35 +96,64 @@ def torch_trace(
 class _Recorder(TorchDispatchMode):
     """Records from the first loss on. Values are identified by their memory, which views and saved tensors share."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Collection[str]) -> None:
         super().__init__()
+        self.shared = shared
         self.trace: Trace[Operation] = Trace()
         self.steps: list[dict[Output, Sources]] = []
         self.model: torch.nn.Module | None = None
         self.names: dict[torch.nn.Module, str] = {}
+        self.lines: dict[torch.nn.Module, tuple[str, int] | None] = {}
+        self.built: dict[str, str] = {}
         self.outputs: dict[Output, Sources] = {}
         self.stage = ""
         self.modules: list[str] = []
         self.fused: list[str] = []
         self.forward: dict[int, Operation] = {}
         self.memory: dict[int, _Memory] = {}
+        self.numbers: dict[float, Sources] = {}
+        self.last: Sources = frozenset()
 
     def watched(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         def watched(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> Any:
-            self.stage = "forward"
+            self.stage = ""
+            for tensor in batch.values():
+                self._store(tensor, self.trace.add_batch(_array(tensor)))
             if self.model is None:
                 self._record_inputs(model)
-            for tensor in batch.values():
-                self._add_input(tensor)
+            self.stage = "forward"
             return loss(model, batch)
 
         return watched
 
+    def constructed(self, model: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
+        """Return `model` with the lines recorded that construct its modules."""
+        init = torch.nn.Module.__init__
+
+        def recorded(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.lines[module] = _line_around(module)
+            init(module, *args, **kwargs)
+
+        def constructed() -> torch.nn.Module:
+            with mock.patch.object(torch.nn.Module, "__init__", recorded):
+                return model()
+
+        return constructed
+
     def _record_inputs(self, model: torch.nn.Module) -> None:
         self.model = model
         self.names = {module: path or type(model).__name__ for path, module in model.named_modules()}
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._add_input(tensor)
+        leaves = {module: path for module, path in self.names.items() if not any(module.children())}
+        self.built = {path: _built(module, self.lines.get(module)) for module, path in leaves.items()}
+        for tensor in model.parameters():
+            self._store(tensor, self.trace.add_input(_array(tensor)))
+        for name, buffer in model.named_buffers():
+            if name in self.shared:
+                self._store(buffer, self.trace.add_input(_array(buffer)))
+            else:
+                module, _, attribute = name.rpartition(".")
+                where = Operation("forward", module or type(model).__name__, f"buffer {attribute}", None)
+                self._store(buffer, self.trace.add(_array(buffer), frozenset(), where))
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -186,35 +219,48 @@ class _Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is not None and self.stage == "forward" and not _in_loss():
             self.stage = "backward"
-            self.outputs["loss", ""] = frozenset({len(self.trace.values) - 1})
+            self.outputs["loss", ""] = self.last
         elif node is None and self.stage == "backward":
             self.stage = "clip"
         where = self._where(name, node)
         if node is None:
             self.forward[torch.autograd._get_sequence_nr() - 1] = where
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         filled = name.removeprefix("aten.").startswith(FILLED) or name.endswith("_like")
-        sources = frozenset() if filled else frozenset().union(*map(self._sources, inputs))
+        given = () if filled else tree_leaves((args, kwargs))
+        sources: Sources = frozenset().union(*(self._given(x, where) for x in given))
         written = _written(func, args, kwargs)
         for tensor in written:
             self._write(tensor, self._add(tensor, sources, where))
         changed = {id(tensor) for tensor in written}
         for tensor in tree_leaves(outs):
             if isinstance(tensor, Tensor) and id(tensor) not in changed:
-                self._store(tensor, self._add(tensor, sources, where))
+                made = self._add(tensor, sources, where)
+                self.last = made or self.last  # the gradient of the loss, ones, is made before the backward pass
+                self._store(tensor, made)
 
     def _where(self, name: str, node: Any) -> Operation:
         inner = f"{self.fused[0]} ({name})" if self.fused else name
         if node is not None and (forward := self.forward.get(node._sequence_nr())) is not None:
-            return Operation(self.stage, forward.module, inner, forward.source)
+            return replace(forward, stage=self.stage, name=inner)
         outside = {"update": "optimizer", "clip": "clipping"}.get(self.stage, "loss")
-        return Operation(self.stage, self.modules[-1] if self.modules else outside, inner, _line())
+        module = self.modules[-1] if self.modules else outside
+        return Operation(self.stage, module, inner, _line(), self.built.get(module, ""))
 
     def _add(self, tensor: Tensor, sources: Sources, where: Operation) -> Sources:
-        return self.trace.add(_array(tensor), sources, where) if tensor.is_floating_point() else sources
+        return self.trace.add(_array(tensor), sources, where) if not tensor.is_complex() else sources
 
-    def _add_input(self, tensor: Tensor) -> None:
-        self._store(tensor, self.trace.add_input(_array(tensor)))
+    def _given(self, value: Any, where: Operation) -> Sources:
+        """Sources of an argument. A tensor that the model holds is recorded where it is first used, a number as an
+        input."""
+        if isinstance(value, Tensor):
+            if where.stage == "forward" and value.untyped_storage().data_ptr() not in self.memory:
+                self._store(value, self._add(value, frozenset(), where))
+            return self._sources(value)
+        if not isinstance(value, float):
+            return frozenset()
+        if value not in self.numbers:
+            self.numbers[value] = self.trace.add(np.asarray(value), frozenset(), None)
+        return self.numbers[value]
 
     def _sources(self, tensor: Tensor | None) -> Sources:
         if tensor is None or (memory := self.memory.get(tensor.untyped_storage().data_ptr())) is None:
@@ -278,6 +324,21 @@ def _line() -> tuple[str, int] | None:
         if _is_informative(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
     return None
+
+
+def _line_around(module: torch.nn.Module) -> tuple[str, int] | None:
+    """The line that constructs a module, outside of its constructors."""
+    constructors = True
+    for frame in _frames():
+        constructors = constructors and (frame.f_code.co_filename == __file__ or frame.f_locals.get("self") is module)
+        if not constructors and _is_informative(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+    return None
+
+
+def _built(module: torch.nn.Module, line: tuple[str, int] | None) -> str:
+    arguments = repr(module).partition("\n")[0]
+    return arguments if line is None else f"{arguments}, constructed at {source_line(*line)}"
 
 
 @functools.cache

@@ -13,9 +13,11 @@ from jaxtrain.transforms import (
     Policy,
     add_hooks,
     fuse_slices,
+    overwrite_logits,
     partial_gradients,
     remat,
     save_costly,
+    split_products,
     unroll,
 )
 
@@ -66,6 +68,9 @@ class LossProgram(NamedTuple):
             partial(self.policy.apply, state_argnums=(3,)),
             # After autocast, whose products it differentiates group by group.
             identity if self.groups is None else partial(partial_gradients, groups=self.groups),
+            # After autocast, which chooses the products. On a mesh, parts of a sharded weight would be gathered.
+            identity if self.is_on_mesh else partial(split_products, platform=self.platform),
+            identity if self.is_on_mesh else partial(overwrite_logits, platform=self.platform),
             # After autocast, which preserves the dtypes of a scan's carry: unrolling changes no number.
             partial(unroll, platform=self.platform) if self.unroll else identity,
             # After autocast, whose low-precision products it rewrites; their gradients follow the rewritten form.

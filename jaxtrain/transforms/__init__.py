@@ -4,6 +4,7 @@ from jaxtrain.transforms.bias import biased_products as biased_products
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
+from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.transforms.partial_gradients import Groups as Groups
 from jaxtrain.transforms.partial_gradients import Partial as Partial
@@ -21,6 +22,7 @@ from jaxtrain.transforms.remat import block
 from jaxtrain.transforms.remat import remat as remat
 from jaxtrain.transforms.scanned import fuse_slices as fuse_slices
 from jaxtrain.transforms.scanned import save_costly as save_costly
+from jaxtrain.transforms.split_products import split_products as split_products
 from jaxtrain.transforms.stacks import unfilled_stacks as unfilled_stacks
 from jaxtrain.transforms.unroll import unroll as unroll
 

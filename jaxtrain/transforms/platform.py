@@ -21,7 +21,11 @@ def is_gpu(platform: str | None) -> bool:
 
 def transform_on_gpu(fn: Callable[..., Any], rule: jaxpr.Rule, platform: str | None) -> Callable[..., Any]:
     """Apply `rule` to `fn` if it is compiled for a GPU."""
-    rewritten = jaxpr.transform(fn, rule)
+    return on_gpu(fn, jaxpr.transform(fn, rule), platform)
+
+
+def on_gpu(fn: Callable[..., Any], rewritten: Callable[..., Any], platform: str | None) -> Callable[..., Any]:
+    """Call `rewritten` if it is compiled for a GPU, and `fn` if not."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (rewritten if is_gpu(platform) else fn)(*args, **kwargs)

@@ -1,5 +1,6 @@
 """Compute JAX code in float64, whatever dtypes it requests, by rewriting the jaxpr."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,11 +32,13 @@ NARROWER = {
 ULPS = 2
 """Rounding error of an array computed in float32, in units in the last place of its largest element: those of a sine
 are the rounding of its angle."""
+ERRORS = 4099
+"""Number of rounding errors that the constants of a program share; a prime, so that rows do not repeat them."""
 DECLARED = frozenset({"pure_callback", "io_callback", "ffi_call", "pallas_call"})
 """Primitives whose results are computed outside of XLA in the dtype that they declare."""
 
 
-def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[..., Any]:
+def in_float64(fn: Callable[..., Any], errors: jax.Array | None = None) -> Callable[..., Any]:
     """Return `fn` with all floating arithmetic in float64, whatever dtypes it requests; requires JAX's x64 mode.
 
     This includes jit, loops, branches, `jax.checkpoint` and custom derivatives. Arrays that the program computed in
@@ -45,7 +48,7 @@ def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[...
 
     Args:
       fn: A function of arrays.
-      nudge: Seed of changes of those arrays within their rounding; None leaves them unchanged.
+      errors: `rounding_errors`, which change those arrays within their rounding; None leaves them unchanged.
 
     Returns:
       The function.
@@ -60,8 +63,8 @@ def in_float64(fn: Callable[..., Any], nudge: int | None = None) -> Callable[...
     """
 
     def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-        if nudge is not None:
-            closed = _nudged(closed, np.random.default_rng(nudge))
+        if errors is not None:
+            closed = _nudged(closed, errors)
         return _run(closed.jaxpr, closed.consts, [*map(_integer_as_traced, closed.in_avals, leaves)])
 
     return jaxpr.retrace(fn, evaluate, _traced)
@@ -90,20 +93,25 @@ def _integer_as_traced(aval: Any, x: Any) -> Any:
     return lax.convert_element_type(x, aval.dtype) if jnp.issubdtype(aval.dtype, np.integer) else x
 
 
-def _nudged(closed: ClosedJaxpr, rng: np.random.Generator) -> ClosedJaxpr:
+def rounding_errors(seed: int | None) -> jax.Array:
+    """Return the errors of constants, as parts of the largest: float64[ERRORS] in [-1, 1); zeros for no seed."""
+    return jnp.asarray(np.zeros(ERRORS) if seed is None else np.random.default_rng(seed).uniform(-1, 1, ERRORS))
+
+
+def _nudged(closed: ClosedJaxpr, errors: jax.Array) -> ClosedJaxpr:
     """Return a program whose float32 arrays are in float64 and differ within their rounding."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            return _nudged(value, rng)
+            return _nudged(value, errors)
         return tuple(map(changed, value)) if type(value) is tuple else value
 
     body = closed.jaxpr
     eqns = [eqn.replace(params={key: changed(value) for key, value in eqn.params.items()}) for eqn in body.eqns]
-    return ClosedJaxpr(body.replace(eqns=eqns), [_nudged_array(x, rng) for x in closed.consts])
+    return ClosedJaxpr(body.replace(eqns=eqns), [_nudged_array(x, errors) for x in closed.consts])
 
 
-def _nudged_array(x: Any, rng: np.random.Generator) -> Any:
+def _nudged_array(x: Any, errors: jax.Array) -> Any:
     if getattr(x, "dtype", None) not in (np.float32, np.float64) or not np.ndim(x):
         return x
     values = np.asarray(x).astype(np.float32)
@@ -111,9 +119,13 @@ def _nudged_array(x: Any, rng: np.random.Generator) -> Any:
         return x  # computed in float64
     # A number of few digits, such as a mask's 0 and 1, is not rounded.
     is_rounded = np.isfinite(values) & (values != np.round(values, 3))
-    largest = np.abs(values[is_rounded]).max(initial=0.0)
-    errors = ULPS * float(np.spacing(largest)) * rng.uniform(-1, 1, values.shape)
-    return values.astype(np.float64) + np.where(is_rounded, errors, 0.0)
+    if not is_rounded.any():
+        return x
+    scale = ULPS * float(np.spacing(np.abs(values[is_rounded]).max()))
+    exact = values.astype(np.float64)
+    # Every array has its own errors, by its values; a long one repeats them.
+    own = jnp.resize(jnp.roll(errors, zlib.crc32(values.tobytes()) % ERRORS), values.shape)
+    return jnp.where(is_rounded, exact + scale * own, exact)
 
 
 def _run(body: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -1,10 +1,10 @@
 """Compute PyTorch code in float64, whatever dtypes it requests, when operations are dispatched."""
 
+import functools
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from jaxtrain.errors import UserError
 from parity.oracle.literal import written_number
@@ -48,24 +48,37 @@ class InFloat64(TorchDispatchMode):
         _check_liftable(func, args, kwargs)
         if func is aten.view.dtype:
             return func(*args, **kwargs)
-        args, kwargs = tree_map(_lifted_torch, (args, kwargs))
+        args, kwargs = _lifted(args), {name: _lifted(x) for name, x in kwargs.items()}
         if func is aten.lift_fresh.default and args[0].ndim == 0 and args[0].is_floating_point():
             # `torch.tensor(0.1, dtype=torch.float32)` has already rounded its value.
             return func(torch.full_like(args[0], written_number(args[0].item())))
         return func(*args, **kwargs)
 
 
-def _lifted_torch(x: Any) -> Any:
+def _lifted(x: Any) -> Any:
+    """An argument of an operation, or the elements of a list or tuple; `tree_map` would take most of a step's time."""
+    if isinstance(x, torch.Tensor):
+        if x.dtype not in TORCH_WIDER:
+            return x
+        if x.requires_grad:
+            raise UserError(f"a {_shortly(x)} is trained in the float64 run: make it a parameter of the model")
+        return x.to(TORCH_WIDER[x.dtype])
     if isinstance(x, torch.dtype):
         return TORCH_WIDER.get(x, x)
-    if not isinstance(x, torch.Tensor) or x.dtype not in TORCH_WIDER:
-        return x
-    if x.requires_grad:
-        raise UserError(f"a {_shortly(x)} is trained in the float64 run: make it a parameter of the model")
-    return x.to(TORCH_WIDER[x.dtype])
+    return type(x)(map(_lifted, x)) if type(x) in (list, tuple) else x
+
+
+@functools.cache
+def _written_names(func: Any) -> tuple[str, ...]:
+    """The names of the arguments that an operation writes to."""
+    arguments = func._schema.arguments
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def _check_liftable(func: Any, args: Any, kwargs: Any) -> None:
+    written = _written_names(func)
+    if not written and func is not aten.view.dtype:
+        return
     names = [argument.name for argument in func._schema.arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if func is aten.view.dtype:
@@ -77,10 +90,9 @@ def _check_liftable(func: Any, args: Any, kwargs: Any) -> None:
                 f"{func} to {arguments['dtype']} reads the bits of a number, which differ in float64: "
                 "compute the value instead"
             )
-    for argument in func._schema.arguments:
-        x = arguments.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(x, torch.Tensor) and x.dtype in TORCH_WIDER:
+    for name in written:
+        x = arguments.get(name)
+        if isinstance(x, torch.Tensor) and x.dtype in TORCH_WIDER:
             raise UserError(f"{func} writes to a {_shortly(x)} in the float64 run: make it a buffer of the model")
 
 

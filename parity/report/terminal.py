@@ -46,7 +46,9 @@ def divergence(found: Divergence) -> Text:
     lines = {
         f"{found.stage} of step {found.step}": found.torch,
         "in PyTorch": found.torch_source,
+        "module": found.torch_built,
         "in JAX": found.jax_source,
+        "assigned": found.jax_built,
         "last agreement": found.last_match,
         "wrong gradients": ", ".join([*found.parameters[:4], *([f"{more} more"] if more > 0 else [])]),
     }

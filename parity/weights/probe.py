@@ -13,10 +13,11 @@ from jax.extend.core import Jaxpr
 from jaxtrain.step import validated
 from jaxtrain.transforms.jaxpr import inner_jaxprs
 from parity.case import Case
+from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.oracle.in_torch import InFloat64
 from parity.record import Tensors
-from parity.torch_side import seeded_model, tensor
+from parity.torch_side import few_threads, seeded_model, tensor
 
 Shape = tuple[int, ...]
 MAX_DISTANCE = 1e-6
@@ -47,7 +48,7 @@ def probe_of(case: Case) -> Probe:
         with torch.no_grad():
             for name, own in model.state_dict().items():
                 own.copy_(torch.from_numpy(np.asarray(values[name])))
-        with InFloat64():
+        with InFloat64(), few_threads(model):
             total, weight = case.torch_loss(model, tensors)
         return total.item() / float(weight)
 
@@ -55,7 +56,7 @@ def probe_of(case: Case) -> Probe:
         loss, *_ = in_float64(validated(case.loss_fn))(params, batch, None, state)
         return loss.total / loss.weight
 
-    compute = jax.jit(evaluate)
+    compute = jit(evaluate)
 
     def jax_loss(params: Any, state: Any) -> float:
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -113,23 +113,24 @@ def test_an_array_that_is_not_filled_is_no_launch():
 
 FUSED_LABEL = """HloModule jit_step, is_scheduled=true
 
-%fused_label (p.0: bf16[64,32], p.1: s32[64,2]) -> f32[64] {
-  %p.0 = bf16[64,32]{1,0} parameter(0)
-  %wide = f32[64,32]{1,0} convert(%p.0)
+%fused_label (p.0: bf16[64,40], p.1: s32[64,2]) -> f32[64] {
+  %p.0 = bf16[64,40]{1,0} parameter(0)
+  %wide = f32[64,40]{1,0} convert(%p.0)
+  %classes = f32[64,32]{1,0} slice(%wide), slice={[0:64], [0:32]}
   %p.1 = s32[64,2]{1,0} parameter(1)
-  ROOT %label = f32[64]{0} gather(%wide, %p.1), offset_dims={}
+  ROOT %label = f32[64]{0} gather(%classes, %p.1), offset_dims={}
 }
 
-%fused_wide (q.0: bf16[64,32]) -> f32[64,32] {
-  %q.0 = bf16[64,32]{1,0} parameter(0)
-  ROOT %all = f32[64,32]{1,0} convert(%q.0)
+%fused_wide (q.0: bf16[64,40]) -> f32[64,40] {
+  %q.0 = bf16[64,40]{1,0} parameter(0)
+  ROOT %all = f32[64,40]{1,0} convert(%q.0)
 }
 
-ENTRY %main (x: bf16[64,32], i: s32[64,2]) -> f32[64,32] {
-  %x = bf16[64,32]{1,0} parameter(0)
+ENTRY %main (x: bf16[64,40], i: s32[64,2]) -> f32[64,40] {
+  %x = bf16[64,40]{1,0} parameter(0)
   %i = s32[64,2]{1,0} parameter(1)
   %scores = f32[64]{0} fusion(%x, %i), kind=kLoop, calls=%fused_label
-  ROOT %out = f32[64,32]{1,0} fusion(%x), kind=kLoop, calls=%fused_wide
+  ROOT %out = f32[64,40]{1,0} fusion(%x), kind=kLoop, calls=%fused_wide
 }
 """
 
@@ -138,7 +139,7 @@ def test_a_slice_of_a_conversion_within_a_fusion_counts_as_the_slice():
     moved = {launch.instruction.name: launch.moved for launch in read(FUSED_LABEL).launches}
     # 64 scores in bfloat16, their indices, and the scores in float32.
     assert moved["scores"] == 64 * 2 + 64 * 2 * 4 + 64 * 4
-    assert moved["out"] == 64 * 32 * (2 + 4)
+    assert moved["out"] == 64 * 40 * (2 + 4)
 
 
 EMBEDDING_GRADIENT = """HloModule jit_step, is_scheduled=true

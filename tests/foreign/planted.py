@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from jaxtrain.errors import UserError
 from tests.foreign.edits import Edit, source_of
 from tests.foreign.ports import PORTS
 
@@ -366,7 +367,10 @@ def examine_bug(bug: Bug) -> Outcome:
     from parity import check
 
     with PORTS[bug.port].edited(bug.edit) as case:
-        verdict = check(case, locate=True, steps=STEPS)
+        try:
+            verdict = check(case, locate=True, steps=STEPS)
+        except UserError as error:
+            return Outcome(bug, True, 0, "", (str(error),))
     found = verdict.first_divergence
     file, line, text = found.jax_source.split(":", 2) if found and found.jax_source else ("", "0", "")
     return Outcome(bug, not verdict.passed, int(line), f"{file}: {text}", verdict.lines)

@@ -12,6 +12,7 @@ from jaxtrain.cost.gpu import compile_for_gpu, gpu_devices
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import functional
 from jaxtrain.models.layer_norm import LayerNorm
+from jaxtrain.transforms import overwrite_logits, split_products
 
 pytestmark = pytest.mark.slow
 ROWS, WIDTH, CLASSES = 4096, 512, 50304
@@ -20,12 +21,12 @@ ROWS, WIDTH, CLASSES = 4096, 512, 50304
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
 
-def moved(fn, *shapes):
-    """Return the bytes that the program of a function moves."""
+def program(fn, *shapes):
+    """Return the program of a function."""
     target = find_target("h100")
     sharding = SingleDeviceSharding(gpu_devices(target, 1)[0])
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-    return compile_for_gpu(lambda: jax.jit(fn).lower(*arrays), target).moved_bytes
+    return compile_for_gpu(lambda: jax.jit(fn).lower(*arrays), target)
 
 
 def test_cross_entropy_reads_its_logits_once_in_each_direction():
@@ -36,7 +37,7 @@ def test_cross_entropy_reads_its_logits_once_in_each_direction():
         return cross_entropy(logits.astype(np.float32), labels).sum()
 
     # And writes its gradient.
-    assert moved(jax.grad(loss), logits, labels) < 3.2 * logits.size * 2
+    assert program(jax.grad(loss), logits, labels).moved_bytes < 3.2 * logits.size * 2
 
 
 def test_the_backward_pass_of_a_norm_reads_its_input_twice():
@@ -50,4 +51,36 @@ def test_the_backward_pass_of_a_norm_reads_its_input_twice():
         of_params, dx = jax.vjp(residual, params, x)[1]((cotangent, cotangent.astype(jnp.bfloat16)))
         return of_params, dx, dx.astype(jnp.bfloat16)
 
-    assert moved(gradients, params, x, x) < 8 * x.size * 4
+    assert program(gradients, params, x, x).moved_bytes < 8 * x.size * 4
+
+
+@pytest.mark.parametrize("classes", [CLASSES, CLASSES - 47])
+def test_the_gradient_of_logits_takes_their_place(classes):
+    x, kernel = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((ROWS, WIDTH), (WIDTH, classes)))
+    labels = jax.ShapeDtypeStruct((ROWS,), np.int32)
+
+    def loss(x, kernel, labels):
+        return cross_entropy(x @ kernel, labels).sum()
+
+    gradients = jax.grad(overwrite_logits(autocast(loss, jnp.bfloat16), "gpu"), argnums=(0, 1))
+    # The logits, and the operands and the gradient of the weight.
+    size = ROWS * classes * 2
+    assert program(gradients, x, kernel, labels).temporary_bytes < 1.6 * size
+
+
+def test_the_parts_of_a_product_are_not_copied():
+    x, kernel, bias = (
+        jax.ShapeDtypeStruct(shape, np.float32) for shape in ((ROWS, WIDTH), (WIDTH, 3 * WIDTH), (3 * WIDTH,))
+    )
+
+    def parts(x, kernel, bias):
+        return jnp.split(x @ kernel + bias[None], 3, axis=-1)
+
+    def gradients(x, kernel, bias, *of_parts):
+        computed, pull_back = jax.vjp(split_products(autocast(parts, jnp.bfloat16), "gpu"), x, kernel, bias)
+        return computed, pull_back(list(of_parts))
+
+    of_part = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)
+    # In arrays [ROWS, WIDTH]: conversions of x 3 + 3, products 3 + 3, joined gradients 3 + 3, their products 4 + 4.
+    bound = 27 * ROWS * WIDTH * 2 + 8 * kernel.size * 4
+    assert program(gradients, x, kernel, bias, of_part, of_part, of_part).moved_bytes < bound

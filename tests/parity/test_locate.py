@@ -26,7 +26,7 @@ from parity.bars import RATIO_BAR
 from parity.case import Case
 from parity.cases import CASES, cnn_bn, gpt2
 from parity.divergence import Divergence
-from parity.fingerprint import Trace, counterparts
+from parity.fingerprint import NOISE, Trace, counterparts
 from parity.locate import locate
 from parity.optimizer import Optimizer
 from parity.run import check
@@ -235,6 +235,9 @@ def test_a_wrong_layer_of_a_library_is_located_where_the_scanned_model_calls_it(
     assert found.torch_source.endswith("hidden_states = self.ln_1(hidden_states)")
     assert found.jax_source.startswith("jaxtrain/models/gpt2.py:")
     assert "self.ln_1(x)" in found.jax_source
+    assert found.torch_built.startswith("LayerNorm((32,), eps=1e-05")
+    assert "self.ln_1 = nn.LayerNorm(" in found.torch_built
+    assert "self.ln_1 = LayerNorm(" in found.jax_built
 
 
 @pytest.mark.slow
@@ -288,7 +291,22 @@ def test_clipping_without_pytorchs_epsilon_is_located(monkeypatch: pytest.Monkey
 def test_a_sum_that_cancels_is_not_matched() -> None:
     trace: Trace[str] = Trace()
     x = trace.add_input(np.array([1.0, -1.0]))
-    assert trace.add(np.array([1e-17]), x, "sum") == frozenset()
+    assert trace.add(np.array([1e-17]), x, "sum") == NOISE
+
+
+def test_constants_match_as_broadcasts_masks_and_tables_for_longer_sequences() -> None:
+    ours: Trace[str] = Trace()
+    theirs: Trace[str] = Trace()
+    for trace in (ours, theirs):
+        trace.add_batch(np.ones((2, 4), int))
+    positions = np.arange(1, 5)
+    masked = np.where(np.tril(np.ones((4, 4))), 0, -np.inf)
+    ours.add(np.broadcast_to(positions, (2, 4)), frozenset(), "positions")
+    theirs.add(positions[None], frozenset(), "positions")
+    ours.add(np.tril(np.ones((8, 8), bool))[None], frozenset(), "mask")
+    theirs.add(masked, frozenset(), "mask")
+    theirs.add(positions - 2, frozenset(), "shifted")
+    assert counterparts(theirs, ours)[1:] == [frozenset({1}), frozenset({2}), frozenset()]
 
 
 def test_values_match_in_any_layout_but_not_with_a_relative_error_of_a_billionth() -> None:

@@ -14,6 +14,7 @@ from parity.mutate import Outcome, _CleanVerdicts, _outcome, clean_runs, documen
 
 DEFAULT = [
     "layer-norm-eps",
+    "window-off-by-one",
     "batch-norm-running-variance-biased",
     "attention-causal-off-by-one",
     "dropout-unscaled",

@@ -206,8 +206,13 @@ def test_a_constant_that_pytorch_rounded_is_compared_in_float64() -> None:
     assert examination.notes == ("inv_freq is rounded to float32 in PyTorch; compared in float64",)
 
 
+def rounded_case(factor: float = 1.0) -> Case:
+    """A case whose constants NumPy rounds."""
+    return rotary_case(lambda: jnp.asarray((factor * np.sin(angles())).astype(np.float32)))
+
+
 def test_a_constant_that_numpy_rounded_explains_a_difference_of_its_size() -> None:
-    examination = examine(rotary_case(lambda: jnp.asarray(np.sin(angles()).astype(np.float32))), steps=2)
+    examination = examine(rounded_case(), steps=2)
     assert examination.verdict.passed, examination.verdict.faults
     assert examination.notes[-1].startswith("JAX's constants rounded to float32 explain the difference, ")
 

@@ -169,7 +169,9 @@ def _read(fused: Computation, value: str, whole: float) -> float:
     for user, i in fused.users.get(value, ()):
         if user.opcode in ("bitcast", "convert"):
             total += _read(fused, user.name, whole)
-        elif user.opcode in ("dynamic-slice", "slice", "gather") and i == 0:
+        elif user.opcode in ("dynamic-slice", "slice") and i == 0:
+            total += _read(fused, user.name, result_bytes(user) * whole / array.size_bytes)
+        elif user.opcode == "gather" and i == 0:
             total += result_bytes(user) * whole / array.size_bytes
         elif user.opcode == "scatter" and i == 0:
             total += result_bytes(fused.instructions[user.operand_names[-1]])

@@ -1,0 +1,31 @@
+"""How float64 programs are compiled: fast, since each runs for seconds at most."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    # The older emitter of loops compiles in half the time.
+    "xla_cpu_use_fusion_emitters": False,
+}
+"""XLA's options for programs on CPUs. The step of a 2-layer Llama compiles in 0.7 s, not 2.7 s, and is as fast."""
+
+
+def jit(fn: Callable[..., Any], **options: Any) -> Any:
+    """Return `jax.jit(fn, **options)`, compiled without costly optimizations on CPUs."""
+    return jax.jit(fn, compiler_options=_options(jax.default_backend()), **options)
+
+
+@functools.cache
+def _options(backend: str) -> dict[str, Any] | None:
+    if backend != "cpu":
+        return None
+    try:
+        jax.jit(lambda: 0.0, compiler_options=QUICK).lower().compile()
+    except jax.errors.JaxRuntimeError:  # an XLA that lacks one of them
+        return None
+    return QUICK
