@@ -5,7 +5,8 @@ image, or one of a stack of layers. Values decide what shapes leave open. All te
 other get the same value, equal to its own transpose, so that the two models agree under any assignment. Then one tensor
 is perturbed in PyTorch: its counterpart, and its layout, are those that change JAX's loss by the same amount. Names
 that both sides share come before values, so that a port with two layers exchanged differs; other names and the order
-decide what values leave open, a module at a time. Both losses are then compared under random weights: they prove the
+decide what values leave open, a module at a time. If the models differ, values tell a square kernel from its transpose
+no better than chance: it gets the layout of the other kernels of its class. Both losses are then compared under random weights: they prove the
 table, or what is in doubt is named.
 """
 
