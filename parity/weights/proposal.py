@@ -118,7 +118,7 @@ def proposal_of(case: Case) -> Proposal:
     options = [of_images]
     if any(side.flattened for side in of_images):
         options.insert(0, _sides(model, case.params_like, case.state_like, ()))
-    tried: list[tuple[_Tried, Costs, Sequence[Side]]] = []
+    tried: list[tuple[_Tried, Costs, list[Side]]] = []
     for sides in options:
         costs = by_values(model, sides, probe)
         found = _try(model, case, probe, [side.assigned(costs) for side in sides])
