@@ -13,8 +13,9 @@ from jaxtrain.interop import NameTable, TorchParam, leaves
 from parity.case import Case
 from parity.jax_side import from_torch
 from parity.torch_side import seeded_model, with_counterpart
-from parity.weights.assignment import Choice, Match, Side, no_costs
+from parity.weights.assignment import Choice, Costs, Match, Side, no_costs
 from parity.weights.by_values import by_values
+from parity.weights.classes import by_class
 from parity.weights.layouts import OWNERS, Convolution
 from parity.weights.probe import MAX_DISTANCE, Probe, probe_of, random_weights, relative_distance
 from parity.weights.tied import tie_leaves, tied_names
@@ -117,17 +118,20 @@ def proposal_of(case: Case) -> Proposal:
     options = [of_images]
     if any(side.flattened for side in of_images):
         options.insert(0, _sides(model, case.params_like, case.state_like, ()))
-    tried: list[_Tried] = []
+    tried: list[tuple[_Tried, Costs, list[Side]]] = []
     for sides in options:
         costs = by_values(model, sides, probe)
-        tried.append(_try(model, case, probe, [side.assigned(costs) for side in sides]))
-        if tried[-1].agrees:
-            return replace(tried[-1].proposal, notes=tuple(_interchangeable(tried[-1].choices)))
-    best = min(tried, key=lambda one: one.cost)
+        found = _try(model, case, probe, [side.assigned(costs) for side in sides])
+        if found.agrees:
+            return replace(found.proposal, notes=tuple(_interchangeable(found.choices)))
+        tried.append((found, costs, sides))
+    best, costs_of_best, sides = min(tried, key=lambda one: one[0].cost)
     exchanged = _try(model, case, probe, [side.assigned(costs, trust_names=False) for side in of_images])
     if exchanged.agrees:
         return replace(best.proposal, notes=tuple(_exchanged(best.choices, exchanged.choices)))
     _refuse_draws(case, probe)
+    alike = by_class(costs_of_best, list(zip(sides, best.choices, strict=True)))
+    best = _try(model, case, probe, [side.assigned(alike) for side in sides])
     _refuse_doubts(case, best)
     losses = f"{best.torch_loss:.9g} in PyTorch and {best.jax_loss:.9g} in JAX"
     return replace(best.proposal, notes=(f"names were proposed; the losses differ under random weights: {losses}",))

@@ -20,6 +20,7 @@ from parity.cases import CASES
 from parity.run import examine
 from parity.weights import Proposal, proposal_of
 from parity.weights.assignment import Side, Unit
+from parity.weights.classes import by_class
 from parity.weights.names import CONTRADICTED, Name, name_prices
 
 WIDTH = 5
@@ -262,3 +263,20 @@ def test_tensors_of_a_module_stay_together() -> None:
         **{"y/kernel": "a.weight", "y/bias": "a.bias"},
     }
     assert not any(match.rivals for match in chosen.values())
+
+
+@pytest.mark.parametrize("owner", [torch.nn.Linear, None])
+@pytest.mark.parametrize(("of_transpose", "source"), [(0.9, "LINEAR"), (0.5, "AS_IS")])
+def test_a_square_kernel_has_the_layout_of_the_others_unless_values_contradict(
+    owner: type | None, of_transpose: float, source: str
+) -> None:
+    shapes = {"fc.weight": (7, WIDTH), "proj.weight": (WIDTH, WIDTH)}
+    like = {name.split(".")[0]: {"kernel": jnp.zeros(shape[::-1])} for name, shape in shapes.items()}
+    side = Side(shapes, like, {} if owner is None else dict.fromkeys(shapes, owner), set())
+
+    def costs(side: Side, unit: Unit, path: str, layouts: list[Layout]) -> list[float]:
+        return [of_transpose if layout.source == "AS_IS" else 1.0 for layout in layouts]
+
+    found = side.assigned(costs)
+    assert found["proj/kernel"].layout.source == "AS_IS"
+    assert side.assigned(by_class(costs, [(side, found)]))["proj/kernel"].layout.source == source
