@@ -107,10 +107,11 @@ def test_locate_exits_1_and_shows_both_lines(
     assert main(["locate", "gpt2"]) == 1
     out, err = capsys.readouterr()
     assert err == ""
-    headline, operation, theirs, ours, *_ = out.splitlines()
+    headline, operation, theirs, built, ours, *_ = out.splitlines()
     assert headline.startswith("gpt2 differs in 2 steps")
     assert operation.split("  ")[-1] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
     assert theirs.endswith("hidden_states = self.ln_1(hidden_states)")
+    assert built.endswith("self.ln_1 = nn.LayerNorm(hidden_size, eps=config.layer_norm_epsilon)")
     assert "jaxtrain/models/layer_norm.py:" in ours
 
 
