@@ -222,6 +222,7 @@ def test_a_stopped_gradient_is_located_in_its_layer() -> None:
     assert found.parameters[0].startswith("transformer.h.1.attn.c_proj")
 
 
+@pytest.mark.slow
 def test_a_parameter_without_its_gradient_is_located_where_the_model_uses_it() -> None:
     found = located(transformer("stopped head"))
     assert (found.stage, found.torch, found.jax_source) == ("backward", "lm_head: aten.mm", marked("stopped head"))
