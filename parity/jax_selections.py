@@ -5,9 +5,11 @@ whatever depends on no parameter is a value.
 """
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -20,11 +22,8 @@ from jax import lax
 from jaxtrain import losses
 from parity import jax_side
 from parity.case import Batch, Case
-from parity.jax_trace import LIBRARIES
+from parity.jax_trace import libraries
 from parity.selections import Selections, caller
-
-LIBRARY_FOLDERS = tuple(f"{folder}/" for folder in (*LIBRARIES, *np.__path__, *losses.__path__))
-"""The losses' conditions, such as an ignored label, are those of `parity.conditions`."""
 
 UNROLLED = 64
 """Largest number of iterations of a loop that is unrolled: loops over layers are, those over time are not."""
@@ -83,6 +82,13 @@ LOOPS: Mapping[str, Callable[..., Any]] = {"scan": _scan_length, "map": _map_len
 """By name in `jax.lax`, from the arguments of a loop to its number of iterations."""
 
 
+@functools.cache
+def _is_watched(file: str) -> bool:
+    """Return whether a file's selections are reported: not a library's, nor the losses' (`parity.conditions`)."""
+    folders = (*libraries(), *map(Path, np.__path__), *map(Path, losses.__path__))
+    return not any(Path(file).is_relative_to(folder) for folder in folders)
+
+
 class _Watched:
     """A function whose calls in user code are recorded; in everything else the function itself."""
 
@@ -96,7 +102,7 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         at = caller(sys._getframe(1), ())
-        if at is not None and not at[0].startswith(LIBRARY_FOLDERS):
+        if at is not None and _is_watched(at[0]):
             for what, values in self._conditions(*args, **kwargs):
                 self._add(f"{what} {self._what}", at, values)
         return self._function(*args, **kwargs)

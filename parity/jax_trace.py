@@ -6,7 +6,7 @@ take most of the time of locating a difference.
 """
 
 import functools
-import importlib.util
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,13 +31,6 @@ from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors
 from parity.source import source_line
-
-LIBRARIES = tuple(
-    Path(found.origin).parent
-    for name in ("jax", "flax", "optax", "equinox")
-    if (found := importlib.util.find_spec(name)) is not None and found.origin is not None
-)
-"""Packages that rarely cause a difference: the line that calls them identifies the call."""
 
 MAX_BYTES = 1 << 30
 """Size up to which the results of all equations are computed at once; those of a larger program one after another."""
@@ -324,8 +317,14 @@ def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     return carry
 
 
+def libraries() -> tuple[Path, ...]:
+    """Return the folders of imported packages that rarely cause a difference: their caller's line identifies it."""
+    imported = (sys.modules.get(name) for name in ("jax", "flax", "optax", "equinox"))
+    return tuple(Path(folder) for package in imported if package is not None for folder in package.__path__)
+
+
 @functools.cache
 def _of_user(file: str) -> bool:
     path = Path(file)
-    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in LIBRARIES)
+    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in libraries())
     return path.is_absolute() and not ours

@@ -70,7 +70,7 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
     def run(inner: Jaxpr, inner_consts: Sequence[Any], inner_args: Sequence[Any]) -> list[Any]:
         return interpret(inner, inner_consts, inner_args, rule)
 
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_in_mode, consts), *args], strict=True))
     for eqn, dead in zip(jaxpr.eqns, _dead_after(jaxpr), strict=True):
         inputs = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with _source_of(eqn):
@@ -83,6 +83,17 @@ def interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rule: Ru
             del env[v]
         del inputs, outs
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+
+
+def _in_mode(const: Any) -> Any:
+    """Return a constant in 32 bits where 64-bit types are disabled.
+
+    JAX keeps the constant that it made of a NumPy array in x64 mode, and uses it in later traces without that mode.
+    """
+    dtype = getattr(const, "dtype", None)
+    if not isinstance(dtype, np.dtype) or (to := jax.dtypes.canonicalize_dtype(dtype)) == dtype:
+        return const
+    return np.asarray(const).astype(to)
 
 
 def _dead_after(jaxpr: Jaxpr) -> list[list[Any]]:

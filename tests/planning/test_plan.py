@@ -1,6 +1,7 @@
 """`plan`: predictions, compiled candidates and the choice."""
 
 import dataclasses
+import gc
 import json
 import os
 import shlex
@@ -153,6 +154,7 @@ def test_a_note_reports_batch_norm():
 def test_planning_allocates_nothing_and_counts_every_micro_batch():
     small = dataclasses.replace(RECIPES["digits-resnet"], batch_size=8, width=8)
     task = small.task()
+    gc.collect()  # of arrays that other tests left
     before = sum(x.nbytes for x in jax.live_arrays())
     whole, four = (planning.compile_candidate(dataclasses.replace(small, accumulate=k), task, CPU) for k in (1, 4))
     assert sum(x.nbytes for x in jax.live_arrays()) == before
