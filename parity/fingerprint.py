@@ -1,8 +1,8 @@
 """The values of a program: a fingerprint of each, and the values it was computed from.
 
-The values of two programs are compared without knowing which belong together. A fingerprint is three numbers that
-neither a transpose nor a reshape nor a broadcast changes. The terms of its means have one sign, so equal values differ
-only by rounding near 1e-16, while a wrong epsilon changes a value by 1e-9 and more.
+The values of two programs are compared without knowing which belong together. A fingerprint is four numbers that
+neither a transpose nor a reshape nor a broadcast changes. Equal values differ only by rounding near 1e-16 of their
+root mean square, while a wrong epsilon changes a value by 1e-9 and more.
 
 Values that depend on no parameter, the constants (positions, masks, frequencies, and the batch itself), have
 fingerprints too, also as integers and booleans, but those of parameters alone carry a difference to the loss: a
@@ -36,18 +36,19 @@ Sources = frozenset[int]
 
 
 class Fingerprint(NamedTuple):
-    """Mean of squares, mean of magnitudes, maximum; masked elements and NaN count as zeros."""
+    """Mean of squares, mean of magnitudes, maximum, mean; masked elements and NaN count as zeros."""
 
     squares: float
     magnitudes: float
     largest: float
+    mean: float
 
 
 def fingerprint(value: np.ndarray) -> Fingerprint:
     """Return the fingerprint of a value, the same for every layout of its numbers and for repetitions of it.
 
     >>> fingerprint(np.array([[1.0, -2.0], [0.0, 3.0]]))
-    Fingerprint(squares=3.5, magnitudes=1.5, largest=3.0)
+    Fingerprint(squares=3.5, magnitudes=1.5, largest=3.0, mean=0.5)
     """
     x = np.asarray(value, np.float64).ravel()
     magnitudes, n = np.abs(x), max(x.size, 1)
@@ -55,7 +56,7 @@ def fingerprint(value: np.ndarray) -> Fingerprint:
         x, magnitudes = x[magnitudes < MASKED], magnitudes[magnitudes < MASKED]
     # Not `x @ x`, whose threads wait for each other on a busy machine.
     squares, largest = np.square(x).sum() / n, x.max(initial=-np.inf)
-    return Fingerprint(float(squares), float(magnitudes.sum() / n), float(largest))
+    return Fingerprint(float(squares), float(magnitudes.sum() / n), float(largest), float(x.sum() / n))
 
 
 def mask_fingerprint(value: np.ndarray) -> Fingerprint | None:
@@ -71,7 +72,7 @@ def mask_fingerprint(value: np.ndarray) -> Fingerprint | None:
     if zeros.all() or not zeros.any() or not ((others == 1).all() or (others <= -MASKED).all()):
         return None
     rarer = min(float(zeros.mean()), 1 - float(zeros.mean()))
-    return Fingerprint(rarer, rarer, 1.0)
+    return Fingerprint(rarer, rarer, 1.0, rarer)
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _near(one: Fingerprint, others: "Fingerprint | np.ndarray", tolerance: float
 
 
 def _scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The unit of each distance. A maximum is as exact as the numbers around it, not as its own size."""
+    """The unit of each distance. A maximum and a mean are as exact as the root mean square, not as their own size."""
     scale = np.maximum(np.abs(a), np.abs(b))
-    scale[..., 2] = np.maximum(scale[..., 2], np.sqrt(a[0]))
+    scale[..., 2:] = np.maximum(scale[..., 2:], np.sqrt(a[0]))
     return scale

@@ -55,6 +55,11 @@ class Equation:
         """Return file, line number and text of its source."""
         return source_line(*self.source) if self.source else ""
 
+    @property
+    def in_step(self) -> bool:
+        """Whether it comes from the training step, or from no line at all, instead of the model, loss or optimizer."""
+        return not _computes(self.source)
+
 
 @dataclass(frozen=True)
 class End:

@@ -171,6 +171,8 @@ class _Matching:
             operation = operation if theirs is None else self.theirs.values[theirs].where
             equation = equation if constant is None else self.ours.values[constant].where
         assert operation is not None
+        if operation.stage == "backward" and (equation is None or equation.in_step):
+            equation = self._differentiated(operation) or equation
         return Divergence(
             stage="buffers" if {kind for kind, _ in wrong} == {"buffer"} else operation.stage,
             step=step,
@@ -185,6 +187,16 @@ class _Matching:
             torch_built=operation.built,
             jax_built="" if equation is None or equation.source is None else built_line(*equation.source),
         )
+
+    def _differentiated(self, operation: "Operation") -> "Equation | None":
+        """JAX's equation of the forward pass whose result is that of the operation that `operation` differentiates."""
+        alike = (self.theirs.values[i].where for i in self.same)
+        of_line = [
+            min(equal)
+            for where, equal in zip(alike, self.same.values(), strict=True)
+            if where == replace(operation, stage="forward", name=where.name if where else "")
+        ]
+        return self.ours.values[of_line[-1]].where if of_line else None
 
     def _start(self, wrong: "Mapping[Output, Sources]") -> int:
         """Index of the first difference on the way to the earliest of the wrong outputs."""

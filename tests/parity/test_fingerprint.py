@@ -1,0 +1,48 @@
+"""Which values of two programs have equal fingerprints."""
+
+import numpy as np
+
+from parity.fingerprint import NOISE, Trace, counterparts
+
+
+def test_a_sum_that_cancels_is_not_matched() -> None:
+    trace: Trace[str] = Trace()
+    x = trace.add_input(np.array([1.0, -1.0]))
+    assert trace.add(np.array([1e-17]), x, "sum") == NOISE
+
+
+def test_constants_match_as_broadcasts_masks_and_tables_for_longer_sequences() -> None:
+    ours: Trace[str] = Trace()
+    theirs: Trace[str] = Trace()
+    for trace in (ours, theirs):
+        trace.add_batch(np.ones((2, 4), int))
+    positions = np.arange(1, 5)
+    masked = np.where(np.tril(np.ones((4, 4))), 0, -np.inf)
+    ours.add(np.broadcast_to(positions, (2, 4)), frozenset(), "positions")
+    theirs.add(positions[None], frozenset(), "positions")
+    ours.add(np.tril(np.ones((8, 8), bool))[None], frozenset(), "mask")
+    theirs.add(masked, frozenset(), "mask")
+    theirs.add(positions - 2, frozenset(), "shifted")
+    assert counterparts(theirs, ours)[1:] == [frozenset({1}), frozenset({2}), frozenset()]
+
+
+def test_values_match_in_any_layout_but_not_with_a_relative_error_of_a_billionth() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4, 5))
+    traces: list[Trace[str]] = [Trace() for _ in range(3)]
+    for trace, value in zip(traces, [x, x.transpose(2, 0, 1) * (1 + 1e-12), x * (1 + 1e-9)], strict=True):
+        trace.add_input(value)
+    assert counterparts(traces[0], traces[1]) == [frozenset({0})]
+    assert counterparts(traces[0], traces[2]) == [frozenset()]
+
+
+def test_halves_rotated_with_the_other_sign_are_other_values() -> None:
+    a, b = np.random.default_rng(0).standard_normal((2, 4)) + 1
+    ours, theirs = (trace_of(x) for x in (np.concatenate([b + 9, -a]), np.concatenate([a, b + 9])))
+    assert counterparts(theirs, ours) == [frozenset()]
+    assert counterparts(theirs, trace_of(np.concatenate([b + 9, a]))) == [frozenset({0})]
+
+
+def trace_of(value: np.ndarray) -> Trace[str]:
+    trace: Trace[str] = Trace()
+    trace.add_input(value)
+    return trace
