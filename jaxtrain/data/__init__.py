@@ -4,6 +4,7 @@ from jaxtrain.data.archive import check_zip as check_zip
 from jaxtrain.data.archive import is_zip as is_zip
 from jaxtrain.data.arrays import Arrays, check_labels, digits, npz
 from jaxtrain.data.baselines import bag_of_words_accuracy
+from jaxtrain.data.conversion import tensor_to_numpy as tensor_to_numpy
 from jaxtrain.data.dates import dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.encoding import distinct_labels, encode_pair, encode_row, encode_text

@@ -109,7 +109,7 @@ def _to_numpy(value: Any, name: str, where: str) -> NDArray[Any]:
         if isinstance(value, np.ndarray | np.generic):
             array = np.asarray(value)
         elif is_tensor(value):
-            array = _tensor_to_numpy(value)
+            array = tensor_to_numpy(value)
         elif isinstance(value, bool | int | float | complex | list | tuple) or hasattr(value, "__array__"):
             array = np.asarray(value)
         else:
@@ -124,7 +124,8 @@ def _to_numpy(value: Any, name: str, where: str) -> NDArray[Any]:
     return array
 
 
-def _tensor_to_numpy(tensor: Any) -> NDArray[Any]:
+def tensor_to_numpy(tensor: Any) -> NDArray[Any]:
+    """Return a PyTorch tensor as an array, which may share its memory."""
     kind = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
     if kind is None:
         array: NDArray[Any] = tensor.numpy(force=True)

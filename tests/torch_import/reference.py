@@ -67,8 +67,12 @@ def compared(module: torch.nn.Module, x: Any, *, train: bool = True) -> tuple[Di
 
 def weighted(values: Any, numpy: Any) -> Any:
     """Return a scalar with a different slope for each element."""
-    slopes = ((y, np.cos(np.arange(1.0, 1.0 + np.prod(y.shape))).reshape(y.shape)) for y in values)
-    return sum((y * numpy.asarray(slope, dtype=y.dtype)).sum() for y, slope in slopes)
+    return sum(((y * slopes(y, numpy.asarray)).sum() for y in values), 0.0)
+
+
+def slopes(x: Any, array: Callable[..., Any]) -> Any:
+    """Return the slope of `weighted` for each element of x, in its dtype."""
+    return array(np.cos(np.arange(1.0, 1.0 + np.prod(x.shape))).reshape(x.shape), dtype=x.dtype)
 
 
 def _worst_gradient(grads: Any, module: torch.nn.Module) -> float:

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 
 from jaxtrain import UserError
 from jaxtrain.torch_import import from_torch
+from tests.torch_import.reference import weighted
 
 BAR = 1e-10
 SAMPLES = 2
@@ -90,9 +91,8 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _weighted(values: Any, numpy: Any) -> Any:
-    wide = (y.astype(np.float64) if numpy is jnp else y.double() for y in values)
-    slopes = ((y, np.cos(np.arange(1.0, 1.0 + np.prod(y.shape))).reshape(y.shape)) for y in wide)
-    return sum(((y * numpy.asarray(slope, dtype=y.dtype)).sum() * 1.0 for y, slope in slopes), 0.0)
+    """Return `weighted` of the values in float64."""
+    return weighted([y.astype(np.float64) if numpy is jnp else y.double() for y in values], numpy)
 
 
 def _gradients(expected: list[torch.Tensor], tensors: Any, differentiable: list[bool]) -> list[torch.Tensor]:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 import torch
 
 import jaxtrain as jt
 from parity import AdamW, Case, check
 from tests.torch_import.families import FAMILIES, ROWS
+from tests.torch_import.reference import weighted
 
 SLOW = ("image_network", "gpt2", "llama", "bert", "t5", "vit", "lstm")
 
@@ -21,10 +22,10 @@ def case_of(name: str) -> Case:
     model = jt.from_torch(family.module(), family.inputs(0))
 
     def torch_loss(module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        return sum((x * slopes(x, torch.tensor)).sum() for x in module(**batch)), ROWS
+        return weighted(module(**batch), torch), ROWS
 
     def loss(outputs: Any, batch: Any) -> jt.Loss:
-        return jt.Loss(sum((x * slopes(x, np.asarray)).sum() for x in jax.tree.leaves(outputs)), ROWS)
+        return jt.Loss(weighted(jax.tree.leaves(outputs), jnp), ROWS)
 
     return Case.of_import(
         name,
@@ -37,11 +38,6 @@ def case_of(name: str) -> Case:
         optimizer=AdamW(lr=1e-3),
         clip_norm=1.0,
     )
-
-
-def slopes(x: Any, array: Any) -> Any:
-    """Return the slope of the loss for each element of an output."""
-    return array(np.cos(np.arange(1.0, 1.0 + np.prod(x.shape))).reshape(x.shape), dtype=x.dtype)
 
 
 def hold(name: str, *precisions: str) -> None:

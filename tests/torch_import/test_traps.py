@@ -162,6 +162,18 @@ def changed_without_gradient(module: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def changed_input(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2) * module.w
+
+
+class Answer:
+    """Nothing that PyTorch knows the parts of."""
+
+
+def answered(module: Any, x: torch.Tensor) -> Any:
+    return x * module.w, Answer()
+
+
 def unknown(module: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.eigh(x.T @ x * module.w).eigenvalues
 
@@ -182,8 +194,20 @@ def test_what_cannot_be_imported_is_refused_with_its_line(fn: Any, message: str,
     assert all(text in str(error.value) for text in (message, line, "test_traps.py:"))
 
 
+@pytest.mark.parametrize(
+    ("fn", "message"), [(changed_input, "changes its input or parameter"), (answered, "returns a Answer")]
+)
+def test_what_a_pure_function_cannot_return_is_refused(fn: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_torch(Function(fn), batch_of(4, 3))
+
+
 def test_hooks_on_gradients_are_refused() -> None:
     module = nn.Linear(3, 3)
     module.register_full_backward_hook(lambda *_: None)
     with pytest.raises(UserError, match="has a backward hook"):
+        from_torch(module, np.ones((1, 3), np.float32))
+    module = nn.Linear(3, 3)
+    module.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(UserError, match="parameter 'weight' has a gradient hook"):
         from_torch(module, np.ones((1, 3), np.float32))

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
+from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.structure import to_numpy
+from jaxtrain.torch_import.capture.structure import dtype_name
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -77,8 +78,8 @@ def _inputs(
         else:
             role = "state" if spec.target in mutated else "constant"
         if kind == "CONSTANT_TENSOR":
-            constants[target] = to_numpy(exported.constants[spec.target])
-        inputs.append(Input(name, role, target, _spec(values[name].meta["val"], values[name])))
+            constants[target] = tensor_to_numpy(exported.constants[spec.target])
+        inputs.append(Input(name, role, target, spec_of(values[name].meta["val"], values[name])))
     return tuple(inputs), constants
 
 
@@ -139,7 +140,7 @@ def _argument(value: Any, node: torch.fx.Node) -> Any:
     if isinstance(value, torch.fx.Node):
         return Ref(value.name)
     if isinstance(value, torch.dtype):
-        return Dtype(_dtype_name(value))
+        return Dtype(dtype_name(value))
     if isinstance(value, tuple | list):
         return tuple(_argument(item, node) for item in value)
     if value is None or isinstance(value, bool | int | float | complex | str):
@@ -154,13 +155,14 @@ def _argument(value: Any, node: torch.fx.Node) -> Any:
 def _specs(value: Any, node: torch.fx.Node) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_specs(item, node) for item in value)
-    return _spec(value, node) if isinstance(value, torch.Tensor) else None
+    return spec_of(value, node) if isinstance(value, torch.Tensor) else None
 
 
-def _spec(value: torch.Tensor, node: torch.fx.Node) -> Spec:
+def spec_of(value: torch.Tensor, node: torch.fx.Node) -> Spec:
+    """Return the shape and dtype of a value of a node."""
     if not all(isinstance(n, int) for n in value.shape):
         raise _unknown_shape(node)
-    return Spec(tuple(value.shape), _dtype_name(value.dtype))
+    return Spec(tuple(value.shape), dtype_name(value.dtype))
 
 
 def _unknown_shape(node: torch.fx.Node) -> UserError:
@@ -172,10 +174,6 @@ def _unknown_shape(node: torch.fx.Node) -> UserError:
 def source_of(node: torch.fx.Node) -> str:
     """Return the line of the user's code that a node comes from."""
     return source_line(node.meta.get("stack_trace"))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _promoted(node: torch.fx.Node) -> str | None:
@@ -195,7 +193,7 @@ def _promoted(node: torch.fx.Node) -> str | None:
         and not (dtype.is_floating_point or dtype.is_complex)
     ):
         dtype = result.dtype
-    return _dtype_name(dtype)
+    return dtype_name(dtype)
 
 
 def key_of(target: Any) -> str:

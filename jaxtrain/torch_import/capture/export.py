@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.convert import Captured, Leaf, converted, key_of
+from jaxtrain.torch_import.capture.convert import Captured, Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
@@ -90,7 +90,7 @@ def _custom_functions(
     operation = torch.ops.jaxtrain.custom_function.default
     for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
         call = calls[node.args[0]]
-        given = [Spec(tuple(x.meta["val"].shape), str(x.meta["val"].dtype)[6:]) for x in node.args[1]]
+        given = [spec_of(x.meta["val"], x) for x in node.args[1]]
         with tracing(), inlined_calls():
             forward = _pass(call.forward, given, structure, known)
             specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}

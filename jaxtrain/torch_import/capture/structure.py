@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import dtype_of
 from jaxtrain.torch_import.refusals import first_line, refusal
@@ -79,15 +79,9 @@ def in_mode(structure: Structure, train: bool, dtype: str | None) -> torch.nn.Mo
     return module.eval() if not train else module if module.training else module.train()
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor as an array that shares its memory where NumPy allows it."""
-    tensor = tensor.detach().resolve_conj()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array: np.ndarray = tensor.numpy()
-    return array
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return NumPy's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def as_array(x: Any) -> Any:
@@ -95,5 +89,5 @@ def as_array(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     if x.device.type == "meta":
-        return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(str(x.dtype).removeprefix("torch.")))
-    return jnp.array(to_numpy(x.cpu()))
+        return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))
+    return jnp.array(tensor_to_numpy(x))
