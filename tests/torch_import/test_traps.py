@@ -53,22 +53,24 @@ class StraightThrough(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Two outputs, one of them of integers; saved tensors, an attribute, a number, and a gradient of its own."""
+    """Two outputs, one of integers; saved tensors, an attribute, a number, a tensor without and two with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, kept: torch.Tensor, x: torch.Tensor, factor: float, w: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, w)
         ctx.factor, ctx.largest = factor, x.amax()
-        return x * w * factor, (x > 0).long()
+        return x * w * factor * kept, (x > 0).long()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[None, torch.Tensor, None, torch.Tensor]:
         x, w = ctx.saved_tensors
-        return grad * w * ctx.factor * 2, None, (grad * x).sum(0) * ctx.largest
+        return None, grad * w * ctx.factor * 2, None, (grad * x).sum(0) * ctx.largest
 
 
 def scaled(module: Any, x: torch.Tensor) -> torch.Tensor:
-    y, positive = Scaled.apply(x * module.w, 3.0, module.w)
+    y, positive = Scaled.apply(x < 1, x * module.w, 3.0, module.w)
     return y * positive
 
 
