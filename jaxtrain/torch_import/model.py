@@ -1,6 +1,6 @@
 """A PyTorch module as a pure function of its parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Spec
 from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -30,44 +31,56 @@ class ImportedModel:
     A call with other shapes or dtypes captures the module again, as `jax.jit` traces a function again.
 
     Attributes:
-      params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name.
+      params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name. Those of
+        repeated layers are stacked along a first axis, as "transformer.h.*.ln_1.weight".
       state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
     """
 
     def __init__(
         self,
         structure: "Structure",
-        tensors: Mapping[str, Any],
+        tensors: "Mapping[str, torch.Tensor]",
         frozen: frozenset[str],
         example: Any,
         call: Call,
         ops: Mapping[str, Callable[..., Any]],
+        unroll: bool,
     ) -> None:
+        from jaxtrain.torch_import.capture import shape_of
+
         self._structure, self._call, self._ops = structure, call, dict(ops)
         self._keys = tuple(example) if isinstance(example, Mapping) else None
+        self._stacks: Stacks = {}
+        self._frozen_tensors = frozen
         self._captured: dict[Any, Captured] = {}
-        self._frozen = frozen
-        first_names = {*structure.aliases.values()}
-        self.params: Params = {name: x for name, x in tensors.items() if name in first_names}
-        self._buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
-        graph = self._capture(self.params, example, train=True).graph
-        self.state: Params | None = {name: self._buffers[name] for name in graph.state} or None
+        names = {*structure.aliases.values()}
+        plain = self._capture({name: shape_of(tensors[name]) for name in names}, example, train=True)
+        self._changed_tensors = {*plain.graph.state}
+        if not unroll:
+            self._stacks = find_stacks(plain.graph, frozen)
+        self.params: Params = _arrays({name: x for name, x in tensors.items() if name in names}, self._stacks)
+        buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
+        self._buffers = _arrays(buffers, self._stacks)
+        self._captured = {key: self._with_loops(captured) for key, captured in self._captured.items()}
+        (captured,) = self._captured.values()
+        self.state: Params | None = {name: self._buffers[name] for name in captured.graph.state} or None
 
     @property
     def names(self) -> NameTable:
-        """The table from `params` to PyTorch's names, which are the same, with the further names of tied weights."""
+        """The table from `params` to PyTorch's names, which are the same but for stacks, with those of tied weights."""
         tied = {name: first for name, first in self._structure.aliases.items() if name != first}
-        return NameTable({name: TorchParam(name) for name in self.params}, tied=tied)
+        return NameTable({name: self._torch_param(name) for name in self.params}, tied=tied)
 
     @property
     def state_names(self) -> NameTable | None:
         """The table from `state` to PyTorch's names; None for a module without state."""
-        return None if self.state is None else NameTable({name: TorchParam(name) for name in self.state})
+        return None if self.state is None else NameTable({name: self._torch_param(name) for name in self.state})
 
     @property
     def frozen(self) -> Frozen:
         """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
-        return self._frozen.__contains__ if self._frozen else none_frozen
+        found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
+        return found.__contains__ if found else none_frozen
 
     def __call__(
         self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
@@ -151,7 +164,7 @@ class ImportedModel:
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         key = (train, dtype, specs, structure)
         if key not in self._captured:
-            self._captured[key] = capture(
+            captured = capture(
                 self._structure,
                 lambda module, tensors: self._call(module, jax.tree.unflatten(structure, tensors)),
                 specs,
@@ -159,7 +172,24 @@ class ImportedModel:
                 dtype=dtype,
                 ops=frozenset(self._ops),
             )
+            self._captured[key] = self._with_loops(captured)
         return self._captured[key]
+
+    def _with_loops(self, captured: "Captured") -> "Captured":
+        """Return a captured graph that takes the stacked parameters."""
+        if not self._stacks:
+            return captured
+        tensors = {**self._buffers, **captured.constants}
+
+        def equal(names: Sequence[str]) -> bool:
+            first, *others = (tensors[name] for name in names)
+            known = self._changed_tensors.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
+            return known and all(np.array_equal(first, x) for x in others)
+
+        return captured._replace(graph=repeated(captured.graph, self._stacks, self._frozen_tensors, equal))
+
+    def _torch_param(self, name: str) -> TorchParam:
+        return self._stacks.get(name, TorchParam(name))
 
 
 def from_torch(
@@ -168,6 +198,7 @@ def from_torch(
     *,
     call: Call | None = None,
     ops: Mapping[str, Callable[..., Any]] | None = None,
+    unroll: bool = False,
 ) -> ImportedModel:
     """Import a PyTorch module as a pure function that can be trained.
 
@@ -180,6 +211,9 @@ def from_torch(
         or one array. Only shapes and dtypes matter.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
+      unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
+        or `Sequential` that differ in their parameters alone are evaluated by a loop over stacked parameters, and each
+        is a block for rematerialization.
 
     Returns:
       The model, with its parameters.
@@ -198,10 +232,23 @@ def from_torch(
     """
     from jaxtrain.torch_import.capture import as_array, structure_of
 
-    tensors = {name: as_array(x) for name, x in (*module.named_parameters(), *module.named_buffers())}
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     example = jax.tree.map(as_array, example_batch)
-    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {})
+    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {}, unroll)
+
+
+def _arrays(tensors: "Mapping[str, torch.Tensor]", stacks: Stacks) -> Params:
+    """Return tensors as arrays, with the stacks in the places of their first tensors."""
+    from jaxtrain.torch_import.capture import as_array, stacked_arrays
+
+    members = {stack: param.names(0) for stack, param in stacks.items()}
+    stack_of = {name: stack for stack, names in members.items() for name in names}
+    paths = dict.fromkeys(stack_of.get(name, name) for name in tensors)
+    return {
+        path: stacked_arrays([tensors[name] for name in members[path]]) if path in members else as_array(tensors[path])
+        for path in paths
+    }
 
 
 def _as_array(x: Any) -> Any:

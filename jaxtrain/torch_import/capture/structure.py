@@ -1,10 +1,12 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -88,6 +90,17 @@ def as_array(x: Any) -> Any:
     """Return a tensor as an array of its own, or as its shape and dtype on the "meta" device; others as they are."""
     if not isinstance(x, torch.Tensor):
         return x
-    if x.device.type == "meta":
-        return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))
-    return jnp.array(tensor_to_numpy(x))
+    return shape_of(x) if x.device.type == "meta" else jnp.array(tensor_to_numpy(x))
+
+
+def stacked_arrays(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return tensors of the same shape as one array with a leading axis, or as its shape and dtype as `as_array`."""
+    if any(x.device.type == "meta" for x in tensors):
+        one = shape_of(tensors[0])
+        return jax.ShapeDtypeStruct((len(tensors), *one.shape), one.dtype)
+    return jnp.asarray(np.stack([tensor_to_numpy(x) for x in tensors]))
+
+
+def shape_of(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a tensor's array."""
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))
