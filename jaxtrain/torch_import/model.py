@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Spec
 from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.masks import with_causal_attention
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +152,7 @@ class ImportedModel:
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         key = (train, dtype, specs, structure)
         if key not in self._captured:
-            self._captured[key] = capture(
+            captured = capture(
                 self._structure,
                 lambda module, tensors: self._call(module, jax.tree.unflatten(structure, tensors)),
                 specs,
@@ -159,6 +160,8 @@ class ImportedModel:
                 dtype=dtype,
                 ops=frozenset(self._ops),
             )
+            graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+            self._captured[key] = captured._replace(graph=graph)
         return self._captured[key]
 
 
