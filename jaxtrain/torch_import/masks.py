@@ -159,7 +159,7 @@ class _Known:
         node = self._nodes.get(mask.name)
         if node is not None and node.op in _COMPARISONS and all(isinstance(x, Ref) for x in node.args):
             x, y = (_same_for_all_rows(self._value(arg)) for arg in node.args)
-            if x is not None and y is not None and (found := _compared(node.op, x, y, t, s)) is not None:
+            if x is not None and y is not None and (found := compared(node.op, x, y, t, s)) is not None:
                 return found
         if math.prod(self.shape(mask)) > _LARGEST:
             return None
@@ -187,7 +187,7 @@ _SWAPPED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 _COMPARISONS = {f"aten.{name}.Tensor": name for name in _SWAPPED}
 
 
-def _compared(op: str, x: np.ndarray, y: np.ndarray, t: int, s: int) -> Band | None:
+def compared(op: str, x: np.ndarray, y: np.ndarray, t: int, s: int) -> Band | None:
     """Return the comparison of one number of each query with one of each key, which do not decrease."""
     name = _COMPARISONS[op]
     if x.shape[0] == 1 and y.shape[1] == 1:

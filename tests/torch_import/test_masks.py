@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.torch_import import masks
 
 torch = pytest.importorskip("torch")
 
@@ -83,3 +84,19 @@ def test_causal_masks_are_recognized():
         for y, reference in zip(ours, outputs, strict=True):
             np.testing.assert_allclose(y, reference.detach(), rtol=0, atol=1e-14)
         np.testing.assert_allclose(gradient, theirs.grad, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("op", ["le", "lt", "ge", "gt", "eq"])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_comparisons_of_positions_are_bands(op, exchanged):
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        query, key = rng.integers(0, 6, (5, 1)), np.sort(rng.integers(0, 6, (1, 4)))
+        operands = (key, query) if exchanged else (query, key)
+        visible = np.broadcast_to(getattr(torch, op)(*map(torch.tensor, operands)).numpy(), (5, 4))
+        band = masks.compared(f"aten.{op}.Tensor", *operands, 5, 4)
+        if not visible.any(-1).all():
+            assert band is None
+            continue
+        keys = np.arange(4)
+        np.testing.assert_array_equal((band.first[:, None] <= keys) & (keys < band.end[:, None]), visible)
