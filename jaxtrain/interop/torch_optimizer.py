@@ -350,6 +350,7 @@ def _group_of_path(names: Names, group_names: Sequence[Sequence[str]]) -> dict[s
 
 def _path_of(names: Names) -> Callable[[str], str | None]:
     if isinstance(names, NameTable):
+
         def path_of(name: str) -> str | None:
             name = names.tied.get(name, name)
             return next((path for path, param in names.params.items() if param.has(name)), None)

@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Spec
 from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 
 if TYPE_CHECKING:
@@ -46,24 +47,26 @@ class ImportedModel:
         ops: Mapping[str, Callable[..., Any]],
         unroll: bool,
     ) -> None:
-        from jaxtrain.torch_import.capture import shape_of
+        from jaxtrain.torch_import.capture import as_array, as_arrays, shape_of
 
         self._structure, self._call, self._ops = structure, call, dict(ops)
         self._keys = tuple(example) if isinstance(example, Mapping) else None
-        self._stacks: Stacks = {}
         self._frozen_tensors = frozen
+        self._stacks: Stacks = {}
         self._captured: dict[Any, Captured] = {}
-        names = {*structure.aliases.values()}
-        plain = self._capture({name: shape_of(tensors[name]) for name in names}, example, train=True)
-        self._changed_tensors = {*plain.graph.state}
+        self._buffers = {name: as_array(x) for name, x in tensors.items() if name not in structure.aliases}
+        params = {name: tensors[name] for name in structure.aliases.values()}
+        shapes: Any = {name: shape_of(x) for name, x in params.items()}
+        plain = self._capture(shapes, example, train=True)
+        self._changed = frozenset(plain.graph.state)
         if not unroll:
             self._stacks = find_stacks(plain.graph, frozen)
-        self.params: Params = _arrays({name: x for name, x in tensors.items() if name in names}, self._stacks)
-        buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
-        self._buffers = _arrays(buffers, self._stacks)
-        self._captured = {key: self._with_loops(captured) for key, captured in self._captured.items()}
-        (captured,) = self._captured.values()
-        self.state: Params | None = {name: self._buffers[name] for name in captured.graph.state} or None
+            self._captured = {key: self._with_loops(x) for key, x in self._captured.items()}
+        members = {stack: param.names(0) for stack, param in self._stacks.items()}
+        self.params: Params = as_arrays(params, members)
+        state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
+        self._buffers |= state
+        self.state: Params | None = state or None
 
     @property
     def names(self) -> NameTable:
@@ -172,7 +175,8 @@ class ImportedModel:
                 dtype=dtype,
                 ops=frozenset(self._ops),
             )
-            self._captured[key] = self._with_loops(captured)
+            graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+            self._captured[key] = self._with_loops(captured._replace(graph=graph))
         return self._captured[key]
 
     def _with_loops(self, captured: "Captured") -> "Captured":
@@ -183,7 +187,7 @@ class ImportedModel:
 
         def equal(names: Sequence[str]) -> bool:
             first, *others = (tensors[name] for name in names)
-            known = self._changed_tensors.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
+            known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
             return known and all(np.array_equal(first, x) for x in others)
 
         return captured._replace(graph=repeated(captured.graph, self._stacks, self._frozen_tensors, equal))
@@ -236,19 +240,6 @@ def from_torch(
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     example = jax.tree.map(as_array, example_batch)
     return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {}, unroll)
-
-
-def _arrays(tensors: "Mapping[str, torch.Tensor]", stacks: Stacks) -> Params:
-    """Return tensors as arrays, with the stacks in the places of their first tensors."""
-    from jaxtrain.torch_import.capture import as_array, stacked_arrays
-
-    members = {stack: param.names(0) for stack, param in stacks.items()}
-    stack_of = {name: stack for stack, names in members.items() for name in names}
-    paths = dict.fromkeys(stack_of.get(name, name) for name in tensors)
-    return {
-        path: stacked_arrays([tensors[name] for name in members[path]]) if path in members else as_array(tensors[path])
-        for path in paths
-    }
 
 
 def _as_array(x: Any) -> Any:

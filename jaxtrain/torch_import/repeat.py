@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.interop import LAYER, TorchParam
-from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, references, without_unused
 from jaxtrain.torch_import.layers import Run, find_runs, mapped
 
 Stacks = Mapping[str, TorchParam]
@@ -70,14 +70,7 @@ def _outside(graph: Graph, positions: range) -> list[str]:
     """Return the names of the values that a layer takes from outside, in the order of its slots."""
     nodes = [graph.nodes[i] for i in positions]
     inside = {node.name for node in nodes}
-    return [name for node in nodes for name in _names_in((node.args, node.kwargs)) if name not in inside]
-
-
-def _names_in(value: Any) -> list[str]:
-    """Return the names of the references in an argument."""
-    found: list[str] = []
-    mapped(value, lambda ref: found.append(ref.name))
-    return found
+    return [name for node in nodes for name in references((node.args, node.kwargs)) if name not in inside]
 
 
 def _stacked(spec: Any, count: int) -> Spec:
@@ -158,7 +151,8 @@ class _Rewriting:
     def __init__(self, graph: Graph, stacks: Stacks, equal: Equal) -> None:
         self._given, self._equal = graph, equal
         self._inputs = {x.name: x for x in graph.inputs}
-        self._specs = {x.name: x.spec for x in (*graph.inputs, *graph.nodes)}
+        self._specs: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
+        self._specs |= {node.name: node.spec for node in graph.nodes}
         self._stack_names = {tuple(param.names(0)): name for name, param in stacks.items()}
         self._place = {x: (names, i) for names in self._stack_names for i, x in enumerate(names)}
         self._stacked_inputs: dict[tuple[str, ...], Input] = {}
@@ -167,7 +161,7 @@ class _Rewriting:
         self._users: dict[str, list[int]] = {}
         results = (graph.outputs, graph.state)
         for i, value in enumerate((*((node.args, node.kwargs) for node in graph.nodes), results)):
-            for name in _names_in(value):
+            for name in references(value):
                 self._users.setdefault(name, []).append(i)
 
     def takes(self, run: Run) -> bool:
@@ -186,6 +180,8 @@ class _Rewriting:
         carried = list(dict.fromkeys(result for _, result in arguments.carries))
         stacked = [j for j in range(run.length) if self._used_after(run, j, in_last=j not in carried)]
         body = self._body(run, arguments, stacked)
+        layer = self._given.nodes[run.start : run.start + run.length]
+        replaced: list[Any] = [layer[result].spec for _, result in arguments.carries]
         loop = Node(
             f"repeat_{run.start}",
             REPEAT,
@@ -194,10 +190,7 @@ class _Rewriting:
                 *(tuple(map(Ref, names)) for names in (arguments.scanned, arguments.closed)),
             ),
             {"body": body, "length": run.count},
-            (
-                *(self._node(run, 0, result).spec for _, result in arguments.carries),
-                *(_stacked(self._node(run, 0, j).spec, run.count) for j in stacked),
-            ),
+            (*replaced, *(_stacked(layer[j].spec, run.count) for j in stacked)),
             module=run.container,
         )
         self._loops[run.start] = (run.stop, [*before, loop, *self._results(loop, run, arguments, stacked)])
@@ -218,7 +211,7 @@ class _Rewriting:
         kept = {x.name for x in self._given.inputs} - {node.name for node in slices}
         inputs = (*(x for x in self._given.inputs if x.name in kept), *self._stacked_inputs.values())
         graph = Graph(inputs, (*slices, *nodes, *last), self._given.outputs, state)
-        return _without_unused(graph)
+        return without_unused(graph, {node.op for node in self._given.nodes} - {GETITEM, SELECT})
 
     def _arguments(self, run: Run, before: list[Node]) -> _Arguments:
         """Return what the loop takes; `before` receives the nodes that stack buffers."""
@@ -313,13 +306,3 @@ class _Rewriting:
 
     def _slice(self, name: str, stack: str, i: int, spec: Any) -> Node:
         return Node(name, SELECT, (Ref(stack), 0, i), {}, spec)
-
-
-def _without_unused(graph: Graph) -> Graph:
-    """Return a graph without the slices that nobody reads."""
-    used, nodes = {*_names_in((graph.outputs, graph.state))}, list[Node]()
-    for node in reversed(graph.nodes):
-        if node.name in used or node.op not in (GETITEM, SELECT):
-            nodes.append(node)
-            used.update(_names_in((node.args, node.kwargs)))
-    return replace(graph, nodes=tuple(reversed(nodes)))

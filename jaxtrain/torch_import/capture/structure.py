@@ -1,7 +1,7 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,10 +93,19 @@ def as_array(x: Any) -> Any:
     return shape_of(x) if x.device.type == "meta" else jnp.array(tensor_to_numpy(x))
 
 
-def stacked_arrays(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return tensors of the same shape as one array with a leading axis, or as its shape and dtype as `as_array`."""
+def as_arrays(tensors: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return tensors as arrays by name, those of a stack as one with a leading axis, in the place of the first."""
+    stack_of = {name: stack for stack, names in stacks.items() for name in names}
+    paths = dict.fromkeys(stack_of.get(name, name) for name in tensors)
+    return {
+        path: _stacked([tensors[x] for x in stacks[path]]) if path in stacks else as_array(tensors[path])
+        for path in paths
+    }
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> Any:
+    one = shape_of(tensors[0])
     if any(x.device.type == "meta" for x in tensors):
-        one = shape_of(tensors[0])
         return jax.ShapeDtypeStruct((len(tensors), *one.shape), one.dtype)
     return jnp.asarray(np.stack([tensor_to_numpy(x) for x in tensors]))
 
