@@ -1,15 +1,20 @@
-"""A user's own case: `path/to/file.py::name`, of a case, a function that returns one, or a recipe."""
+"""A user's own case: `path/to/file.py::name`, of a case, a function that returns one, a recipe, or a function that
+returns a PyTorch module and an example batch."""
 
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parity.case import Case
+from parity.cases.module import is_module_with_example, module_case
 
 
 def own_case(spec: str, **options: Any) -> Case:
     """Return the `Case` of that name in a file, of the recipe of that name, or of a function called with `options`.
+
+    A function that returns `(module, example batch)` is the case of that module, imported by `jaxtrain.from_torch`.
 
     Raises:
       UserError: There is no such file or name, or the function does not take an option.
@@ -29,11 +34,14 @@ def own_case(spec: str, **options: Any) -> Case:
     elif callable(found):
         for option in options.keys() - inspect.signature(found).parameters.keys():
             raise UserError(f"{spec} has no {option}: leave it out, or add the argument to the function")
-        found = found(**options)
+        function = partial(found, **options)
+        found = function()
+        if is_module_with_example(found):
+            return module_case(name, function)
     if not isinstance(found, Case):
         cases = [key for key, value in vars(module).items() if isinstance(value, Case)]
         there = f"its cases are {', '.join(cases)}" if cases else "it has no parity.Case"
-        raise UserError(f"{name!r} in {path} is not a case: {there}")
+        raise UserError(f"{name!r} in {path} is not a case: {there}; a function may return one, or (module, example batch)")
     return found
 
 
