@@ -49,10 +49,10 @@ def in_jax(outputs: Any, rows: int | None) -> Any:
 
 def _own(outputs: Any) -> Any:
     """Return the loss that a module computes; None if it computes none."""
-    value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    value: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     # Both libraries write their dtypes like this: torch.float32, float32.
-    floating = hasattr(value, "shape") and "float" in str(value.dtype)
-    return value if floating and tuple(value.shape) == () else None
+    is_scalar = value is not None and getattr(value, "shape", None) == ()
+    return value if is_scalar and "float" in str(value.dtype) else None
 
 
 def _distance(outputs: Sequence[Any], rows: int | None, array: Callable[[np.ndarray, Any], Any]) -> Any:
@@ -62,6 +62,7 @@ def _distance(outputs: Sequence[Any], rows: int | None, array: Callable[[np.ndar
 
 
 def _targets(shape: tuple[int, ...], rows: int | None) -> np.ndarray:
-    of_row = shape[1:] if shape[:1] == (rows,) else shape
+    """Return the targets of an output, the same for each row."""
+    of_row = (1, *shape[1:]) if shape[:1] == (rows,) else shape
     # Exact in every dtype, bfloat16 included.
     return np.round(np.cos(np.arange(1.0, 1 + np.prod(of_row))) * 64).reshape(of_row) / 64

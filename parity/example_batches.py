@@ -62,9 +62,11 @@ def _drawn(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
         return _floats(rng, x.astype(np.float32))
     low, high = (0, 0) if not x.size else (int(x.min()), int(x.max()))
     if x.dtype == bool or (low, high) == (0, 1):
-        return rng.permutation(x)
-    drawn = rng.integers(max(low, 0), max(high, 0) + 1, x.shape).astype(x.dtype)
-    return np.where(x < 0, x, drawn)
+        drawn = rng.permutation(x)
+    else:
+        drawn = np.where(x < 0, x, rng.integers(max(low, 0), max(high, 0) + 1, x.shape))
+    # The dtype of integers in PyTorch, which JAX has not by default.
+    return drawn.astype(np.int64 if x.dtype in (np.int32, np.uint32) else x.dtype)
 
 
 def _floats(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:

@@ -11,14 +11,14 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Spec
+from jaxtrain.torch_import.graph import Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
 
 if TYPE_CHECKING:
     import torch
 
-    from parity import Case
     from jaxtrain.torch_import.capture import Captured, Structure
+    from parity import Case
 
 Params = dict[str, jax.Array]
 Call = Callable[[Any, Any], Any]
@@ -54,8 +54,7 @@ class ImportedModel:
         first_names = {*structure.aliases.values()}
         self.params: Params = {name: x for name, x in tensors.items() if name in first_names}
         self._buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
-        graph = self._capture(self.params, example, train=True).graph
-        self.state: Params | None = {name: self._buffers[name] for name in graph.state} or None
+        self.state: Params | None = {name: self._buffers[name] for name in self.graph.state} or None
 
     @property
     def names(self) -> NameTable:
@@ -72,6 +71,11 @@ class ImportedModel:
     def frozen(self) -> Frozen:
         """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
         return self._frozen.__contains__ if self._frozen else none_frozen
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of a training pass on the example batch."""
+        return self._capture(self.params, self.example, train=True).graph
 
     def __call__(
         self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None

@@ -5,10 +5,11 @@ import inspect
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from parity.case import Case
-from parity.cases.module import is_module_with_example, module_case
+from parity.cases.module import Factory, is_module_with_example, module_case
 
 
 def own_case(spec: str, **options: Any) -> Case:
@@ -20,12 +21,8 @@ def own_case(spec: str, **options: Any) -> Case:
       UserError: There is no such file or name, or the function does not take an option.
     """
     from jaxtrain.errors import UserError
-    from jaxtrain.user_file import import_file
 
-    path, _, name = spec.rpartition("::")
-    if not Path(path).is_file():
-        raise UserError(f"there is no file {path!r}: name a case as path/to/file.py::case")
-    module = import_file(Path(path))
+    path, name, module = _split(spec)
     found = getattr(module, name, None)
     if isinstance(found, Case) and options:
         raise UserError(f"{spec} has no {next(iter(options))}: define it as a function with that argument")
@@ -41,8 +38,37 @@ def own_case(spec: str, **options: Any) -> Case:
     if not isinstance(found, Case):
         cases = [key for key, value in vars(module).items() if isinstance(value, Case)]
         there = f"its cases are {', '.join(cases)}" if cases else "it has no parity.Case"
-        raise UserError(f"{name!r} in {path} is not a case: {there}; a function may return one, or (module, example batch)")
+        raise UserError(
+            f"{name!r} in {path} is not a case: {there}; a function may return one, or (module, example batch)"
+        )
     return found
+
+
+def own_factory(spec: str) -> Factory:
+    """Return the function of that name in a file, which returns a module and an example batch.
+
+    Raises:
+      UserError: There is no such file or name, or it returns something else.
+    """
+    from jaxtrain.errors import UserError
+
+    path, name, module = _split(spec)
+    found = getattr(module, name, None)
+    if not callable(found) or is_recipe(found) or not is_module_with_example(found()):
+        raise UserError(f"{name!r} in {path} returns no module: name a function that returns (module, example batch)")
+    factory: Factory = found
+    return factory
+
+
+def _split(spec: str) -> tuple[str, str, ModuleType]:
+    """Return the path, the name and the imported file of `path/to/file.py::name`."""
+    from jaxtrain.errors import UserError
+    from jaxtrain.user_file import import_file
+
+    path, _, name = spec.rpartition("::")
+    if not Path(path).is_file():
+        raise UserError(f"there is no file {path!r}: name a case as path/to/file.py::case")
+    return path, name, import_file(Path(path))
 
 
 def is_recipe(found: Any) -> bool:
