@@ -5,7 +5,8 @@ a file.
 """
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -115,6 +116,32 @@ class Graph:
         if not isinstance(graph, cls):
             raise ValueError("not the JSON of a graph")
         return graph
+
+
+def references(value: Any) -> Iterator[str]:
+    """Yield the names of the graph's values in an argument."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, dict):
+        yield from references(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from references(item)
+
+
+def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
+    """Return a graph without the nodes whose results it does not use.
+
+    Args:
+      graph: The graph.
+      kept: Operations that stay, used or not.
+    """
+    used, nodes = {*references((graph.outputs, graph.state))}, []
+    for node in reversed(graph.nodes):
+        if node.name in used or node.op in kept:
+            nodes.append(node)
+            used.update(references((node.args, node.kwargs)))
+    return replace(graph, nodes=tuple(reversed(nodes)))
 
 
 _CLASSES = {cls.__name__: cls for cls in (Ref, Dtype, Spec, Node, Input, Graph)}

@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.masks import with_causal_attention
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +213,7 @@ class ImportedModel:
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         key = (train, dtype, specs, structure)
         if key not in self._captured:
-            self._captured[key] = capture(
+            captured = capture(
                 self._structure,
                 lambda module, tensors: self.call(module, jax.tree.unflatten(structure, tensors)),
                 specs,
@@ -220,6 +221,8 @@ class ImportedModel:
                 dtype=dtype,
                 ops=frozenset(self._ops),
             )
+            graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+            self._captured[key] = captured._replace(graph=graph)
         return self._captured[key]
 
 
