@@ -81,6 +81,23 @@ def in_mode(structure: Structure, train: bool, dtype: str | None) -> torch.nn.Mo
     return module.eval() if not train else module if module.training else module.train()
 
 
+def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
+    """Return a copy of the module with these parameters and buffers, by name, in the dtypes of the module."""
+
+    def tensor(name: str, like: torch.Tensor) -> torch.Tensor:
+        array = np.asarray(tensors[name])
+        # NumPy has no bfloat16; float32 holds all its values.
+        low = jnp.issubdtype(array.dtype, np.floating) and array.dtype.itemsize == 2
+        return torch.tensor(array.astype(np.float32) if low else array).to(like.dtype)
+
+    memo: dict[int, Any] = {}
+    for name, param in structure.module.named_parameters():
+        memo[id(param)] = torch.nn.Parameter(tensor(name, param), requires_grad=param.requires_grad)
+    for name, buffer in structure.module.named_buffers():
+        memo[id(buffer)] = tensor(name, buffer)
+    return copy.deepcopy(structure.module, memo)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype."""
     return str(dtype).removeprefix("torch.")
