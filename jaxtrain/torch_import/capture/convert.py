@@ -12,6 +12,7 @@ from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.structure import dtype_name
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
@@ -105,8 +106,11 @@ def _filled(result: Any, outputs: Sequence[Any]) -> Any:
 
 
 def _needed(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """Return the nodes that the outputs depend on: not those of assertions, in the order of evaluation."""
-    needed = {graph.output_node()}
+    """Return the nodes that the outputs depend on, and those that draw random numbers, in the order of evaluation.
+
+    The others only check values.
+    """
+    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in RANDOM}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
@@ -122,7 +126,8 @@ def _custom(node: torch.fx.Node, functions: Mapping[int, dict[str, Any]]) -> Nod
     """Return the node of a call of `torch.autograd.Function`."""
     number, tensors = cast(tuple[int, Any], node.args)
     spec = _specs(node.meta["val"], node)
-    return Node(node.name, CUSTOM, _argument(tensors, node), functions[number], spec, source=source_of(node))
+    operands = _argument(tensors, node)
+    return Node(node.name, CUSTOM, operands, functions[number], spec, module=_module(node), source=source_of(node))
 
 
 def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
@@ -133,7 +138,6 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise refusal("as_strided of a view", "call contiguous() first", source)
     if key not in known and key != GETITEM:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
-    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return Node(
         node.name,
         key,
@@ -141,7 +145,7 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         {name: _argument(arg, node) for name, arg in node.kwargs.items() if name not in _DROPPED},
         _specs(node.meta.get("val"), node),
         _promoted(node),
-        _own_name(modules[-1] if modules else "").removeprefix("module"),
+        _module(node),
         source,
     )
 
@@ -149,6 +153,13 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Return whether the storage of a tensor has its elements in their order and no others."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Return the path of the module that calls an operation."""
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    # The outermost module is the attribute `module` of `_Forward`.
+    return _own_name(modules[-1]) if modules and modules[-1] != "module" else ""
 
 
 def _argument(value: Any, node: torch.fx.Node) -> Any:
