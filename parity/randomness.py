@@ -25,8 +25,8 @@ from parity.oracle.in_jax import in_float64
 aten = torch.ops.aten
 
 Masks = list[np.ndarray]
-"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts. Other
-random numbers are floats."""
+"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts.
+Other random numbers are floats."""
 
 DRAWS = ("_bernoulli", "_uniform", "_normal")
 """Names of the functions that `jax.random.bernoulli`, `uniform` and `normal` call under jit."""
@@ -119,17 +119,19 @@ class GivenMasks(TorchDispatchMode):
         self.drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DRAWS:
-            self.drawn += 1
-            out = func(*args, **(kwargs or {}))
-            # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
-            return _fill(out, self.masks[self.drawn - 1], func) if self.drawn <= len(self.masks) else out
         before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
         out = func(*args, **(kwargs or {}))
+        if func in _DRAWS:
+            self.drawn += 1
+            # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
+            if self.drawn > len(self.masks):
+                return out
+            torch.set_rng_state(before)
+            return _fill(out, self.masks[self.drawn - 1], func)
         # Attention without dropout has the tag but draws nothing.
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             raise UserError(
-                f"the PyTorch model draws random numbers by {func}: only dropout, torch.rand and torch.randn can use JAX's"
+                f"the PyTorch model draws random numbers by {func}: only dropout, rand and randn can use those of JAX"
             )
         return out
 
