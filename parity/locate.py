@@ -46,7 +46,7 @@ FINEST = 1e-12
 """Tolerance of the forward pass where a difference has grown from one below `TOLERANCE`."""
 NEAR = 1e-3
 """Relative distance up to which a wrong value is recognized as that of the same operation."""
-ATTENUATED = 100
+ATTENUATED = 10
 """Factor by which a difference is larger where it arises than where it is found, if operations attenuate it."""
 GROWTH = 1e3
 """Factor by which an operation at fault differs more than the values it is computed from."""
@@ -262,8 +262,8 @@ class _Matching:
                 continue
             if given not in used:
                 return self._lost(given)
-            users = [self.ours.values[j].where for j in our.forward if given in self.ours.values[j].sources]
-            return users[0] if len(users) == 1 else None
+            users = [j for j in our.forward if given in self.ours.values[j].sources]
+            return self.ours.values[users[0]].where if len(users) == 1 and {*users} <= {*self._our_right(our)} else None
         return None
 
     def _lost(self, i: int) -> "Equation | None":
