@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Graph, Spec
+from jaxtrain.torch_import.graph import Graph, Spec, without_gradient
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -62,9 +62,10 @@ class ImportedModel:
         params = {name: tensors[name] for name in structure.aliases.values()}
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         plain = self._capture(shapes, self.example, train=True)
+        self._frozen_tensors |= without_gradient(plain.graph)
         self._changed = frozenset(plain.graph.state)
         if not unroll:
-            self._stacks = find_stacks(plain.graph, frozen)
+            self._stacks = find_stacks(plain.graph, self._frozen_tensors)
             self._captured = {key: self._with_loops(x) for key, x in self._captured.items()}
         members = {stack: param.names(0) for stack, param in self._stacks.items()}
         self.params: Params = as_arrays(params, members)
@@ -85,7 +86,11 @@ class ImportedModel:
 
     @property
     def frozen(self) -> Frozen:
-        """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
+        """Predicate on names: whether a parameter has no gradient, as `train_step(frozen=…)` takes it.
+
+        These are parameters with `requires_grad=False`, and those that no output depends on: PyTorch's optimizers
+        leave both as they are, without weight decay.
+        """
         found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
         return found.__contains__ if found else none_frozen
 

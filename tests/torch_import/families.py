@@ -56,8 +56,7 @@ class Floats(nn.Module):
 def _transformer(name: str, config: str, inputs: Callable[[int], dict[str, np.ndarray]], **options: Any) -> Family:
     def module() -> nn.Module:
         made = getattr(transformers, config)(**options)
-        if hasattr(made, "num_experts") or "Mixtral" in config:
-            made._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64 on the CPU
+        made._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64 on the CPU
         return Floats(getattr(transformers, name)(made)).train()
 
     return Family(module, inputs)
@@ -290,5 +289,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "mobilenet_v2": _transformer(
         *("MobileNetV2ForImageClassification", "MobileNetV2Config", _images), depth_multiplier=0.25, image_size=16
+    ),
+    "hubert": _transformer(
+        *("HubertForCTC", "HubertConfig", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
+        **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
+        **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "mask_time_prob": 0.0},
+    ),
+    "timesformer": _transformer(
+        *("TimesformerForVideoClassification", "TimesformerConfig"),
+        lambda seed: {"pixel_values": _normal(seed, ROWS, 2, 3, 16, 16)},
+        **{**VISION, "num_frames": 2, "hidden_dropout_prob": 0.1},
     ),
 }
