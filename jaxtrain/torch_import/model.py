@@ -18,6 +18,7 @@ from jaxtrain.torch_import.masks import with_causal_attention
 if TYPE_CHECKING:
     import torch
 
+    from jaxtrain.run import Task
     from jaxtrain.torch_import.capture import Captured, Structure
     from parity import Case
 
@@ -67,6 +68,13 @@ class ImportedModel:
     def state_names(self) -> NameTable | None:
         """The table from `state` to PyTorch's names; None for a module without state."""
         return None if self.state is None else NameTable({name: TorchParam(name) for name in self.state})
+
+    @property
+    def saved_state(self) -> Params:
+        """The buffers of PyTorch's `state_dict()`, by name: `state`, and those that do not change."""
+        from jaxtrain.torch_import.capture import persistent_buffers
+
+        return {name: self._buffers[name] for name in persistent_buffers(self._structure)}
 
     @property
     def frozen(self) -> Frozen:
@@ -156,6 +164,31 @@ class ImportedModel:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*params.values(), *self._buffers.values())):
             raise UserError('the module has no weights, it was imported from the "meta" device: pass torch_model=')
         return filled(self._structure, {**self._buffers, **state, **self.names.to_torch(params)})
+
+    def task(self, loss: Callable[..., Any], **fields: Any) -> "Task":
+        """Return the task of a training run, for a `jaxtrain.Recipe`.
+
+        Its checkpoints are converted from and to PyTorch by `jaxtrain import-torch` and `export --format torch`: the
+        state contains all buffers of PyTorch's `state_dict()`, also those that do not change.
+
+        Args:
+          loss: As in `loss`.
+          **fields: Further fields of `jaxtrain.Task`, such as `train`, `validation` and `predict`.
+
+        Returns:
+          The task, whose runs start from the imported weights.
+
+        Example:
+          >>> import torch
+          >>> from jaxtrain.step import Loss
+          >>> model = from_torch(torch.nn.Linear(3, 2), {"input": np.ones((4, 3), np.float32)})
+          >>> task = model.task(lambda y, batch: Loss.of(y**2), train={"input": np.ones((8, 3), np.float32)})
+          >>> task.initial().params["bias"].shape
+          (2,)
+        """
+        from jaxtrain.torch_import.task import task_of
+
+        return task_of(self, loss, fields)
 
     def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
         """Return the parity case of this model, beside PyTorch's module.
