@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def task_of(model: "ImportedModel", loss: Callable[..., Any], fields: Mapping[str, Any]) -> Task:
     """Return the task of a model; `ImportedModel.task` describes it."""
-    state = {**model.saved_state, **(model.state or {})}
+    constants = model.saved_constants
+    state = {**(model.state or {}), **constants}
+    moving = {} if model.state_names is None else model.state_names.params
     loss_fn = model.loss(loss)
 
     def init() -> Initial:
@@ -33,6 +35,6 @@ def task_of(model: "ImportedModel", loss: Callable[..., Any], fields: Mapping[st
         "loss_fn": with_constants if state and model.state is None else loss_fn,
         "frozen": None if model.frozen is none_frozen else model.frozen,
         "names": model.names,
-        "buffers": NameTable({name: TorchParam(name) for name in state}) if state else None,
+        "buffers": NameTable({**moving, **{name: TorchParam(name) for name in constants}}) if state else None,
     }
     return Task(**{**given, **fields})

@@ -32,6 +32,7 @@ class Classifier(nn.Module):
     def __init__(self, rate=0.0):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(rate))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.head, self.also = nn.Linear(8, 10), nn.Linear(8, 10)
         self.also.weight = self.head.weight
         self.register_buffer("scale", torch.tensor(0.5))
@@ -39,6 +40,8 @@ class Classifier(nn.Module):
 
     def forward(self, image):
         hidden = self.body(image.flatten(1)) * self.scale + self.fixed
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
         return self.head(hidden) + self.also(hidden)
 
 
