@@ -206,7 +206,16 @@ class ImportedModel:
         """
         from jaxtrain.torch_import.task import task_of
 
-        return task_of(self, loss, fields)
+        return task_of(
+            self.loss(loss),
+            self.params,
+            self.state,
+            self.saved_constants,
+            names=self.names,
+            state_names=self.state_names,
+            frozen=self.frozen,
+            fields=fields,
+        )
 
     def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
         """Return the parity case of this model, beside PyTorch's module.
