@@ -206,14 +206,14 @@ def _with_tables(case: Case, console: Console) -> Case:
     """Return the case with its name tables; print those that it leaves out as Python source to copy."""
     if case.has_tables:
         return case
-    from parity.weights import as_source, completed
+    from parity.weights import as_source, proposed
 
     with waiting(console, f"{case.name}: matching parameters"):
-        complete, notes = completed(case)
-    for field, proposed in {"names": complete.names, "buffers": complete.buffers}.items():
-        if proposed is not None and getattr(case, field) is None:
+        complete, notes = proposed(case)
+    for field, table_of in {"names": complete.names, "buffers": complete.buffers}.items():
+        if table_of is not None and getattr(case, field) is None:
             console.print(f"{case.name} is compared under these names; copy them into its {field}:", markup=False)
-            console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
+            console.print(as_source(table_of), markup=False, highlight=False, soft_wrap=True)
     for line in notes:
         console.print(f"  note: {line}", markup=False, soft_wrap=True)
     return complete

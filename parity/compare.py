@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parity.bars import FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE
+from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE
 from parity.divergence import Divergence
 from parity.record import Record, Snapshot, Tensors
 from parity.trajectory import JUDGED, Trajectory, trajectory
@@ -92,8 +92,7 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ul
     """Return the verdict on low-precision runs: JAX may be at most twice as far from the truth as PyTorch.
 
     All runs must overflow at the same steps and change the loss scale alike. PyTorch's distance counts as no less than
-    the rounding of float32: both add in float32, in another order, and where few numbers are added, one of the two may
-    be exact.
+    two units in the last place of float32 (`parity.bars.FEW_ULPS`).
 
     Args:
       ours: JAX's run.
@@ -268,7 +267,7 @@ def _errors(run: Record, truth: Record) -> dict[str, float]:
 def _rounding(truth: Record) -> dict[str, float]:
     """The distances of `_errors` that float32 explains; 0 for parameters, whose updates are smaller than they are."""
     sizes = {"losses": _size(_losses(truth)), "first gradient": _size(truth.grads)}
-    return {what: SINGLE * sizes.get(what, 0.0) for what in _errors(truth, truth)}
+    return {what: FEW_ULPS * sizes.get(what, 0.0) for what in _errors(truth, truth)}
 
 
 def _worst(distances: dict[str, float]) -> tuple[str, float]:

@@ -1,7 +1,8 @@
 """Tied parameters: tensors of PyTorch with several names, and leaves of JAX that one tensor fills."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,33 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: own for name, p in every if (own := first.setdefault(id(p), name)) != name}
+
+
+def untied(case: Case, aliases: Collection[str]) -> Case:
+    """Return the case with a PyTorch parameter of its own for each of these aliases (`tied_names`), to match leaves."""
+
+    def torch_model() -> torch.nn.Module:
+        model = case.torch_model()
+        for alias in aliases:
+            _untie(model, alias)
+        return model
+
+    return replace(case, torch_model=torch_model)
+
+
+def _untie(model: torch.nn.Module, alias: str) -> None:
+    times = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    *path, own = alias.split(".")
+    module = model
+    for name in path:
+        child = module.get_submodule(name)
+        if times[id(child)] > 1:  # the tied parameter is that of a module with several names
+            child = copy.copy(child)
+            child._parameters, child._modules = dict(child._parameters), dict(child._modules)
+            module._modules[name] = child
+        module = child
+    p = module.get_parameter(own)
+    module._parameters[own] = torch.nn.Parameter(p.detach().clone(), p.requires_grad)
 
 
 def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str, ...]]:
