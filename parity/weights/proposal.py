@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from parity.weights.by_values import by_values
 from parity.weights.classes import by_class
 from parity.weights.layouts import OWNERS, Convolution
 from parity.weights.probe import MAX_DISTANCE, Probe, probe_of, random_weights, relative_distance
-from parity.weights.tied import tie_leaves, tied_names, untied
+from parity.weights.tied import tie_leaves, tied_names, untied, ways_to_untie
 from parity.weights.unused import unused_parameters, without_parameters
 
 LISTED = 5
@@ -67,12 +67,15 @@ def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 
 def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
-    """Return the case with all its tables, and notes on what it proposes and leaves out; leaves are not tied."""
+    """Return the case with all its tables, and notes on them; leaves that it matches are not tied yet."""
     model = seeded_model(case, 0)
     unused = _unused(case, model)
     notes = [f"{name} is left out: PyTorch's loss does not depend on it" for name in sorted(unused)[:LISTED]]
     if unused:
         case = without_parameters(case, unused)
+    if case.names is not None:
+        case, tied = tie_leaves(case, tied_names(model))
+        notes += tied
     if not case.has_tables:
         proposal = proposal_of(case)
         case = replace(case, names=proposal.names, buffers=proposal.buffers)
@@ -97,21 +100,18 @@ def _unused(case: Case, model: torch.nn.Module) -> set[str]:
         unused = unused_parameters(case)
         if not unused:
             raise
-        without = seeded_model(without_parameters(case, unused), 0)
-        try:
-            _sides(without, case.params_like, case.state_like, ())
-        except UserError:
-            return set()  # the faults of the whole model say more
-        return unused
+        without = without_parameters(case, unused)
+        smaller = seeded_model(without, 0)
+        # If tensors are left over without them too, the faults of the whole model say more.
+        return unused if _fits(smaller, case) or _untyings(without, smaller) else set()
     return set()
 
 
 def _untyings(case: Case, model: torch.nn.Module) -> list[Case]:
-    """The case with as few tied parameters untied as the leaves need, in every way that leaves nothing over."""
-    aliases = tied_names(model)
-    for n in range(1, len(aliases) + 1):
-        found = [untied(case, chosen) for chosen in combinations(aliases, n)]
-        if fitting := [version for version in found if _fits(seeded_model(version, 0), case)]:
+    """The case with as few tied parameters untied as its leaves need, in every way that leaves nothing over."""
+    for _, ways in groupby(ways_to_untie(model), key=len):
+        versions = [untied(case, groups) for groups in ways]
+        if fitting := [version for version in versions if _fits(seeded_model(version, 0), case)]:
             return fitting
     return []
 
@@ -149,9 +149,10 @@ def proposal_of(case: Case) -> Proposal:
             found = _proposal_of(version)
             if _agrees(version, found):
                 return found
+    tied = ", ".join(dict.fromkeys([*tied_names(model).values(), *tied_names(model)]))
     raise UserError(
-        f"the losses of {case.name} differ under random weights, and which leaf is which of the tied "
-        f"{', '.join([*dict.fromkeys(tied_names(model).values()), *tied_names(model)])} is in doubt: pass names, a NameTable"
+        f"the losses of {case.name} differ under random weights, and which leaf is which of the tied {tied} is in "
+        "doubt: pass names, a NameTable"
     )
 
 
@@ -160,7 +161,8 @@ def _agrees(case: Case, proposal: Proposal) -> bool:
     whole = replace(case, names=proposal.names, buffers=proposal.buffers)
     model, probe = seeded_model(case, 0), probe_of(case)
     weights = random_weights(model, model.state_dict().keys())
-    theirs, ours = probe.torch_loss(weights), probe.jax_loss(*from_torch(whole, with_counterpart(whole, model, weights)))
+    arguments = from_torch(whole, with_counterpart(whole, model, weights))
+    theirs, ours = probe.torch_loss(weights), probe.jax_loss(*arguments)
     return relative_distance(ours, theirs, theirs) <= MAX_DISTANCE
 
 
