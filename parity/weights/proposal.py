@@ -69,10 +69,10 @@ def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
 def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
     """Return the case with all its tables, and notes on them; leaves that it matches are not tied yet."""
     model = seeded_model(case, 0)
-    unused = _unused(case, model)
-    notes = [f"{name} is left out: PyTorch's loss does not depend on it" for name in sorted(unused)[:LISTED]]
-    if unused:
-        case = without_parameters(case, unused)
+    left_out = _left_out(case, model)
+    notes = [f"{name} is left out: {_why(model, name)}" for name in sorted(left_out)[:LISTED]]
+    if left_out:
+        case = without_parameters(case, left_out)
     if case.names is not None:
         case, tied = tie_leaves(case, tied_names(model))
         notes += tied
@@ -83,27 +83,32 @@ def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
     return case, tuple(notes)
 
 
-def _unused(case: Case, model: torch.nn.Module) -> set[str]:
-    """PyTorch's parameters without a leaf that its loss does not depend on."""
-    aliases = tied_names(model)
+def _why(model: torch.nn.Module, name: str) -> str:
+    trained = model.get_parameter(name).requires_grad
+    return "PyTorch's loss does not depend on it" if trained else "it is frozen in PyTorch and has no leaf"
+
+
+def _left_out(case: Case, model: torch.nn.Module) -> set[str]:
+    """PyTorch's parameters without a leaf that are frozen or that its loss does not depend on."""
+    aliases, frozen = tied_names(model), {name for name, p in model.named_parameters() if not p.requires_grad}
     if case.names is not None:
         if {path for path, _ in leaves(case.params_like)} != set(case.names.params):
             return set()
         named = {aliases.get(name, name) for name in case.names.torch_order(case.params_like)}
         lacking = {name for name, _ in model.named_parameters()} - named - case.names.tied.keys()
-        return unused_parameters(case) & lacking if lacking else set()
+        return (unused_parameters(case) | frozen) & lacking if lacking else set()
     try:
         _sides(model, case.params_like, case.state_like, ())
     except UserError:
         if _untyings(case, model):
             return set()
         unused = unused_parameters(case)
-        if not unused:
-            raise
-        without = without_parameters(case, unused)
-        smaller = seeded_model(without, 0)
-        # If tensors are left over without them too, the faults of the whole model say more.
-        return unused if _fits(smaller, case) or _untyings(without, smaller) else set()
+        for names in filter(None, (unused, frozen, unused | frozen)):
+            without = without_parameters(case, names)
+            smaller = seeded_model(without, 0)
+            if _fits(smaller, case) or _untyings(without, smaller):
+                return names
+        raise  # the faults of the whole model say more than those without some of its parameters
     return set()
 
 
