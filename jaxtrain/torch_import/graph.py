@@ -19,6 +19,10 @@ CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
 
+RECOMPUTED = "jaxtrain.recomputed.default"
+"""An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
+argument is the formula's `graph`."""
+
 
 @dataclass(frozen=True)
 class Ref:

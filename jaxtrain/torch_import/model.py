@@ -11,6 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
+from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.graph import Spec
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
@@ -161,7 +162,7 @@ class ImportedModel:
                 ops=frozenset(self._ops),
             )
             graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            self._captured[key] = captured._replace(graph=graph)
+            self._captured[key] = captured._replace(graph=with_recomputed_formulas(graph))
         return self._captured[key]
 
 
