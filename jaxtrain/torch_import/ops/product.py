@@ -20,8 +20,9 @@ ops(
 
 @op("linear.default")
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x Wᵀ + b."""
-    y = jnp.matmul(x, weight.T)
+    """x Wᵀ + b. The rows are one axis of the product, which lets a loss's gradient overwrite logits on a GPU."""
+    rows = x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x
+    y = jnp.matmul(rows, weight.T).reshape(*x.shape[:-1], *weight.shape[:-1])
     return y if bias is None else y + bias
 
 
