@@ -20,10 +20,10 @@ ops(
 
 @op("linear.default")
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x Wᵀ + b. The rows are one axis of the product, which lets a loss's gradient overwrite logits on a GPU."""
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x
-    y = jnp.matmul(rows, weight.T).reshape(*x.shape[:-1], *weight.shape[:-1])
-    return y if bias is None else y + bias
+    """x Wᵀ + b, of rows that are one axis, as `jaxtrain.models.linear`."""
+    rows = jnp.matmul(x.reshape(-1, x.shape[-1]), weight.T)
+    y = rows if bias is None else rows + bias.reshape((1,) * (rows.ndim - bias.ndim) + bias.shape)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 @op("addmm.default", "baddbmm.default", "addmv.default")
