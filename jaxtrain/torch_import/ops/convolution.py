@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.torch_import.ops.product import linear
 from jaxtrain.torch_import.ops.registry import op
 
 
@@ -28,31 +27,16 @@ def conv(
 ) -> jax.Array:
     """Convolve [N, C, ...] or [C, ...] with [O, C / groups, ...]."""
     rank = weight.ndim - 2
-    dilation, strides = per_axis(dilation, rank), per_axis(stride, rank)
-    widths = _widths(padding, weight.shape[2:], dilation)
-    if strides == list(weight.shape[2:]) and not any(map(any, widths)) and max(dilation) == groups == 1 < x.ndim - rank:
-        return _of_patches(x, weight, bias)
+    dilation = per_axis(dilation, rank)
     y = lax.conv_general_dilated(
         x if x.ndim == rank + 2 else x[None],
         weight,
-        strides,
-        widths,
+        per_axis(stride, rank),
+        _widths(padding, weight.shape[2:], dilation),
         rhs_dilation=dilation,
         feature_group_count=groups,
     )
     return _finished(y, bias, x.ndim == rank + 2)
-
-
-def _of_patches(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Convolve with a stride that is the size of the kernel: one product of patches, each of which is used once."""
-    features, _, *kernel = weight.shape
-    counts = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
-    whole = x[(..., *(slice(n * k) for n, k in zip(counts, kernel, strict=True)))]
-    parts = whole.reshape(*x.shape[:2], *(n for pair in zip(counts, kernel, strict=True) for n in pair))
-    rank = len(kernel)
-    patches = parts.transpose(0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))
-    rows = linear(patches.reshape(-1, weight[0].size), weight.reshape(features, -1), bias)
-    return jnp.moveaxis(rows.reshape(x.shape[0], *counts, features), -1, 1)
 
 
 def _widths(
