@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from jaxtrain.torch_import.graph import RECOMPUTED, Graph, Input, Node, Ref, Spec, references
+from jaxtrain.torch_import.graph import RECOMPUTED, REPEAT, Graph, Input, Node, Ref, Spec, references
 
 _LINEAR = frozenset({"add", "sub", "neg", "rsub"})
 _SCALED = frozenset({"mul", "div"})
@@ -36,7 +36,15 @@ def with_recomputed_formulas(graph: Graph) -> Graph:
         if len(formula) > 1 and any(map(_is_nonlinear, formula)):
             placed.update(dict.fromkeys(part.name for part in formula))
             placed[node.name] = _recomputed(formula, specs)
-    return replace(graph, nodes=tuple(new for node in graph.nodes if (new := placed.get(node.name, node)) is not None))
+    new = [placed.get(node.name, node) for node in graph.nodes]
+    return replace(graph, nodes=tuple(_with_body(node) for node in new if node is not None))
+
+
+def _with_body(node: Node) -> Node:
+    """Return a loop over layers with the formulas of its body replaced; any other node as it is."""
+    if node.op != REPEAT:
+        return node
+    return replace(node, kwargs={**node.kwargs, "body": with_recomputed_formulas(node.kwargs["body"])})
 
 
 def _users(graph: Graph) -> Mapping[str, set[str]]:
