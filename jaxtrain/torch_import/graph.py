@@ -5,7 +5,8 @@ a file.
 """
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -17,6 +18,16 @@ GETITEM = "getitem"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
+REPEAT = "jaxtrain.repeat.default"
+"""Layers with the same operations. Its arguments are three tuples: initial values that each layer replaces, arrays of
+which each layer takes its slice along the first axis, and values that all layers take. Its keyword arguments are the
+graph `body` of a layer, whose inputs are these in turn, and the `length`, the number of layers. The outputs of `body`
+are two tuples: the replaced values, and results that are stacked along a first axis; those of the operation are the
+last replaced values, then the stacks."""
+
+RECOMPUTED = "jaxtrain.recomputed.default"
+"""An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
+argument is the formula's `graph`."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,32 @@ class Graph:
         if not isinstance(graph, cls):
             raise ValueError("not the JSON of a graph")
         return graph
+
+
+def references(value: Any) -> Iterator[str]:
+    """Yield the names of the graph's values in an argument."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, dict):
+        yield from references(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from references(item)
+
+
+def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
+    """Return a graph without the nodes whose results it does not use.
+
+    Args:
+      graph: The graph.
+      kept: Operations that stay, used or not.
+    """
+    used, nodes = {*references((graph.outputs, graph.state))}, []
+    for node in reversed(graph.nodes):
+        if node.name in used or node.op in kept:
+            nodes.append(node)
+            used.update(references((node.args, node.kwargs)))
+    return replace(graph, nodes=tuple(reversed(nodes)))
 
 
 _CLASSES = {cls.__name__: cls for cls in (Ref, Dtype, Spec, Node, Input, Graph)}

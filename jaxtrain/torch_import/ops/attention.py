@@ -18,15 +18,21 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window: int | None = None,
     rng: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of [..., heads, tokens, width]; a query that may attend to no key gets 0."""
+    """Attention of [..., heads, tokens, width]; a query that may attend to no key gets 0.
+
+    `window` is not PyTorch's: `jaxtrain.torch_import.masks` recognizes it.
+    """
     del enable_gqa  # implied by the numbers of heads
     lead = query.shape[:-3]
     q, k, v = (_batched(x) for x in (query, key, value))
     mask = bias = None
     if attn_mask is not None:
-        wide = jnp.broadcast_to(attn_mask, (*attn_mask.shape[:-2], query.shape[-2], key.shape[-2]))
+        wide = jnp.atleast_2d(attn_mask)
+        if wide.dtype != jnp.bool_:
+            wide = jnp.broadcast_to(wide, (*wide.shape[:-2], query.shape[-2], key.shape[-2]))
         wide = wide.reshape((1,) * (query.ndim - wide.ndim) + wide.shape) if wide.ndim < query.ndim else wide
         wide = _batched_mask(wide, lead)
         mask, bias = (wide, None) if wide.dtype == jnp.bool_ else _separated(wide)
@@ -35,6 +41,7 @@ def scaled_dot_product_attention(
         mask=mask,
         bias=bias,
         causal=is_causal,
+        window=window,
         scale=scale,
         dropout=dropout_p,
         rng=rng,
