@@ -11,6 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
+from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.graph import Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
@@ -282,7 +283,8 @@ class ImportedModel:
                 ops=frozenset(self._ops),
             )
             graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            self._captured[key] = self._with_loops(captured._replace(graph=graph))
+            looped = self._with_loops(captured._replace(graph=graph))
+            self._captured[key] = looped._replace(graph=with_recomputed_formulas(looped.graph))
         return self._captured[key]
 
     def _with_loops(self, captured: "Captured") -> "Captured":
