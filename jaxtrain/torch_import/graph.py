@@ -26,6 +26,10 @@ graph `body` of a layer, whose inputs are these in turn, and the `length`, the n
 are two tuples: the replaced values, and results that are stacked along a first axis; those of the operation are the
 last replaced values, then the stacks."""
 
+RECOMPUTED = "jaxtrain.recomputed.default"
+"""An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
+argument is the formula's `graph`."""
+
 
 @dataclass(frozen=True)
 class Ref:

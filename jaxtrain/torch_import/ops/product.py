@@ -21,9 +21,10 @@ ops(
 
 @op("linear.default")
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x Wᵀ + b."""
-    y = jnp.matmul(x, weight.T)
-    return y if bias is None else y + bias
+    """x Wᵀ + b, of rows that are one axis, as `jaxtrain.models.linear`."""
+    rows = jnp.matmul(x.reshape(-1, x.shape[-1]), weight.T)
+    y = rows if bias is None else rows + bias.reshape((1,) * (rows.ndim - bias.ndim) + bias.shape)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 @op("addmm.default", "baddbmm.default", "addmv.default")
