@@ -119,7 +119,8 @@ class GivenMasks(TorchDispatchMode):
         self.drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if random else torch.empty(0)
         out = func(*args, **(kwargs or {}))
         if func in _DRAWS:
             self.drawn += 1
@@ -129,7 +130,7 @@ class GivenMasks(TorchDispatchMode):
             torch.set_rng_state(before)
             return _fill(out, self.masks[self.drawn - 1], func)
         # Attention without dropout has the tag but draws nothing.
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
+        if random and not torch.equal(before, torch.get_rng_state()):
             raise UserError(
                 f"the PyTorch model draws random numbers by {func}: only dropout, rand and randn can use those of JAX"
             )
