@@ -98,10 +98,17 @@ class Value(Generic[Where]):
 
 @dataclass
 class Trace(Generic[Where]):
-    """The values of a program in the order of execution; `length` is that of the longest sequence of a batch."""
+    """The values of a program.
+
+    Attributes:
+      values: The values in the order of execution.
+      length: Length of the longest sequence of a batch.
+      lost: Of a value, where it is used for a result that does not depend on it: zeros, or the numbers of another.
+    """
 
     values: list[Value[Where]] = field(default_factory=list)
     length: int = 0
+    lost: dict[int, list[Where]] = field(default_factory=dict)
 
     def add_input(self, value: np.ndarray) -> Sources:
         """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
@@ -131,6 +138,7 @@ class Trace(Generic[Where]):
         if not trained and known != sources:
             return NOISE
         if _says_nothing(value) or (trained and not np.issubdtype(value.dtype, np.floating)):
+            self._lose(known if not value.any() else (), where)
             return sources
         found = fingerprint(value) if trained else _of_constant(value)
         if not np.isfinite(found.largest):
@@ -138,6 +146,7 @@ class Trace(Generic[Where]):
         inputs = {i: self.values[i] for i in known}
         for i, given in inputs.items():
             if given.trained == trained and _near(found, given.fingerprint, UNCHANGED):
+                self._lose(known - {i}, where)
                 return frozenset({i})
         if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
             return NOISE
@@ -145,6 +154,11 @@ class Trace(Generic[Where]):
         where = where if trained or value.ndim else None
         extremum = str(getattr(where, "name", where)).rstrip(")").endswith(EXTREMA)
         return self._append(Value(found, known, where, trained, extremum, None if trained else self._cropped(value)))
+
+    def _lose(self, values: Iterable[int], where: Where | None) -> None:
+        for i in values:
+            if where is not None and self.values[i].trained:
+                self.lost.setdefault(i, []).append(where)
 
     def _cropped(self, value: np.ndarray) -> Fingerprint | None:
         if not self.length or max(value.shape, default=0) <= self.length:
@@ -178,10 +192,43 @@ def counterparts(
 
 def nearest(value: Value, trace: Trace) -> float:
     """Return the relative distance of a value from the nearest one of a trace."""
-    table = np.array([other.fingerprint for other in trace.values if other.trained == value.trained])
+    return _nearest(value, _table(trace, value.trained))
+
+
+def distances(ours: Trace, theirs: Trace, indices: Iterable[int]) -> dict[int, float]:
+    """Return the relative distances of values of `ours` from the nearest ones of `theirs`."""
+    tables = {trained: _table(theirs, trained) for trained in (True, False)}
+    return {i: _nearest(ours.values[i], tables[ours.values[i].trained]) for i in indices}
+
+
+def _table(trace: Trace, trained: bool) -> np.ndarray:
+    return np.array([value.fingerprint for value in trace.values if value.trained == trained]).reshape(-1, 4)
+
+
+def _nearest(value: Value, table: np.ndarray) -> float:
+    return float(_far(value, table).min(initial=np.inf))
+
+
+def _far(value: Value, table: np.ndarray) -> np.ndarray:
     a = np.asarray(value.fingerprint)
     with np.errstate(invalid="ignore"):
-        return float(np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1).min(initial=np.inf))
+        return np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1)
+
+
+def approximations(value: Value, trace: Trace, within: float) -> list[int]:
+    """Return the indices of a trace's values at most a relative distance of `within` from a value, nearest first."""
+    kind = [i for i, other in enumerate(trace.values) if other.trained == value.trained]
+    far = _far(value, _table(trace, value.trained))
+    return [kind[k] for k in np.argsort(far, kind="stable") if far[k] <= within]
+
+
+def apart(one: Fingerprint, other: Fingerprint, tolerance: float = TOLERANCE) -> bool:
+    """Return whether two fingerprints differ by more than rounding.
+
+    >>> apart(fingerprint(np.zeros(3)), fingerprint(np.ones(3)))
+    True
+    """
+    return not _near(one, other, tolerance)
 
 
 def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
@@ -205,6 +252,11 @@ def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> s
     (True, set())
     """
     return _reached(trace, outputs, lambda i: i not in right and _computed(trace.values[i]) and trace.values[i].trained)
+
+
+def ancestors(trace: Trace, outputs: Iterable[int]) -> set[int]:
+    """Return `outputs` and the values that they were computed from."""
+    return _reached(trace, outputs, lambda _: True)
 
 
 def constants_behind(trace: Trace, right: Collection[int], at: int) -> set[int]:
