@@ -3,6 +3,8 @@
 model     `from_torch`, and the model that it returns
 capture   PyTorch's module to a graph; the only importer of PyTorch
 graph     the graph: operations, shapes, dtypes, lines of PyTorch code
+layers    finds layers that differ in their parameters alone
+repeat    loops over such layers and their stacked parameters
 interpret evaluates a graph in JAX
 ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
