@@ -34,7 +34,7 @@ def case_of(name: str) -> Case:
         torch_model=family.module,
         batch=lambda seed, rows: family.inputs(seed),
         rows=ROWS,
-        optimizer=AdamW(lr=1e-3),
+        optimizer=AdamW(lr=3e-4),
         clip_norm=1.0,
     )
 
