@@ -9,18 +9,21 @@ fingerprints too, also as integers and booleans, but those of parameters alone c
 constant without a counterpart is at fault only where a value computed from it is wrong.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from parity.bars import NEGLIGIBLE
+from parity.order import LARGEST, Order, order, order_of_weights, same_order
 
 TOLERANCE = 1e-10
 """Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
 UNCHANGED = 1e-14
 """Largest relative distance of two fingerprints of one value, summed in different orders."""
+ROUNDING = 1e-12
+"""Largest distance of the orders of one value in units of its root mean square."""
 CONSTANT_TOLERANCE = 1e-12
 """The same as `TOLERANCE` for constants, whose rounding no layer amplifies."""
 MASKED = 1e30
@@ -86,6 +89,8 @@ class Value(Generic[Where]):
       trained: Whether it depends on a parameter; others are constants.
       extremum: Whether it is a maximum or minimum, which says little of what it was computed from.
       cropped: Of a constant for longer sequences than the batch has, the fingerprint of the part that a batch needs.
+      order: The order of its elements.
+      reordered: Index of the value whose numbers it has, in another order.
     """
 
     fingerprint: Fingerprint
@@ -94,6 +99,8 @@ class Value(Generic[Where]):
     trained: bool = True
     extremum: bool = False
     cropped: Fingerprint | None = None
+    order: Order = ()
+    reordered: int | None = None
 
 
 @dataclass
@@ -105,12 +112,12 @@ class Trace(Generic[Where]):
 
     def add_input(self, value: np.ndarray) -> Sources:
         """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
-        return self._append(Value(fingerprint(value), frozenset(), None))
+        return self._append(Value(fingerprint(value), frozenset(), None, order=order_of_weights(_finite(value))))
 
     def add_batch(self, value: np.ndarray) -> Sources:
         """Record an array of a batch, which is a constant and never at fault."""
         self.length = max(self.length, *value.shape[1:], 0)
-        return self._append(Value(_of_constant(value), frozenset(), None, trained=False))
+        return self._append(Value(_of_constant(value), frozenset(), None, trained=False, order=_order_of(value)))
 
     def add(self, value: np.ndarray, sources: Sources, where: Where | None) -> Sources:
         """Record a value computed from `sources` and return its own sources entry.
@@ -136,20 +143,42 @@ class Trace(Generic[Where]):
         if not np.isfinite(found.largest):
             return sources
         inputs = {i: self.values[i] for i in known}
-        for i, given in inputs.items():
-            if given.trained == trained and _near(found, given.fingerprint, UNCHANGED):
+        in_order = _order_of(value)
+        same = [
+            i for i, given in inputs.items() if given.trained == trained and _near(found, given.fingerprint, UNCHANGED)
+        ]
+        for i in same:
+            if _is_parameter(inputs[i]) or _in_layout(in_order, inputs[i].order, found):
+                self._split(i, in_order)
                 return frozenset({i})
+        if same:
+            return self._append(replace(inputs[same[0]], sources=known, where=where, order=in_order, reordered=same[0]))
         if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
             return NOISE
         # The line of a single number is that of its use, or too far from it.
         where = where if trained or value.ndim else None
         extremum = str(getattr(where, "name", where)).rstrip(")").endswith(EXTREMA)
-        return self._append(Value(found, known, where, trained, extremum, None if trained else self._cropped(value)))
+        part = None if trained else self._cropped(value)
+        cropped = None if part is None else _of_constant(part)
+        in_order += () if part is None else _order_of(part)
+        return self._append(Value(found, known, where, trained, extremum, cropped, in_order))
 
-    def _cropped(self, value: np.ndarray) -> Fingerprint | None:
+    def _split(self, i: int, in_order: Order) -> None:
+        """Record the order of a value again if its axes have been split."""
+        value = self.values[i]
+        finer = not same_order(in_order[:1], value.order, _unit(value.fingerprint))
+        if finer and not _is_parameter(value):
+            self.values[i] = replace(value, order=tuple(dict.fromkeys(value.order + in_order)))
+
+    def computed(self, i: int) -> Value[Where]:
+        """The value whose numbers the value `i` has."""
+        value = self.values[i]
+        return value if value.reordered is None else self.computed(value.reordered)
+
+    def _cropped(self, value: np.ndarray) -> np.ndarray | None:
         if not self.length or max(value.shape, default=0) <= self.length:
             return None
-        return _of_constant(value[tuple(slice(self.length) for _ in value.shape)])
+        return value[tuple(slice(self.length) for _ in value.shape)]
 
     def _append(self, value: Value[Where]) -> Sources:
         self.values.append(value)
@@ -174,6 +203,33 @@ def counterparts(
 
     with np.errstate(invalid="ignore"):
         return [equal(value) for value in ours.values]
+
+
+def in_order(
+    ours: Trace, theirs: Trace, same: Mapping[int, Sources], tolerance: float, of_constants: float
+) -> dict[int, Sources]:
+    """Return those of the counterparts `same` that have their elements in the same order.
+
+    The elements of a parameter may have another order by design, as in a model that rotates neighbours in place of
+    halves, and with them all values on the way to one that is in order again. These counterparts are kept.
+    """
+
+    def is_in_order(value: Value, other: Value) -> bool:
+        unit = value.fingerprint.squares**0.5
+        return same_order(value.order, other.order, LARGEST * unit * (tolerance if value.trained else of_constants))
+
+    ordered = {
+        i: frozenset(j for j in equal if is_in_order(ours.values[i], theirs.values[j])) for i, equal in same.items()
+    }
+    reordered = {i for i, equal in ordered.items() if not equal}
+    by_design = {i for i in reordered if _is_parameter(ours.values[i])}
+    kept = set[int]()
+    for i, value in enumerate(ours.values):
+        if not by_design.isdisjoint(value.sources):
+            by_design |= {i} & reordered
+            kept |= value.sources & reordered
+    kept |= by_design
+    return {i: same[i] if i in kept else equal for i, equal in ordered.items() if equal or i in kept}
 
 
 def nearest(value: Value, trace: Trace) -> float:
@@ -234,6 +290,32 @@ def _reached(trace: Trace, outputs: Iterable[int], through: Callable[[int], bool
 
 def _computed(value: Value) -> bool:
     return value.where is not None
+
+
+def _is_parameter(value: Value) -> bool:
+    return value.trained and not _computed(value)
+
+
+def _order_of(value: np.ndarray) -> Order:
+    """The order of a value; that of a mask is the same for its negation."""
+    if mask_fingerprint(value) is None:
+        return order(_finite(value))
+    zeros = order(np.asarray(value) == 0)
+    return (*zeros, *(1 - x for x in zeros))
+
+
+def _finite(value: np.ndarray) -> np.ndarray:
+    x = np.asarray(value, np.float64)
+    return x if np.abs(x).max(initial=0) < MASKED else np.where(np.abs(x) < MASKED, x, 0)
+
+
+def _in_layout(one: Order, other: Order, found: Fingerprint) -> bool:
+    """Whether one of two orders is the other with more axes merged."""
+    return same_order(one[:1], other, _unit(found)) or same_order(one, other[:1], _unit(found))
+
+
+def _unit(found: Fingerprint) -> float:
+    return ROUNDING * float(np.sqrt(found.squares))
 
 
 def _of_constant(value: np.ndarray) -> Fingerprint:

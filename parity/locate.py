@@ -22,6 +22,7 @@ from parity.fingerprint import (
     counterparts,
     differing,
     edge,
+    in_order,
     nearest,
 )
 from parity.source import built_line
@@ -89,27 +90,37 @@ class _Programs:
     ends: "Sequence[tuple[Mapping[Output, Sources], End]]"
 
     def first(self) -> Divergence | None:
+        """The first difference of the values, or of their order where that makes them wrong."""
+        found = self._first_value()
+        if found is None or found.at.stage != "forward":
+            return None if found is None else found.at
+        return found.matching.in_order().first(found.step, *self.ends[found.step - 1]) or found.at
+
+    def _first_value(self) -> "_Found | None":
         """The first difference; a larger one that is not its consequence is preferred."""
         found = self._first(TOLERANCE, COARSE) or self._first(TOLERANCE)
         if found is None:
             return None
-        if self._distance(found.position) <= COARSE:
+        if self._distance(found.at.position) <= COARSE:
             larger = self._first(COARSE, COARSE)
-            if larger is not None and larger.stage in ("forward", "backward") and self._begins(larger):
+            if larger is not None and larger.at.stage in ("forward", "backward") and self._begins(larger.at):
                 return larger
             found = self._first(TOLERANCE) or found
-        return found if self._begins(found) else self._grown() or found
+        return found if self._begins(found.at) else self._grown() or found
 
-    def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> Divergence | None:
+    def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> "_Found | None":
         steps = enumerate(self.ends, start=1)
         matching = self._matching(tolerance, of_constants)
-        return next((found for step, (their, our) in steps if (found := matching.first(step, their, our))), None)
+        found = ((step, matching.first(step, their, our)) for step, (their, our) in steps)
+        return next((_Found(at, matching, step) for step, at in found if at), None)
 
     def _matching(self, tolerance: float, of_constants: float) -> "_Matching":
         equal = enumerate(counterparts(self.theirs, self.ours, tolerance, of_constants))
-        return _Matching(self.theirs, self.ours, {i: indices for i, indices in equal if indices})
+        return _Matching(
+            self.theirs, self.ours, {i: indices for i, indices in equal if indices}, (tolerance, of_constants)
+        )
 
-    def _grown(self) -> Divergence | None:
+    def _grown(self) -> "_Found | None":
         """The first difference of the forward pass below `TOLERANCE`, whether or not the loss shows it."""
         matching, (their, our) = self._matching(FINEST, CONSTANT_TOLERANCE), self.ends[0]
         loss = {LOSS: their[LOSS]}
@@ -118,7 +129,8 @@ class _Programs:
             return None
         after = differing(self.theirs, matching.without(loss[LOSS]).right, loss[LOSS])
         # Of a value that PyTorch computes otherwise, JAX has no approximation.
-        return found if any(FINEST < self._distance(i) <= TOLERANCE for i in after) else None
+        grown = any(FINEST < self._distance(i) <= TOLERANCE for i in after)
+        return _Found(found, matching, 1) if grown else None
 
     def _begins(self, found: Divergence) -> bool:
         """Whether the values that PyTorch's operation is computed from differ much less than its result."""
@@ -132,19 +144,41 @@ class _Programs:
 
 
 @dataclass(frozen=True)
+class _Found:
+    """The first difference of a training step."""
+
+    at: Divergence
+    matching: "_Matching"
+    step: int
+
+
+@dataclass(frozen=True)
 class _Matching:
-    """The values of both programs; `same` maps the index of a value of PyTorch's to those of JAX's equal to it."""
+    """The values of both programs; `same` maps the index of a value of PyTorch's to those of JAX's equal to it.
+
+    Constants whose counterparts have another order are `reordered` in PyTorch's program and `our_reordered` in JAX's.
+    """
 
     theirs: "Trace[Operation]"
     ours: "Trace[Equation]"
     same: "Mapping[int, Sources]"
+    tolerances: tuple[float, float]
+    reordered: "Sources" = frozenset()
+    our_reordered: "Sources" = frozenset()
 
     @cached_property
     def right(self) -> "Collection[int]":
         """Indices of PyTorch's values that agree with JAX."""
         operations = enumerate(value.where for value in self.theirs.values)
         forward = {i for i, where in operations if where is not None and where.stage == "forward"}
-        return correct(self.theirs, self.same, forward)
+        return correct(self.theirs, self.same, forward) - self.reordered
+
+    def in_order(self) -> "_Matching":
+        """The same without the counterparts in another order."""
+        same = in_order(self.theirs, self.ours, self.same, *self.tolerances)
+        reordered = _constants(self.theirs, self.same.keys() - same.keys())
+        ours = _constants(self.ours, _union(self.same.values()) - _union(same.values()))
+        return replace(self, same=same, reordered=reordered, our_reordered=ours)
 
     def without(self, values: "Sources") -> "_Matching":
         """The same without the counterparts of some values."""
@@ -161,7 +195,7 @@ class _Matching:
             return None
         at = self._start(wrong)
         sources = frozenset(i for i in self.theirs.values[at].sources if self.theirs.values[i].trained)
-        last = self.theirs.values[max(sources)].where
+        last = self.theirs.computed(max(sources)).where
         ours = self._equations(our, our.loss if LOSS in wrong else our.state, sources)
         operation = self.theirs.values[at].where
         equation = self.ours.values[ours[0]].where if ours else None
@@ -228,10 +262,15 @@ class _Matching:
         theirs = _first_constant(self.theirs, self.right, [at])
         wrong = differing(self.ours, right, our.loss)
         ours = _first_constant(self.ours, right, equations[:1] if theirs is None else [equations[0], *sorted(wrong)])
+        if ours is None and theirs is not None:
+            # It may equal a constant of another part of PyTorch's program.
+            behind = constants_behind(self.theirs, (), at)
+            known = correct(self.ours, _union(self.same.get(i, frozenset()) for i in behind), our.forward)
+            ours = _first_constant(self.ours, known, equations[:1])
         return ours, None if ours is None else theirs
 
     def _our_right(self, our: "End") -> "Collection[int]":
-        return correct(self.ours, _union(self.same.values()), our.forward)
+        return correct(self.ours, _union(self.same.values()), our.forward) - self.our_reordered
 
 
 def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iterable[int]") -> int | None:
@@ -245,6 +284,10 @@ def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iter
         if starts:
             return [*derived, *starts][0]
     return None
+
+
+def _constants(trace: "Trace[Any]", values: "Iterable[int]") -> "Sources":
+    return frozenset(i for i in values if not trace.values[i].trained)
 
 
 def _in_order(wrong: "Mapping[Output, Sources]", kind: str) -> tuple[str, ...]:
