@@ -9,14 +9,14 @@ fingerprints too, also as integers and booleans, but those of parameters alone c
 constant without a counterpart is at fault only where a value computed from it is wrong.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from parity.bars import NEGLIGIBLE
-from parity.order import LARGEST, Order, order, order_of_weights, same_order
+from parity.order import LARGEST, Order, comparable, is_layout, order, order_of_weights, same_order
 
 TOLERANCE = 1e-10
 """Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
@@ -166,7 +166,7 @@ class Trace(Generic[Where]):
     def _split(self, i: int, in_order: Order) -> None:
         """Record the order of a value again if its axes have been split."""
         value = self.values[i]
-        finer = not same_order(in_order[:1], value.order, _unit(value.fingerprint))
+        finer = not is_layout(in_order, value.order, _unit(value.fingerprint))
         if finer and not _is_parameter(value):
             self.values[i] = replace(value, order=tuple(dict.fromkeys(value.order + in_order)))
 
@@ -208,28 +208,38 @@ def counterparts(
 def in_order(
     ours: Trace, theirs: Trace, same: Mapping[int, Sources], tolerance: float, of_constants: float
 ) -> dict[int, Sources]:
-    """Return those of the counterparts `same` that have their elements in the same order.
+    """Return those of the counterparts `same` whose elements are not in different orders.
 
     The elements of a parameter may have another order by design, as in a model that rotates neighbours in place of
     halves, and with them all values on the way to one that is in order again. These counterparts are kept.
     """
+    pairs = {(i, j) for i, equal in same.items() for j in equal}
 
-    def is_in_order(value: Value, other: Value) -> bool:
-        unit = value.fingerprint.squares**0.5
-        return same_order(value.order, other.order, LARGEST * unit * (tolerance if value.trained else of_constants))
+    def is_in_order(i: int, j: int) -> bool:
+        value = ours.values[i]
+        unit = LARGEST * value.fingerprint.squares**0.5 * (tolerance if value.trained else of_constants)
+        return same_order(value.order, theirs.values[j].order, unit)
 
-    ordered = {
-        i: frozenset(j for j in equal if is_in_order(ours.values[i], theirs.values[j])) for i, equal in same.items()
-    }
-    reordered = {i for i, equal in ordered.items() if not equal}
-    by_design = {i for i in reordered if _is_parameter(ours.values[i])}
-    kept = set[int]()
-    for i, value in enumerate(ours.values):
-        if not by_design.isdisjoint(value.sources):
-            by_design |= {i} & reordered
-            kept |= value.sources & reordered
-    kept |= by_design
-    return {i: same[i] if i in kept else equal for i, equal in ordered.items() if equal or i in kept}
+    known = {pair for pair in pairs if is_in_order(*pair)}
+    different = {(i, j) for i, j in pairs if comparable(ours.values[i].order, theirs.values[j].order)} - known
+    of_ours, of_theirs = ({pair[side] for pair in known} for side in (0, 1))
+    wrong, theirs_wrong = {i for i, _ in different} - of_ours, {j for _, j in different} - of_theirs
+    # Of values without axes in common, nothing is known.
+    known |= {(i, j) for i, j in pairs if i not in of_ours | wrong and j not in theirs_wrong}
+    by_design = _by_design(ours, same.keys() - {i for i, _ in known})
+    equal = {i: frozenset(j for j in same[i] if i in by_design or (i, j) in known) for i in same}
+    return {i: others for i, others in equal.items() if others}
+
+
+def _by_design(trace: Trace, reordered: Set[int]) -> set[int]:
+    """Those of the values `reordered` that are computed from a parameter among them, or with one."""
+    found = {i for i in reordered if _is_parameter(trace.values[i])}
+    with_them = set[int]()
+    for i, value in enumerate(trace.values):
+        if not found.isdisjoint(value.sources):
+            found |= {i} & reordered
+            with_them |= value.sources & reordered
+    return found | with_them
 
 
 def nearest(value: Value, trace: Trace) -> float:
@@ -301,7 +311,7 @@ def _order_of(value: np.ndarray) -> Order:
     if mask_fingerprint(value) is None:
         return order(_finite(value))
     zeros = order(np.asarray(value) == 0)
-    return (*zeros, *(1 - x for x in zeros))
+    return (*zeros, *(found._replace(mean=1 - found.mean) for found in zeros))
 
 
 def _finite(value: np.ndarray) -> np.ndarray:
@@ -311,7 +321,8 @@ def _finite(value: np.ndarray) -> np.ndarray:
 
 def _in_layout(one: Order, other: Order, found: Fingerprint) -> bool:
     """Whether one of two orders is the other with more axes merged."""
-    return same_order(one[:1], other, _unit(found)) or same_order(one, other[:1], _unit(found))
+    unit = _unit(found)
+    return not one or is_layout(one, other, unit) or is_layout(other, one, unit)
 
 
 def _unit(found: Fingerprint) -> float:

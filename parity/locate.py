@@ -4,7 +4,8 @@ Both train for a few steps in float64 from the same weights, on the same batches
 intermediate value of both is recorded with the line that computed it, and values are matched by their numbers alone.
 The frameworks group operations differently, so a correct value may have no counterpart, but what is computed from it
 has one again. A real difference persists: from there on no value has a counterpart, down to the loss or the new
-parameters. The first such value is the answer, in PyTorch's program and in JAX's.
+parameters. The first such value is the answer, in PyTorch's program and in JAX's. Where it is computed from values that
+have the same elements in another order (`parity.order`), the first of these is.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
