@@ -9,14 +9,14 @@ fingerprints too, also as integers and booleans, but those of parameters alone c
 constant without a counterpart is at fault only where a value computed from it is wrong.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from parity.bars import NEGLIGIBLE
-from parity.order import LARGEST, Order, comparable, is_layout, order, order_of_weights, same_order
+from parity.order import Order, is_layout, order, order_of_weights, same_layout
 
 TOLERANCE = 1e-10
 """Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
@@ -90,6 +90,7 @@ class Value(Generic[Where]):
       extremum: Whether it is a maximum or minimum, which says little of what it was computed from.
       cropped: Of a constant for longer sequences than the batch has, the fingerprint of the part that a batch needs.
       order: The order of its elements.
+      given: What it was computed from, as the values in the order in which they were used.
       reordered: Index of the value whose numbers it has, in another order.
     """
 
@@ -100,15 +101,23 @@ class Value(Generic[Where]):
     extremum: bool = False
     cropped: Fingerprint | None = None
     order: Order = ()
+    given: Sources = frozenset()
     reordered: int | None = None
 
 
 @dataclass
 class Trace(Generic[Where]):
-    """The values of a program in the order of execution; `length` is that of the longest sequence of a batch."""
+    """The values of a program.
+
+    Attributes:
+      values: The values in the order of execution.
+      length: Length of the longest sequence of a batch.
+      lost: Of a value, where it is used for a result that does not depend on it: zeros, or the numbers of another.
+    """
 
     values: list[Value[Where]] = field(default_factory=list)
     length: int = 0
+    lost: dict[int, list[Where]] = field(default_factory=dict)
 
     def add_input(self, value: np.ndarray) -> Sources:
         """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
@@ -138,21 +147,15 @@ class Trace(Generic[Where]):
         if not trained and known != sources:
             return NOISE
         if _says_nothing(value) or (trained and not np.issubdtype(value.dtype, np.floating)):
+            self._lose(self.computed(known) if not value.any() else (), where)
             return sources
         found = fingerprint(value) if trained else _of_constant(value)
         if not np.isfinite(found.largest):
             return sources
         inputs = {i: self.values[i] for i in known}
-        in_order = _order_of(value)
-        same = [
-            i for i, given in inputs.items() if given.trained == trained and _near(found, given.fingerprint, UNCHANGED)
-        ]
-        for i in same:
-            if _is_parameter(inputs[i]) or _in_layout(in_order, inputs[i].order, found):
-                self._split(i, in_order)
-                return frozenset({i})
-        if same:
-            return self._append(replace(inputs[same[0]], sources=known, where=where, order=in_order, reordered=same[0]))
+        alike = [i for i, x in inputs.items() if x.trained == trained and _near(found, x.fingerprint, UNCHANGED)]
+        if alike:
+            return self._append_layout(alike, known, where, _order_of(value))
         if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
             return NOISE
         # The line of a single number is that of its use, or too far from it.
@@ -160,20 +163,40 @@ class Trace(Generic[Where]):
         extremum = str(getattr(where, "name", where)).rstrip(")").endswith(EXTREMA)
         part = None if trained else self._cropped(value)
         cropped = None if part is None else _of_constant(part)
-        in_order += () if part is None else _order_of(part)
-        return self._append(Value(found, known, where, trained, extremum, cropped, in_order))
+        in_order = _order_of(value) + (() if part is None else _order_of(part))
+        sources = self.computed(known)
+        return self._append(Value(found, sources, where, trained, extremum, cropped, in_order, known))
 
-    def _split(self, i: int, in_order: Order) -> None:
-        """Record the order of a value again if its axes have been split."""
-        value = self.values[i]
-        finer = not is_layout(in_order, value.order, _unit(value.fingerprint))
-        if finer and not _is_parameter(value):
-            self.values[i] = replace(value, order=tuple(dict.fromkeys(value.order + in_order)))
+    def _append_layout(self, alike: Sequence[int], known: Sources, where: Where | None, in_order: Order) -> Sources:
+        """Record a value with the numbers of the values `alike`, if in none of their layouts."""
+        values = {i: self.values[i] for i in alike}
+        unit = ROUNDING * values[alike[0]].fingerprint.squares ** 0.5
+        layouts = (i for i in alike if is_parameter(values[i]) or same_layout(in_order, values[i].order, unit))
+        i = next(layouts, None)
+        (computed,) = self.computed({alike[0] if i is None else i})
+        self._lose(self.computed(known) - {computed}, where)
+        if i is None:
+            given = values[alike[0]]
+            new = replace(given, sources=frozenset({computed}), given=frozenset(alike[:1]), where=where)
+            return self._append(replace(new, order=in_order, reordered=computed))
+        if not is_parameter(values[i]) and not is_layout(in_order, values[i].order, unit):
+            # Its axes have been split.
+            self.values[i] = replace(values[i], order=tuple(dict.fromkeys(values[i].order + in_order)))
+        return frozenset({i})
 
-    def computed(self, i: int) -> Value[Where]:
-        """The value whose numbers the value `i` has."""
-        value = self.values[i]
-        return value if value.reordered is None else self.computed(value.reordered)
+    def computed(self, indices: Iterable[int]) -> Sources:
+        """The indices of the values whose numbers some values have."""
+        origins = ((i, self.values[i].reordered) for i in indices)
+        return frozenset(i if origin is None else origin for i, origin in origins)
+
+    def in_order(self) -> "Trace[Where]":
+        """The same, with values in another order among the sources."""
+        return replace(self, values=[replace(value, sources=value.given) for value in self.values])
+
+    def _lose(self, values: Iterable[int], where: Where | None) -> None:
+        for i in values:
+            if where is not None and self.values[i].trained:
+                self.lost.setdefault(i, []).append(where)
 
     def _cropped(self, value: np.ndarray) -> np.ndarray | None:
         if not self.length or max(value.shape, default=0) <= self.length:
@@ -205,49 +228,45 @@ def counterparts(
         return [equal(value) for value in ours.values]
 
 
-def in_order(
-    ours: Trace, theirs: Trace, same: Mapping[int, Sources], tolerance: float, of_constants: float
-) -> dict[int, Sources]:
-    """Return those of the counterparts `same` whose elements are not in different orders.
-
-    The elements of a parameter may have another order by design, as in a model that rotates neighbours in place of
-    halves, and with them all values on the way to one that is in order again. These counterparts are kept.
-    """
-    pairs = {(i, j) for i, equal in same.items() for j in equal}
-
-    def is_in_order(i: int, j: int) -> bool:
-        value = ours.values[i]
-        unit = LARGEST * value.fingerprint.squares**0.5 * (tolerance if value.trained else of_constants)
-        return same_order(value.order, theirs.values[j].order, unit)
-
-    known = {pair for pair in pairs if is_in_order(*pair)}
-    different = {(i, j) for i, j in pairs if comparable(ours.values[i].order, theirs.values[j].order)} - known
-    of_ours, of_theirs = ({pair[side] for pair in known} for side in (0, 1))
-    wrong, theirs_wrong = {i for i, _ in different} - of_ours, {j for _, j in different} - of_theirs
-    # Of values without axes in common, nothing is known.
-    known |= {(i, j) for i, j in pairs if i not in of_ours | wrong and j not in theirs_wrong}
-    by_design = _by_design(ours, same.keys() - {i for i, _ in known})
-    equal = {i: frozenset(j for j in same[i] if i in by_design or (i, j) in known) for i in same}
-    return {i: others for i, others in equal.items() if others}
-
-
-def _by_design(trace: Trace, reordered: Set[int]) -> set[int]:
-    """Those of the values `reordered` that are computed from a parameter among them, or with one."""
-    found = {i for i in reordered if _is_parameter(trace.values[i])}
-    with_them = set[int]()
-    for i, value in enumerate(trace.values):
-        if not found.isdisjoint(value.sources):
-            found |= {i} & reordered
-            with_them |= value.sources & reordered
-    return found | with_them
-
-
 def nearest(value: Value, trace: Trace) -> float:
     """Return the relative distance of a value from the nearest one of a trace."""
-    table = np.array([other.fingerprint for other in trace.values if other.trained == value.trained])
+    return _nearest(value, _table(trace, value.trained))
+
+
+def distances(ours: Trace, theirs: Trace, indices: Iterable[int]) -> dict[int, float]:
+    """Return the relative distances of values of `ours` from the nearest ones of `theirs`."""
+    tables = {trained: _table(theirs, trained) for trained in (True, False)}
+    return {i: _nearest(ours.values[i], tables[ours.values[i].trained]) for i in indices}
+
+
+def _table(trace: Trace, trained: bool) -> np.ndarray:
+    return np.array([value.fingerprint for value in trace.values if value.trained == trained]).reshape(-1, 4)
+
+
+def _nearest(value: Value, table: np.ndarray) -> float:
+    return float(_far(value, table).min(initial=np.inf))
+
+
+def _far(value: Value, table: np.ndarray) -> np.ndarray:
     a = np.asarray(value.fingerprint)
     with np.errstate(invalid="ignore"):
-        return float(np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1).min(initial=np.inf))
+        return np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1)
+
+
+def approximations(value: Value, trace: Trace, within: float) -> list[int]:
+    """Return the indices of a trace's values at most a relative distance of `within` from a value, nearest first."""
+    kind = [i for i, other in enumerate(trace.values) if other.trained == value.trained]
+    far = _far(value, _table(trace, value.trained))
+    return [kind[k] for k in np.argsort(far, kind="stable") if far[k] <= within]
+
+
+def apart(one: Fingerprint, other: Fingerprint, tolerance: float = TOLERANCE) -> bool:
+    """Return whether two fingerprints differ by more than rounding.
+
+    >>> apart(fingerprint(np.zeros(3)), fingerprint(np.ones(3)))
+    True
+    """
+    return not _near(one, other, tolerance)
 
 
 def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
@@ -271,6 +290,11 @@ def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> s
     (True, set())
     """
     return _reached(trace, outputs, lambda i: i not in right and _computed(trace.values[i]) and trace.values[i].trained)
+
+
+def ancestors(trace: Trace, outputs: Iterable[int]) -> set[int]:
+    """Return `outputs` and the values that they were computed from."""
+    return _reached(trace, outputs, lambda _: True)
 
 
 def constants_behind(trace: Trace, right: Collection[int], at: int) -> set[int]:
@@ -302,7 +326,8 @@ def _computed(value: Value) -> bool:
     return value.where is not None
 
 
-def _is_parameter(value: Value) -> bool:
+def is_parameter(value: Value) -> bool:
+    """Whether a value is a parameter or a buffer that both programs share."""
     return value.trained and not _computed(value)
 
 
@@ -317,16 +342,6 @@ def _order_of(value: np.ndarray) -> Order:
 def _finite(value: np.ndarray) -> np.ndarray:
     x = np.asarray(value, np.float64)
     return x if np.abs(x).max(initial=0) < MASKED else np.where(np.abs(x) < MASKED, x, 0)
-
-
-def _in_layout(one: Order, other: Order, found: Fingerprint) -> bool:
-    """Whether one of two orders is the other with more axes merged."""
-    unit = _unit(found)
-    return not one or is_layout(one, other, unit) or is_layout(other, one, unit)
-
-
-def _unit(found: Fingerprint) -> float:
-    return ROUNDING * float(np.sqrt(found.squares))
 
 
 def _of_constant(value: np.ndarray) -> Fingerprint:

@@ -14,24 +14,28 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from parity.case import Case
+from parity.chance import ROUNDING, by_chance
 from parity.divergence import Divergence
 from parity.fingerprint import (
     CONSTANT_TOLERANCE,
     TOLERANCE,
+    ancestors,
+    apart,
+    approximations,
     constants_behind,
     correct,
     counterparts,
     differing,
     edge,
-    in_order,
     nearest,
 )
+from parity.in_order import in_order
 from parity.source import built_line
 
 if TYPE_CHECKING:
     from parity.fingerprint import Sources, Trace
     from parity.jax_trace import End, Equation
-    from parity.torch_trace import Operation, Output
+    from parity.torch_trace import Operation, Output, Results
 
 LOSS = ("loss", "")
 ORDER = {"loss": 0, "raw gradient": 1, "gradient": 2, "state": 3, "parameter": 4, "buffer": 5}
@@ -42,6 +46,10 @@ COARSE = 1e-6
 """Relative tolerance that shows a fault larger than constants rounded to float32 and their consequences."""
 FINEST = 1e-12
 """Tolerance of the forward pass where a difference has grown from one below `TOLERANCE`."""
+NEAR = 1e-3
+"""Relative distance up to which a wrong value is recognized as that of the same operation."""
+ATTENUATED = 10
+"""Factor by which a difference is larger where it arises than where it is found, if operations attenuate it."""
 GROWTH = 1e3
 """Factor by which an operation at fault differs more than the values it is computed from."""
 
@@ -88,7 +96,7 @@ class _Programs:
 
     theirs: "Trace[Operation]"
     ours: "Trace[Equation]"
-    ends: "Sequence[tuple[Mapping[Output, Sources], End]]"
+    ends: "Sequence[tuple[Results, End]]"
 
     def first(self) -> Divergence | None:
         """The first difference of the values, or of their order where that makes them wrong."""
@@ -99,6 +107,10 @@ class _Programs:
 
     def _first_value(self) -> "_Found | None":
         """The first difference; a larger one that is not its consequence is preferred."""
+        found = self._first_within()
+        return found if found is None else self._before_attenuation(found) or found
+
+    def _first_within(self) -> "_Found | None":
         found = self._first(TOLERANCE, COARSE) or self._first(TOLERANCE)
         if found is None:
             return None
@@ -109,6 +121,12 @@ class _Programs:
             found = self._first(TOLERANCE) or found
         return found if self._begins(found.at) else self._grown() or found
 
+    @cached_property
+    def forward(self) -> set[int]:
+        """Indices of PyTorch's values in the forward pass."""
+        operations = enumerate(value.where for value in self.theirs.values)
+        return {i for i, where in operations if where is not None and where.stage == "forward"}
+
     def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> "_Found | None":
         steps = enumerate(self.ends, start=1)
         matching = self._matching(tolerance, of_constants)
@@ -117,21 +135,34 @@ class _Programs:
 
     def _matching(self, tolerance: float, of_constants: float) -> "_Matching":
         equal = enumerate(counterparts(self.theirs, self.ours, tolerance, of_constants))
-        return _Matching(
-            self.theirs, self.ours, {i: indices for i, indices in equal if indices}, (tolerance, of_constants)
+        same = {i: indices for i, indices in equal if indices}
+        return _Matching(self.theirs, self.ours, self.forward, same, {}, (tolerance, of_constants)).without(
+            by_chance(self.theirs, self.ours, same, self.forward)
         )
 
     def _grown(self) -> "_Found | None":
         """The first difference of the forward pass below `TOLERANCE`, whether or not the loss shows it."""
         matching, (their, our) = self._matching(FINEST, CONSTANT_TOLERANCE), self.ends[0]
-        loss = {LOSS: their[LOSS]}
-        found = matching.without(loss[LOSS]).first(1, loss, our)
+        loss = {LOSS: their.sources[LOSS]}
+        found = matching.without(loss[LOSS]).first(1, their._replace(sources=loss), our)
         if found is None or found.stage != "forward":
             return None
         after = differing(self.theirs, matching.without(loss[LOSS]).right, loss[LOSS])
         # Of a value that PyTorch computes otherwise, JAX has no approximation.
         grown = any(FINEST < self._distance(i) <= TOLERANCE for i in after)
         return _Found(found, matching, 1) if grown else None
+
+    def _before_attenuation(self, found: "_Found") -> "_Found | None":
+        """The first difference beyond rounding, if it is larger than the one found after it.
+
+        Equality within `TOLERANCE` hides it where the values computed from it hardly depend on it, as those of a norm
+        hardly depend on the scale of its input.
+        """
+        exact = self._first(ROUNDING) if self._distance(found.at.position) <= NEAR else None
+        if exact is None or exact.at.stage != "forward" or not exact.at.position < found.at.position:
+            return None
+        arises = ATTENUATED * self._distance(found.at.position) <= self._distance(exact.at.position) <= NEAR
+        return exact if arises and self._begins(exact.at) else None
 
     def _begins(self, found: Divergence) -> bool:
         """Whether the values that PyTorch's operation is computed from differ much less than its result."""
@@ -162,7 +193,9 @@ class _Matching:
 
     theirs: "Trace[Operation]"
     ours: "Trace[Equation]"
+    forward: "Collection[int]"
     same: "Mapping[int, Sources]"
+    elsewhere: "Mapping[int, Sources]"
     tolerances: tuple[float, float]
     reordered: "Sources" = frozenset()
     our_reordered: "Sources" = frozenset()
@@ -170,34 +203,37 @@ class _Matching:
     @cached_property
     def right(self) -> "Collection[int]":
         """Indices of PyTorch's values that agree with JAX."""
-        operations = enumerate(value.where for value in self.theirs.values)
-        forward = {i for i, where in operations if where is not None and where.stage == "forward"}
-        return correct(self.theirs, self.same, forward) - self.reordered
+        return correct(self.theirs, self.same, self.forward) - self.reordered
 
     def in_order(self) -> "_Matching":
         """The same without the counterparts in another order."""
         same = in_order(self.theirs, self.ours, self.same, *self.tolerances)
         reordered = _constants(self.theirs, self.same.keys() - same.keys())
         ours = _constants(self.ours, _union(self.same.values()) - _union(same.values()))
-        return replace(self, same=same, reordered=reordered, our_reordered=ours)
+        ordered = replace(self, theirs=self.theirs.in_order(), ours=self.ours.in_order())
+        return replace(ordered, same=same, reordered=reordered, our_reordered=ours)
 
-    def without(self, values: "Sources") -> "_Matching":
+    def without(self, values: "Collection[int]") -> "_Matching":
         """The same without the counterparts of some values."""
         return replace(self, same={i: equal for i, equal in self.same.items() if i not in values})
 
-    def first(self, step: int, their: "Mapping[Output, Sources]", our: "End") -> Divergence | None:
+    def first(self, step: int, their: "Results", our: "End") -> Divergence | None:
         """The first difference that reaches a result of the step."""
-        loss = their[LOSS]
+        loss = their.sources[LOSS]
         if any(i in self.same and not self.same[i] & our.loss for i in loss):
             # The loss equals another value of JAX's, as a mean does that is used in place of the sum.
             return self.without(loss).first(step, their, our)
-        wrong = {output: sources for output, sources in their.items() if differing(self.theirs, self.right, sources)}
+        if elsewhere := self._gradients_elsewhere(their, our):
+            return replace(self.without(elsewhere), elsewhere=elsewhere).first(step, their, our)
+        wrong = {
+            output: sources for output, sources in their.sources.items() if differing(self.theirs, self.right, sources)
+        }
         if not wrong:
             return None
         at = self._start(wrong)
         sources = frozenset(i for i in self.theirs.values[at].sources if self.theirs.values[i].trained)
-        last = self.theirs.computed(max(sources)).where
-        ours = self._equations(our, our.loss if LOSS in wrong else our.state, sources)
+        last = self.theirs.values[max(self.theirs.computed(sources))].where
+        ours = self._equations(our, our.loss if LOSS in wrong else our.state, at, sources)
         operation = self.theirs.values[at].where
         equation = self.ours.values[ours[0]].where if ours else None
         assert operation is not None
@@ -206,8 +242,9 @@ class _Matching:
             operation = operation if theirs is None else self.theirs.values[theirs].where
             equation = equation if constant is None else self.ours.values[constant].where
         assert operation is not None
-        if operation.stage == "backward" and (equation is None or equation.in_step):
-            equation = self._differentiated(operation) or equation
+        if operation.stage == "backward" and (equation is None or equation.in_step or at in self.elsewhere):
+            equation = self._only_use(at, their, our) or self._differentiated(operation) or equation
+        equation = self._only_user(at, our, ours) or equation
         return Divergence(
             stage="buffers" if {kind for kind, _ in wrong} == {"buffer"} else operation.stage,
             step=step,
@@ -222,6 +259,51 @@ class _Matching:
             torch_built=operation.built,
             jax_built="" if equation is None or equation.source is None else built_line(*equation.source),
         )
+
+    def _gradients_elsewhere(self, their: "Results", our: "End") -> "dict[int, Sources]":
+        """PyTorch's gradients of parameters that JAX computes, but not as the gradient of the parameter."""
+        of = {name: sources for (kind, name), sources in their.sources.items() if kind == "raw gradient"}
+        return {
+            i: self.same[i]
+            for name, sources in of.items()
+            for i in sources
+            if len(sources) == 1 and i in self.same and i not in self.forward
+            if apart(their.gradients[name], our.gradients[name], COARSE)
+        }
+
+    def _only_use(self, at: int, their: "Results", our: "End") -> "Equation | None":
+        """JAX's equation that uses the parameter whose gradient the value `at` is, if there is only one line."""
+        of = [name for (kind, name), sources in their.sources.items() if kind == "raw gradient" and sources == {at}]
+        given = _union(our.parameters.get(name, frozenset()) for name in of)
+        made = (self.ours.values[i] for i in our.forward)
+        users = [value.where for value in made if value.where is not None and not given.isdisjoint(value.sources)]
+        users += [where for i in given for where in self.ours.lost.get(i, ())]
+        lines = {where.source: where for where in users if not where.in_step}
+        return next(iter(lines.values())) if len(lines) == 1 else None
+
+    def _only_user(self, at: int, our: "End", equations: Sequence[int]) -> "Equation | None":
+        """JAX's only equation that uses what PyTorch's `at` is computed from, where none of `equations` does.
+
+        Its result is correct, but of an earlier value, or does not depend on what it uses: an operation is missing.
+        """
+        if at in self.elsewhere:
+            return self._lost(min(self.elsewhere[at]))
+        used = ancestors(self.ours, our.loss)
+        fed = self.ours.computed(_union(self.ours.values[i].sources for i in equations))
+        for i in sorted(self.theirs.values[at].sources):
+            given = min(self.ours.computed(self.same.get(i, ())), default=None)
+            if given is None or i not in self.forward or not self.theirs.values[i].trained or given in fed:
+                continue
+            if given not in used:
+                return self._lost(given)
+            values = ((j, self.ours.values[j]) for j in our.forward if self.ours.values[j].reordered is None)
+            users = [j for j, value in values if given in self.ours.computed(value.sources)]
+            return self.ours.values[users[0]].where if len(users) == 1 and {*users} <= {*self._our_right(our)} else None
+        return None
+
+    def _lost(self, i: int) -> "Equation | None":
+        """The first equation of the model that uses a value for a result that does not depend on it."""
+        return next((where for where in self.ours.lost.get(i, ()) if not where.in_step), None)
 
     def _differentiated(self, operation: "Operation") -> "Equation | None":
         """JAX's equation of the forward pass whose result is that of the operation that `operation` differentiates."""
@@ -243,15 +325,18 @@ class _Matching:
         # after it that could match, comes first.
         return max(edge(self.theirs, differing(self.theirs, self.right, outputs[0])))
 
-    def _equations(self, our: "End", outputs: "Sources", their_sources: "Sources") -> list[int]:
+    def _equations(self, our: "End", outputs: "Sources", at: int, their_sources: "Sources") -> list[int]:
         """Indices of the equations that differ from all of PyTorch's values and are computed from values that agree.
 
-        Those with the same inputs as PyTorch's operation come first.
+        Those with the same inputs as PyTorch's operation `at` come first, and before them one with nearly its result.
         """
         starts = sorted(edge(self.ours, differing(self.ours, self._our_right(our), outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
-        return [*fed_alike, *starts] or sorted(given, reverse=True)[:1]
+        matched = _union(self.same.values())
+        near = approximations(self.theirs.values[at], self.ours, NEAR)
+        near = [i for i in near if i not in matched and self.ours.values[i].sources & given]
+        return [*near[:1], *fed_alike, *starts] or sorted(given, reverse=True)[:1]
 
     def _constants(self, at: int, our: "End", equations: Sequence[int]) -> tuple[int | None, int | None]:
         """Indices of the constants at fault, (JAX's, PyTorch's), of PyTorch's operation `at` and JAX's equations.

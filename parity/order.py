@@ -67,6 +67,11 @@ def is_layout(one: Order, other: Order, tolerance: float) -> bool:
     return same_order(one[:1], other, tolerance)
 
 
+def same_layout(one: Order, other: Order, tolerance: float) -> bool:
+    """Whether one of two layouts is the other with axes merged or transposed, or without an order."""
+    return not one or is_layout(one, other, tolerance) or is_layout(other, one, tolerance)
+
+
 def comparable(one: Order, other: Order) -> bool:
     """Whether two orders have axes of the same lengths, so that they are different unless they have a mean in common.
 

@@ -18,6 +18,12 @@ GETITEM = "getitem"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
+REPEAT = "jaxtrain.repeat.default"
+"""Layers with the same operations. Its arguments are three tuples: initial values that each layer replaces, arrays of
+which each layer takes its slice along the first axis, and values that all layers take. Its keyword arguments are the
+graph `body` of a layer, whose inputs are these in turn, and the `length`, the number of layers. The outputs of `body`
+are two tuples: the replaced values, and results that are stacked along a first axis; those of the operation are the
+last replaced values, then the stacks."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A PyTorch module as a pure function of its parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,14 +11,16 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Spec
+from jaxtrain.torch_import.graph import Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
+from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 
 if TYPE_CHECKING:
     import torch
 
     from jaxtrain.torch_import.capture import Captured, Structure
+    from parity import Case
 
 Params = dict[str, jax.Array]
 Call = Callable[[Any, Any], Any]
@@ -31,44 +33,66 @@ class ImportedModel:
     A call with other shapes or dtypes captures the module again, as `jax.jit` traces a function again.
 
     Attributes:
-      params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name.
+      params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name. Those of
+        repeated layers are stacked along a first axis, as "transformer.h.*.ln_1.weight".
       state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
+      example: The example batch, as arrays.
+      call: From (PyTorch's module, batch of tensors) to the module's result.
     """
 
     def __init__(
         self,
         structure: "Structure",
-        tensors: Mapping[str, Any],
+        tensors: "Mapping[str, torch.Tensor]",
         frozen: frozenset[str],
         example: Any,
         call: Call,
         ops: Mapping[str, Callable[..., Any]],
+        unroll: bool,
     ) -> None:
-        self._structure, self._call, self._ops = structure, call, dict(ops)
+        from jaxtrain.torch_import.capture import as_array, as_arrays, shape_of
+
+        self._structure, self._ops = structure, dict(ops)
+        self.example, self.call = example, call
         self._keys = tuple(example) if isinstance(example, Mapping) else None
+        self._frozen_tensors = frozen
+        self._stacks: Stacks = {}
         self._captured: dict[Any, Captured] = {}
-        self._frozen = frozen
-        first_names = {*structure.aliases.values()}
-        self.params: Params = {name: x for name, x in tensors.items() if name in first_names}
-        self._buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
-        graph = self._capture(self.params, example, train=True).graph
-        self.state: Params | None = {name: self._buffers[name] for name in graph.state} or None
+        self._buffers = {name: as_array(x) for name, x in tensors.items() if name not in structure.aliases}
+        params = {name: tensors[name] for name in structure.aliases.values()}
+        shapes: Any = {name: shape_of(x) for name, x in params.items()}
+        plain = self._capture(shapes, self.example, train=True)
+        self._changed = frozenset(plain.graph.state)
+        if not unroll:
+            self._stacks = find_stacks(plain.graph, frozen)
+            self._captured = {key: self._with_loops(x) for key, x in self._captured.items()}
+        members = {stack: param.names(0) for stack, param in self._stacks.items()}
+        self.params: Params = as_arrays(params, members)
+        state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
+        self._buffers |= state
+        self.state: Params | None = state or None
 
     @property
     def names(self) -> NameTable:
-        """The table from `params` to PyTorch's names, which are the same, with the further names of tied weights."""
+        """The table from `params` to PyTorch's names, which are the same but for stacks, with those of tied weights."""
         tied = {name: first for name, first in self._structure.aliases.items() if name != first}
-        return NameTable({name: TorchParam(name) for name in self.params}, tied=tied)
+        return NameTable({name: self._torch_param(name) for name in self.params}, tied=tied)
 
     @property
     def state_names(self) -> NameTable | None:
         """The table from `state` to PyTorch's names; None for a module without state."""
-        return None if self.state is None else NameTable({name: TorchParam(name) for name in self.state})
+        return None if self.state is None else NameTable({name: self._torch_param(name) for name in self.state})
 
     @property
     def frozen(self) -> Frozen:
         """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
-        return self._frozen.__contains__ if self._frozen else none_frozen
+        found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
+        return found.__contains__ if found else none_frozen
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of a training pass on the example batch."""
+        return self._capture(self.params, self.example, train=True).graph
 
     def __call__(
         self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
@@ -129,6 +153,60 @@ class ImportedModel:
 
         return loss_fn_with_state
 
+    def to_torch(self, params: Params | None = None, state: Params | None = None) -> "torch.nn.Module":
+        """Return a copy of PyTorch's module, in the mode in which it was imported.
+
+        Args:
+          params: Its parameters, for example trained ones; None for those that were imported.
+          state: Its buffers that training changes; None for those that were imported.
+
+        Returns:
+          The module, on the CPU.
+
+        Raises:
+          UserError: The module was imported from the "meta" device, without weights.
+        """
+        from jaxtrain.torch_import.capture import filled
+
+        params, state = params or self.params, state or self.state or {}
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*params.values(), *self._buffers.values())):
+            raise UserError('the module has no weights, it was imported from the "meta" device: pass torch_model=')
+        buffers = {} if self.state_names is None else self.state_names.to_torch(state)
+        return filled(self._structure, {**self._buffers, **buffers, **self.names.to_torch(params)})
+
+    def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
+        """Return the parity case of this model, beside PyTorch's module.
+
+        Without `torch_loss` and `loss_fn` the loss is the module's own, if it returns a scalar, alone or as "loss".
+        Otherwise it is the mean squared distance of its outputs from fixed targets (`parity.default_loss`).
+
+        Args:
+          name: Name in reports.
+          torch_loss: As `parity.Case.torch_loss`.
+          loss_fn: The same loss in JAX, for example from `loss`.
+          batch: As `parity.Case.batch`; None draws batches like the example (`parity.example_batches`).
+          rows: Rows of a batch; None for those of the example.
+          torch_model: As `parity.Case.torch_model`; None for copies with the imported weights.
+          optimizer: As `parity.Case.optimizer`; None for AdamW with a learning rate of 1e-3.
+          clip_norm: As `parity.Case.clip_norm`; 1 by default.
+
+        Returns:
+          The case, as `parity.check`, `locate` and the other functions of `parity` take it.
+
+        Raises:
+          UserError: One of the two losses is missing, or `batch` is given without `rows`.
+
+        Example:
+          >>> import torch
+          >>> from parity import check
+          >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
+          >>> check(model.case(), steps=2).passed
+          True
+        """
+        from parity.imported import imported_case  # parity is above jaxtrain and needs PyTorch
+
+        return imported_case(self, name, *args, **kwargs)
+
     def _leaves(self, batch: Any) -> list[jax.Array]:
         return jax.tree.leaves(self._chosen(batch))
 
@@ -154,15 +232,31 @@ class ImportedModel:
         if key not in self._captured:
             captured = capture(
                 self._structure,
-                lambda module, tensors: self._call(module, jax.tree.unflatten(structure, tensors)),
+                lambda module, tensors: self.call(module, jax.tree.unflatten(structure, tensors)),
                 specs,
                 train=train,
                 dtype=dtype,
                 ops=frozenset(self._ops),
             )
             graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            self._captured[key] = captured._replace(graph=graph)
+            self._captured[key] = self._with_loops(captured._replace(graph=graph))
         return self._captured[key]
+
+    def _with_loops(self, captured: "Captured") -> "Captured":
+        """Return a captured graph that takes the stacked parameters."""
+        if not self._stacks:
+            return captured
+        tensors = {**self._buffers, **captured.constants}
+
+        def equal(names: Sequence[str]) -> bool:
+            first, *others = (tensors[name] for name in names)
+            known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
+            return known and all(np.array_equal(first, x) for x in others)
+
+        return captured._replace(graph=repeated(captured.graph, self._stacks, self._frozen_tensors, equal))
+
+    def _torch_param(self, name: str) -> TorchParam:
+        return self._stacks.get(name, TorchParam(name))
 
 
 def from_torch(
@@ -171,6 +265,7 @@ def from_torch(
     *,
     call: Call | None = None,
     ops: Mapping[str, Callable[..., Any]] | None = None,
+    unroll: bool = False,
 ) -> ImportedModel:
     """Import a PyTorch module as a pure function that can be trained.
 
@@ -183,6 +278,9 @@ def from_torch(
         or one array. Only shapes and dtypes matter.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
+      unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
+        or `Sequential` that differ in their parameters alone are evaluated by a loop over stacked parameters, and each
+        is a block for rematerialization.
 
     Returns:
       The model, with its parameters.
@@ -201,10 +299,10 @@ def from_torch(
     """
     from jaxtrain.torch_import.capture import as_array, structure_of
 
-    tensors = {name: as_array(x) for name, x in (*module.named_parameters(), *module.named_buffers())}
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     example = jax.tree.map(as_array, example_batch)
-    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {})
+    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {}, unroll)
 
 
 def _as_array(x: Any) -> Any:

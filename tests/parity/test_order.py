@@ -14,7 +14,8 @@ import jaxtrain
 from jaxtrain import optim
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
-from parity.fingerprint import TOLERANCE, Trace, counterparts, in_order
+from parity.fingerprint import TOLERANCE, Trace, counterparts
+from parity.in_order import in_order
 from parity.locate import locate
 from parity.optimizer import Optimizer
 from parity.order import comparable, order, same_order

@@ -9,6 +9,6 @@ convert    PyTorch's graph to ours
 
 from jaxtrain.torch_import.capture.convert import Captured
 from jaxtrain.torch_import.capture.export import capture
-from jaxtrain.torch_import.capture.structure import Structure, as_array, structure_of
+from jaxtrain.torch_import.capture.structure import Structure, as_array, as_arrays, filled, shape_of, structure_of
 
-__all__ = ["Captured", "Structure", "as_array", "capture", "structure_of"]
+__all__ = ["Captured", "Structure", "as_array", "as_arrays", "capture", "filled", "shape_of", "structure_of"]

@@ -114,7 +114,8 @@ def _custom(node: torch.fx.Node, functions: Mapping[int, dict[str, Any]]) -> Nod
     """Return the node of a call of `torch.autograd.Function`."""
     number, tensors = cast(tuple[int, Any], node.args)
     spec = _specs(node.meta["val"], node)
-    return Node(node.name, CUSTOM, _argument(tensors, node), functions[number], spec, source=source_of(node))
+    operands = _argument(tensors, node)
+    return Node(node.name, CUSTOM, operands, functions[number], spec, module=_module(node), source=source_of(node))
 
 
 def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
@@ -123,7 +124,6 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
     if key not in known and key != GETITEM:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
-    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return Node(
         node.name,
         key,
@@ -131,9 +131,16 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         {name: _argument(arg, node) for name, arg in node.kwargs.items() if name not in _DROPPED},
         _specs(node.meta.get("val"), node),
         _promoted(node),
-        _own_name(modules[-1] if modules else "").removeprefix("module"),
+        _module(node),
         source,
     )
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Return the path of the module that calls an operation."""
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    # The outermost module is the attribute `module` of `_Forward`.
+    return _own_name(modules[-1]) if modules and modules[-1] != "module" else ""
 
 
 def _argument(value: Any, node: torch.fx.Node) -> Any:

@@ -1,10 +1,12 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -79,6 +81,23 @@ def in_mode(structure: Structure, train: bool, dtype: str | None) -> torch.nn.Mo
     return module.eval() if not train else module if module.training else module.train()
 
 
+def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
+    """Return a copy of the module with these parameters and buffers, by name, in the dtypes of the module."""
+
+    def tensor(name: str, like: torch.Tensor) -> torch.Tensor:
+        array = np.asarray(tensors[name])
+        # NumPy has no bfloat16; float32 holds all its values.
+        low = jnp.issubdtype(array.dtype, np.floating) and array.dtype.itemsize == 2
+        return torch.tensor(array.astype(np.float32) if low else array).to(like.dtype)
+
+    memo: dict[int, Any] = {}
+    for name, param in structure.module.named_parameters():
+        memo[id(param)] = torch.nn.Parameter(tensor(name, param), requires_grad=param.requires_grad)
+    for name, buffer in structure.module.named_buffers():
+        memo[id(buffer)] = tensor(name, buffer)
+    return copy.deepcopy(structure.module, memo)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype."""
     return str(dtype).removeprefix("torch.")
@@ -88,6 +107,26 @@ def as_array(x: Any) -> Any:
     """Return a tensor as an array of its own, or as its shape and dtype on the "meta" device; others as they are."""
     if not isinstance(x, torch.Tensor):
         return x
-    if x.device.type == "meta":
-        return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))
-    return jnp.array(tensor_to_numpy(x))
+    return shape_of(x) if x.device.type == "meta" else jnp.array(tensor_to_numpy(x))
+
+
+def as_arrays(tensors: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return tensors as arrays by name, those of a stack as one with a leading axis, in the place of the first."""
+    stack_of = {name: stack for stack, names in stacks.items() for name in names}
+    paths = dict.fromkeys(stack_of.get(name, name) for name in tensors)
+    return {
+        path: _stacked([tensors[x] for x in stacks[path]]) if path in stacks else as_array(tensors[path])
+        for path in paths
+    }
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> Any:
+    one = shape_of(tensors[0])
+    if any(x.device.type == "meta" for x in tensors):
+        return jax.ShapeDtypeStruct((len(tensors), *one.shape), one.dtype)
+    return jnp.asarray(np.stack([tensor_to_numpy(x) for x in tensors]))
+
+
+def shape_of(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a tensor's array."""
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))
