@@ -188,7 +188,7 @@ class _Found:
 class _Matching:
     """The values of both programs; `same` maps the index of a value of PyTorch's to those of JAX's equal to it.
 
-    Constants whose counterparts have another order are `reordered` in PyTorch's program and `our_reordered` in JAX's.
+    Values whose counterparts have another order are `reordered` in PyTorch's program and `our_reordered` in JAX's.
     """
 
     theirs: "Trace[Operation]"
@@ -203,13 +203,13 @@ class _Matching:
     @cached_property
     def right(self) -> "Collection[int]":
         """Indices of PyTorch's values that agree with JAX."""
-        return correct(self.theirs, self.same, self.forward) - self.reordered
+        return correct(self.theirs, self.same, self.forward) - _constants(self.theirs, self.reordered)
 
     def in_order(self) -> "_Matching":
         """The same without the counterparts in another order."""
         same = in_order(self.theirs, self.ours, self.same, *self.tolerances)
-        reordered = _constants(self.theirs, self.same.keys() - same.keys())
-        ours = _constants(self.ours, _union(self.same.values()) - _union(same.values()))
+        reordered = frozenset(self.same.keys() - same.keys())
+        ours = _union(self.same.values()) - _union(same.values())
         ordered = replace(self, theirs=self.theirs.in_order(), ours=self.ours.in_order())
         return replace(ordered, same=same, reordered=reordered, our_reordered=ours)
 
@@ -333,7 +333,7 @@ class _Matching:
         starts = sorted(edge(self.ours, differing(self.ours, self._our_right(our), outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
-        matched = _union(self.same.values())
+        matched = _union(self.same.values()) | self.our_reordered
         near = approximations(self.theirs.values[at], self.ours, NEAR)
         near = [i for i in near if i not in matched and self.ours.values[i].sources & given]
         return [*near[:1], *fed_alike, *starts] or sorted(given, reverse=True)[:1]
@@ -356,7 +356,7 @@ class _Matching:
         return ours, None if ours is None else theirs
 
     def _our_right(self, our: "End") -> "Collection[int]":
-        return correct(self.ours, _union(self.same.values()), our.forward) - self.our_reordered
+        return correct(self.ours, _union(self.same.values()), our.forward) - _constants(self.ours, self.our_reordered)
 
 
 def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iterable[int]") -> int | None:
