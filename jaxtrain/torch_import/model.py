@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.graph import Graph, Spec, without_gradient
+from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -288,6 +289,7 @@ class ImportedModel:
                 ops=frozenset(self._ops),
             )
             graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+            graph = with_grouped_queries(graph, self._ops)
             looped = self._with_loops(captured._replace(graph=graph))
             self._captured[key] = looped._replace(graph=with_recomputed_formulas(looped.graph))
         return self._captured[key]
