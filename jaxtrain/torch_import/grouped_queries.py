@@ -25,24 +25,20 @@ def with_grouped_queries(graph: Graph, ops: Mapping[str, Any]) -> Graph:
     if ATTENTION in ops:
         return graph
     made_by = {node.name: node for node in graph.nodes}
+    shapes = {x.name: x.spec.shape for x in graph.inputs}
+    shapes |= {node.name: node.spec.shape for node in graph.nodes if isinstance(node.spec, Spec)}
     nodes = []
     for node in graph.nodes:
         if node.op == ATTENTION:
             query, *heads = node.args[:3]
-            single = [_unrepeated(x, made_by) for x in heads]
-            if None not in single and _heads(single[0], made_by) == _heads(single[1], made_by):
+            single = [x for x in (_unrepeated(x, made_by, shapes) for x in heads) if x is not None]
+            if len(single) == 2 and len({shapes[x.name][1] for x in single}) == 1:
                 node = replace(node, args=(query, *single, *node.args[3:]))
         nodes.append(node)
     return without_unused(replace(graph, nodes=tuple(nodes)), RANDOM)
 
 
-def _heads(value: Any, made_by: Mapping[str, Node]) -> int:
-    spec = made_by[value.name].spec
-    assert isinstance(spec, Spec)
-    return spec.shape[1]
-
-
-def _unrepeated(value: Any, made_by: Mapping[str, Node]) -> Ref | None:
+def _unrepeated(value: Ref, made_by: Mapping[str, Node], shapes: Mapping[str, tuple[int, ...]]) -> Ref | None:
     """Return [B, K, S, H] of an array [B, K · n, S, H] that repeats each head n times in a row; None of any other."""
     merged = made_by.get(value.name)
     if merged is None or merged.op not in _MERGES:
@@ -55,9 +51,8 @@ def _unrepeated(value: Any, made_by: Mapping[str, Node]) -> Ref | None:
     single = made_by.get(repeated.args[0].name)
     if single is None or single.op != "aten.unsqueeze.default" or single.args[1] not in (2, -3):
         return None
-    source = made_by.get(single.args[0].name)
-    shapes = [x.spec.shape if x is not None and isinstance(x.spec, Spec) else () for x in (source, repeated, merged)]
-    if [len(shape) for shape in shapes] != [4, 5, 4]:
+    source: Ref = single.args[0]
+    if [len(shapes[x]) for x in (source.name, repeated.name, merged.name)] != [4, 5, 4]:
         return None
-    (b, k, s, h), (_, _, n, _, _), whole = shapes
-    return Ref(source.name) if source is not None and whole == (b, k * n, s, h) else None
+    b, k, s, h = shapes[source.name]
+    return source if shapes[merged.name] == (b, k * shapes[repeated.name][2], s, h) else None
