@@ -275,7 +275,7 @@ class ImportedModel:
 
         chosen = self._chosen(batch)
         leaves, structure = jax.tree.flatten(chosen)
-        specs = tuple(Spec(tuple(np.shape(x)), str(x.dtype)) for x in map(_as_array, leaves))
+        specs = tuple(Spec(tuple(np.shape(x)), _input_dtype(x.dtype)) for x in map(_as_array, leaves))
         dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         key = (train, dtype, specs, structure)
@@ -359,6 +359,12 @@ def from_torch(
 
 def _as_array(x: Any) -> Any:
     return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def _input_dtype(dtype: Any) -> str:
+    """Return the dtype in which an input is captured: integers in PyTorch's default, whatever width JAX gives them."""
+    name = str(jax.dtypes.canonicalize_dtype(dtype))
+    return "int64" if name in ("int32", "uint32") else name
 
 
 def _call(module: Any, batch: Any) -> Any:
