@@ -1,12 +1,17 @@
 """Bugs planted in published ports are caught and located."""
 
-import pytest
+import importlib.util
 
-pytest.importorskip("transformers.models.gpt2.modeling_flax_gpt2", reason="needs tests/foreign/requirements.txt")
+import pytest
 
 from tests.foreign.planted import BUGS, examine_bug
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+INSTALLED = importlib.util.find_spec("transformers.models.gpt2.modeling_flax_gpt2") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not INSTALLED, reason="needs tests/foreign/requirements.txt"),
+]
 
 LOCATED = ("eps", "tanh GELU", "gate and up exchanged", "norm over the wrong axis", "position offset")
 
