@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.graph import Graph, Spec, without_gradient
+from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -274,7 +275,7 @@ class ImportedModel:
 
         chosen = self._chosen(batch)
         leaves, structure = jax.tree.flatten(chosen)
-        specs = tuple(Spec(tuple(np.shape(x)), str(x.dtype)) for x in map(_as_array, leaves))
+        specs = tuple(Spec(tuple(np.shape(x)), _input_dtype(x.dtype)) for x in map(_as_array, leaves))
         dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         key = (train, dtype, specs, structure)
@@ -288,6 +289,7 @@ class ImportedModel:
                 ops=frozenset(self._ops),
             )
             graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+            graph = with_grouped_queries(graph, self._ops)
             looped = self._with_loops(captured._replace(graph=graph))
             self._captured[key] = looped._replace(graph=with_recomputed_formulas(looped.graph))
         return self._captured[key]
@@ -357,6 +359,12 @@ def from_torch(
 
 def _as_array(x: Any) -> Any:
     return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def _input_dtype(dtype: Any) -> str:
+    """Return the dtype in which an input is captured: integers in PyTorch's default, whatever width JAX gives them."""
+    name = str(jax.dtypes.canonicalize_dtype(dtype))
+    return "int64" if name in ("int32", "uint32") else name
 
 
 def _call(module: Any, batch: Any) -> Any:
