@@ -1,7 +1,7 @@
 """A captured module as a function of its parameters, whose graphs come from a capture or from a file."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from jaxtrain.run import Task
 
 Params = dict[str, jax.Array]
-Key = tuple[bool, str | None, tuple[Spec, ...], Any]
-"""What a graph is captured for: training mode, dtype of the parameters, the batch's arrays and their structure."""
+
+
+class Key(NamedTuple):
+    """What a captured graph depends on: mode, dtype of the parameters, and shapes and structure of the batch."""
+
+    train: bool
+    dtype: str | None
+    specs: tuple[Spec, ...]
+    structure: Any
 
 
 class GraphModel:
@@ -62,7 +69,11 @@ class GraphModel:
 
     @property
     def frozen(self) -> Frozen:
-        """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
+        """Predicate on names: whether a parameter has no gradient, as `train_step(frozen=…)` takes it.
+
+        These are parameters with `requires_grad=False`, and those that no output depends on: PyTorch's optimizers
+        leave both as they are, without weight decay.
+        """
         found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
         return found.__contains__ if found else none_frozen
 
@@ -176,12 +187,12 @@ class GraphModel:
     def _capture(self, params: Params, batch: Any, *, train: bool) -> Captured:
         raise NotImplementedError
 
-    def _key(self, params: Params, batch: Any, train: bool) -> Key:
-        """Return what the graph of a call is captured for."""
+    def _key(self, params: Params, batch: Any, *, train: bool) -> Key:
+        """Return what a captured graph depends on."""
         leaves, structure = jax.tree.flatten(self._chosen(batch))
-        specs = tuple(Spec(tuple(np.shape(x)), _dtype(x)) for x in map(_as_array, leaves))
+        specs = tuple(Spec(tuple(np.shape(x)), _input_dtype(x.dtype)) for x in map(_as_array, leaves))
         dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
-        return train, dtypes.pop() if len(dtypes) == 1 else None, specs, structure
+        return Key(train, dtypes.pop() if len(dtypes) == 1 else None, specs, structure)
 
     def _torch_param(self, name: str) -> TorchParam:
         return self._stacks.get(name, TorchParam(name))
@@ -191,6 +202,7 @@ def _as_array(x: Any) -> Any:
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
-def _dtype(x: Any) -> str:
-    """Return the dtype of an array as JAX has it."""
-    return str(jax.dtypes.canonicalize_dtype(x.dtype))
+def _input_dtype(dtype: Any) -> str:
+    """Return the dtype in which an input is captured: integers in PyTorch's default, whatever width JAX gives them."""
+    name = str(jax.dtypes.canonicalize_dtype(dtype))
+    return "int64" if name in ("int32", "uint32") else name

@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
-from jaxtrain.torch_import.function import GraphModel, Params
-from jaxtrain.torch_import.graph import Graph
+from jaxtrain.torch_import.function import GraphModel, Key, Params
+from jaxtrain.torch_import.graph import Graph, without_gradient
+from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 from jaxtrain.torch_import.saved import save
@@ -58,15 +59,16 @@ class ImportedModel(GraphModel):
         self._tied = {name: first for name, first in structure.aliases.items() if name != first}
         self._persistent = tuple(persistent_buffers(structure))
         self._stacks: Stacks = {}
-        self._captured: dict[Any, Captured] = {}
         self._buffers = {name: as_array(x) for name, x in tensors.items() if name not in structure.aliases}
         params = {name: tensors[name] for name in structure.aliases.values()}
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
-        plain = self._capture(shapes, self.example, train=True)
+        key = self._key(shapes, self.example, train=True)
+        plain = self._exported(key)
+        self._frozen_tensors |= without_gradient(plain.graph)
         self._changed = frozenset(plain.graph.state)
         if not unroll:
-            self._stacks = find_stacks(plain.graph, frozen)
-            self._captured = {key: self._with_loops(x) for key, x in self._captured.items()}
+            self._stacks = find_stacks(plain.graph, self._frozen_tensors)
+        self._captured = {key: self._finished(plain)}
         members = {stack: param.names(0) for stack, param in self._stacks.items()}
         self.params: Params = as_arrays(params, members)
         state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
@@ -153,36 +155,38 @@ class ImportedModel(GraphModel):
             raise UserError('the module has no weights, it is on the "meta" device: import one with weights')
 
     def _capture(self, params: Params, batch: Any, *, train: bool) -> "Captured":
-        from jaxtrain.torch_import.capture import capture
-
-        key = self._key(params, batch, train)
-        _, dtype, specs, structure = key
+        key = self._key(params, batch, train=train)
         if key not in self._captured:
-            captured = capture(
-                self._structure,
-                lambda module, tensors: self.call(module, jax.tree.unflatten(structure, tensors)),
-                specs,
-                train=train,
-                dtype=dtype,
-                ops=frozenset(self._ops),
-            )
-            graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            looped = self._with_loops(captured._replace(graph=graph))
-            self._captured[key] = looped._replace(graph=with_recomputed_formulas(looped.graph))
+            self._captured[key] = self._finished(self._exported(key))
         return self._captured[key]
 
-    def _with_loops(self, captured: "Captured") -> "Captured":
-        """Return a captured graph that takes the stacked parameters."""
-        if not self._stacks:
-            return captured
-        tensors = {**self._buffers, **captured.constants}
+    def _exported(self, key: Key) -> "Captured":
+        """Return the graph of a forward pass with the parameters of PyTorch."""
+        from jaxtrain.torch_import.capture import capture
+
+        captured = capture(
+            self._structure,
+            lambda module, tensors: self.call(module, jax.tree.unflatten(key.structure, tensors)),
+            key.specs,
+            train=key.train,
+            dtype=key.dtype,
+            ops=frozenset(self._ops),
+        )
+        graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+        return captured._replace(graph=with_grouped_queries(graph, self._ops))
+
+    def _finished(self, exported: "Captured") -> "Captured":
+        """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        tensors = {**self._buffers, **exported.constants}
 
         def equal(names: Sequence[str]) -> bool:
             first, *others = (tensors[name] for name in names)
             known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
             return known and all(np.array_equal(first, x) for x in others)
 
-        return captured._replace(graph=repeated(captured.graph, self._stacks, self._frozen_tensors, equal))
+        # After the loops: a formula of a layer has names of its own, by which layers would differ.
+        looped = repeated(exported.graph, self._stacks, self._frozen_tensors, equal)
+        return exported._replace(graph=with_recomputed_formulas(looped))
 
 
 def from_torch(

@@ -17,7 +17,18 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam, read_torch
 from jaxtrain.torch_import.function import GraphModel, Key, Params
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Captured, Graph, decode, encode, references
+from jaxtrain.torch_import.graph import (
+    CUSTOM,
+    GETITEM,
+    RECOMPUTED,
+    REPEAT,
+    Captured,
+    Graph,
+    decode,
+    dtype_of,
+    encode,
+    references,
+)
 from jaxtrain.torch_import.ops import TABLE
 
 FORMAT = 1
@@ -56,7 +67,7 @@ class SavedModel(GraphModel):
             _key(x): Captured(x["graph"], parts.get(f"constant{i}", {})) for i, x in enumerate(contents["graphs"])
         }
         first = next(iter(self._captured))
-        shapes = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in first[2]]
+        shapes = [jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype)) for spec in first[2]]
         self.example = jax.tree.unflatten(first[3], shapes)
         for captured in self._captured.values():
             _check(
@@ -65,7 +76,7 @@ class SavedModel(GraphModel):
             )
 
     def _capture(self, params: Params, batch: Any, *, train: bool) -> Captured:
-        key = self._key(params, batch, train)
+        key = self._key(params, batch, train=train)
         if key not in self._captured:
             saved = "; ".join(map(_described, self._captured))
             raise UserError(
@@ -156,7 +167,7 @@ def _entry(key: Key, graph: Graph) -> dict[str, Any]:
 
 def _key(entry: Mapping[str, Any]) -> Key:
     structure = jax.tree.structure(_tree(entry["structure"]))
-    return entry["train"], entry["dtype"], entry["inputs"], structure
+    return Key(entry["train"], entry["dtype"], entry["inputs"], structure)
 
 
 def _skeleton(tree: Any) -> Any:

@@ -2,6 +2,7 @@
 
 structure  the module without its weights
 tracing    how `torch.export` traces
+functions  functions that are traced in another form
 export     the capture
 no_grad    regions without gradient
 pretrained models of transformers in folders
