@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxtrain.torch_import.ops.registry import op, ops
 
@@ -47,3 +48,14 @@ def bilinear(x: jax.Array, y: jax.Array, weight: jax.Array, bias: jax.Array | No
 def multi_dot(tensors: Sequence[jax.Array]) -> jax.Array:
     """The product of several matrices."""
     return jnp.linalg.multi_dot(list(tensors))
+
+
+@op("_grouped_mm.default")
+@op("grouped_mm_fallback.default", library="transformers")
+def grouped_mm(x: jax.Array, y: jax.Array, offs: jax.Array | None = None, bias: None = None, dtype: Any = None) -> Any:
+    """Products of groups of rows, which end at `offs`, with a matrix for each group."""
+    if offs is None or x.ndim != 2 or y.ndim != 3 or bias is not None:
+        raise NotImplementedError("groups of something other than rows")
+    sizes = jnp.diff(offs, prepend=0).astype(jnp.int32)
+    z = lax.ragged_dot(x, y, sizes)
+    return z if dtype is None else z.astype(dtype)
