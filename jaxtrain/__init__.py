@@ -14,10 +14,10 @@ The map of the package. Each line may import only from the lines above it (`test
     interop                 PyTorch checkpoints, optimizers and schedulers, in and out
     losses                  PyTorch's losses and subgradients
     models                  one file or folder a family
-    torch_import            any `torch.nn.Module` as a pure function
     cost                    FLOPs, roofline, memory, communication
     distributed             meshes, sharding, processes
     run                     Recipe and Task: what a user's own run and a built-in one both are
+    torch_import            any `torch.nn.Module` as a pure function
     recipes                 the built-in runs
     profile                 profiler traces and estimates
     debug                   the first non-finite value; doctor

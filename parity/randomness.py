@@ -2,7 +2,8 @@
 
 Neither model is annotated. JAX's masks are the results of `_bernoulli` in the jaxpr of the loss function. In PyTorch
 all dropout (modules, functions, attention) calls one operation, `bernoulli_`; only its draw is replaced, and the
-arithmetic around it is PyTorch's own.
+arithmetic around it is PyTorch's own. Uniform and normal numbers, as of `torch.rand` and `torch.randn`, are shared
+likewise.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +23,14 @@ from parity.jax_side import arrays
 from parity.oracle.in_jax import in_float64
 from parity.source import source_line
 
-Masks = list[np.ndarray]
-"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts."""
+aten = torch.ops.aten
 
-DRAW = "_bernoulli"
-"""Name of the function that `jax.random.bernoulli` calls under jit."""
+Masks = list[np.ndarray]
+"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts.
+Other random numbers are floats."""
+
+DRAWS = ("_bernoulli", "_uniform", "_normal")
+"""Names of the functions that `jax.random.bernoulli`, `uniform` and `normal` call under jit."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """Equations that only evaluate their one jaxpr."""
@@ -98,7 +102,7 @@ def dropout_mask_fn(
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             if not _draws(eqn):
                 return bind(eqn, args)
-            if is_call(eqn, DRAW):
+            if _is_draw(eqn):
                 drawn(eqn)
                 found.extend(outs := bind(eqn, args))
                 return outs
@@ -108,6 +112,14 @@ def dropout_mask_fn(
         return found
 
     return masks
+
+
+_DRAWS = {
+    **{aten.bernoulli_.float: "mask", aten.bernoulli.default: "mask", aten.bernoulli.p: "mask"},
+    **{aten.rand.default: "numbers", aten.rand_like.default: "numbers", aten.uniform_.default: "numbers"},
+    **{aten.randn.default: "numbers", aten.randn_like.default: "numbers"},
+}
+"""PyTorch's operations whose results are replaced, with the kind of their result."""
 
 
 class GivenMasks(TorchDispatchMode):
@@ -135,17 +147,21 @@ class GivenMasks(TorchDispatchMode):
         self.drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bernoulli_.float:
-            self.drawn += 1
-            # Beyond the last mask PyTorch draws its own, so that the error can report how many there were.
-            if self.drawn <= len(self.masks):
-                return _fill(args[0], self.masks[self.drawn - 1])
-            return func(*args, **(kwargs or {}))
-        before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if random else torch.empty(0)
         out = func(*args, **(kwargs or {}))
+        if func in _DRAWS:
+            self.drawn += 1
+            # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
+            if self.drawn > len(self.masks):
+                return out
+            torch.set_rng_state(before)
+            return _fill(out, self.masks[self.drawn - 1], func)
         # Attention without dropout has the tag but draws nothing.
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
-            raise UserError(f"the PyTorch model draws random numbers by {func}: only dropout can use JAX's masks")
+        if random and not torch.equal(before, torch.get_rng_state()):
+            raise UserError(
+                f"the PyTorch model draws random numbers by {func}: only dropout, rand and randn can use those of JAX"
+            )
         return out
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -181,8 +197,12 @@ def _zeros(like: Any) -> np.ndarray:
     return np.zeros(like.shape, like.dtype)
 
 
+def _is_draw(eqn: JaxprEqn) -> bool:
+    return any(is_call(eqn, name) for name in DRAWS)
+
+
 def _draws(eqn: JaxprEqn) -> bool:
-    return is_call(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    return _is_draw(eqn) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
@@ -196,8 +216,11 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return evaluate_inner(body, args, run)
 
 
-def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:
+def _fill(noise: torch.Tensor, mask: np.ndarray, func: Any) -> torch.Tensor:
     """Write `mask` into the tensor of PyTorch's draw, in PyTorch's layout."""
+    if (mask.dtype == np.bool_) != (_DRAWS[func] == "mask"):
+        drawn = "a dropout mask" if mask.dtype == np.bool_ else "random numbers"
+        raise UserError(f"the JAX model draws {drawn} where the PyTorch model calls {func}: draw in the same order")
     channels_second = np.moveaxis(mask, -1, 1) if mask.ndim >= 3 else mask
     for layout in (mask, channels_second):
         if layout.shape == tuple(noise.shape):

@@ -18,6 +18,7 @@ from parity.case import Case
 from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
+from parity.progress import report
 from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
 
@@ -58,6 +59,10 @@ class Variant(NamedTuple):
     reorder: int | None = None
     one_ulp: int | None = None
     skip: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        """What is added to the name of the run."""
+        return " with rows permuted" * (self.reorder is not None) + " with one ulp more" * (self.one_ulp is not None)
 
 
 PLAIN = Variant()
@@ -123,6 +128,7 @@ def _run(
     losses, norms, scales = [], [], [scaler.get_scale()]
 
     for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, variant.reorder)):
+        report(f"{precision}: PyTorch{variant}, update {step + 1} of {steps}")
         before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         if copied:

@@ -15,6 +15,7 @@ import numpy as np
 
 GETITEM = "getitem"
 """Operation that selects one of several results."""
+DETACH = "aten.detach.default"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
@@ -24,6 +25,10 @@ which each layer takes its slice along the first axis, and values that all layer
 graph `body` of a layer, whose inputs are these in turn, and the `length`, the number of layers. The outputs of `body`
 are two tuples: the replaced values, and results that are stacked along a first axis; those of the operation are the
 last replaced values, then the stacks."""
+
+RECOMPUTED = "jaxtrain.recomputed.default"
+"""An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
+argument is the formula's `graph`."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,24 @@ def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
             nodes.append(node)
             used.update(references((node.args, node.kwargs)))
     return replace(graph, nodes=tuple(reversed(nodes)))
+
+
+def without_gradient(graph: Graph) -> frozenset[str]:
+    """Return the names of the parameters that no output of the graph has a gradient of."""
+    reached = {*references(graph.outputs)}
+    for node in reversed(graph.nodes):
+        if node.name in reached and node.op != DETACH and _has_gradient(node.spec):
+            reached.update(references((node.args, node.kwargs)))
+    params = [x for x in graph.inputs if x.kind == "param"]
+    # A tied weight is several inputs.
+    return frozenset(x.target for x in params) - {x.target for x in params if x.name in reached}
+
+
+def _has_gradient(spec: Any) -> bool:
+    """Return whether a result with these shapes and dtypes has a gradient."""
+    if not isinstance(spec, Spec):
+        return True
+    return bool(jnp.issubdtype(jnp.dtype(spec.dtype), jnp.inexact))
 
 
 _CLASSES = {cls.__name__: cls for cls in (Ref, Dtype, Spec, Node, Input, Graph)}

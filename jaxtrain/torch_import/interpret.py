@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, REPEAT, Dtype, Graph, Node, Ref, Spec, dtype_of
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Dtype, Graph, Node, Ref, Spec, dtype_of
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal
-from jaxtrain.transforms import block
+from jaxtrain.transforms import block, recomputed
 
 Values = Mapping[str, Any]
 
@@ -69,6 +69,9 @@ def _interpret(
             continue
         if node.op == CUSTOM:
             values[node.name] = _custom(node, args, table)
+            continue
+        if node.op == RECOMPUTED:
+            values[node.name] = _recomputed(node, args, table)
             continue
         if node.op == REPEAT:
             values[node.name] = _repeated(node, args, rng, table, drawn)
@@ -140,6 +143,17 @@ def _custom(node: Node, args: Sequence[jax.Array], table: Values) -> tuple[jax.A
     called.defvjp(forward, backward)
     outputs: tuple[jax.Array, ...] = called(*args)
     return outputs
+
+
+def _recomputed(node: Node, args: Sequence[jax.Array], table: Values) -> jax.Array:
+    """Evaluate a formula whose intermediate values the backward pass computes again."""
+
+    def formula(*inputs: jax.Array) -> jax.Array:
+        output: jax.Array = _interpret(node.kwargs["graph"], {}, inputs, None, table)[0]
+        return output
+
+    result: jax.Array = recomputed(formula)(*args)
+    return result
 
 
 def _as(value: Any, spec: Spec) -> jax.Array:

@@ -11,7 +11,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Graph, Spec
+from jaxtrain.torch_import.elementwise import with_recomputed_formulas
+from jaxtrain.torch_import.graph import Graph, Spec, without_gradient
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -19,6 +20,7 @@ from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
 if TYPE_CHECKING:
     import torch
 
+    from jaxtrain.run import Task
     from jaxtrain.torch_import.capture import Captured, Structure
     from parity import Case
 
@@ -62,9 +64,10 @@ class ImportedModel:
         params = {name: tensors[name] for name in structure.aliases.values()}
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
         plain = self._capture(shapes, self.example, train=True)
+        self._frozen_tensors |= without_gradient(plain.graph)
         self._changed = frozenset(plain.graph.state)
         if not unroll:
-            self._stacks = find_stacks(plain.graph, frozen)
+            self._stacks = find_stacks(plain.graph, self._frozen_tensors)
             self._captured = {key: self._with_loops(x) for key, x in self._captured.items()}
         members = {stack: param.names(0) for stack, param in self._stacks.items()}
         self.params: Params = as_arrays(params, members)
@@ -84,8 +87,20 @@ class ImportedModel:
         return None if self.state is None else NameTable({name: self._torch_param(name) for name in self.state})
 
     @property
+    def saved_constants(self) -> Params:
+        """The buffers of PyTorch's `state_dict()` that do not change, by name."""
+        from jaxtrain.torch_import.capture import persistent_buffers
+
+        names = persistent_buffers(self._structure)
+        return {name: self._buffers[name] for name in names if name not in self._changed}
+
+    @property
     def frozen(self) -> Frozen:
-        """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
+        """Predicate on names: whether a parameter has no gradient, as `train_step(frozen=…)` takes it.
+
+        These are parameters with `requires_grad=False`, and those that no output depends on: PyTorch's optimizers
+        leave both as they are, without weight decay.
+        """
         found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
         return found.__contains__ if found else none_frozen
 
@@ -174,6 +189,40 @@ class ImportedModel:
         buffers = {} if self.state_names is None else self.state_names.to_torch(state)
         return filled(self._structure, {**self._buffers, **buffers, **self.names.to_torch(params)})
 
+    def task(self, loss: Callable[..., Any], **fields: Any) -> "Task":
+        """Return the task of a training run, for a `jaxtrain.Recipe`.
+
+        Its checkpoints are converted from and to PyTorch by `jaxtrain import-torch` and `export --format torch`: the
+        state contains all buffers of PyTorch's `state_dict()`, also those that do not change.
+
+        Args:
+          loss: As in `loss`.
+          **fields: Further fields of `jaxtrain.Task`, such as `train`, `validation` and `predict`.
+
+        Returns:
+          The task, whose runs start from the imported weights.
+
+        Example:
+          >>> import torch
+          >>> from jaxtrain.step import Loss
+          >>> model = from_torch(torch.nn.Linear(3, 2), {"input": np.ones((4, 3), np.float32)})
+          >>> task = model.task(lambda y, batch: Loss.of(y**2), train={"input": np.ones((8, 3), np.float32)})
+          >>> task.initial().params["bias"].shape
+          (2,)
+        """
+        from jaxtrain.torch_import.task import task_of
+
+        return task_of(
+            self.loss(loss),
+            self.params,
+            self.state,
+            self.saved_constants,
+            names=self.names,
+            state_names=self.state_names,
+            frozen=self.frozen,
+            fields=fields,
+        )
+
     def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
         """Return the parity case of this model, beside PyTorch's module.
 
@@ -239,7 +288,8 @@ class ImportedModel:
                 ops=frozenset(self._ops),
             )
             graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            self._captured[key] = self._with_loops(captured._replace(graph=graph))
+            looped = self._with_loops(captured._replace(graph=graph))
+            self._captured[key] = looped._replace(graph=with_recomputed_formulas(looped.graph))
         return self._captured[key]
 
     def _with_loops(self, captured: "Captured") -> "Captured":

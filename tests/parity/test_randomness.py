@@ -31,7 +31,7 @@ def keep(key: jax.Array) -> jax.Array:
 
 def masks_of(draw: Callable[[jax.Array], Any]) -> list[np.ndarray]:
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-        return jaxtrain.Loss(sum(jnp.sum(x) for x in jax.tree.leaves(draw(rng))), 1), {}
+        return jaxtrain.Loss(sum(jnp.sum(x.astype(float)) for x in jax.tree.leaves(draw(rng))), 1), {}
 
     return [np.asarray(mask) for mask in jax.jit(dropout_mask_fn(loss_fn))(None, None, KEY, None)]
 
@@ -159,6 +159,20 @@ def test_nothing_is_drawn_from_pytorchs_own_generator() -> None:
     with GivenMasks(masks((2, 3))):
         F.dropout(torch.ones(2, 3))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_uniform_and_normal_numbers_are_shared_in_the_order_of_the_draws() -> None:
+    def draw(key: jax.Array) -> Any:
+        drop, uniform, normal = jax.random.split(key, 3)
+        return keep(drop), jax.random.uniform(uniform, (4,)), jax.random.normal(normal, (4,))
+
+    given = masks_of(draw)
+    with GivenMasks(given):
+        drawn = [torch.empty(4).bernoulli_(0.5), torch.rand(4), torch.randn_like(torch.ones(4))]
+    for ours, theirs in zip(given, drawn, strict=True):
+        np.testing.assert_array_equal(theirs.numpy(), ours)
+    with pytest.raises(UserError, match="draws random numbers where the PyTorch model calls"):
+        GivenMasks(given[1:]).__torch_dispatch__(torch.ops.aten.bernoulli_.float, (), (torch.empty(4),))
 
 
 @pytest.mark.parametrize(("given", "drops"), [(2, 1), (1, 3), (0, 1), (1, 0)])

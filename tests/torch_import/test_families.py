@@ -27,12 +27,11 @@ def case_of(name: str) -> Case:
     def loss(outputs: Any, batch: Any) -> jt.Loss:
         return jt.Loss(weighted(jax.tree.leaves(outputs), jnp), ROWS)
 
-    return Case.of_import(
+    return model.case(
         name,
-        model,
+        torch_loss,
+        model.loss(loss),
         torch_model=family.module,
-        torch_loss=torch_loss,
-        loss_fn=model.loss(loss),
         batch=lambda seed, rows: family.inputs(seed),
         rows=ROWS,
         optimizer=AdamW(lr=1e-3),

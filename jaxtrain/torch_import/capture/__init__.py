@@ -2,6 +2,7 @@
 
 structure  the module without its weights
 tracing    how `torch.export` traces
+functions  functions that are traced in another form
 export     the capture
 no_grad    regions without gradient
 convert    PyTorch's graph to ours
@@ -9,6 +10,24 @@ convert    PyTorch's graph to ours
 
 from jaxtrain.torch_import.capture.convert import Captured
 from jaxtrain.torch_import.capture.export import capture
-from jaxtrain.torch_import.capture.structure import Structure, as_array, as_arrays, filled, shape_of, structure_of
+from jaxtrain.torch_import.capture.structure import (
+    Structure,
+    as_array,
+    as_arrays,
+    filled,
+    persistent_buffers,
+    shape_of,
+    structure_of,
+)
 
-__all__ = ["Captured", "Structure", "as_array", "as_arrays", "capture", "filled", "shape_of", "structure_of"]
+__all__ = [
+    "Captured",
+    "Structure",
+    "as_array",
+    "as_arrays",
+    "capture",
+    "filled",
+    "persistent_buffers",
+    "shape_of",
+    "structure_of",
+]

@@ -12,9 +12,9 @@ from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.structure import dtype_name
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
-_WITHOUT_RESULT = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async", "aten.sym_constrain")
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
 """Keyword arguments without a meaning in JAX."""
 
@@ -54,8 +54,8 @@ def converted(
     inputs, constants = _inputs(exported, aliases)
     nodes = [
         _custom(node, functions) if key_of(node.target) == CUSTOM else _node(node, known)
-        for node in exported.graph_module.graph.nodes
-        if node.op == "call_function" and not key_of(node.target).startswith(_WITHOUT_RESULT)
+        for node in _needed(exported.graph_module.graph)
+        if node.op == "call_function"
     ]
     state, outputs = _results(exported)
     return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants)
@@ -105,6 +105,18 @@ def _filled(result: Any, outputs: Sequence[Any]) -> Any:
     return tuple(_filled(item, outputs) for item in result) if isinstance(result, tuple) else result
 
 
+def _needed(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Return the nodes that the outputs depend on, and those that draw random numbers, in the order of evaluation.
+
+    The others only check values.
+    """
+    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in RANDOM}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
+
+
 def _own_name(target: str) -> str:
     """Return the name of a tensor in the user's module, which `_Forward` contains."""
     return target.removeprefix("module.")
@@ -122,6 +134,8 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     key, source = key_of(node.target), source_line(node.meta.get("stack_trace"))
     if key == "aten.instance_norm.default" and node.args[3] is not None and node.args[5]:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
+    if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
+        raise refusal("as_strided of a view", "call contiguous() first", source)
     if key not in known and key != GETITEM:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
     return Node(
@@ -134,6 +148,11 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         _module(node),
         source,
     )
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a tensor has its elements in their order and no others."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _module(node: torch.fx.Node) -> str:

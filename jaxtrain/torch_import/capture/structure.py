@@ -98,6 +98,12 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
     return copy.deepcopy(structure.module, memo)
 
 
+def persistent_buffers(structure: Structure) -> list[str]:
+    """Return the names of the buffers that `state_dict()` contains."""
+    module = structure.module
+    return [name for name, _ in module.named_buffers() if name in module.state_dict()]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype."""
     return str(dtype).removeprefix("torch.")

@@ -25,9 +25,10 @@ def _overhang(size: int, kernel: int, stride: int, padding: int, dilation: int) 
     return max(0, (windows - 1) * stride - span)
 
 
-def _windows(
+def windows(
     x: jax.Array, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil_mode: bool, rank: int
 ) -> tuple[list[int], list[int], list[tuple[int, int]], list[int]]:
+    """Return the sizes, strides, paddings and dilations of windows, for each spatial axis."""
     k, d, p = per_axis(kernel, rank), per_axis(dilation, rank), per_axis(padding, rank)
     s = per_axis(stride, rank) if stride else k
     sizes = x.shape[-rank:]
@@ -53,7 +54,7 @@ def _max_pool(rank: int) -> Callable[..., jax.Array]:
         ceil_mode: bool = False,
     ) -> jax.Array:
         """The largest element of each window; the first of equal ones receives the gradient."""
-        k, s, p, d = _windows(x, kernel_size, stride, padding, dilation, ceil_mode, rank)
+        k, s, p, d = windows(x, kernel_size, stride, padding, dilation, ceil_mode, rank)
         if all(step == 1 for step in d):
             return _reduced(x, -np.inf, lax.max, k, s, p, d)
         # XLA differentiates no windows with holes.
@@ -87,7 +88,7 @@ def _avg_pool(rank: int) -> Callable[..., jax.Array]:
         divisor_override: int | None = None,
     ) -> jax.Array:
         """The mean of each window."""
-        k, s, p, d = _windows(x, kernel_size, stride, padding, 1, ceil_mode, rank)
+        k, s, p, d = windows(x, kernel_size, stride, padding, 1, ceil_mode, rank)
         total = _reduced(x, np.zeros((), x.dtype)[()], lax.add, k, s, p, d)
         if divisor_override:
             return total / divisor_override
