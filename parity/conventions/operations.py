@@ -80,7 +80,7 @@ OPERATIONS: tuple[OperationConvention, ...] = (
     OperationConvention(
         "gelu",
         "is that of torch.nn.functional",
-        "nothing to change: PyTorch's model has a formula of its own",
+        "none needed, PyTorch's model has a formula of its own",
         lambda call, arguments: call(**arguments),
     ),
     OperationConvention("gelu", "is the tanh approximation", "approximate=False", given(approximate="tanh")),
