@@ -74,7 +74,7 @@ def _before(trace: Trace[Any], i: int, known: Collection[int], forward: Collecti
 
 def _users(trace: Trace[Any], forward: Collection[int]) -> dict[int, list[int]]:
     users: dict[int, list[int]] = {}
-    for i in sorted(forward):
+    for i in sorted(i for i in forward if trace.values[i].reordered is None):
         for j in trace.values[i].sources:
             users.setdefault(j, []).append(i)
     return users

@@ -4,7 +4,8 @@ Both train for a few steps in float64 from the same weights, on the same batches
 intermediate value of both is recorded with the line that computed it, and values are matched by their numbers alone.
 The frameworks group operations differently, so a correct value may have no counterpart, but what is computed from it
 has one again. A real difference persists: from there on no value has a counterpart, down to the loss or the new
-parameters. The first such value is the answer, in PyTorch's program and in JAX's.
+parameters. The first such value is the answer, in PyTorch's program and in JAX's. Where it is computed from values that
+have the same elements in another order (`parity.order`), the first of these is.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from parity.fingerprint import (
     edge,
     nearest,
 )
+from parity.in_order import in_order
 from parity.source import built_line
 
 if TYPE_CHECKING:
@@ -97,20 +99,27 @@ class _Programs:
     ends: "Sequence[tuple[Results, End]]"
 
     def first(self) -> Divergence | None:
+        """The first difference of the values, or of their order where that makes them wrong."""
+        found = self._first_value()
+        if found is None or found.at.stage != "forward":
+            return None if found is None else found.at
+        return found.matching.in_order().first(found.step, *self.ends[found.step - 1]) or found.at
+
+    def _first_value(self) -> "_Found | None":
         """The first difference; a larger one that is not its consequence is preferred."""
         found = self._first_within()
         return found if found is None else self._before_attenuation(found) or found
 
-    def _first_within(self) -> Divergence | None:
+    def _first_within(self) -> "_Found | None":
         found = self._first(TOLERANCE, COARSE) or self._first(TOLERANCE)
         if found is None:
             return None
-        if self._distance(found.position) <= COARSE:
+        if self._distance(found.at.position) <= COARSE:
             larger = self._first(COARSE, COARSE)
-            if larger is not None and larger.stage in ("forward", "backward") and self._begins(larger):
+            if larger is not None and larger.at.stage in ("forward", "backward") and self._begins(larger.at):
                 return larger
             found = self._first(TOLERANCE) or found
-        return found if self._begins(found) else self._grown() or found
+        return found if self._begins(found.at) else self._grown() or found
 
     @cached_property
     def forward(self) -> set[int]:
@@ -118,19 +127,20 @@ class _Programs:
         operations = enumerate(value.where for value in self.theirs.values)
         return {i for i, where in operations if where is not None and where.stage == "forward"}
 
-    def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> Divergence | None:
+    def _first(self, tolerance: float, of_constants: float = CONSTANT_TOLERANCE) -> "_Found | None":
         steps = enumerate(self.ends, start=1)
         matching = self._matching(tolerance, of_constants)
-        return next((found for step, (their, our) in steps if (found := matching.first(step, their, our))), None)
+        found = ((step, matching.first(step, their, our)) for step, (their, our) in steps)
+        return next((_Found(at, matching, step) for step, at in found if at), None)
 
     def _matching(self, tolerance: float, of_constants: float) -> "_Matching":
         equal = enumerate(counterparts(self.theirs, self.ours, tolerance, of_constants))
         same = {i: indices for i, indices in equal if indices}
-        return _Matching(self.theirs, self.ours, self.forward, same, {}).without(
+        return _Matching(self.theirs, self.ours, self.forward, same, {}, (tolerance, of_constants)).without(
             by_chance(self.theirs, self.ours, same, self.forward)
         )
 
-    def _grown(self) -> Divergence | None:
+    def _grown(self) -> "_Found | None":
         """The first difference of the forward pass below `TOLERANCE`, whether or not the loss shows it."""
         matching, (their, our) = self._matching(FINEST, CONSTANT_TOLERANCE), self.ends[0]
         loss = {LOSS: their.sources[LOSS]}
@@ -139,19 +149,20 @@ class _Programs:
             return None
         after = differing(self.theirs, matching.without(loss[LOSS]).right, loss[LOSS])
         # Of a value that PyTorch computes otherwise, JAX has no approximation.
-        return found if any(FINEST < self._distance(i) <= TOLERANCE for i in after) else None
+        grown = any(FINEST < self._distance(i) <= TOLERANCE for i in after)
+        return _Found(found, matching, 1) if grown else None
 
-    def _before_attenuation(self, found: Divergence) -> Divergence | None:
+    def _before_attenuation(self, found: "_Found") -> "_Found | None":
         """The first difference beyond rounding, if it is larger than the one found after it.
 
         Equality within `TOLERANCE` hides it where the values computed from it hardly depend on it, as those of a norm
         hardly depend on the scale of its input.
         """
-        exact = self._first(ROUNDING) if self._distance(found.position) <= NEAR else None
-        if exact is None or exact.stage != "forward" or not exact.position < found.position:
+        exact = self._first(ROUNDING) if self._distance(found.at.position) <= NEAR else None
+        if exact is None or exact.at.stage != "forward" or not exact.at.position < found.at.position:
             return None
-        arises = ATTENUATED * self._distance(found.position) <= self._distance(exact.position) <= NEAR
-        return exact if arises and self._begins(exact) else None
+        arises = ATTENUATED * self._distance(found.at.position) <= self._distance(exact.at.position) <= NEAR
+        return exact if arises and self._begins(exact.at) else None
 
     def _begins(self, found: Divergence) -> bool:
         """Whether the values that PyTorch's operation is computed from differ much less than its result."""
@@ -165,19 +176,42 @@ class _Programs:
 
 
 @dataclass(frozen=True)
+class _Found:
+    """The first difference of a training step."""
+
+    at: Divergence
+    matching: "_Matching"
+    step: int
+
+
+@dataclass(frozen=True)
 class _Matching:
-    """The values of both programs; `same` maps the index of a value of PyTorch's to those of JAX's equal to it."""
+    """The values of both programs; `same` maps the index of a value of PyTorch's to those of JAX's equal to it.
+
+    Values whose counterparts have another order are `reordered` in PyTorch's program and `our_reordered` in JAX's.
+    """
 
     theirs: "Trace[Operation]"
     ours: "Trace[Equation]"
     forward: "Collection[int]"
     same: "Mapping[int, Sources]"
     elsewhere: "Mapping[int, Sources]"
+    tolerances: tuple[float, float]
+    reordered: "Sources" = frozenset()
+    our_reordered: "Sources" = frozenset()
 
     @cached_property
     def right(self) -> "Collection[int]":
         """Indices of PyTorch's values that agree with JAX."""
-        return correct(self.theirs, self.same, self.forward)
+        return correct(self.theirs, self.same, self.forward) - _constants(self.theirs, self.reordered)
+
+    def in_order(self) -> "_Matching":
+        """The same without the counterparts in another order."""
+        same = in_order(self.theirs, self.ours, self.same, *self.tolerances)
+        reordered = frozenset(self.same.keys() - same.keys())
+        ours = _union(self.same.values()) - _union(same.values())
+        ordered = replace(self, theirs=self.theirs.in_order(), ours=self.ours.in_order())
+        return replace(ordered, same=same, reordered=reordered, our_reordered=ours)
 
     def without(self, values: "Collection[int]") -> "_Matching":
         """The same without the counterparts of some values."""
@@ -198,7 +232,7 @@ class _Matching:
             return None
         at = self._start(wrong)
         sources = frozenset(i for i in self.theirs.values[at].sources if self.theirs.values[i].trained)
-        last = self.theirs.values[max(sources)].where
+        last = self.theirs.values[max(self.theirs.computed(sources))].where
         ours = self._equations(our, our.loss if LOSS in wrong else our.state, at, sources)
         operation = self.theirs.values[at].where
         equation = self.ours.values[ours[0]].where if ours else None
@@ -255,14 +289,15 @@ class _Matching:
         if at in self.elsewhere:
             return self._lost(min(self.elsewhere[at]))
         used = ancestors(self.ours, our.loss)
-        fed = _union(self.ours.values[i].sources for i in equations)
+        fed = self.ours.computed(_union(self.ours.values[i].sources for i in equations))
         for i in sorted(self.theirs.values[at].sources):
-            given = min(self.same.get(i, ()), default=None)
+            given = min(self.ours.computed(self.same.get(i, ())), default=None)
             if given is None or i not in self.forward or not self.theirs.values[i].trained or given in fed:
                 continue
             if given not in used:
                 return self._lost(given)
-            users = [j for j in our.forward if given in self.ours.values[j].sources]
+            values = ((j, self.ours.values[j]) for j in our.forward if self.ours.values[j].reordered is None)
+            users = [j for j, value in values if given in self.ours.computed(value.sources)]
             return self.ours.values[users[0]].where if len(users) == 1 and {*users} <= {*self._our_right(our)} else None
         return None
 
@@ -298,7 +333,7 @@ class _Matching:
         starts = sorted(edge(self.ours, differing(self.ours, self._our_right(our), outputs)))
         given = _union(self.same.get(i, frozenset()) for i in their_sources)
         fed_alike = [i for i in starts if self.ours.values[i].sources & given]
-        matched = _union(self.same.values())
+        matched = _union(self.same.values()) | self.our_reordered
         near = approximations(self.theirs.values[at], self.ours, NEAR)
         near = [i for i in near if i not in matched and self.ours.values[i].sources & given]
         return [*near[:1], *fed_alike, *starts] or sorted(given, reverse=True)[:1]
@@ -313,10 +348,15 @@ class _Matching:
         theirs = _first_constant(self.theirs, self.right, [at])
         wrong = differing(self.ours, right, our.loss)
         ours = _first_constant(self.ours, right, equations[:1] if theirs is None else [equations[0], *sorted(wrong)])
+        if ours is None and theirs is not None:
+            # It may equal a constant of another part of PyTorch's program.
+            behind = constants_behind(self.theirs, (), at)
+            known = correct(self.ours, _union(self.same.get(i, frozenset()) for i in behind), our.forward)
+            ours = _first_constant(self.ours, known, equations[:1])
         return ours, None if ours is None else theirs
 
     def _our_right(self, our: "End") -> "Collection[int]":
-        return correct(self.ours, _union(self.same.values()), our.forward)
+        return correct(self.ours, _union(self.same.values()), our.forward) - _constants(self.ours, self.our_reordered)
 
 
 def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iterable[int]") -> int | None:
@@ -330,6 +370,10 @@ def _first_constant(trace: "Trace[Any]", right: "Collection[int]", values: "Iter
         if starts:
             return [*derived, *starts][0]
     return None
+
+
+def _constants(trace: "Trace[Any]", values: "Iterable[int]") -> "Sources":
+    return frozenset(i for i in values if not trace.values[i].trained)
 
 
 def _in_order(wrong: "Mapping[Output, Sources]", kind: str) -> tuple[str, ...]:

@@ -81,8 +81,9 @@ def mapped(value: Any, fn: Callable[[Ref], Any]) -> Any:
 
 
 class _Visit(NamedTuple):
-    """A call of a numbered module: the positions of its first and last node."""
+    """A call of a numbered module: its number, and the positions of its first and last node."""
 
+    number: int
     first: int
     last: int
     calls_modules: bool
@@ -123,6 +124,8 @@ class _Finder:
         count, layer, slots = 1, self._layer(start, length), None
         for group in groups[1:]:
             first = start + count * length
+            if [x.number for x in group] != [x.number + count * period for x in groups[0]]:
+                break
             if group[0].first != first or group[-1].last >= first + length or first + length > len(self._nodes):
                 break
             following = self._layer(first, length)
@@ -155,9 +158,9 @@ class _Finder:
 
     def _kind(self, name: str) -> Any:
         given = self._inputs.get(name)
-        if given is None:
-            return self._nodes[self._position[name]].spec
-        return given.kind == "param", given.spec, given.target in self._frozen
+        if given is None or given.kind != "param":
+            return given.spec if given else self._nodes[self._position[name]].spec
+        return given.spec, given.target in self._frozen
 
     def _role(self, before: str, name: str, start: int, length: int) -> Slot | None:
         """Return the role of an argument, given its value in a layer and in the following one; None for no role."""
@@ -193,13 +196,11 @@ def _visits(nodes: Sequence[Node], container: str) -> list[_Visit]:
     """Return the calls of a container's numbered modules."""
     prefix = f"{container}." if container else ""
     visits: list[_Visit] = []
-    current = None
     for i, node in enumerate(nodes):
         number, dot, _ = node.module.removeprefix(prefix).partition(".")
         if not node.module.startswith(prefix) or not number.isdigit():
             continue
-        if number != current:
-            visits.append(_Visit(i, i, False))
-        visits[-1] = _Visit(visits[-1].first, i, visits[-1].calls_modules or bool(dot))
-        current = number
+        if not visits or int(number) != visits[-1].number:
+            visits.append(_Visit(int(number), i, i, False))
+        visits[-1] = visits[-1]._replace(last=i, calls_modules=visits[-1].calls_modules or bool(dot))
     return visits

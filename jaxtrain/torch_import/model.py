@@ -1,7 +1,7 @@
 """A PyTorch module as a pure function of its parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.graph import Graph, Spec, without_gradient
+from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 Params = dict[str, jax.Array]
 Call = Callable[[Any, Any], Any]
 """From (module, batch of tensors) to the module's result."""
+
+
+class _Key(NamedTuple):
+    """What a captured graph depends on: mode, dtype of the parameters, and shapes and structure of the batch."""
+
+    train: bool
+    dtype: str | None
+    specs: tuple[Spec, ...]
+    structure: Any
 
 
 class ImportedModel:
@@ -59,16 +69,16 @@ class ImportedModel:
         self._keys = tuple(example) if isinstance(example, Mapping) else None
         self._frozen_tensors = frozen
         self._stacks: Stacks = {}
-        self._captured: dict[Any, Captured] = {}
         self._buffers = {name: as_array(x) for name, x in tensors.items() if name not in structure.aliases}
         params = {name: tensors[name] for name in structure.aliases.values()}
         shapes: Any = {name: shape_of(x) for name, x in params.items()}
-        plain = self._capture(shapes, self.example, train=True)
+        key = self._key(shapes, self.example, train=True)
+        plain = self._exported(key)
         self._frozen_tensors |= without_gradient(plain.graph)
         self._changed = frozenset(plain.graph.state)
         if not unroll:
             self._stacks = find_stacks(plain.graph, self._frozen_tensors)
-            self._captured = {key: self._with_loops(x) for key, x in self._captured.items()}
+        self._captured = {key: self._finished(plain)}
         members = {stack: param.names(0) for stack, param in self._stacks.items()}
         self.params: Params = as_arrays(params, members)
         state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
@@ -270,40 +280,45 @@ class ImportedModel:
         return {key: batch[key] for key in self._keys}
 
     def _capture(self, params: Params, batch: Any, *, train: bool) -> "Captured":
-        from jaxtrain.torch_import.capture import capture
-
-        chosen = self._chosen(batch)
-        leaves, structure = jax.tree.flatten(chosen)
-        specs = tuple(Spec(tuple(np.shape(x)), str(x.dtype)) for x in map(_as_array, leaves))
-        dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
-        key = (train, dtype, specs, structure)
+        key = self._key(params, batch, train=train)
         if key not in self._captured:
-            captured = capture(
-                self._structure,
-                lambda module, tensors: self.call(module, jax.tree.unflatten(structure, tensors)),
-                specs,
-                train=train,
-                dtype=dtype,
-                ops=frozenset(self._ops),
-            )
-            graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            looped = self._with_loops(captured._replace(graph=graph))
-            self._captured[key] = looped._replace(graph=with_recomputed_formulas(looped.graph))
+            self._captured[key] = self._finished(self._exported(key))
         return self._captured[key]
 
-    def _with_loops(self, captured: "Captured") -> "Captured":
-        """Return a captured graph that takes the stacked parameters."""
-        if not self._stacks:
-            return captured
-        tensors = {**self._buffers, **captured.constants}
+    def _key(self, params: Params, batch: Any, *, train: bool) -> _Key:
+        """Return what a captured graph depends on."""
+        leaves, structure = jax.tree.flatten(self._chosen(batch))
+        specs = tuple(Spec(tuple(np.shape(x)), _input_dtype(x.dtype)) for x in map(_as_array, leaves))
+        dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
+        return _Key(train, dtypes.pop() if len(dtypes) == 1 else None, specs, structure)
+
+    def _exported(self, key: _Key) -> "Captured":
+        """Return the graph of a forward pass with the parameters of PyTorch."""
+        from jaxtrain.torch_import.capture import capture
+
+        captured = capture(
+            self._structure,
+            lambda module, tensors: self.call(module, jax.tree.unflatten(key.structure, tensors)),
+            key.specs,
+            train=key.train,
+            dtype=key.dtype,
+            ops=frozenset(self._ops),
+        )
+        graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+        return captured._replace(graph=with_grouped_queries(graph, self._ops))
+
+    def _finished(self, exported: "Captured") -> "Captured":
+        """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        tensors = {**self._buffers, **exported.constants}
 
         def equal(names: Sequence[str]) -> bool:
             first, *others = (tensors[name] for name in names)
             known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
             return known and all(np.array_equal(first, x) for x in others)
 
-        return captured._replace(graph=repeated(captured.graph, self._stacks, self._frozen_tensors, equal))
+        # After the loops: a formula of a layer has names of its own, by which layers would differ.
+        looped = repeated(exported.graph, self._stacks, self._frozen_tensors, equal)
+        return exported._replace(graph=with_recomputed_formulas(looped))
 
     def _torch_param(self, name: str) -> TorchParam:
         return self._stacks.get(name, TorchParam(name))
@@ -357,6 +372,12 @@ def from_torch(
 
 def _as_array(x: Any) -> Any:
     return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def _input_dtype(dtype: Any) -> str:
+    """Return the dtype in which an input is captured: integers in PyTorch's default, whatever width JAX gives them."""
+    name = str(jax.dtypes.canonicalize_dtype(dtype))
+    return "int64" if name in ("int32", "uint32") else name
 
 
 def _call(module: Any, batch: Any) -> Any:

@@ -85,7 +85,8 @@ def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str,
     same = {**aliases, **names.tied}
     paths = defaultdict(list)
     for path, param in names.params.items():
-        paths[same.get(param.name, param.name)].append(path)
+        # Stacks of different layers have one name.
+        paths[same.get(param.name, param.name), param.layers].append(path)
     kept_of = {path: kept for kept, *others in paths.values() for path in others}
     if not kept_of:
         return case, ()
@@ -108,7 +109,7 @@ def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str,
         return case.loss_fn(fill(params), batch, rng, model_state)
 
     table = {path: param for path, param in names.params.items() if path not in kept_of}
-    table |= {kept: replace(names.params[kept], name=name) for name, (kept, *_) in paths.items()}
+    table |= {kept: replace(names.params[kept], name=name) for (name, _), (kept, *_) in paths.items()}
     tied = replace(
         case,
         loss_fn=without_state if case.state_like is None else with_state,

@@ -161,7 +161,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _decoder("Qwen3", head_dim=8),
     "gemma": _decoder("Gemma", head_dim=8),
     "gemma2": _decoder("Gemma2", head_dim=8, sliding_window=4),
-    "gemma3": _decoder("Gemma3", head_dim=8, sliding_window=4),
+    "gemma3": _transformer("Gemma3ForCausalLM", "Gemma3TextConfig", _tokens, **GROUPED, head_dim=8, sliding_window=4),
     "phi3": _decoder("Phi3"),
     "olmo2": _decoder("Olmo2"),
     "granite": _decoder("Granite"),
@@ -287,8 +287,11 @@ FAMILIES: dict[str, Family] = {
         **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]},
         **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 2], "mlp_ratios": [2, 2]},
     ),
+    # Large enough that BatchNorm has more than two values a channel.
     "mobilenet_v2": _transformer(
-        *("MobileNetV2ForImageClassification", "MobileNetV2Config", _images), depth_multiplier=0.25, image_size=16
+        *("MobileNetV2ForImageClassification", "MobileNetV2Config"),
+        lambda seed: {"pixel_values": _normal(seed, ROWS, 3, 64, 64)},
+        **{"depth_multiplier": 0.25, "image_size": 64},
     ),
     "hubert": _transformer(
         *("HubertForCTC", "HubertConfig", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
