@@ -19,6 +19,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
+from parity.jax_lines import line_of
 from parity.jax_side import arrays
 from parity.oracle.in_jax import in_float64
 from parity.source import source_line
@@ -61,8 +62,6 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
 
 def mask_lines(case: Case) -> list[str]:
     """Return the lines of the JAX model that draw its masks, with file and text, in order and without repetitions."""
-    from parity.jax_trace import line_of  # which imports this module
-
     lines: dict[str, None] = {}
 
     def drawn(eqn: JaxprEqn) -> None:
