@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from parity.weights.classes import by_class
 from parity.weights.layouts import OWNERS, Convolution
 from parity.weights.probe import MAX_DISTANCE, Probe, probe_of, random_weights, relative_distance
 from parity.weights.tied import tie_leaves, tied_names, untied, ways_to_untie
-from parity.weights.unused import unused_parameters, without_parameters
+from parity.weights.unused import constant_buffers, unused_parameters, without_tensors
 
 LISTED = 5
 """Number of entries that a message lists."""
@@ -72,7 +72,7 @@ def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
     left_out = _left_out(case, model)
     notes = [f"{name} is left out: {_why(model, name)}" for name in sorted(left_out)[:LISTED]]
     if left_out:
-        case = without_parameters(case, left_out)
+        case = without_tensors(case, left_out)
     if case.names is not None:
         case, tied = tie_leaves(case, tied_names(model))
         notes += tied
@@ -84,32 +84,53 @@ def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
 
 
 def _why(model: torch.nn.Module, name: str) -> str:
+    if name in dict(model.named_buffers()):
+        return "PyTorch's loss does not change it, and it has no leaf"
     trained = model.get_parameter(name).requires_grad
     return "PyTorch's loss does not depend on it" if trained else "it is frozen in PyTorch and has no leaf"
 
 
 def _left_out(case: Case, model: torch.nn.Module) -> set[str]:
-    """PyTorch's parameters without a leaf that are frozen or that its loss does not depend on."""
-    aliases, frozen = tied_names(model), {name for name, p in model.named_parameters() if not p.requires_grad}
+    """PyTorch's tensors without a leaf: parameters that are frozen or not in its loss, and buffers that it does not
+    change."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     if case.names is not None:
-        if {path for path, _ in leaves(case.params_like)} != set(case.names.params):
-            return set()
-        named = {aliases.get(name, name) for name in case.names.torch_order(case.params_like)}
-        lacking = {name for name, _ in model.named_parameters()} - named - case.names.tied.keys()
-        return (unused_parameters(case) | frozen) & lacking if lacking else set()
-    try:
-        _sides(model, case.params_like, case.state_like, ())
-    except UserError:
-        if _untyings(case, model):
-            return set()
-        unused = unused_parameters(case)
-        for names in filter(None, (unused, frozen, unused | frozen)):
-            without = without_parameters(case, names)
-            smaller = seeded_model(without, 0)
-            if _fits(smaller, case) or _untyings(without, smaller):
-                return names
-        raise  # the faults of the whole model say more than those without some of its parameters
-    return set()
+        lacking = _not_named(case, model)
+        unused = unused_parameters(case) if lacking else set()
+        return (unused | frozen) & lacking | _spare_buffers(case, model)
+    if _fits(model, case) or _untyings(case, model):
+        return set()
+    for names in _unions(unused_parameters(case), frozen, _spare_buffers(case, model)):
+        without = without_tensors(case, names)
+        smaller = seeded_model(without, 0)
+        if _fits(smaller, case) or _untyings(without, smaller):
+            return names
+    return set()  # the faults of the whole model say more than those without some of its tensors
+
+
+def _not_named(case: Case, model: torch.nn.Module) -> set[str]:
+    """The parameters that the table does not name; none if it does not fit the leaves."""
+    if {path for path, _ in leaves(case.params_like)} != set(case.names.params):
+        return set()
+    aliases = tied_names(model)
+    named = {aliases.get(name, name) for name in case.names.torch_order(case.params_like)}
+    return {name for name, _ in model.named_parameters()} - named - case.names.tied.keys()
+
+
+def _spare_buffers(case: Case, model: torch.nn.Module) -> set[str]:
+    """The buffers that the loss does not change, if there are more buffers than leaves of the JAX model's state."""
+    if case.state_like is None or case.buffers is not None:
+        return set()
+    counted = [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    counted = [name for name in counted if not name.endswith("num_batches_tracked")]
+    leaves_of_state = [leaf for leaf in jax.tree.leaves(case.state_like) if np.ndim(leaf) > 0]
+    return constant_buffers(case) & {*counted} if len(counted) > len(leaves_of_state) else set()
+
+
+def _unions(*sets: set[str]) -> list[set[str]]:
+    """The unions of some of these sets, the smallest first."""
+    some = [s for s in sets if s]
+    return sorted((set().union(*chosen) for n in range(1, len(some) + 1) for chosen in combinations(some, n)), key=len)
 
 
 def _untyings(case: Case, model: torch.nn.Module) -> list[Case]:

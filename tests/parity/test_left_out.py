@@ -28,6 +28,7 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(WIDTH)
         self.pooler = torch.nn.Linear(WIDTH, WIDTH)
         self.factor = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.register_buffer("shift", torch.ones(2, 3))
         self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
@@ -85,6 +86,7 @@ def test_tied_leaves_are_one_parameter_and_what_pytorch_alone_has_is_left_out_an
         "factor is left out: it is frozen in PyTorch and has no leaf",
         "pooler.bias is left out: PyTorch's loss does not depend on it",
         "pooler.weight is left out: PyTorch's loss does not depend on it",
+        "shift is left out: PyTorch's loss does not change it, and it has no leaf",
         "head and embed are one tensor of PyTorch: trained as one leaf",
     )
     complete, _ = completed(CASE)
