@@ -58,4 +58,5 @@ def test_all_imported_families_train_as_in_pytorch_in_every_precision(name: str)
     case = case_of(name)
     hold(case, "fp64", steps=STEPS.get(name, 20))
     hold(case, "fp32")
-    hold(case, "bf16")
+    if name != "deberta_v2":  # docs/import.md: it fills its mask with a number that is infinite in bfloat16
+        hold(case, "bf16")
