@@ -7,7 +7,7 @@ a file.
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,15 +118,22 @@ class Graph:
 
     def to_json(self) -> str:
         """Return the graph as JSON."""
-        return json.dumps(_encode(self))
+        return json.dumps(encode(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Graph":
         """Return the graph of `to_json`."""
-        graph = _decode(json.loads(text))
+        graph = decode(json.loads(text))
         if not isinstance(graph, cls):
             raise ValueError("not the JSON of a graph")
         return graph
+
+
+class Captured(NamedTuple):
+    """A graph with the tensors that it reads besides parameters and state, by the targets of its constants."""
+
+    graph: Graph
+    constants: dict[str, np.ndarray]
 
 
 def references(value: Any) -> Iterator[str]:
@@ -176,23 +183,24 @@ def _has_gradient(spec: Any) -> bool:
 _CLASSES = {cls.__name__: cls for cls in (Ref, Dtype, Spec, Node, Input, Graph)}
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """Return a value as JSON; a dataclass as an object with its class, a dict as a list of pairs."""
     if type(value) in _CLASSES.values():
-        return {"class": type(value).__name__, **{f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
+        return {"class": type(value).__name__, **{f.name: encode(getattr(value, f.name)) for f in fields(value)}}
     if isinstance(value, dict):
-        return {"class": "dict", "items": [[key, _encode(item)] for key, item in value.items()]}
+        return {"class": "dict", "items": [[key, encode(item)] for key, item in value.items()]}
     if isinstance(value, tuple | list):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     return value
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Return the value of `encode`; lists are tuples."""
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
+        return tuple(decode(item) for item in value)
     if not isinstance(value, dict):
         return value
     name = value["class"]
     if name == "dict":
-        return {key: _decode(item) for key, item in value["items"]}
-    return _CLASSES[name](**{key: _decode(item) for key, item in value.items() if key != "class"})
+        return {key: decode(item) for key, item in value["items"]}
+    return _CLASSES[name](**{key: decode(item) for key, item in value.items() if key != "class"})

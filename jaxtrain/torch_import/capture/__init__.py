@@ -5,11 +5,12 @@ tracing    how `torch.export` traces
 functions  functions that are traced in another form
 export     the capture
 no_grad    regions without gradient
+pretrained models of transformers in folders
 convert    PyTorch's graph to ours
 """
 
-from jaxtrain.torch_import.capture.convert import Captured
 from jaxtrain.torch_import.capture.export import capture
+from jaxtrain.torch_import.capture.pretrained import pretrained
 from jaxtrain.torch_import.capture.structure import (
     Structure,
     as_array,
@@ -21,13 +22,13 @@ from jaxtrain.torch_import.capture.structure import (
 )
 
 __all__ = [
-    "Captured",
     "Structure",
     "as_array",
     "as_arrays",
     "capture",
     "filled",
     "persistent_buffers",
+    "pretrained",
     "shape_of",
     "structure_of",
 ]

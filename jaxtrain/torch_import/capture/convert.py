@@ -11,7 +11,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.structure import dtype_name
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Captured, Dtype, Graph, Input, Node, Ref, Spec
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -23,13 +23,6 @@ class Leaf(NamedTuple):
     """A tensor of the module's result, by its place among them."""
 
     place: int
-
-
-class Captured(NamedTuple):
-    """A graph with the tensors that it reads besides parameters and state, by the targets of its constants."""
-
-    graph: Graph
-    constants: dict[str, np.ndarray]
 
 
 def converted(
