@@ -6,7 +6,6 @@ take most of the time of locating a difference.
 """
 
 import functools
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
 from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint
+from parity.jax_lines import frames_of, is_of_user
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
@@ -36,10 +36,6 @@ from parity.source import source_line
 
 MAX_BYTES = 1 << 30
 """Size up to which the results of all equations are computed at once; those of a larger program one after another."""
-HARNESS = (
-    *(Path(__file__).parent, Path(__file__).parent / "oracle"),
-    Path(jaxtrain.__file__).parent / "transforms",
-)
 STEP = Path(jaxtrain.__file__).parent / "step"
 """The training step, which converts constants of the loss but computes none."""
 GRADIENT = "gradient of "
@@ -276,29 +272,18 @@ class _Recorder:
 
     def _line(self, eqn: JaxprEqn) -> tuple[str, int] | None:
         """The line of the equation; a derivative has that of the differentiated function."""
-        frames, outer = _frames(eqn), None
+        frames, outer = frames_of(eqn), None
         if self.calls:
             # JAX traces a jitted function once: frames outside of it are those of its first caller.
             name, outer = self.calls[-1]
             names = [frame.function_name.rpartition(".")[2] for frame in frames]
             frames = frames[: names.index(name) + 1] if name in names else []
-        return next(((frame.file_name, frame.line_num) for frame in frames if _of_user(frame.file_name)), outer)
+        return next(((frame.file_name, frame.line_num) for frame in frames if is_of_user(frame.file_name)), outer)
 
     def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
         if not _is_number(value) or not (sources or _computes(where.source)):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
-
-
-def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
-    """Return the line of the model, the loss or the optimizer that an equation comes from."""
-    return next(((frame.file_name, frame.line_num) for frame in _frames(eqn) if _of_user(frame.file_name)), None)
-
-
-def _frames(eqn: JaxprEqn) -> list[Any]:
-    """Frames of the traced program, innermost first."""
-    traceback = eqn.source_info.traceback
-    return [] if traceback is None else traceback.frames
 
 
 def _computes(line: tuple[str, int] | None) -> bool:
@@ -365,16 +350,3 @@ def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     while bool(_traced(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
         carry = [_traced(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
     return carry
-
-
-def libraries() -> tuple[Path, ...]:
-    """Return the folders of imported packages that rarely cause a difference: their caller's line identifies it."""
-    imported = (sys.modules.get(name) for name in ("jax", "flax", "optax", "equinox"))
-    return tuple(Path(folder) for package in imported if package is not None for folder in package.__path__)
-
-
-@functools.cache
-def _of_user(file: str) -> bool:
-    path = Path(file)
-    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in libraries())
-    return path.is_absolute() and not ours

@@ -19,8 +19,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
+from parity.jax_lines import line_of
 from parity.jax_side import arrays
 from parity.oracle.in_jax import in_float64
+from parity.source import source_line
 
 aten = torch.ops.aten
 
@@ -58,8 +60,28 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
 
 
-def dropout_mask_fn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
+def mask_lines(case: Case) -> list[str]:
+    """Return the lines of the JAX model that draw its masks, with file and text, in order and without repetitions."""
+    lines: dict[str, None] = {}
+
+    def drawn(eqn: JaxprEqn) -> None:
+        line = line_of(eqn)
+        lines.update({} if line is None else {source_line(*line): None})
+
+    with jax.numpy_dtype_promotion("standard"):
+        like = jax.tree.map(_zeros, (case.params_like, case.state_like))
+        params, model_state = arrays(like, "fp32")
+        batch = arrays(case.batch(0, case.rows), "fp32")
+        jax.eval_shape(dropout_mask_fn(case.loss_fn, drawn), params, batch, jax.random.key(0), model_state)
+    return [*lines]
+
+
+def dropout_mask_fn(
+    loss_fn: LossFn, drawn: Callable[[JaxprEqn], None] = lambda _: None
+) -> Callable[..., list[jax.Array]]:
     """Return a function from (params, batch, rng, model_state) to the masks that `loss_fn` draws, in order.
+
+    When it is traced, it calls `drawn` with the equation of each mask.
 
     Raises:
       UserError: It draws in a loop or branch that depends on values.
@@ -80,6 +102,7 @@ def dropout_mask_fn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
             if not _draws(eqn):
                 return bind(eqn, args)
             if _is_draw(eqn):
+                drawn(eqn)
                 found.extend(outs := bind(eqn, args))
                 return outs
             return _inlined(eqn, args, run)
@@ -105,6 +128,10 @@ class GivenMasks(TorchDispatchMode):
     NCHW); a mask that fits both ways is used as it is. A mask of two axes fits where the axes before the last were
     merged.
 
+    Args:
+      masks: The masks.
+      drawn_at: Returns the lines of the JAX model that draw them, for the error.
+
     Raises:
       UserError: A mask does not fit or, on exit, the PyTorch model drew fewer or more masks.
 
@@ -113,9 +140,9 @@ class GivenMasks(TorchDispatchMode):
     [4.0, 0.0]
     """
 
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: Masks, drawn_at: Callable[[], Sequence[str]] = list) -> None:
         super().__init__()
-        self.masks = masks
+        self.masks, self.drawn_at = masks, drawn_at
         self.drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,9 +166,10 @@ class GivenMasks(TorchDispatchMode):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None and self.drawn != len(self.masks):
+            lines = self.drawn_at()
             raise UserError(
                 f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}: "
-                "apply dropout at the same places in both"
+                f"apply dropout at the same places in both{'; JAX draws at ' if lines else ''}{'; '.join(lines)}"
             )
 
 

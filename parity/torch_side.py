@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
 from parity.progress import report
-from parity.randomness import GivenMasks, Masks, permute_masks
+from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,7 +136,7 @@ def _run(
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
-                with autocast, nullcontext() if mask is None else GivenMasks(mask):
+                with autocast, nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case)):
                     total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()

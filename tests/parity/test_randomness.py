@@ -214,7 +214,8 @@ def test_reordering_rows_does_not_change_the_losses_under_dropout(case: Case) ->
 
 def test_dropout_at_different_places_raises() -> None:
     case = mlp.case(dropout=0.1)
-    with pytest.raises(UserError, match="the JAX model drew 1 dropout masks, the PyTorch model 0"):
+    expected = r"the JAX model drew 1 dropout masks, the PyTorch model 0: .*; JAX draws at jaxtrain/models/dropout\.py:"
+    with pytest.raises(UserError, match=expected):
         check(dataclasses.replace(case, torch_model=mlp.case().torch_model), steps=1)
     with pytest.raises(UserError, match="the JAX model drew 0 dropout masks, the PyTorch model 1"):
         check(dataclasses.replace(mlp.case(), torch_model=case.torch_model), steps=1)

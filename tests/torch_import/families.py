@@ -95,6 +95,10 @@ def _plain(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Family:
         def __init__(self) -> None:
             super().__init__()
             self.module = make()
+            for param in self.module.parameters():
+                # The gradient of a key's bias is rounding alone: beside a bias of 0 AdamW would make it visible.
+                if not param.any():
+                    nn.init.uniform_(param, -0.1, 0.1)
 
         def forward(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
             leaves = _pytree.tree_leaves(self.module(*inputs.values()))
@@ -200,7 +204,7 @@ FAMILIES: dict[str, Family] = {
         *("ResNetForImageClassification", "ResNetConfig", _images),
         **{"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
     ),
-    "gru": _plain(lambda: nn.GRU(8, 8, 2, bidirectional=True), (5, ROWS, 8)),
+    "gru": _plain(lambda: nn.GRU(8, 8, 2, bidirectional=True, batch_first=True), (ROWS, 5, 8)),
     "attention": _plain(
         lambda: nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True), *[(ROWS, 5, WIDTH)] * 3
     ),
