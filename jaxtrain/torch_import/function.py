@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Captured, Spec
+from jaxtrain.torch_import.graph import Captured, Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.repeat import Stacks
 
@@ -96,11 +96,13 @@ class GraphModel:
         """
         captured = self._capture(params, batch, train=rng is not None)
         given = dict(state or {})
+        buffers = {**self._buffers, **given}
+        _check_values(captured.graph, buffers)
         outputs, changed = interpret(
             captured.graph,
             params=params,
-            state={**self._buffers, **given},
-            constants={**self._buffers, **given, **captured.constants},
+            state=buffers,
+            constants={**buffers, **captured.constants},
             inputs=self._leaves(batch),
             rng=rng,
             ops=self._ops,
@@ -196,6 +198,16 @@ class GraphModel:
 
     def _torch_param(self, name: str) -> TorchParam:
         return self._stacks.get(name, TorchParam(name))
+
+
+def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:
+    """Check that the buffers which a graph reads have values."""
+    for x in graph.inputs:
+        if isinstance(buffers.get(x.target), jax.ShapeDtypeStruct) and x.kind in ("constant", "state"):
+            raise UserError(
+                f"the buffer {x.target!r} is on PyTorch's meta device, without values: create the module with its "
+                "buffers on the CPU, as `accelerate.init_empty_weights()` does"
+            )
 
 
 def _as_array(x: Any) -> Any:

@@ -123,7 +123,8 @@ class _Known:
         self._graph, self._constants = graph, constants
         self._nodes = {node.name: node for node in graph.nodes}
         self._shapes = {x.name: x.spec.shape for x in graph.inputs}
-        self._known = {x.name for x in graph.inputs if x.kind == "constant"}
+        on_meta = {name for name, x in constants.items() if isinstance(x, jax.ShapeDtypeStruct)}
+        self._known = {x.name for x in graph.inputs if x.kind == "constant" and x.target not in on_meta}
         for node in graph.nodes:
             pure = node.op == GETITEM or (node.op in TABLE and node.op not in RANDOM)
             if pure and self._known.issuperset(references((node.args, node.kwargs))):

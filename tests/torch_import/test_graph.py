@@ -68,12 +68,17 @@ def test_parameters_do_not_share_the_memory_of_the_module() -> None:
 
 
 def test_a_module_on_the_meta_device_has_shapes_for_parameters() -> None:
+    x = np.ones((1, 3), np.float32)
     with torch.device("meta"):
         module = nn.Linear(3, 2)
-    model = from_torch(module, np.ones((1, 3), np.float32))
+        normalized = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
+    model = from_torch(module, x)
     assert model.params["weight"] == jax.ShapeDtypeStruct((2, 3), np.float32)
-    outputs, _ = jax.eval_shape(lambda params: model(params, np.ones((1, 3), np.float32)), model.params)
+    outputs, _ = jax.eval_shape(lambda params: model(params, x), model.params)
     assert outputs.shape == (1, 2)
+    without_values = from_torch(normalized, np.ones((2, 3), np.float32))
+    with pytest.raises(UserError, match=r"the buffer '1\.running_mean' is on PyTorch's meta device, without values"):
+        jax.eval_shape(lambda params: without_values(params, x), without_values.params)
 
 
 def test_a_batch_without_an_input_is_named() -> None:
