@@ -55,7 +55,8 @@ def _interpret(
     for x in graph.inputs:
         value = inputs[int(x.target)] if x.kind == "input" else given[x.kind][x.target]
         values[x.name] = _as(value, x.spec)
-    for i, node in enumerate(graph.nodes):
+    drawn = 0
+    for node in graph.nodes:
         args = _resolved(node.args, values)
         if node.op == GETITEM:
             values[node.name] = args[0][args[1]]
@@ -68,7 +69,8 @@ def _interpret(
             args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
         if node.op in RANDOM:
             # Each operation has a stream of its own, whichever others the pass contains.
-            kwargs["rng"] = None if rng is None else jax.random.fold_in(rng, i)
+            kwargs["rng"] = None if rng is None else jax.random.fold_in(rng, drawn)
+            drawn += 1
         with jax.named_scope(node.module.replace(".", "/") or node.name):
             values[node.name] = _checked(_called(table[node.op], node, args, kwargs), node)
     return _resolved(graph.outputs, values), {name: values[ref.name] for name, ref in graph.state.items()}

@@ -51,6 +51,7 @@ class ImportedModel:
         first_names = {*structure.aliases.values()}
         self.params: Params = {name: x for name, x in tensors.items() if name in first_names}
         self._buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
+        self._example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _as_array(x).dtype), example)
         graph = self._capture(self.params, example, train=True).graph
         self.state: Params | None = {name: self._buffers[name] for name in graph.state} or None
 
@@ -128,6 +129,43 @@ class ImportedModel:
             return (*with_metrics(outputs, batch), new_state)
 
         return loss_fn_with_state
+
+    def source(self) -> str:
+        """Return the model as readable JAX, one function for each class of modules.
+
+        The text defines `model(params, batch, rng=None, state=None)`, which computes what this object computes for the
+        shapes and dtypes of the example batch: the jaxprs of both are equal. Tensors that are no parameters and too
+        large to be written out are read from `buffers.safetensors` beside the file; `save_source` writes both.
+
+        Raises:
+          UserError: The source would not compute the same.
+
+        Example:
+          >>> import torch
+          >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
+          >>> print(model.source().splitlines()[-1])
+              return batch @ params["weight"].T + params["bias"], state
+        """
+        return self._source()[0]
+
+    def _source(self) -> tuple[str, dict[str, jax.Array]]:
+        """Return the source with the buffers that it reads."""
+        from jaxtrain.torch_import.source import Pass, source_of
+
+        passes = []
+        for train in (True, False):
+            captured = self._capture(self.params, self._example, train=train)
+            passes.append(Pass(captured.graph, captured.origins, {**self._buffers, **captured.constants}))
+        return source_of(
+            type(self._structure.module).__name__,
+            *passes,
+            model=self,
+            params=jax.eval_shape(lambda: self.params),
+            state=jax.eval_shape(lambda: self.state),
+            batch=self._example,
+            classes={name: type(part) for name, part in self._structure.module.named_modules()},
+            ops=self._ops,
+        )
 
     def _leaves(self, batch: Any) -> list[jax.Array]:
         return jax.tree.leaves(self._chosen(batch))

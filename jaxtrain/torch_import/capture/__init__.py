@@ -5,6 +5,7 @@ tracing    how `torch.export` traces
 export     the capture
 no_grad    regions without gradient
 convert    PyTorch's graph to ours
+origins    where operations come from
 """
 
 from jaxtrain.torch_import.capture.convert import Captured

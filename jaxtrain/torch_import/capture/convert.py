@@ -10,6 +10,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.origins import ModuleCall, origins_of
 from jaxtrain.torch_import.capture.structure import dtype_name
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -26,10 +27,17 @@ class Leaf(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A graph with the tensors that it reads besides parameters and state, by the targets of its constants."""
+    """A captured forward pass.
+
+    Attributes:
+      graph: Its graph.
+      constants: The tensors that it reads besides parameters and state, by the targets of the graph's constants.
+      origins: The calls of modules around each operation, by the operation's name.
+    """
 
     graph: Graph
     constants: dict[str, np.ndarray]
+    origins: dict[str, tuple[ModuleCall, ...]]
 
 
 def converted(
@@ -58,7 +66,7 @@ def converted(
         if node.op == "call_function" and not key_of(node.target).startswith(_WITHOUT_RESULT)
     ]
     state, outputs = _results(exported)
-    return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants)
+    return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
 
 
 def _inputs(

@@ -1,0 +1,216 @@
+"""The statements of a function: which values are assigned, under which names, and which are written where they are used."""
+
+import keyword
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxtrain.torch_import.source.expressions import Expr
+from jaxtrain.torch_import.source.layout import WIDTH, laid_out
+from jaxtrain.torch_import.source.pytorch_code import Statement
+
+Resolve = Callable[[str], Expr]
+_LONGEST_OPERAND = 60
+"""Columns of the longest expression that is written inside another one."""
+
+
+@dataclass
+class Item:
+    """An operation, or a call of another function.
+
+    Attributes:
+      build: Its expression, from those of its operands.
+      operands: Names of the values that it takes.
+      results: Names of the values that it makes, by their places among `count`.
+      count: Number of results that the expression has; 1 for a value that is no tuple.
+      statements: PyTorch's statements being executed, outermost first.
+      hint: Name for a result whose statement has none.
+      new_state: Key of `new_state` for the new buffers, the last result; "" for all of it, None without.
+      draws: Whether it takes a key.
+    """
+
+    build: Callable[[Resolve], Expr]
+    operands: list[str]
+    results: dict[int, str]
+    count: int = 1
+    statements: list[Statement] = field(default_factory=list)
+    hint: str = "x"
+    new_state: str | None = None
+    draws: bool = False
+
+    def names_for(self, place: int) -> list[str]:
+        """Return the names that PyTorch's code suggests for a result, best first."""
+        found = []
+        for statement in reversed(self.statements):
+            targets = statement.targets
+            if len(targets) == 1 or len(self.results) == 1 == self.count:
+                found += targets[:1]
+            elif place < len(targets):
+                found.append(targets[place])
+        return [name for name in (*found, self.hint) if name and name != "_"]
+
+
+class Body:
+    """Writes statements, in order."""
+
+    def __init__(
+        self,
+        bound: Mapping[str, str],
+        outer: Resolve,
+        reserved: Collection[str],
+        aliases: Sequence[tuple[int, str, str]],
+    ) -> None:
+        """Start a body.
+
+        Args:
+          bound: Values of the function's arguments, by name.
+          outer: Expressions of values that have no name, such as parameters.
+          reserved: Names that no value may have.
+          aliases: (line, new name, old name) of PyTorch's assignments of one name to another.
+        """
+        self._bound = dict(bound)
+        self._names = {value: name for name, value in bound.items()}
+        self._outer, self._reserved, self._aliases = outer, reserved, aliases
+        self._pending: dict[str, Item] = {}
+        self._uses: Counter[str] = Counter()
+        self.lines: list[str] = []
+
+    def write(self, items: Sequence[Item], returned: Sequence[str], result: Callable[[Resolve], Expr] | None) -> None:
+        """Write items, then the return statement.
+
+        Args:
+          items: The items.
+          returned: Values that the return statement reads.
+          result: The expression that is returned; None for a function without one.
+        """
+        for item in items:
+            self._uses.update(item.operands)
+        self._uses.update(returned)
+        end = Item(result or (lambda _: Expr("None")), list(returned), {})
+        for i, item in enumerate(items):
+            consumer = self._consumer(item, items[i + 1 :], end)
+            if consumer is not None and self._is_inlined(item, consumer, items[i + 1 :]):
+                self._pending[item.results[0]] = item
+            elif item.results or item.new_state is not None or item.draws:
+                self._assign(item)
+        if result is not None:
+            self._shorten(end, "return ")
+            self.lines += laid_out(f"return {end.build(self.resolve)}", 1)
+
+    def resolve(self, value: str) -> Expr:
+        """Return the expression of a value."""
+        if value in self._pending:
+            return self._pending[value].build(self.resolve)
+        if value in self._names:
+            return Expr(self._names[value])._replace(**_of_array(self._outer, value))
+        return self._outer(value)
+
+    def _consumer(self, item: Item, later: Sequence[Item], end: Item) -> Item | None:
+        """Return the only item that reads an item's only result, once."""
+        if len(item.results) != 1 or item.count != 1 or item.new_state is not None:
+            return None
+        (value,) = item.results.values()
+        if self._uses[value] != 1:
+            return None
+        return next((x for x in later if value in x.operands), end)
+
+    def _is_inlined(self, item: Item, consumer: Item, later: Sequence[Item]) -> bool:
+        if item.draws and (not later or later[0] is not consumer):
+            return False
+        text = item.build(self.resolve).text
+        if text.isidentifier():
+            return True
+        if len(text) > _LONGEST_OPERAND:
+            return False
+        if not item.statements or not item.statements[-1].targets:
+            return True
+        return bool(consumer.statements) and consumer.statements[-1].place == item.statements[-1].place
+
+    def _leaves(self, item: Item) -> list[str]:
+        """Return the values with names, or from outside, that an item's expression reads."""
+        leaves = []
+        for value in item.operands:
+            leaves += self._leaves(self._pending[value]) if value in self._pending else [value]
+        return leaves
+
+    def _shorten(self, item: Item, target: str) -> None:
+        """Assign operands until the statement fits into a line, if it has any."""
+        while len(f"    {target}{item.build(self.resolve)}") > WIDTH:
+            operands = [value for value in item.operands if value in self._pending]
+            operands = [value for value in operands if not self.resolve(value).text.isidentifier()]
+            if not operands:
+                return
+            longest = max(operands, key=lambda value: len(self.resolve(value).text))
+            self._assign(self._pending.pop(longest))
+
+    def _assign(self, item: Item) -> None:
+        longest = max((name for place in item.results for name in item.names_for(place)), key=len, default="_")
+        self._shorten(item, f"{longest} = " if item.count == 1 else f"{', '.join([longest] * len(item.results))} = ")
+        # An alias is written before the statement that gives its name to another value.
+        names = {place: self._free_name(item, place) for place in item.results}
+        text = item.build(self.resolve).text
+        self._uses.subtract(self._leaves(item))
+        targets = []
+        for place in range(item.count):
+            if place not in item.results:
+                targets.append("_")
+                continue
+            name = self._name(item, place, names[place], targets)
+            value = item.results[place]
+            self._bound[name], self._names[value] = value, name
+            targets.append(name)
+        if not item.results and item.new_state is None:
+            targets = []
+        if item.new_state is not None:
+            at = f'new_state["{item.new_state}"]' if item.new_state else "new_state"
+            targets = [*(targets if item.results else []), at]
+        # The statement's own reads may have had a name that it assigns: the text was built before.
+        self.lines += laid_out(f"{', '.join(targets)} = {text}" if targets else text, 1)
+
+    def _free_name(self, item: Item, place: int) -> str | None:
+        """Keep a live value by PyTorch's own alias, if the best name of a result belongs to it."""
+        names = [name for name in map(self._allowed, item.names_for(place)) if name]
+        if not names:
+            return None
+        best = names[0]
+        value = self._bound.get(best)
+        if value is None or self._left(value, item) <= 0:
+            return best
+        line = item.statements[-1].place[1] if item.statements else 0
+        for number, new, old in reversed(self._aliases):
+            if old == best and number < line and self._allowed(new) == new and new != best:
+                holder = self._bound.get(new)
+                if holder is None or self._left(holder, item) <= 0:
+                    self.lines += laid_out(f"{new} = {best}", 1)
+                    self._bound[new], self._names[value] = value, new
+                    del self._bound[best]
+                    return best
+        return None
+
+    def _left(self, value: str, item: Item) -> int:
+        """Return how often a value is read after an item."""
+        if self._names.get(value) is None:
+            return 0
+        return self._uses[value] - self._leaves(item).count(value)
+
+    def _name(self, item: Item, place: int, free: str | None, taken: Sequence[str]) -> str:
+        """Return a name for a result that no live value has; called once the item's own reads are counted."""
+        candidates = [] if free is None else [free]
+        candidates += [name for name in map(self._allowed, item.names_for(place)) if name]
+        candidates += [f"{name}_{i}" for name in candidates[-1:] or ["x"] for i in range(2, 1000)]
+        for name in candidates:
+            value = self._bound.get(name)
+            if name not in taken and (value is None or self._uses[value] <= 0):
+                return name
+        raise AssertionError("more names than values")
+
+    def _allowed(self, name: str) -> str:
+        name = "".join(char if char.isalnum() else "_" for char in name).strip("_")
+        if not name.isidentifier():
+            return ""
+        return f"{name}_" if name in self._reserved or keyword.iskeyword(name) else name
+
+
+def _of_array(outer: Resolve, value: str) -> dict[str, object]:
+    expr = outer(value)
+    return {"shape": expr.shape, "dtype": expr.dtype}
