@@ -288,7 +288,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     record.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="optimizer steps; default 20")
     bugs = commands.add_parser("mutate", help="plant known bugs one at a time and check that each is found")
-    bugs.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    bugs.add_argument(
+        "names", nargs="*", metavar="NAME", help="or FILE.py::FACTORY, for an imported module; default: all"
+    )
     bugs.add_argument(
         "--clean", type=_at_least(0), default=0, metavar="N", help="number of additional runs without a bug"
     )

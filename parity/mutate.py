@@ -58,7 +58,7 @@ def mutate(names: Sequence[str] | None = None, located: bool = True) -> list[Out
     """Plant mutants and check what the harness finds.
 
     Args:
-      names: Names of mutants; None for all.
+      names: Names of mutants, or `path/to/file.py::function` for those of an imported module; None for all.
       located: Whether to locate the differences as well.
 
     Returns:
@@ -72,15 +72,30 @@ def mutate(names: Sequence[str] | None = None, located: bool = True) -> list[Out
 
 def outcomes(names: Sequence[str] | None = None, located: bool = True) -> Iterator[Outcome]:
     """Yield the outcomes of `mutate` one by one."""
+    clean = _CleanVerdicts()
+    for mutant in _named(names):
+        yield _outcome(mutant, clean, located)
+
+
+def _named(names: Sequence[str] | None) -> Iterator["Mutant"]:
+    """Return mutants by name; for `path/to/file.py::function` those of the module that it returns."""
     from jaxtrain.errors import UserError
     from parity.mutants import MUTANTS
 
-    unknown = [name for name in names or () if name not in MUTANTS]
+    unknown = [name for name in names or () if name not in MUTANTS and "::" not in name]
     if unknown:
         raise UserError(f"unknown mutant {', '.join(unknown)}: choose from {', '.join(MUTANTS)}")
-    clean = _CleanVerdicts()
     for name in names or MUTANTS:
-        yield _outcome(MUTANTS[name], clean, located)
+        yield from _of_module(name) if "::" in name else [MUTANTS[name]]
+
+
+def _of_module(spec: str) -> Iterator["Mutant"]:
+    from parity.cases.module import imported
+    from parity.cases.own import own_factory
+    from parity.mutants.imported import mutants_of
+
+    model, case = imported(spec.rpartition("::")[2], own_factory(spec))
+    return mutants_of(model.graph, case)
 
 
 class _CleanVerdicts:

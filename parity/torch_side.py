@@ -249,7 +249,9 @@ def seeded_model(case: Case, seed: int) -> torch.nn.Module:
     """Return the case's model in training mode with weights drawn from `seed`; the global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = case.torch_model().train()
+        model = case.torch_model()
+        # A model in training mode may have parts in evaluation mode, such as a frozen BatchNorm.
+        model = model if model.training else model.train()
     clear_caches(model)
     return model
 

@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Spec
+from jaxtrain.torch_import.graph import Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.masks import with_causal_attention
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from jaxtrain.torch_import.capture import Captured, Structure
+    from parity import Case
 
 Params = dict[str, jax.Array]
 Call = Callable[[Any, Any], Any]
@@ -33,6 +34,8 @@ class ImportedModel:
     Attributes:
       params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name.
       state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
+      example: The example batch, as arrays.
+      call: From (PyTorch's module, batch of tensors) to the module's result.
     """
 
     def __init__(
@@ -44,16 +47,15 @@ class ImportedModel:
         call: Call,
         ops: Mapping[str, Callable[..., Any]],
     ) -> None:
-        self._structure, self._call, self._ops = structure, call, dict(ops)
+        self._structure, self._ops = structure, dict(ops)
+        self.example, self.call = example, call
         self._keys = tuple(example) if isinstance(example, Mapping) else None
         self._captured: dict[Any, Captured] = {}
         self._frozen = frozen
         first_names = {*structure.aliases.values()}
         self.params: Params = {name: x for name, x in tensors.items() if name in first_names}
         self._buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
-        self._example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _as_array(x).dtype), example)
-        graph = self._capture(self.params, example, train=True).graph
-        self.state: Params | None = {name: self._buffers[name] for name in graph.state} or None
+        self.state: Params | None = {name: self._buffers[name] for name in self.graph.state} or None
 
     @property
     def names(self) -> NameTable:
@@ -70,6 +72,11 @@ class ImportedModel:
     def frozen(self) -> Frozen:
         """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
         return self._frozen.__contains__ if self._frozen else none_frozen
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of a training pass on the example batch."""
+        return self._capture(self.params, self.example, train=True).graph
 
     def __call__(
         self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
@@ -130,6 +137,59 @@ class ImportedModel:
 
         return loss_fn_with_state
 
+    def to_torch(self, params: Params | None = None, state: Params | None = None) -> "torch.nn.Module":
+        """Return a copy of PyTorch's module, in the mode in which it was imported.
+
+        Args:
+          params: Its parameters, for example trained ones; None for those that were imported.
+          state: Its buffers that training changes; None for those that were imported.
+
+        Returns:
+          The module, on the CPU.
+
+        Raises:
+          UserError: The module was imported from the "meta" device, without weights.
+        """
+        from jaxtrain.torch_import.capture import filled
+
+        params, state = params or self.params, state or self.state or {}
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*params.values(), *self._buffers.values())):
+            raise UserError('the module has no weights, it was imported from the "meta" device: pass torch_model=')
+        return filled(self._structure, {**self._buffers, **state, **self.names.to_torch(params)})
+
+    def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
+        """Return the parity case of this model, beside PyTorch's module.
+
+        Without `torch_loss` and `loss_fn` the loss is the module's own, if it returns a scalar, alone or as "loss".
+        Otherwise it is the mean squared distance of its outputs from fixed targets (`parity.default_loss`).
+
+        Args:
+          name: Name in reports.
+          torch_loss: As `parity.Case.torch_loss`.
+          loss_fn: The same loss in JAX, for example from `loss`.
+          batch: As `parity.Case.batch`; None draws batches like the example (`parity.example_batches`).
+          rows: Rows of a batch; None for those of the example.
+          torch_model: As `parity.Case.torch_model`; None for copies with the imported weights.
+          optimizer: As `parity.Case.optimizer`; None for AdamW with a learning rate of 1e-3.
+          clip_norm: As `parity.Case.clip_norm`; 1 by default.
+
+        Returns:
+          The case, as `parity.check`, `locate` and the other functions of `parity` take it.
+
+        Raises:
+          UserError: One of the two losses is missing, or `batch` is given without `rows`.
+
+        Example:
+          >>> import torch
+          >>> from parity import check
+          >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
+          >>> check(model.case(), steps=2).passed
+          True
+        """
+        from parity.imported import imported_case  # parity is above jaxtrain and needs PyTorch
+
+        return imported_case(self, name, *args, **kwargs)
+
     def source(self) -> str:
         """Return the model as readable JAX, one function for each class of modules.
 
@@ -152,9 +212,10 @@ class ImportedModel:
         """Return the source with the buffers that it reads."""
         from jaxtrain.torch_import.source import Pass, source_of
 
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _as_array(x).dtype), self.example)
         passes = []
         for train in (True, False):
-            captured = self._capture(self.params, self._example, train=train)
+            captured = self._capture(self.params, batch, train=train)
             passes.append(Pass(captured.graph, captured.origins, {**self._buffers, **captured.constants}))
         return source_of(
             type(self._structure.module).__name__,
@@ -162,7 +223,7 @@ class ImportedModel:
             model=self,
             params=jax.eval_shape(lambda: self.params),
             state=jax.eval_shape(lambda: self.state),
-            batch=self._example,
+            batch=batch,
             classes={name: type(part) for name, part in self._structure.module.named_modules()},
             ops=self._ops,
         )
@@ -192,7 +253,7 @@ class ImportedModel:
         if key not in self._captured:
             captured = capture(
                 self._structure,
-                lambda module, tensors: self._call(module, jax.tree.unflatten(structure, tensors)),
+                lambda module, tensors: self.call(module, jax.tree.unflatten(structure, tensors)),
                 specs,
                 train=train,
                 dtype=dtype,

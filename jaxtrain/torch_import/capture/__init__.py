@@ -10,6 +10,6 @@ origins    where operations come from
 
 from jaxtrain.torch_import.capture.convert import Captured
 from jaxtrain.torch_import.capture.export import capture
-from jaxtrain.torch_import.capture.structure import Structure, as_array, structure_of
+from jaxtrain.torch_import.capture.structure import Structure, as_array, filled, structure_of
 
-__all__ = ["Captured", "Structure", "as_array", "capture", "structure_of"]
+__all__ = ["Captured", "Structure", "as_array", "capture", "filled", "structure_of"]

@@ -1,10 +1,12 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -77,6 +79,23 @@ def in_mode(structure: Structure, train: bool, dtype: str | None) -> torch.nn.Mo
     """
     module = _copy_of(structure.module, structure.mode, dtype)
     return module.eval() if not train else module if module.training else module.train()
+
+
+def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
+    """Return a copy of the module with these parameters and buffers, by name, in the dtypes of the module."""
+
+    def tensor(name: str, like: torch.Tensor) -> torch.Tensor:
+        array = np.asarray(tensors[name])
+        # NumPy has no bfloat16; float32 holds all its values.
+        low = jnp.issubdtype(array.dtype, np.floating) and array.dtype.itemsize == 2
+        return torch.tensor(array.astype(np.float32) if low else array).to(like.dtype)
+
+    memo: dict[int, Any] = {}
+    for name, param in structure.module.named_parameters():
+        memo[id(param)] = torch.nn.Parameter(tensor(name, param), requires_grad=param.requires_grad)
+    for name, buffer in structure.module.named_buffers():
+        memo[id(buffer)] = tensor(name, buffer)
+    return copy.deepcopy(structure.module, memo)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -185,6 +185,21 @@ def batch_norm_without_running(
     return batch_norm_with_statistics(x, weight, bias, None, None, training, momentum, eps)[:3]
 
 
+@op("_native_batch_norm_legit_no_training.default")
+def batch_norm_in_evaluation(
+    x: jax.Array,
+    weight: Optional,
+    bias: Optional,
+    running_mean: Optional,
+    running_var: Optional,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch normalization by the running statistics, with the two empty tensors that a backward pass would save."""
+    y, *_ = batch_norm_with_statistics(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    return y, jnp.zeros(0, y.dtype), jnp.zeros(0, y.dtype)
+
+
 def _moved(running: Optional, new: jax.Array, momentum: float) -> Optional:
     """Move running statistics towards new ones."""
     if running is None:

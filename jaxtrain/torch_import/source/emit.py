@@ -81,6 +81,8 @@ def source_of(
         if last or found[0] != wanted[0]:
             break
         text = writer.file(train, evaluation)
+    global LAST
+    LAST = text
     raise UserError(
         f"the source of {name} would not compute what the imported model does: keep the imported model, and report this"
     )

@@ -1,0 +1,116 @@
+"""The case of an imported module, with what its model knows filled in."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.errors import UserError
+from jaxtrain.paths import Frozen, none_frozen
+from jaxtrain.step import Loss, LossFn
+from parity import default_loss
+from parity.case import Batch, Case
+from parity.example_batches import Example
+from parity.optimizer import AdamW, Optimizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from jaxtrain.torch_import import ImportedModel
+
+    TorchModel = Callable[[], torch.nn.Module]
+    TorchLoss = Callable[[torch.nn.Module, Mapping[str, torch.Tensor]], tuple[torch.Tensor, int]]
+
+
+def imported_case(
+    model: "ImportedModel",
+    name: str,
+    torch_loss: "TorchLoss | None" = None,
+    loss_fn: LossFn | None = None,
+    *,
+    batch: Callable[[int, int], Batch] | None = None,
+    rows: int | None = None,
+    torch_model: "TorchModel | None" = None,
+    optimizer: AdamW | Optimizer | None = None,
+    clip_norm: float | None = 1.0,
+) -> Case:
+    """Return the case of an imported module; `ImportedModel.case` describes the arguments."""
+    if (torch_loss is None) != (loss_fn is None):
+        raise UserError("torch_loss and loss_fn are one loss in both frameworks: pass both, or none for the default")
+    if batch is not None and rows is None:
+        raise UserError("a function for batches needs rows, the number of rows of a batch: pass rows=")
+    example = Example(model.example)
+    return Case.of_import(
+        name,
+        model,
+        torch_model=torch_model or model.to_torch,
+        torch_loss=torch_loss or _torch_loss(model, example),
+        loss_fn=_without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
+        batch=batch or example.batch,
+        rows=rows or example.rows or 1,
+        optimizer=_frozen_too(optimizer or AdamW(lr=1e-3), model.frozen),
+        clip_norm=clip_norm,
+    )
+
+
+def fresh_weights(model: "ImportedModel", module: "TorchModel") -> "TorchModel":
+    """Return a function that makes the imported module with the parameters and the state of a new one.
+
+    Everything else, such as a random table in a buffer, is a constant of the imported module.
+    """
+
+    def made() -> "torch.nn.Module":
+        new, filled = module(), model.to_torch()
+        given = {**dict(new.named_parameters()), **dict(new.named_buffers())}
+        changing = {key: x for key, x in filled.named_buffers() if key in (model.state or ())}
+        for key, x in {**dict(filled.named_parameters()), **changing}.items():
+            x.data.copy_(given[key].data)
+        return filled
+
+    return made
+
+
+def _torch_loss(model: "ImportedModel", example: Example) -> "TorchLoss":
+    def torch_loss(module: "torch.nn.Module", batch: Mapping[str, "torch.Tensor"]) -> tuple["torch.Tensor", int]:
+        rows = len(next(iter(batch.values())))
+        outputs = model.call(module, example.structured(batch))
+        return default_loss.in_torch(outputs, example.rows and rows) * rows, rows
+
+    return torch_loss
+
+
+def _loss_fn(model: "ImportedModel", example: Example) -> LossFn:
+    def loss_fn(params: Any, batch: Any, rng: Any, *model_state: Any) -> Any:
+        rows = len(next(iter(batch.values())))
+        outputs, new_state = model(params, example.in_jax(batch), rng, *model_state)
+        loss = Loss(default_loss.in_jax(outputs, example.rows and rows) * rows, rows)
+        return (loss, {}, new_state) if model_state else (loss, {})
+
+    return loss_fn
+
+
+def _without_frozen(loss_fn: LossFn, frozen: Frozen) -> LossFn:
+    """Return a loss without a gradient of the parameters that have none in PyTorch."""
+    if frozen is none_frozen:
+        return loss_fn
+
+    def with_constants(params: Any, *rest: Any) -> Any:
+        return loss_fn({key: jax.lax.stop_gradient(x) if frozen(key) else x for key, x in params.items()}, *rest)
+
+    return with_constants
+
+
+def _frozen_too(optimizer: AdamW | Optimizer, frozen: Frozen) -> AdamW | Optimizer:
+    """Return an optimizer that leaves frozen parameters as they are, as PyTorch's does without a gradient."""
+    if frozen is none_frozen:
+        return optimizer
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return {key: jnp.zeros_like(x) if frozen(key) else x for key, x in updates.items()}, state
+
+    kept = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    chained = optax.chain(optimizer.jax, kept)
+    return Optimizer(optimizer.name, optimizer.torch, chained, optimizer.moments, optimizer.scheduler)

@@ -1,0 +1,125 @@
+"""`model.case`, and the commands of parity on a function that returns a module and an example batch."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import jaxtrain as jt
+from parity import check
+from parity.cli import main
+from parity.example_batches import Example
+from tests.torch_import import bare
+
+FILE = str(Path(bare.__file__))
+
+
+def test_batches_are_like_the_example() -> None:
+    labels = np.array([[5, -100], [9, 7]])
+    given = {"mask": np.array([[1, 0], [1, 1]]), "labels": labels, "x": np.ones((2, 3)), "p": np.array([[0.5], [1]])}
+    example = Example(given)
+    batches = [example.batch(seed, 4) for seed in range(9)]
+    for batch in batches:
+        assert {name: x.shape for name, x in batch.items()} == {
+            "mask": (4, 2),
+            "labels": (4, 2),
+            "x": (4, 3),
+            "p": (4, 1),
+        }
+        assert sorted(batch["mask"].tolist()) == [[1, 0], [1, 0], [1, 1], [1, 1]]
+        assert batch["labels"][::2, 1].tolist() == [-100, -100]
+        assert {*batch["labels"].flat} <= {-100, *range(10)}
+        assert batch["x"].dtype == batch["p"].dtype == np.float32
+        assert 0.5 <= batch["p"].min() <= batch["p"].max() <= 1
+    assert len({batch["labels"].tobytes() for batch in batches}) > 1
+    np.testing.assert_array_equal(example.batch(3, 4)["x"], batches[3]["x"])
+
+
+def test_arrays_without_common_rows_are_one_row() -> None:
+    ids, hidden = Example((np.ones((6, 2), np.int64), np.zeros((1, 2, 5)))), np.zeros((1, 2, 5))
+    assert ids.rows is None
+    batch = ids.batch(0, 1)
+    assert [x.shape for x in ids.structured(batch)] == [(6, 2), hidden.shape]
+    with pytest.raises(jt.UserError, match="'input' is complex"):
+        Example(np.ones(3, complex))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["net", "recurrent", "with_loss"])
+def test_a_bare_module_is_proved(name, capsys) -> None:
+    spec = f"{FILE}::{name}"
+    assert main(["run", spec, "--precision", "fp64", "--steps", "3"]) == 0, capsys.readouterr()
+    assert main(["prove", spec]) == 0
+    printed = capsys.readouterr().out
+    assert f"{name} fp64 held" in printed
+    assert "not proven" not in printed
+    if name == "net":
+        assert "5 tensors and 3 buffers of PyTorch" in printed
+
+
+@pytest.mark.slow
+def test_a_wrong_operation_is_found_at_its_line(capsys) -> None:
+    assert main(["mutate", f"{FILE}::with_loss"]) == 0
+    printed = capsys.readouterr().out
+    assert "aten.linear.default: gradient caught, located" in printed
+    assert "aten.cross_entropy_loss.default: values caught, located" in printed
+    assert "misplaced" not in printed
+    assert "4 of 4 caught, 0 false alarms" in printed
+
+
+def test_an_error_of_the_import_names_the_line(capsys) -> None:
+    assert main(["run", f"{FILE}::branch"]) == 2
+    printed = capsys.readouterr().err
+    assert "parity: control flow or a shape depends on a tensor's value (" in printed
+    assert "bare.py:" in printed
+    assert "return x if x.sum() > 0 else -x" in printed
+    assert main(["mutate", f"{FILE}::Branch"]) == 2
+    assert "'Branch' in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_case_with_a_loss_and_batches_of_ones_own() -> None:
+    model = jt.from_torch(*bare.linear())
+
+    def batch(seed, rows):
+        rng = np.random.default_rng(seed)
+        return {"input": rng.standard_normal((rows, 3)).astype(np.float32), "y": rng.standard_normal((rows, 2))}
+
+    def torch_loss(module, batch):
+        return ((module(batch["input"]) - batch["y"]) ** 2).sum(), len(batch["y"])
+
+    def loss_fn(factor):
+        def loss(params, batch, rng):
+            return jt.Loss(
+                factor * ((model(params, batch["input"], rng)[0] - batch["y"]) ** 2).sum(), len(batch["y"])
+            ), {}
+
+        return loss
+
+    assert check(model.case("own", torch_loss, loss_fn(1), batch=batch, rows=4), steps=2).passed
+    assert not check(model.case("own", torch_loss, loss_fn(1.001), batch=batch, rows=4), steps=2).passed
+    with pytest.raises(jt.UserError, match="pass both"):
+        model.case("own", torch_loss)
+    with pytest.raises(jt.UserError, match="pass rows="):
+        model.case(batch=batch)
+
+
+def test_a_model_becomes_a_module_with_its_weights() -> None:
+    module, batch = bare.net()
+    model = jt.from_torch(module.to(torch.bfloat16).eval(), jax.tree.map(np.asarray, batch))
+    made = model.to_torch()
+    assert not made.training
+    for ours, theirs in zip(made.state_dict().items(), module.state_dict().items(), strict=True):
+        assert ours[0] == theirs[0]
+        assert torch.equal(ours[1], theirs[1])
+    zero = model.to_torch({name: np.zeros(x.shape) for name, x in model.params.items()})
+    assert not zero.head.weight.any()
+    assert [p.requires_grad for p in zero.parameters()] == [p.requires_grad for p in module.parameters()]
+    with torch.device("meta"):
+        empty = nn.Linear(3, 2)
+    model = jt.from_torch(empty, np.ones((1, 3), np.float32))
+    with pytest.raises(jt.UserError, match="has no weights"):
+        model.to_torch()
