@@ -27,6 +27,7 @@ class Item:
       hint: Name for a result whose statement has none.
       new_state: Key of `new_state` for the new buffers, the last result; "" for all of it, None without.
       draws: Whether it takes a key.
+      names: Names of the results in the function that is called.
     """
 
     build: Callable[[Resolve], Expr]
@@ -37,6 +38,7 @@ class Item:
     hint: str = "x"
     new_state: str | None = None
     draws: bool = False
+    names: tuple[str, ...] = ()
 
     def names_for(self, place: int) -> list[str]:
         """Return the names that PyTorch's code suggests for a result, best first."""
@@ -47,7 +49,12 @@ class Item:
                 found += targets[:1]
             elif place < len(targets):
                 found.append(targets[place])
-        return [name for name in (*found, self.hint) if name and name != "_"]
+        if len(self.names) > 1 and (not found or self.names[place] in self._targets()):
+            found.insert(0, self.names[place])
+        return [name for name in found if name and name != "_"]
+
+    def _targets(self) -> set[str]:
+        return {name for statement in self.statements for name in statement.targets}
 
 
 class Body:
@@ -89,21 +96,30 @@ class Body:
         end = Item(result or (lambda _: Expr("None")), list(returned), {})
         for i, item in enumerate(items):
             consumer = self._consumer(item, items[i + 1 :], end)
-            if consumer is not None and self._is_inlined(item, consumer, items[i + 1 :]):
+            is_returned = consumer is end and i == len(items) - 1 and len(returned) == 1
+            if is_returned and len(f"    return {item.build(self.resolve)}") <= WIDTH:
+                self._pending[item.results[0]] = item
+            elif consumer is not None and self._is_inlined(item, consumer, items[i + 1 :]):
                 self._pending[item.results[0]] = item
             elif item.results or item.new_state is not None or item.draws:
+                self._assign_before(item)
                 self._assign(item)
         if result is not None:
+            self._assign_before(end)
             self._shorten(end, "return ")
             self.lines += laid_out(f"return {end.build(self.resolve)}", 1)
 
     def resolve(self, value: str) -> Expr:
         """Return the expression of a value."""
         if value in self._pending:
-            return self._pending[value].build(self.resolve)
+            return self._pending[value].build(self.resolve)._replace(**_of_array(self._outer, value))
         if value in self._names:
             return Expr(self._names[value])._replace(**_of_array(self._outer, value))
         return self._outer(value)
+
+    def name_of(self, value: str) -> str:
+        """Return the name of a value; "" if it has none."""
+        return self._names.get(value, "")
 
     def _consumer(self, item: Item, later: Sequence[Item], end: Item) -> Item | None:
         """Return the only item that reads an item's only result, once."""
@@ -126,6 +142,23 @@ class Body:
             return True
         return bool(consumer.statements) and consumer.statements[-1].place == item.statements[-1].place
 
+    def _assign_before(self, item: Item) -> None:
+        """Assign what comes before an item and is not a part of it: the order of evaluation is PyTorch's."""
+        for value in self._parts(item, [v for x in self._pending.values() for v in x.operands]):
+            if value in self._pending and not self.resolve(value).text.isidentifier():
+                self._assign(self._pending.pop(value))
+
+    def _parts(self, item: Item, read: Collection[str]) -> list[str]:
+        """Return the pending values that belong neither to an item nor to another pending value."""
+        own = set(item.operands)
+        return [value for value in self._pending if value not in own and value not in read]
+
+    def _forget_parts(self, item: Item) -> None:
+        """Forget the pending values of an item that was written."""
+        for value in item.operands:
+            if value in self._pending and self._uses[value] <= 1:
+                self._forget_parts(self._pending.pop(value))
+
     def _leaves(self, item: Item) -> list[str]:
         """Return the values with names, or from outside, that an item's expression reads."""
         leaves = []
@@ -140,22 +173,24 @@ class Body:
             operands = [value for value in operands if not self.resolve(value).text.isidentifier()]
             if not operands:
                 return
-            longest = max(operands, key=lambda value: len(self.resolve(value).text))
-            self._assign(self._pending.pop(longest))
+            first = min(operands, key=[*self._pending].index)
+            self._assign(self._pending.pop(first))
 
     def _assign(self, item: Item) -> None:
-        longest = max((name for place in item.results for name in item.names_for(place)), key=len, default="_")
+        suggested = {place: self._suggested(item, place) for place in item.results}
+        longest = max((name for names in suggested.values() for name in names), key=len, default="_")
         self._shorten(item, f"{longest} = " if item.count == 1 else f"{', '.join([longest] * len(item.results))} = ")
         # An alias is written before the statement that gives its name to another value.
-        names = {place: self._free_name(item, place) for place in item.results}
+        names = {place: self._free_name(item, suggested[place]) for place in item.results}
         text = item.build(self.resolve).text
         self._uses.subtract(self._leaves(item))
+        self._forget_parts(item)
         targets = []
         for place in range(item.count):
             if place not in item.results:
                 targets.append("_")
                 continue
-            name = self._name(item, place, names[place], targets)
+            name = self._name(names[place], suggested[place], targets)
             value = item.results[place]
             self._bound[name], self._names[value] = value, name
             targets.append(name)
@@ -167,11 +202,25 @@ class Body:
         # The statement's own reads may have had a name that it assigns: the text was built before.
         self.lines += laid_out(f"{', '.join(targets)} = {text}" if targets else text, 1)
 
-    def _free_name(self, item: Item, place: int) -> str | None:
+    def _suggested(self, item: Item, place: int) -> list[str]:
+        """Return names for a result, best first: PyTorch's, then that of the operand that it replaces."""
+        names = item.names_for(place)
+        if not names and (operand := self._replaced(item, place)) is not None:
+            names = [operand]
+        return [name for name in map(self._allowed, (*names, item.hint)) if name]
+
+    def _replaced(self, item: Item, place: int) -> str | None:
+        """Return the name of the first operand, if a result has its rank and dtype and nobody reads it later."""
+        made = self._outer(item.results[place])
+        for value in self._leaves(item):
+            if value in self._names:
+                given = self._outer(value)
+                same = len(given.shape) == len(made.shape) and given.dtype == made.dtype
+                return self._names[value] if same and self._left(value, item) <= 0 else None
+        return None
+
+    def _free_name(self, item: Item, names: Sequence[str]) -> str | None:
         """Keep a live value by PyTorch's own alias, if the best name of a result belongs to it."""
-        names = [name for name in map(self._allowed, item.names_for(place)) if name]
-        if not names:
-            return None
         best = names[0]
         value = self._bound.get(best)
         if value is None or self._left(value, item) <= 0:
@@ -193,11 +242,10 @@ class Body:
             return 0
         return self._uses[value] - self._leaves(item).count(value)
 
-    def _name(self, item: Item, place: int, free: str | None, taken: Sequence[str]) -> str:
+    def _name(self, free: str | None, suggested: Sequence[str], taken: Sequence[str]) -> str:
         """Return a name for a result that no live value has; called once the item's own reads are counted."""
-        candidates = [] if free is None else [free]
-        candidates += [name for name in map(self._allowed, item.names_for(place)) if name]
-        candidates += [f"{name}_{i}" for name in candidates[-1:] or ["x"] for i in range(2, 1000)]
+        candidates = [*([] if free is None else [free]), *suggested]
+        candidates += [f"{suggested[-1]}_{i}" for i in range(2, 1000)]
         for name in candidates:
             value = self._bound.get(name)
             if name not in taken and (value is None or self._uses[value] <= 0):

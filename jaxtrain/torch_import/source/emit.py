@@ -167,11 +167,9 @@ class _Writer:
         lines = [f'"""{self._name} in JAX, written by `jaxtrain from-torch`."""', ""]
         lines += ["from pathlib import Path", ""] if has_buffers else []
         lines += [f"import {full}" for full, name in _LIBRARIES.items() if re.search(rf"(?<![\w.]){name}\.", text)]
-        first_party = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
-        own = [line for line in first_party if line.startswith("from jaxtrain")]
-        third = [line for line in first_party if not line.startswith("from jaxtrain")]
-        third += ["from safetensors.flax import load_file"] if has_buffers else []
-        for line in sorted([*own, *third]):
+        functions = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
+        functions += ["from safetensors.flax import load_file"] if has_buffers else []
+        for line in sorted(functions):
             lines += laid_out(line, 0) if len(line) <= 88 else _long_import(line)
         lines += ["", _LOADING] if has_buffers else []
         return "\n".join(lines) + "\n\n\n"

@@ -81,7 +81,7 @@ def literal(value: Any) -> Expr:
         return Expr("jnp.nan") if math.isnan(value) else Expr("jnp.inf") if value > 0 else Expr("-jnp.inf", 8)
     if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
         return Expr(repr(value), 8)
-    return Expr(repr(value))
+    return Expr(repr(value).replace("e-0", "e-"))
 
 
 def _is_simple(text: str) -> bool:

@@ -8,12 +8,13 @@ from jaxtrain.torch_import.graph import GETITEM, Graph, Input, Node, Ref, Spec, 
 from jaxtrain.torch_import.source.batch_norm import batch_norm_item
 from jaxtrain.torch_import.source.blocks import Block, Origins, results_of, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
-from jaxtrain.torch_import.source.expressions import Expr, call, literal
+from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.pytorch_code import forward_of, statements
 from jaxtrain.torch_import.source.writing import Writing
 
 RESERVED = frozenset({"params", "buffers", "state", "keys", "train", "new_state", "batch", "rng", "jax", "jnp", "np", "model"})
+_VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 _FLAGS = ("params", "buffers", "keys", "train")
 
 
@@ -25,6 +26,7 @@ class Function(NamedTuple):
       flags: Which of "params", "buffers", "keys" and "train" it takes.
       inputs: The values that it takes besides.
       outputs: The values that it returns, before its new state.
+      output_names: Their names in it; "" for those without.
       has_new_state: Whether it returns new state.
     """
 
@@ -32,6 +34,7 @@ class Function(NamedTuple):
     flags: frozenset[str]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    output_names: tuple[str, ...]
     has_new_state: bool
 
 
@@ -87,6 +90,10 @@ class Module:
         for node in reversed(graph.nodes):
             live.update(references((node.args, node.kwargs)))
         self._results = results_of(graph, live)
+        for node in graph.nodes:
+            if node.op != GETITEM and (places := sorted(self._results.get(node.name, {}))):
+                writing.prepare(node, places)
+        self._names = frozenset(snake_case(cls.__name__) for cls in classes.values())
         self._uses: Counter[str] = Counter(references((graph.outputs, tuple(graph.state.values()))))
         for node in graph.nodes:
             if node.op != GETITEM:
@@ -112,7 +119,7 @@ class Module:
         return ["    new_state = {}", *body.lines] if has_own else body.lines
 
     def _reserved(self) -> frozenset[str]:
-        return RESERVED | self._writing.imports.keys() | self._functions.texts.keys()
+        return RESERVED | self._writing.imports.keys() | self._names
 
     def _items(self, block: Block, owner: Block, base: str | None) -> list[Item]:
         """Return the items of a block, with those of the blocks that are written in place."""
@@ -145,6 +152,8 @@ class Module:
             return []
         places = sorted(results)
         several = len(places) > 1
+        if len(places) == 1 and (like := self._shape_of_ancestor(node, owner)) is not None:
+            return [self._view(node, like, results[0], owner)]
         item = Item(
             lambda resolve: self._writing.expression(node, places, resolve),
             list(references((node.args, node.kwargs))),
@@ -159,6 +168,42 @@ class Module:
             for name in self._updates.get(value, []):
                 found.append(self._update(value, name, base))
         return found
+
+    def _view(self, node: Node, like: tuple[str, int], result: str, owner: Block) -> Item:
+        """Return a view with the leading sizes of another value."""
+        (x, size), (ancestor, count) = node.args, like
+        rest = size[count:] if len(size) - count > 1 else (-1,)
+
+        def build(resolve: Resolve) -> Expr:
+            shape = attribute(resolve(ancestor), "shape")
+            lead = subscript(shape, Expr(f":{count - len(self._specs[ancestor].shape)}"))
+            whole = count == len(self._specs[ancestor].shape)
+            return method(resolve(x.name), "reshape", Expr(f"*{shape if whole else lead}"), *rest)
+
+        return Item(build, [x.name, ancestor], {0: result}, 1, self._statements(node, owner), "view")
+
+    def _shape_of_ancestor(self, node: Node, owner: Block) -> tuple[str, int] | None:
+        """Return a value that a view's leading sizes come from, and their number, if its own operand does not have them.
+
+        Modules flatten the leading axes of a value and restore them later.
+        """
+        if node.op not in _VIEWS or not isinstance(node.spec, Spec) or not isinstance(node.args[0], Ref):
+            return None
+        size, value, own = node.spec.shape, node.args[0].name, {x.name: x for x in owner.nodes()}
+        if len(size) < 2 or self._specs[value].shape[:1] == size[:1]:
+            return None
+        while value in own and (refs := [*references(own[value].args)]):
+            chosen = next((name for name in refs if self._is_array(name)), None)
+            if chosen is None:
+                return None
+            value, shape = chosen, self._specs[chosen].shape
+            if shape[: len(size) - 1] == size[:-1] and len(shape) == len(size):
+                return value, len(size) - 1
+        return None
+
+    def _is_array(self, name: str) -> bool:
+        given = self._given.get(name)
+        return isinstance(self._specs.get(name), Spec) and (given is None or given.kind == "input")
 
     def _update(self, value: str, name: str, base: str | None) -> Item:
         relative = relative_to(name, base)
@@ -200,6 +245,7 @@ class Module:
             len(function.outputs),
             self._statements(block, owner),
             f"{last[-1]}_output" if last and last[-1] else "outputs",
+            names=function.output_names,
             new_state=(prefix or "") if function.has_new_state else None,
             draws="keys" in function.flags,
         )
@@ -235,7 +281,7 @@ class Module:
             return "\n".join([*laid_out(f"def {name}({arguments}):", 0), doc, *lines])
 
         name = self._functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written)
-        return Function(name, flags, tuple(inputs), tuple(outputs), has_new_state)
+        return Function(name, flags, tuple(inputs), tuple(outputs), tuple(map(body.name_of, outputs)), has_new_state)
 
     def _inside(self, block: Block, value: str) -> int:
         """Return how often a value is read by a block's own operations and as new state."""
@@ -341,8 +387,8 @@ def snake_case(name: str) -> str:
     words = ""
     for i, char in enumerate(name):
         after, before = name[i + 1 : i + 2], name[i - 1 : i]
-        starts = char.isupper() and i > 0 and (before.islower() or before.isdigit() or (after.islower() and before != "_"))
-        words += f"_{char}" if starts else char
+        starts = before.islower() or (before.isdigit() and after) or (after.islower() and before not in ("", "_"))
+        words += f"_{char}" if char.isupper() and starts else char
     return words.lower().strip("_")
 
 

@@ -12,7 +12,7 @@ _ALL = Expr(":")
 
 @template("view.default", "reshape.default", "_unsafe_view.default")
 def _reshape(x: Any, size: Sequence[int]) -> list[Expr]:
-    return [method(x, "reshape", *_sizes(x, size)), method(x, "reshape", *size)]
+    return [x, method(x, "reshape", *_sizes(x, size)), method(x, "reshape", *size)]
 
 
 def _sizes(x: Expr, size: Sequence[int]) -> list[Any]:
@@ -25,8 +25,11 @@ def _sizes(x: Expr, size: Sequence[int]) -> list[Any]:
     while same < min(len(whole), len(x.shape)) and whole[same] == x.shape[same]:
         same += 1
     name = within(x, 10)
-    if not name.replace("_", "").isalnum() or same == 0:
+    if not name.isidentifier():
         return list(size)
+    if same == 0:
+        is_last = len(whole) == 2 and size[0] == -1 and size[-1] == x.shape[-1]
+        return [-1, Expr(f"{name}.shape[-1]")] if is_last else list(size)
     lead = f"*{name}.shape[:{same}]" if same > 1 else f"{name}.shape[0]"
     rest = size[same:]
     # One size follows from the others.

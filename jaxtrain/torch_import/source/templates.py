@@ -28,6 +28,7 @@ IMPORTED = {
     "conv": "jaxtrain.torch_import.ops.convolution",
     "cross_entropy": "jaxtrain.torch_import.ops.loss",
     "embedding": "jaxtrain.torch_import.ops.index",
+    "gelu": "jaxtrain.torch_import.ops.elementwise",
     "group_norm": "jaxtrain.torch_import.ops.norm",
     "rms_norm": "jaxtrain.torch_import.ops.norm",
     "subgradients": "jaxtrain.losses",
@@ -119,7 +120,7 @@ def _pow_of_number(x: Any, exponent: Any) -> Expr:
 @template("gelu.default")
 def _gelu(x: Any, approximate: str = "none") -> list[Expr]:
     by_tanh = approximate == "tanh"
-    return [call("jax.nn.gelu", x, approximate=by_tanh), call("gelu", x, approximate if by_tanh else None)]
+    return [call("jax.nn.gelu", x, approximate=by_tanh), call("gelu", x, approximate=approximate if by_tanh else None)]
 
 
 @template("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")

@@ -1,6 +1,7 @@
 """The expression of one operation: the first way of writing it whose jaxpr is that of the interpreted operation."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,17 +35,25 @@ class Writing:
     def __init__(self, ops: Mapping[str, Callable[..., Any]], specs: Mapping[str, Spec]) -> None:
         self._ops, self._specs = ops, specs
         self._chosen: dict[Any, int] = {}
+        self._callable: dict[str, str] = {}  # functions of the table that an expression may call
         self.imports: dict[str, str] = dict(IMPORTED)
         self.keyed = False
 
     def expression(self, node: Node, places: Sequence[int], resolve: Resolve) -> Expr:
         """Return the expression of an operation: of its one used result, or of the tuple of all its results."""
-        candidates = self._candidates(node, places, resolve)
-        expr = candidates[self._choice(node, tuple(places))]
+        choice = self._choice(node, tuple(places))
+        expr = self._candidates(node, places, resolve)[choice]
+        if (name := re.split(r"[(\[]", expr.text)[0]) in self._callable:
+            self.imports[name] = self._callable[name]
         spec = node.spec
         if isinstance(spec, tuple):
             spec = spec[places[0]] if len(places) == 1 else None
         return expr if spec is None else expr._replace(shape=spec.shape, dtype=dtype_of(spec.dtype))
+
+    def prepare(self, node: Node, places: Sequence[int]) -> None:
+        """Choose how to write an operation, so that the names of all functions are known."""
+        specs = {name: self._specs[name] for name in references((node.args, node.kwargs))}
+        self.expression(node, places, lambda name: Expr("x", 10, specs[name].shape, dtype_of(specs[name].dtype)))
 
     def draws(self, node: Node) -> bool:
         """Return whether an operation takes a key."""
@@ -79,8 +88,8 @@ class Writing:
         fn = self._ops.get(node.op, TABLE.get(node.op))
         module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", "")
         if name.isidentifier() and getattr(importlib.import_module(module), name, None) is fn and module != "__main__":
-            if self.imports.get(name, module) == module:
-                self.imports[name] = module
+            if self.imports.get(name, module) == self._callable.get(name, module) == module:
+                self._callable[name] = module
                 return name
         if node.op in self._ops:
             raise refusal(
@@ -88,7 +97,7 @@ class Writing:
                 "define it at the top level of a module",
                 node.source,
             )
-        self.imports["TABLE"] = "jaxtrain.torch_import.ops"
+        self._callable["TABLE"] = "jaxtrain.torch_import.ops"
         return f'TABLE["{node.op}"]'
 
     def _choice(self, node: Node, places: tuple[int, ...]) -> int:
@@ -131,7 +140,8 @@ class Writing:
 
     def namespace(self) -> dict[str, Any]:
         """Return the names that expressions may use."""
-        functions = {name: getattr(importlib.import_module(module), name) for name, module in self.imports.items()}
+        modules = {**self._callable, **self.imports}
+        functions = {name: getattr(importlib.import_module(module), name) for name, module in modules.items()}
         return {"jax": jax, "jnp": jnp, "np": np, **functions}
 
 
