@@ -4,12 +4,16 @@ import keyword
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxtrain.torch_import.source.expressions import Expr
 from jaxtrain.torch_import.source.layout import WIDTH, laid_out
 from jaxtrain.torch_import.source.pytorch_code import Statement
 
 Resolve = Callable[[str], Expr]
+_RESHAPED = frozenset("view reshape flatten transpose permute unsqueeze squeeze expand slice select to_copy".split())
+_HINTS = {"view": "reshaped", "transpose": "transposed", "mul": "product", "add": "total", "addmm": "y", "mm": "y"}
+"""Names of results that no statement names, by operation."""
 _LONGEST_OPERAND = 60
 """Columns of the longest expression that is written inside another one."""
 
@@ -28,6 +32,8 @@ class Item:
       new_state: Key of `new_state` for the new buffers, the last result; "" for all of it, None without.
       draws: Whether it takes a key.
       names: Names of the results in the function that is called.
+      parameters: Names of the operands in it.
+      named: Operands that are not written in place, as the expression reads them several times.
     """
 
     build: Callable[[Resolve], Expr]
@@ -39,17 +45,27 @@ class Item:
     new_state: str | None = None
     draws: bool = False
     names: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    named: frozenset[str] = frozenset()
 
-    def names_for(self, place: int) -> list[str]:
-        """Return the names that PyTorch's code suggests for a result, best first."""
+    def names_for(self, place: int, is_target: Callable[[Statement], bool]) -> list[str]:
+        """Return the names that PyTorch's code suggests for a result, best first.
+
+        Args:
+          place: Its place among the results.
+          is_target: Whether a result may have the name that a statement assigns.
+        """
         found = []
         for statement in reversed(self.statements):
             targets = statement.targets
-            if len(targets) == 1 or len(self.results) == 1 == self.count:
-                found += targets[:1]
-            elif place < len(targets):
+            if not is_target(statement):
+                continue
+            if len(self.results) == 1:
+                found += [name for name in targets if name != "_"][:1]
+            elif place < len(targets) and not self.names:
                 found.append(targets[place])
-        if len(self.names) > 1 and (not found or self.names[place] in self._targets()):
+        # The order of a function's results is not that of PyTorch's.
+        if self.names and (not found or self.names[place] in self._targets()):
             found.insert(0, self.names[place])
         return [name for name in found if name and name != "_"]
 
@@ -80,6 +96,8 @@ class Body:
         self._outer, self._reserved, self._aliases = outer, reserved, aliases
         self._pending: dict[str, Item] = {}
         self._uses: Counter[str] = Counter()
+        self._read_twice: frozenset[str] = frozenset()
+        self._last: dict[Any, Item] = {}  # statement -> its last item
         self.lines: list[str] = []
 
     def write(self, items: Sequence[Item], returned: Sequence[str], result: Callable[[Resolve], Expr] | None) -> None:
@@ -92,12 +110,14 @@ class Body:
         """
         for item in items:
             self._uses.update(item.operands)
+            self._read_twice |= item.named
+            self._last.update({s.place: item for s in item.statements})
         self._uses.update(returned)
         end = Item(result or (lambda _: Expr("None")), list(returned), {})
         for i, item in enumerate(items):
             consumer = self._consumer(item, items[i + 1 :], end)
             is_returned = consumer is end and i == len(items) - 1 and len(returned) == 1
-            if is_returned and len(f"    return {item.build(self.resolve)}") <= WIDTH:
+            if is_returned and len(laid_out(f"return {item.build(self.resolve)}", 1)) <= 3:
                 self._pending[item.results[0]] = item
             elif consumer is not None and self._is_inlined(item, consumer, items[i + 1 :]):
                 self._pending[item.results[0]] = item
@@ -119,6 +139,8 @@ class Body:
 
     def name_of(self, value: str) -> str:
         """Return the name of a value; "" if it has none."""
+        if value in self._pending:
+            return (self._suggested(self._pending[value], 0) or [""])[0]
         return self._names.get(value, "")
 
     def _consumer(self, item: Item, later: Sequence[Item], end: Item) -> Item | None:
@@ -136,7 +158,7 @@ class Body:
         text = item.build(self.resolve).text
         if text.isidentifier():
             return True
-        if len(text) > _LONGEST_OPERAND:
+        if len(text) > _LONGEST_OPERAND or item.results[0] in consumer.named:
             return False
         if not item.statements or not item.statements[-1].targets:
             return True
@@ -204,10 +226,24 @@ class Body:
 
     def _suggested(self, item: Item, place: int) -> list[str]:
         """Return names for a result, best first: PyTorch's, then that of the operand that it replaces."""
-        names = item.names_for(place)
+        names = item.names_for(place, lambda statement: self._is_like_last(item, place, statement))
+        parts = [value for value in item.operands if value in self._pending]
+        if not names and len(parts) == 1 == len(item.operands):
+            names = self._suggested(self._pending[parts[0]], 0)
         if not names and (operand := self._replaced(item, place)) is not None:
             names = [operand]
-        return [name for name in map(self._allowed, (*names, item.hint)) if name]
+        names = names or [_HINTS.get(item.hint, item.hint)]
+        return [name for name in map(self._allowed, names) if name] or ["x"]
+
+    def _is_like_last(self, item: Item, place: int, statement: Statement) -> bool:
+        """Return whether a result may have the name that a statement assigns: it is the last, or replaced by the last."""
+        last = self._last.get(statement.place, item)
+        if last is item or len(statement.targets) > 1 or item.results[place] in self._read_twice:
+            return True
+        if not last.results:
+            return False
+        made, final = self._outer(item.results[place]), self._outer(next(iter(last.results.values())))
+        return _kind(made) == _kind(final)
 
     def _replaced(self, item: Item, place: int) -> str | None:
         """Return the name of the first operand, if a result has its rank and dtype and nobody reads it later."""
@@ -215,7 +251,7 @@ class Body:
         for value in self._leaves(item):
             if value in self._names:
                 given = self._outer(value)
-                same = len(given.shape) == len(made.shape) and given.dtype == made.dtype
+                same = _kind(given) == _kind(made) if item.hint not in _RESHAPED else given.dtype == made.dtype
                 return self._names[value] if same and self._left(value, item) <= 0 else None
         return None
 
@@ -245,7 +281,7 @@ class Body:
     def _name(self, free: str | None, suggested: Sequence[str], taken: Sequence[str]) -> str:
         """Return a name for a result that no live value has; called once the item's own reads are counted."""
         candidates = [*([] if free is None else [free]), *suggested]
-        candidates += [f"{suggested[-1]}_{i}" for i in range(2, 1000)]
+        candidates += [f"{suggested[0]}_{i}" for i in range(2, 1000)]
         for name in candidates:
             value = self._bound.get(name)
             if name not in taken and (value is None or self._uses[value] <= 0):
@@ -257,6 +293,10 @@ class Body:
         if not name.isidentifier():
             return ""
         return f"{name}_" if name in self._reserved or keyword.iskeyword(name) else name
+
+
+def _kind(x: Expr) -> tuple[int, object]:
+    return len(x.shape), x.dtype
 
 
 def _of_array(outer: Resolve, value: str) -> dict[str, object]:

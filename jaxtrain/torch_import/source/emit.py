@@ -107,6 +107,7 @@ class _Writer:
 
     def __init__(self, name: str, classes: Mapping[str, type], ops: Mapping[str, Any], batch: Any) -> None:
         self._name, self._classes, self._ops, self._batch = name, classes, ops, batch
+        self._constants: dict[str, str] = {}  # name -> expression
         self.large: set[str] = set()  # constants that are not written out
 
     def file(self, train: Pass, evaluation: Pass | None) -> str:
@@ -121,7 +122,9 @@ class _Writer:
         doc = f'    """{self._name}, as `jaxtrain.ImportedModel`: (outputs, new state)."""'
         parts.append(["def model(params, batch, rng=None, state=None):", doc, *main])
         text = "\n\n\n".join([*functions.texts.values(), *("\n".join(part) for part in parts)])
-        return self._head(text, imports) + text + "\n"
+        used = {name: value for name, value in self._constants.items() if re.search(rf"\b{name}\b", text)}
+        constants = [line for name, value in used.items() for line in laid_out(f"{name} = {value}", 0)]
+        return self._head("\n".join([*constants, text]), imports, constants) + text + "\n"
 
     def _body(self, captured: Pass, functions: Functions, imports: dict[str, str]) -> list[str]:
         kept = without_unused(captured.graph, RANDOM)
@@ -142,9 +145,17 @@ class _Writer:
             written = inline(np.asarray(captured.buffers[given.target]))
             if written is None:
                 self.large.add(given.target)
-            return written
+                return None
+            names = [name for name, text in self._constants.items() if text == written.text]
+            return Expr(names[0] if names else self._new_constant(given.target, written.text))
 
         return expression
+
+    def _new_constant(self, target: str, text: str) -> str:
+        name = "".join(char if char.isalnum() else "_" for char in target.split(".")[-1]).upper()
+        free = (x for x in (name, *(f"{name}_{i}" for i in range(2, 1000))) if x not in self._constants)
+        self._constants[chosen := next(free)] = text
+        return chosen
 
     def _start(self, lines: list[str]) -> list[str]:
         """Return the statements that define what a body of `model` reads."""
@@ -157,7 +168,7 @@ class _Writer:
             start.append("    buffers = BUFFERS if state is None else {**BUFFERS, **state}")
         return start
 
-    def _head(self, text: str, imports: Mapping[str, str]) -> str:
+    def _head(self, text: str, imports: Mapping[str, str], constants: list[str]) -> str:
         """Return the docstring, the imports and the buffers of a file."""
         has_buffers = "BUFFERS" in text
         needed = {name for name in imports if re.search(rf"(?<![\w.\"]){name}\b(?=[(.\[])", text)}
@@ -171,7 +182,8 @@ class _Writer:
         functions += ["from safetensors.flax import load_file"] if has_buffers else []
         for line in sorted(functions):
             lines += laid_out(line, 0) if len(line) <= 88 else _long_import(line)
-        lines += ["", _LOADING] if has_buffers else []
+        constants = [*([_LOADING] if has_buffers else []), *constants]
+        lines += ["", *constants] if constants else []
         return "\n".join(lines) + "\n\n\n"
 
 

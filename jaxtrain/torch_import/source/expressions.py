@@ -80,8 +80,12 @@ def literal(value: Any) -> Expr:
     if isinstance(value, float) and not math.isfinite(value):
         return Expr("jnp.nan") if math.isnan(value) else Expr("jnp.inf") if value > 0 else Expr("-jnp.inf", 8)
     if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-        return Expr(repr(value), 8)
-    return Expr(repr(value).replace("e-0", "e-"))
+        return Expr(_number(value), 8)
+    return Expr(_number(value) if isinstance(value, float) else repr(value))
+
+
+def _number(value: int | float) -> str:
+    return repr(value).replace("e-0", "e-").replace("e+", "e")
 
 
 def _is_simple(text: str) -> bool:

@@ -24,7 +24,7 @@ class Function(NamedTuple):
     Attributes:
       name: Its name.
       flags: Which of "params", "buffers", "keys" and "train" it takes.
-      inputs: The values that it takes besides.
+      inputs: The values that it takes besides, with their names in it.
       outputs: The values that it returns, before its new state.
       output_names: Their names in it; "" for those without.
       has_new_state: Whether it returns new state.
@@ -32,7 +32,7 @@ class Function(NamedTuple):
 
     name: str
     flags: frozenset[str]
-    inputs: tuple[str, ...]
+    inputs: dict[str, str]
     outputs: tuple[str, ...]
     output_names: tuple[str, ...]
     has_new_state: bool
@@ -162,12 +162,21 @@ class Module:
             self._statements(node, owner),
             node.op.split(".")[1].strip("_") if "." in node.op else "x",
             draws=draws,
+            named=self._named_operands(node),
         )
         found = [item]
         for value in results.values():
             for name in self._updates.get(value, []):
                 found.append(self._update(value, name, base))
         return found
+
+    def _named_operands(self, node: Node) -> frozenset[str]:
+        """Return the operand of a view that keeps its leading sizes, which are written as those of a name."""
+        if node.op not in _VIEWS or not isinstance(node.spec, Spec) or not isinstance(node.args[0], Ref):
+            return frozenset()
+        size, shape = node.spec.shape, self._specs[node.args[0].name].shape
+        keeps = len(size) > 1 and size[:1] == shape[:1] and size != shape
+        return frozenset([node.args[0].name]) if keeps else frozenset()
 
     def _view(self, node: Node, like: tuple[str, int], result: str, owner: Block) -> Item:
         """Return a view with the leading sizes of another value."""
@@ -190,7 +199,9 @@ class Module:
         if node.op not in _VIEWS or not isinstance(node.spec, Spec) or not isinstance(node.args[0], Ref):
             return None
         size, value, own = node.spec.shape, node.args[0].name, {x.name: x for x in owner.nodes()}
-        if len(size) < 2 or self._specs[value].shape[:1] == size[:1]:
+        if len(size) < 2 or value not in own:
+            return None
+        if self._specs[value].shape[:1] == size[:1]:
             return None
         while value in own and (refs := [*references(own[value].args)]):
             chosen = next((name for name in refs if self._is_array(name)), None)
@@ -246,6 +257,7 @@ class Module:
             self._statements(block, owner),
             f"{last[-1]}_output" if last and last[-1] else "outputs",
             names=function.output_names,
+            parameters=function.inputs,
             new_state=(prefix or "") if function.has_new_state else None,
             draws="keys" in function.flags,
         )
@@ -281,7 +293,7 @@ class Module:
             return "\n".join([*laid_out(f"def {name}({arguments}):", 0), doc, *lines])
 
         name = self._functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written)
-        return Function(name, flags, tuple(inputs), tuple(outputs), tuple(map(body.name_of, outputs)), has_new_state)
+        return Function(name, flags, {value: names[value] for value in inputs}, tuple(outputs), tuple(map(body.name_of, outputs)), has_new_state)
 
     def _inside(self, block: Block, value: str) -> int:
         """Return how often a value is read by a block's own operations and as new state."""
@@ -290,15 +302,20 @@ class Module:
 
     def _input_names(self, inputs: Sequence[str], items: Sequence[Item], parameters: Sequence[str]) -> dict[str, str]:
         """Name the arguments of a function as the parameters of `forward` that the statements using them read."""
-        names: dict[str, str] = {}
-        reserved = self._reserved()
+        reserved, names = self._reserved(), {}
+        users = {value: next(item for item in items if value in item.operands) for value in inputs}
+        likely = {value: _read(users[value], parameters) for value in inputs}
+        several = Counter(name for found in likely.values() if len(found) == 1 for name in found)
         for value in inputs:
-            user = next(item for item in items if value in item.operands)
-            reads = user.statements[0].reads if user.statements else frozenset()
-            free = [name for name in parameters if name not in names.values()]
-            likely = [name for name in free if name in reads]
-            hint = self._hint(value)
-            name = hint if hint in likely or (hint in free and not likely) else (likely or [hint])[0]
+            hint, callees, found = self._hint(value), users[value].parameters.get(value), likely[value]
+            if callees in found:
+                name = callees
+            elif hint in found:
+                name = hint
+            elif len(found) == 1 and several[found[0]] == 1:
+                name = found[0]
+            else:
+                name = callees or hint
             while name in names.values() or name in reserved:
                 name += "_"
             names[value] = name
@@ -310,6 +327,8 @@ class Module:
             given = self._given[value]
             return _identifier(given.target.split(".")[-1] if given.kind != "input" else self._batch_name(given))
         for calls, node in self._makers(value):
+            if node.op == "aten.detach.default":
+                return self._hint(node.args[0].name)
             for lines in reversed(calls):
                 for statement in reversed(statements(lines.lines)):
                     if statement.targets and statement.targets[0]:
@@ -366,6 +385,11 @@ def relative_to(name: str, base: str | None) -> str | None:
     return name[len(base) + 1 :] if name.startswith(f"{base}.") else None
 
 
+def _read(item: Item, parameters: Sequence[str]) -> list[str]:
+    """Return the parameters of `forward` that an item's statement reads."""
+    return [name for name in parameters if item.statements and name in item.statements[0].reads]
+
+
 def structure(value: Any, resolve: Resolve) -> Expr:
     """Return the module's result as an expression."""
     if isinstance(value, Ref):
@@ -385,6 +409,8 @@ def snake_case(name: str) -> str:
     'gpt2_lm_head_model'
     """
     words = ""
+    for known in ("SiLU", "ReLU", "GELU", "ResNet", "ViT"):
+        name = name.replace(known, known.capitalize())
     for i, char in enumerate(name):
         after, before = name[i + 1 : i + 2], name[i - 1 : i]
         starts = before.islower() or (before.isdigit() and after) or (after.islower() and before not in ("", "_"))

@@ -201,6 +201,8 @@ template("zeros_like.default")(lambda x, dtype=None: call("jnp.zeros_like", x))
 template("ones_like.default")(lambda x, dtype=None: call("jnp.ones_like", x))
 template("new_zeros.default")(lambda x, size, dtype=None: call("jnp.zeros", size, dtype or x.dtype))
 template("new_ones.default")(lambda x, size, dtype=None: call("jnp.ones", size, dtype or x.dtype))
+template("full_like.default")(lambda x, value, dtype=None: call("jnp.full_like", x, value))
+template("gather.default")(lambda x, dim, index, sparse_grad=False: call("jnp.take_along_axis", x, index, axis=dim))
 template("scalar_tensor.default")(lambda value, dtype=None: call("jnp.asarray", value, dtype))
 
 

@@ -77,7 +77,8 @@ class Writing:
                     found = TEMPLATES[node.op](*args, **kwargs)
                 except TypeError:  # arguments that the template does not have
                     continue
-                yield from found if isinstance(found, list) else [found]
+                written = found if isinstance(found, list) else [found]
+                yield from map(_with_key, written) if self.draws(node) else written
         args, kwargs = cast
         if node.op in RANDOM:
             kwargs = {**kwargs, "rng": KEY if self.keyed else Expr("None")}
@@ -86,8 +87,10 @@ class Writing:
     def _function(self, node: Node) -> str:
         """Return the name of the function of an operation, to be imported."""
         fn = self._ops.get(node.op, TABLE.get(node.op))
-        module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", "")
-        if name.isidentifier() and getattr(importlib.import_module(module), name, None) is fn and module != "__main__":
+        module = getattr(fn, "__module__", None) or "builtins"
+        public = {} if module in ("__main__", "builtins", "_operator") else vars(importlib.import_module(module))
+        name = next((name for name, value in public.items() if value is fn and name.isidentifier()), None)
+        if name is not None and not name.startswith("_"):
             if self.imports.get(name, module) == self._callable.get(name, module) == module:
                 self._callable[name] = module
                 return name
@@ -154,6 +157,11 @@ def _selected(fn: Callable[..., Any], node: Node, places: Sequence[int]) -> Call
         return (result,)
 
     return run
+
+
+def _with_key(expr: Expr) -> Expr:
+    """Give a call the next key, which an operation takes even if it draws nothing."""
+    return expr if KEY.text in expr.text else expr._replace(text=f"{expr.text[:-1]}, rng={KEY})")
 
 
 def _resolved(value: Any, resolve: Resolve) -> Any:
