@@ -1,6 +1,7 @@
 """A PyTorch module as a pure function of its parameters."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -197,6 +198,9 @@ class ImportedModel:
         shapes and dtypes of the example batch: the jaxprs of both are equal. Tensors that are no parameters and too
         large to be written out are read from `buffers.safetensors` beside the file; `save_source` writes both.
 
+        Returns:
+          The text of a Python file, formatted as by `ruff format`.
+
         Raises:
           UserError: The source would not compute the same.
 
@@ -207,6 +211,32 @@ class ImportedModel:
               return batch @ params["weight"].T + params["bias"], state
         """
         return self._source()[0]
+
+    def save_source(self, path: str | Path) -> list[Path]:
+        """Write `source` to a file, and the arrays that go with it to its folder.
+
+        Args:
+          path: The file. `params.safetensors` beside it holds `params`, and `buffers.safetensors` the buffers that
+            the source reads, if there are any.
+
+        Returns:
+          The written files.
+
+        Raises:
+          UserError: As `source`, or the weights are on the "meta" device.
+        """
+        from safetensors.flax import save_file
+
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in self.params.values()):
+            raise UserError('the module has no weights, it was imported from the "meta" device: save source() alone')
+        text, buffers = self._source()
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        arrays = {"params": self.params, **({"buffers": buffers} if buffers else {})}
+        for name, tensors in arrays.items():
+            save_file(jax.tree.map(jnp.asarray, dict(tensors)), path.with_name(f"{name}.safetensors"))
+        return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
     def _source(self) -> tuple[str, dict[str, jax.Array]]:
         """Return the source with the buffers that it reads."""

@@ -2,6 +2,7 @@
 
 emit          the file and its proof
 functions     one function a class: arguments, results, text
+names         names of functions, arguments and tensors
 body          statements of a function, with PyTorch's names
 blocks        operations by the calls of modules they belong to
 batch_norm    BatchNorm as one call

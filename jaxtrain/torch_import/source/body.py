@@ -1,4 +1,4 @@
-"""The statements of a function: which values are assigned, under which names, and which are written where they are used."""
+"""The statements of a function: which values are assigned, under which names, and which are written in place."""
 
 import keyword
 from collections import Counter
@@ -11,7 +11,21 @@ from jaxtrain.torch_import.source.layout import WIDTH, laid_out
 from jaxtrain.torch_import.source.pytorch_code import Statement
 
 Resolve = Callable[[str], Expr]
-_RESHAPED = frozenset("view reshape flatten transpose permute unsqueeze squeeze expand slice select to_copy".split())
+_RESHAPED = frozenset(
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "to_copy",
+    )
+)
 _HINTS = {"view": "reshaped", "transpose": "transposed", "mul": "product", "add": "total", "addmm": "y", "mm": "y"}
 """Names of results that no statement names, by operation."""
 _LONGEST_OPERAND = 60
@@ -117,9 +131,8 @@ class Body:
         for i, item in enumerate(items):
             consumer = self._consumer(item, items[i + 1 :], end)
             is_returned = consumer is end and i == len(items) - 1 and len(returned) == 1
-            if is_returned and len(laid_out(f"return {item.build(self.resolve)}", 1)) <= 3:
-                self._pending[item.results[0]] = item
-            elif consumer is not None and self._is_inlined(item, consumer, items[i + 1 :]):
+            is_short = is_returned and len(laid_out(f"return {item.build(self.resolve)}", 1)) <= 3
+            if is_short or (consumer is not None and self._is_inlined(item, consumer, items[i + 1 :])):
                 self._pending[item.results[0]] = item
             elif item.results or item.new_state is not None or item.draws:
                 self._assign_before(item)
@@ -132,9 +145,9 @@ class Body:
     def resolve(self, value: str) -> Expr:
         """Return the expression of a value."""
         if value in self._pending:
-            return self._pending[value].build(self.resolve)._replace(**_of_array(self._outer, value))
+            return self._pending[value].build(self.resolve).like(self._outer(value))
         if value in self._names:
-            return Expr(self._names[value])._replace(**_of_array(self._outer, value))
+            return Expr(self._names[value]).like(self._outer(value))
         return self._outer(value)
 
     def name_of(self, value: str) -> str:
@@ -236,7 +249,7 @@ class Body:
         return [name for name in map(self._allowed, names) if name] or ["x"]
 
     def _is_like_last(self, item: Item, place: int, statement: Statement) -> bool:
-        """Return whether a result may have the name that a statement assigns: it is the last, or replaced by the last."""
+        """Return whether a result may have the name that a statement assigns: it is the last, or like it."""
         last = self._last.get(statement.place, item)
         if last is item or len(statement.targets) > 1 or item.results[place] in self._read_twice:
             return True
@@ -297,8 +310,3 @@ class Body:
 
 def _kind(x: Expr) -> tuple[int, object]:
     return len(x.shape), x.dtype
-
-
-def _of_array(outer: Resolve, value: str) -> dict[str, object]:
-    expr = outer(value)
-    return {"shape": expr.shape, "dtype": expr.dtype}

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import Graph, Input, without_unused
@@ -68,12 +67,12 @@ def source_of(
     Raises:
       UserError: The file would not compute what the model does.
     """
-    writer = _Writer(name, classes, ops, batch)
+    writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
     wanted = [_program(model, params, state, batch, train=flag) for flag in (True, False)]
     text = writer.file(train, None)
     for last in (False, True):
         buffers = {**train.buffers, **evaluation.buffers}
-        used = {key: buffers[key] for key in buffers if f'"{key}"' in text or key in writer.large}
+        used = {key: buffers[key] for key in sorted(writer.large)} if "BUFFERS" in text else {}
         own = loaded(text, used)
         found = [_program(own, params, state, batch, train=flag) for flag in (True, False)]
         if found == wanted:
@@ -82,7 +81,6 @@ def source_of(
             break
         text = writer.file(train, evaluation)
     global LAST
-    LAST = text
     raise UserError(
         f"the source of {name} would not compute what the imported model does: keep the imported model, and report this"
     )
@@ -105,14 +103,17 @@ _LOADING = 'BUFFERS = load_file(Path(__file__).with_name("buffers.safetensors"))
 class _Writer:
     """Writes files."""
 
-    def __init__(self, name: str, classes: Mapping[str, type], ops: Mapping[str, Any], batch: Any) -> None:
+    def __init__(
+        self, name: str, classes: Mapping[str, type], ops: Mapping[str, Any], batch: Any, state: frozenset[str]
+    ) -> None:
         self._name, self._classes, self._ops, self._batch = name, classes, ops, batch
         self._constants: dict[str, str] = {}  # name -> expression
-        self.large: set[str] = set()  # constants that are not written out
+        self._state, self.large = state, {*state}  # buffers that are not written out
 
     def file(self, train: Pass, evaluation: Pass | None) -> str:
         """Return the text of a file: of one pass for both modes, or of one for each."""
-        functions, imports = Functions(), {}
+        functions = Functions()
+        imports: dict[str, str] = {}
         main = self._body(train, functions, imports)
         parts = []
         if evaluation is not None:
@@ -142,7 +143,7 @@ class _Writer:
 
     def _constant(self, captured: Pass) -> Callable[[Input], Expr | None]:
         def expression(given: Input) -> Expr | None:
-            written = inline(np.asarray(captured.buffers[given.target]))
+            written = None if given.target in self._state else inline(captured.buffers[given.target])
             if written is None:
                 self.large.add(given.target)
                 return None
@@ -205,7 +206,7 @@ def _draws(graph: Graph, ops: Mapping[str, Any], buffers: Mapping[str, Any]) -> 
     """Return whether a pass depends on its key."""
     from jaxtrain.torch_import.interpret import interpret
 
-    shapes = {kind: {} for kind in ("param", "state", "constant")}
+    shapes: dict[str, dict[str, Any]] = {kind: {} for kind in ("param", "state", "constant")}
     leaves: dict[int, Any] = {}
     for x in graph.inputs:
         like = jax.ShapeDtypeStruct(x.spec.shape, jax.dtypes.canonicalize_dtype(jnp.dtype(x.spec.dtype)))
@@ -259,5 +260,3 @@ def _program(model: Model, params: Any, state: Any, batch: Any, *, train: bool) 
     program, shape = trace(outputs)
     pulled = fingerprint(trace(gradients)[0]) if train else None
     return fingerprint(program), str(jax.tree.structure(shape)), pulled
-
-

@@ -19,6 +19,10 @@ class Expr(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: np.dtype | None = None
 
+    def like(self, array: "Expr") -> "Expr":
+        """Return the expression with the shape and dtype of another one."""
+        return self._replace(shape=array.shape, dtype=array.dtype)
+
     def __str__(self) -> str:
         return self.text
 

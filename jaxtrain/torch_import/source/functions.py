@@ -10,11 +10,16 @@ from jaxtrain.torch_import.source.blocks import Block, Origins, results_of, tree
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
 from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.names import identifier, input_names, mentions, place_of, relative_to, snake_case
 from jaxtrain.torch_import.source.pytorch_code import forward_of, statements
 from jaxtrain.torch_import.source.writing import Writing
 
-RESERVED = frozenset({"params", "buffers", "state", "keys", "train", "new_state", "batch", "rng", "jax", "jnp", "np", "model"})
+RESERVED = frozenset(
+    {"params", "buffers", "state", "keys", "train", "new_state", "batch", "rng", "jax", "jnp", "np", "model"}
+)
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+_PASSING = frozenset({"detach", "mul", "add", "_to_copy", "view", "clone"})
+"""Operations whose result has the name of their only operand, if PyTorch's code gives it none."""
 _FLAGS = ("params", "buffers", "keys", "train")
 
 
@@ -192,7 +197,7 @@ class Module:
         return Item(build, [x.name, ancestor], {0: result}, 1, self._statements(node, owner), "view")
 
     def _shape_of_ancestor(self, node: Node, owner: Block) -> tuple[str, int] | None:
-        """Return a value that a view's leading sizes come from, and their number, if its own operand does not have them.
+        """Return a value that a view's leading sizes come from, and their number, if its operand does not have them.
 
         Modules flatten the leading axes of a value and restore them later.
         """
@@ -271,8 +276,8 @@ class Module:
         outputs = [v for item in items for v in item.results.values() if self._uses[v] > self._inside(block, v)]
         cls = self._class(block)
         forward = forward_of(cls)
-        names = self._input_names(inputs, items, forward.parameters)
-        inputs.sort(key=lambda value: _place(names[value], forward.parameters))
+        names = input_names(inputs, items, forward.parameters, self._hint, self._reserved())
+        inputs.sort(key=lambda value: place_of(names[value], forward.parameters))
         has_new_state = any(item.new_state is not None for item in items)
         body = Body({names[v]: v for v in inputs}, self._outer(base), self._reserved(), forward.aliases)
         returned = [Ref(value) for value in outputs]
@@ -284,7 +289,7 @@ class Module:
         body.write(items, outputs, result)
         lines = ["    new_state = {}", *body.lines] if has_new_state else body.lines
         text = "\n".join(lines)
-        flags = frozenset(flag for flag in _FLAGS if _mentions(text, flag))
+        flags = frozenset(flag for flag in _FLAGS if mentions(text, flag))
         before, after = ([flag for flag in part if flag in flags] for part in (_FLAGS[:2], _FLAGS[2:]))
         arguments = ", ".join([*before, *(names[value] for value in inputs), *after])
         doc = f'    """{cls.__name__} of {cls.__module__.replace(".", "/")}.py."""'
@@ -293,39 +298,25 @@ class Module:
             return "\n".join([*laid_out(f"def {name}({arguments}):", 0), doc, *lines])
 
         name = self._functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written)
-        return Function(name, flags, {value: names[value] for value in inputs}, tuple(outputs), tuple(map(body.name_of, outputs)), has_new_state)
+        return Function(
+            name,
+            flags,
+            {value: names[value] for value in inputs},
+            tuple(outputs),
+            tuple(map(body.name_of, outputs)),
+            has_new_state,
+        )
 
     def _inside(self, block: Block, value: str) -> int:
         """Return how often a value is read by a block's own operations and as new state."""
         count = sum(list(references((node.args, node.kwargs))).count(value) for node in block.nodes())
         return count + len(self._updates.get(value, []))
 
-    def _input_names(self, inputs: Sequence[str], items: Sequence[Item], parameters: Sequence[str]) -> dict[str, str]:
-        """Name the arguments of a function as the parameters of `forward` that the statements using them read."""
-        reserved, names = self._reserved(), {}
-        users = {value: next(item for item in items if value in item.operands) for value in inputs}
-        likely = {value: _read(users[value], parameters) for value in inputs}
-        several = Counter(name for found in likely.values() if len(found) == 1 for name in found)
-        for value in inputs:
-            hint, callees, found = self._hint(value), users[value].parameters.get(value), likely[value]
-            if callees in found:
-                name = callees
-            elif hint in found:
-                name = hint
-            elif len(found) == 1 and several[found[0]] == 1:
-                name = found[0]
-            else:
-                name = callees or hint
-            while name in names.values() or name in reserved:
-                name += "_"
-            names[value] = name
-        return names
-
     def _hint(self, value: str) -> str:
         """Return PyTorch's name of a value, where it is made."""
         if value in self._given:
             given = self._given[value]
-            return _identifier(given.target.split(".")[-1] if given.kind != "input" else self._batch_name(given))
+            return identifier(given.target.split(".")[-1] if given.kind != "input" else self._batch_name(given))
         for calls, node in self._makers(value):
             if node.op == "aten.detach.default":
                 return self._hint(node.args[0].name)
@@ -333,7 +324,9 @@ class Module:
                 for statement in reversed(statements(lines.lines)):
                     if statement.targets and statement.targets[0]:
                         return statement.targets[0]
-            return _identifier(node.op.split(".")[1])
+            name = node.op.split(".")[1]
+            operands = [*references((node.args, node.kwargs))]
+            return self._hint(operands[0]) if name in _PASSING and len(operands) == 1 else identifier(name)
         return "x"
 
     def _makers(self, value: str) -> Any:
@@ -350,13 +343,13 @@ class Module:
         given = self._given.get(value)
         if given is None or given.kind == "input":
             return None
-        array = {"shape": given.spec.shape, "dtype": dtype_of(given.spec.dtype)}
+        array = Expr("", 10, given.spec.shape, dtype_of(given.spec.dtype))
         if given.kind == "constant" and (constant := self._constants(given)) is not None:
-            return constant._replace(**array)
+            return constant.like(array)
         relative = relative_to(given.target, base)
         if relative is None:
             return None
-        return Expr(f'{"params" if given.kind == "param" else "buffers"}["{relative}"]')._replace(**array)
+        return Expr(f'{"params" if given.kind == "param" else "buffers"}["{relative}"]').like(array)
 
     def _outer(self, base: str | None, root: bool = False) -> Resolve:
         def resolve(value: str) -> Expr:
@@ -373,21 +366,8 @@ class Module:
 
 def specs_of(graph: Graph) -> dict[str, Spec]:
     """Return shapes and dtypes of all values of a graph."""
-    return {x.name: x.spec for x in (*graph.inputs, *graph.nodes) if x.spec is not None}  # type: ignore[misc]
-
-
-def relative_to(name: str, base: str | None) -> str | None:
-    """Return the name of a tensor or module within another module; None if it is not within it."""
-    if base is None:
-        return None
-    if base == "" or name == base:
-        return name if base == "" else ""
-    return name[len(base) + 1 :] if name.startswith(f"{base}.") else None
-
-
-def _read(item: Item, parameters: Sequence[str]) -> list[str]:
-    """Return the parameters of `forward` that an item's statement reads."""
-    return [name for name in parameters if item.statements and name in item.statements[0].reads]
+    inputs: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
+    return {**inputs, **{node.name: node.spec for node in graph.nodes if node.spec is not None}}
 
 
 def structure(value: Any, resolve: Resolve) -> Expr:
@@ -400,33 +380,3 @@ def structure(value: Any, resolve: Resolve) -> Expr:
     if isinstance(value, tuple):
         return literal(tuple(structure(item, resolve) for item in value))
     return literal(value)
-
-
-def snake_case(name: str) -> str:
-    """Return a class's name as a function's.
-
-    >>> snake_case("GPT2LMHeadModel")
-    'gpt2_lm_head_model'
-    """
-    words = ""
-    for known in ("SiLU", "ReLU", "GELU", "ResNet", "ViT"):
-        name = name.replace(known, known.capitalize())
-    for i, char in enumerate(name):
-        after, before = name[i + 1 : i + 2], name[i - 1 : i]
-        starts = before.islower() or (before.isdigit() and after) or (after.islower() and before not in ("", "_"))
-        words += f"_{char}" if char.isupper() and starts else char
-    return words.lower().strip("_")
-
-
-def _identifier(name: str) -> str:
-    name = "".join(char if char.isalnum() else "_" for char in name).strip("_")
-    return name if name.isidentifier() else "x"
-
-
-def _place(name: str, parameters: Sequence[str]) -> int:
-    return parameters.index(name) if name in parameters else len(parameters)
-
-
-def _mentions(text: str, name: str) -> bool:
-    return any(mark + name + end in text for mark in " ([*" for end in ",)[.\n")
-

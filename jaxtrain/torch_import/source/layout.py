@@ -22,7 +22,7 @@ def laid_out(statement: str, indent: int) -> list[str]:
     if operators and (head or value.startswith("(")):
         return _parenthesized(head, value, operators, indent)
     if head and _commas(value):
-        return [f"{space}{head}(" if head == "return " else f"{space}{head}(", *_items(value, indent + 1), f"{space})"]
+        return [f"{space}{head}(", *_items(value, indent + 1), f"{space})"]
     return _split_at_bracket(statement, indent)
 
 

@@ -47,7 +47,8 @@ def statements(lines: Sequence[Line]) -> list[Statement]:
 def forward_of(cls: type) -> Forward:
     """Return what is known of a class's `forward`."""
     forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-    parameters = tuple(inspect.signature(forward).parameters)[1:]
+    found = inspect.signature(forward).parameters.items()
+    parameters = tuple(name for name, x in found if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL))[1:]
     try:
         lines, start = inspect.getsourcelines(forward)
         tree = ast.parse(_dedented(lines))

@@ -1,11 +1,11 @@
 """How operations are written in JAX: from the arguments of PyTorch's overloads to expressions.
 
-An operation may have several ways of writing, simplest first; the first that computes what the table's function computes
-is taken. An operation without a template is a call of the table's function.
+An operation may have several ways of writing, simplest first; the first that computes what the table's function does is
+taken. An operation without a template is a call of the table's function.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from jaxtrain.torch_import.source.expressions import (
     Expr,
@@ -19,6 +19,7 @@ from jaxtrain.torch_import.source.expressions import (
 )
 
 Template = Callable[..., Expr | list[Expr]]
+F = TypeVar("F", bound=Template)
 TEMPLATES: dict[str, Template] = {}
 
 IMPORTED = {
@@ -38,10 +39,10 @@ IMPORTED = {
 KEY = Expr("next(keys)")
 
 
-def template(*overloads: str) -> Callable[[Template], Template]:
+def template(*overloads: str) -> Callable[[F], F]:
     """Register a template for overloads of ATen operations."""
 
-    def register(fn: Template) -> Template:
+    def register(fn: F) -> F:
         TEMPLATES.update({f"aten.{overload}": fn for overload in overloads})
         return fn
 
@@ -56,11 +57,14 @@ def _operator(symbol: str) -> Template:
     return lambda x, y: binary(symbol, x, y)
 
 
-for _name in "square sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh tanh floor ceil isnan isinf".split():
+for _name in (
+    *("square", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh"),
+    *("tanh", "floor", "ceil", "isnan", "isinf"),
+):
     template(f"{_name}.default")(_named(f"jnp.{_name}"))
-for _name in "sigmoid silu log_sigmoid relu".split():
+for _name in ["sigmoid", "silu", "log_sigmoid", "relu"]:
     template(f"{_name}.default")(_named(f"jax.nn.{_name}"))
-for _name in "maximum minimum logical_and logical_or logical_xor".split():
+for _name in ["maximum", "minimum", "logical_and", "logical_or", "logical_xor"]:
     template(f"{_name}.default")(_named(f"jnp.{_name}"))
 for _symbol, _names in {
     "==": "eq",

@@ -43,7 +43,8 @@ class Writing:
         """Return the expression of an operation: of its one used result, or of the tuple of all its results."""
         choice = self._choice(node, tuple(places))
         expr = self._candidates(node, places, resolve)[choice]
-        if (name := re.split(r"[(\[]", expr.text)[0]) in self._callable:
+        called = re.match(r"(\w+)\(|(TABLE)\[", expr.text)
+        if called is not None and (name := called[1] or called[2]) in self._callable:
             self.imports[name] = self._callable[name]
         spec = node.spec
         if isinstance(spec, tuple):
@@ -88,12 +89,13 @@ class Writing:
         """Return the name of the function of an operation, to be imported."""
         fn = self._ops.get(node.op, TABLE.get(node.op))
         module = getattr(fn, "__module__", None) or "builtins"
-        public = {} if module in ("__main__", "builtins", "_operator") else vars(importlib.import_module(module))
+        is_own = module.startswith("jaxtrain") or (node.op in self._ops and module not in ("__main__", "builtins"))
+        public = vars(importlib.import_module(module)) if is_own else {}
         name = next((name for name, value in public.items() if value is fn and name.isidentifier()), None)
-        if name is not None and not name.startswith("_"):
-            if self.imports.get(name, module) == self._callable.get(name, module) == module:
-                self._callable[name] = module
-                return name
+        is_free = name is not None and self.imports.get(name, module) == self._callable.get(name, module) == module
+        if name is not None and is_free and not name.startswith("_"):
+            self._callable[name] = module
+            return name
         if node.op in self._ops:
             raise refusal(
                 f"the function of {node.op} cannot be imported by the emitted file",
@@ -117,7 +119,8 @@ class Writing:
     def _first_equal(self, own: Node, specs: Sequence[Spec], places: Sequence[int], node: Node) -> int:
         inputs = [Input(f"a{i}", "input", str(i), spec) for i, spec in enumerate(specs)]
         exprs = {f"a{i}": Expr(f"a{i}", 10, spec.shape, dtype_of(spec.dtype)) for i, spec in enumerate(specs)}
-        nodes, outputs = [own], (Ref("y"),)
+        nodes = [own]
+        outputs: tuple[Ref, ...] = (Ref("y"),)
         if isinstance(own.spec, tuple):
             nodes += [Node(f"y{i}", GETITEM, (Ref("y"), i), {}, own.spec[i]) for i in places]
             outputs = tuple(Ref(f"y{i}") for i in places)
@@ -127,9 +130,9 @@ class Writing:
 
         def interpreted(rng: Any, *arrays: Any) -> Any:
             empty: dict[str, Any] = {}
-            return interpret(
-                graph, params=empty, state=empty, constants=empty, inputs=arrays, rng=rng, ops=self._ops
-            )[0]
+            return interpret(graph, params=empty, state=empty, constants=empty, inputs=arrays, rng=rng, ops=self._ops)[
+                0
+            ]
 
         wanted = fingerprint(jax.make_jaxpr(interpreted)(key, *arrays))
         for i, expr in enumerate(self._candidates(own, places, exprs.__getitem__)):
@@ -179,8 +182,10 @@ def _resolved(value: Any, resolve: Resolve) -> Any:
 def _cast(value: Any, dtype: np.dtype) -> Any:
     """Return arguments with the arrays converted to a dtype."""
     if isinstance(value, Expr):
-        return value if value.dtype in (dtype, None) else method(value, "astype", dtype)._replace(
-            shape=value.shape, dtype=dtype
+        return (
+            value
+            if value.dtype in (dtype, None)
+            else method(value, "astype", dtype)._replace(shape=value.shape, dtype=dtype)
         )
     if isinstance(value, tuple):
         return tuple(_cast(item, dtype) for item in value)
