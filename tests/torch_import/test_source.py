@@ -66,7 +66,8 @@ def test_source_is_formatted_shares_functions_and_computes_the_models_outputs_st
             outputs, state = fn(params, model.example, rng, model.state)
             return jnp.square(outputs).sum(), (outputs, state)
 
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
+        with jax.numpy_rank_promotion("allow"):
+            return jax.jit(jax.grad(loss, has_aux=True))(params)
 
     params = load_file(tmp_path / "params.safetensors")
     for rng in (jax.random.key(1), None):
@@ -129,7 +130,8 @@ def test_published_models_are_written_in_few_lines_with_the_models_gradients(
         source, rng = import_file(path), jax.random.key(0)
 
         def gradients(fn: Any) -> Any:
-            return jax.jit(jax.grad(lambda params: fn(params, batch, rng, model.state)[0]["loss"]))(model.params)
+            with jax.numpy_rank_promotion("allow"):
+                return jax.jit(jax.grad(lambda params: fn(params, batch, rng, model.state)[0]["loss"]))(model.params)
 
         jax.tree.map(np.testing.assert_array_equal, gradients(source.model), gradients(model))
     _check_style(path)

@@ -67,6 +67,22 @@ def source_of(
     Raises:
       UserError: The file would not compute what the model does.
     """
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return _proved(name, train, evaluation, model, params, state, batch, classes, ops)
+
+
+def _proved(
+    name: str,
+    train: Pass,
+    evaluation: Pass,
+    model: Model,
+    params: Any,
+    state: Any,
+    batch: Any,
+    classes: Mapping[str, type],
+    ops: Mapping[str, Callable[..., Any]],
+) -> tuple[str, dict[str, Any]]:
+    """Return what `source_of` does, with the promotion that PyTorch's code relies on."""
     writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
     wanted = [_program(model, params, state, batch, train=flag) for flag in (True, False)]
     text = writer.file(train, None)
