@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import Graph, Input, without_unused
+from jaxtrain.torch_import.graph import Graph, Input, dtype_of, without_unused
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.source.blocks import Origins
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
-from jaxtrain.torch_import.source.expressions import Expr
+from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.functions import Functions, Module, specs_of
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.writing import Writing
@@ -149,7 +149,13 @@ class _Writer:
         writing.keyed = _draws(kept, self._ops, captured.buffers)
         writing.imports.update(dict.fromkeys(_HELPERS, _RUNTIME))
         module = Module(
-            kept, captured.origins, self._classes, self._constant(captured), _inputs(self._batch), writing, functions
+            kept,
+            captured.origins,
+            self._classes,
+            self._constant(captured),
+            _inputs(self._batch, kept),
+            writing,
+            functions,
         )
         lines = module.write()
         imports.update(writing.imports)
@@ -248,9 +254,14 @@ def _depends_on_first(jaxpr: Any) -> bool:
     return jaxpr.invars[0] in needed
 
 
-def _inputs(batch: Any) -> list[str]:
-    """Return the expressions of a batch's leaves."""
-    return [f"batch{_subscripts(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
+def _inputs(batch: Any, graph: Graph) -> list[str]:
+    """Return the expressions of a batch's leaves, in the dtypes that PyTorch's module takes."""
+    wanted = {int(x.target): dtype_of(x.spec.dtype) for x in graph.inputs if x.kind == "input"}
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return [
+        f"batch{_subscripts(path)}" + ("" if wanted.get(i, x.dtype) == x.dtype else f".astype({literal(wanted[i])})")
+        for i, (path, x) in enumerate(leaves)
+    ]
 
 
 def _subscripts(path: Any) -> str:
