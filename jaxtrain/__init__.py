@@ -14,10 +14,10 @@ The map of the package. Each line may import only from the lines above it (`test
     interop                 PyTorch checkpoints, optimizers and schedulers, in and out
     losses                  PyTorch's losses and subgradients
     models                  one file or folder a family
-    torch_import            any `torch.nn.Module` as a pure function
     cost                    FLOPs, roofline, memory, communication
     distributed             meshes, sharding, processes
     run                     Recipe and Task: what a user's own run and a built-in one both are
+    torch_import            any `torch.nn.Module` as a pure function
     recipes                 the built-in runs
     profile                 profiler traces and estimates
     debug                   the first non-finite value; doctor
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         static_loss_scale,
         train_step,
     )
-    from jaxtrain.torch_import import ImportedModel, from_torch
+    from jaxtrain.torch_import import ImportedModel, SavedModel, from_torch, load_imported
     from jaxtrain.transforms import Policy, autocast, autocast_disabled, block, hook, kernel
 
 __version__ = "0.1.0"
@@ -65,6 +65,7 @@ __all__ = [
     "Policy",
     "Predictions",
     "Recipe",
+    "SavedModel",
     "Table",
     "Task",
     "Text",
@@ -82,6 +83,7 @@ __all__ = [
     "keep_host_memory",
     "kernel",
     "leaf_name",
+    "load_imported",
     "static_loss_scale",
     "train_step",
 ]
@@ -96,7 +98,7 @@ _MODULES = {
         *("Loss", "TrainState", "TrainStep", "dynamic_loss_scale"),
         *("eval_step", "leaf_name", "static_loss_scale", "train_step"),
     ),
-    "torch_import": ("ImportedModel", "from_torch"),
+    "torch_import": ("ImportedModel", "SavedModel", "from_torch", "load_imported"),
     "transforms": ("Policy", "autocast", "autocast_disabled", "block", "hook", "kernel"),
 }
 

@@ -11,6 +11,7 @@ The map of the package. No module imports another in a circle (`tests/test_archi
     bars, compare            the bars, and the verdict on two runs
     trajectory               rounding and chaos in long runs
     settings, reference, examination   how both sides train; PyTorch's runs; the verdict with its runs
+    progress                 what a check is doing, for whoever waits
     float64, low_precision   the comparison in float64, and in a lower precision
     placing                  where and why a case differs in float64
     run                      `check`: a case compared and, where it differs, placed

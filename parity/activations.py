@@ -23,7 +23,7 @@ from parity.bars import RATIO_BAR
 from parity.case import Case
 from parity.divergence import Divergence, Line
 from parity.fingerprint import Trace, counterparts
-from parity.jax_trace import line_of
+from parity.jax_lines import line_of
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
 from parity.record import Tensors

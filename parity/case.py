@@ -122,7 +122,7 @@ class Case:
     def buffer_names(self) -> tuple[str, ...]:
         """Names of PyTorch's buffers that have a counterpart in the JAX model state."""
         _, table = self.tables
-        return () if table is None else tuple(param.name for param in table.params.values())
+        return () if table is None else tuple(table.torch_order(self.state_like))
 
     def batches(self, seed: int, steps: int) -> Iterator[Batch]:
         """Yield an effective batch for each step; the same batches for the same seed."""

@@ -33,7 +33,7 @@ from parity.case import Case
 from parity.cases import CASES, SUMMARIES, case_of
 from parity.examination import Examination
 from parity.locate import STEPS, locate
-from parity.report import Result, bars, divergence, document, table
+from parity.report import Result, bars, divergence, document, table, waiting
 from parity.run import examine, replay
 from parity.settings import PRECISIONS, Settings, validate
 
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 def _record(options: argparse.Namespace, console: Console) -> int:
     from parity.bundle import record
 
-    with console.status(f"{options.case} in PyTorch"):
+    with waiting(console, f"{options.case} in PyTorch"):
         case = case_of(options.case, **_case_options(options))
         precisions = options.precision or ["fp64", "fp32"]
         record(case, precisions, options.out, accumulate=options.accumulate, steps=options.steps, seed=options.seed)
@@ -115,7 +115,7 @@ def _prove(options: argparse.Namespace, console: Console) -> int:
     from parity.weights import prove
 
     case = _with_tables(case_of(options.case), console)
-    with console.status(f"{case.name}: perturbing each tensor on both sides"):
+    with waiting(console, f"{case.name}: perturbing each tensor on both sides"):
         proof = prove(case)
     console.print(
         f"{case.name}: {proof.tensors} tensors and {proof.buffers} buffers of PyTorch correspond to {proof.leaves} "
@@ -165,7 +165,7 @@ def _beside(bundle: Any, case: Case, precision: str, settings: Settings) -> Exam
 
 def _locate(options: argparse.Namespace, console: Console) -> int:
     start = time.perf_counter()
-    with console.status(options.case):
+    with waiting(console, options.case):
         found = locate(case_of(options.case, **_case_options(options)), seed=options.seed, steps=options.steps)
     seconds = time.perf_counter() - start
     console.print(
@@ -182,28 +182,38 @@ def _case_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _results(options: argparse.Namespace, console: Console) -> list[Result]:
     """Run every check requested, after all of them are validated."""
-    with console.status("importing"):
+    with waiting(console, "importing"):
         cases = [case_of(name, **_case_options(options)) for name in options.cases or CASES]
     cases = [_with_tables(case, console) for case in cases]
     checks = list(product(cases, options.precision or ["fp64", "fp32"]))
     settings = Settings(options.accumulate, options.remat, options.steps, options.seed)
     for case, precision in checks:
         validate(case, precision, settings)
-    return [_timed(case, precision, settings, options, console, _live) for case, precision in checks]
+    results: list[Result] = []
+    for case, precision in checks:
+        if precision != "fp64" and any(_differs_in_float64(result, case) for result in results):
+            console.print(f"{case.name} {precision} not run: {case.name} differs in fp64", markup=False)
+        else:
+            results.append(_timed(case, precision, settings, options, console, _live))
+    return results
+
+
+def _differs_in_float64(result: Result, case: Case) -> bool:
+    return result.case is case and result.precision == "fp64" and not result.verdict.passed
 
 
 def _with_tables(case: Case, console: Console) -> Case:
     """Return the case with its name tables; print those that it leaves out as Python source to copy."""
     if case.has_tables:
         return case
-    from parity.weights import as_source, completed
+    from parity.weights import as_source, proposed
 
-    with console.status(f"{case.name}: matching parameters"):
-        complete, notes = completed(case)
-    for field, proposed in {"names": complete.names, "buffers": complete.buffers}.items():
-        if proposed is not None and getattr(case, field) is None:
+    with waiting(console, f"{case.name}: matching parameters"):
+        complete, notes = proposed(case)
+    for field, table_of in {"names": complete.names, "buffers": complete.buffers}.items():
+        if table_of is not None and getattr(case, field) is None:
             console.print(f"{case.name} is compared under these names; copy them into its {field}:", markup=False)
-            console.print(as_source(proposed), markup=False, highlight=False, soft_wrap=True)
+            console.print(as_source(table_of), markup=False, highlight=False, soft_wrap=True)
     for line in notes:
         console.print(f"  note: {line}", markup=False, soft_wrap=True)
     return complete
@@ -222,7 +232,7 @@ def _timed(
     examined: Callable[[Case, str, Settings], Examination],
 ) -> Result:
     start = time.perf_counter()
-    with console.status(f"{case.name} {precision}"):
+    with waiting(console, case.name):
         examination = examined(case, precision, settings)
     verdict = examination.verdict
     seconds = time.perf_counter() - start

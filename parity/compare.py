@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parity.bars import FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE
+from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE
 from parity.divergence import Divergence
 from parity.record import Record, Snapshot, Tensors
 from parity.trajectory import JUDGED, Trajectory, trajectory
@@ -91,7 +91,8 @@ def same_meaning(
 def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ulp: Sequence[Record] = ()) -> Verdict:
     """Return the verdict on low-precision runs: JAX may be at most twice as far from the truth as PyTorch.
 
-    All runs must overflow at the same steps and change the loss scale alike.
+    All runs must overflow at the same steps and change the loss scale alike. PyTorch's distance counts as no less than
+    two units in the last place of float32 (`parity.bars.FEW_ULPS`).
 
     Args:
       ours: JAX's run.
@@ -105,7 +106,8 @@ def same_precision(ours: Record, theirs: Sequence[Record], truth: Record, one_ul
       The verdict.
     """
     errors = [_errors(run, truth) for run in theirs]
-    ratios = {what: _ratio(e, max(other[what] for other in errors)) for what, e in _errors(ours, truth).items()}
+    noise = {what: max(floor, *(other[what] for other in errors)) for what, floor in _rounding(truth).items()}
+    ratios = {what: _ratio(e, noise[what]) for what, e in _errors(ours, truth).items()}
     faults = [
         f"{what}: {ratio:.3g} times as far from the float64 truth as PyTorch's, over {RATIO_BAR:g}"
         for what, ratio in ratios.items()
@@ -173,6 +175,8 @@ def _apart(
     rounding = _effects(_first, ours, nudged)
     for what, our, their in _pairs(_first(ours), _first(theirs)):
         yield from _over(what, relative(our, their, noise=_noise(theirs)), max(FIRST_BAR, rounding[what]))
+    if steps == 1:
+        return
     distances = _along(ours, theirs)
     bars = np.maximum(bars, max((RATIO_BAR * _along(run, ours).max() for run in nudged), default=0.0))
     for step in np.flatnonzero(np.isinf(distances) | (distances > bars))[:1]:
@@ -260,12 +264,23 @@ def _errors(run: Record, truth: Record) -> dict[str, float]:
     return errors
 
 
+def _rounding(truth: Record) -> dict[str, float]:
+    """The distances of `_errors` that float32 explains; 0 for parameters, whose updates are smaller than they are."""
+    sizes = {"losses": _size(_losses(truth)), "first gradient": _size(truth.grads)}
+    return {what: FEW_ULPS * sizes.get(what, 0.0) for what in _errors(truth, truth)}
+
+
 def _worst(distances: dict[str, float]) -> tuple[str, float]:
     return max(distances.items(), key=lambda item: item[1])
 
 
 def _rms(run: Tensors, truth: Tensors) -> float:
     return _norm(_minus(run[name], x) for name, x in truth.items()) / math.sqrt(sum(x.size for x in truth.values()))
+
+
+def _size(tensors: Tensors) -> float:
+    """Root mean square."""
+    return _rms(dict.fromkeys(tensors, np.zeros(())), tensors)
 
 
 def _scale(norm: float, whole: float) -> float:

@@ -59,7 +59,34 @@ class Diagnosis:
         return text.replace("e-0", "e-").replace("e+0", "e+")
 
 
-def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis | None:
+@dataclass(frozen=True)
+class Untrained:
+    """Parameters without a gradient in PyTorch, whose optimizers leave them alone, that JAX's optimizer changes.
+
+    Attributes:
+      subject: PyTorch's optimizer.
+      names: The parameters, by PyTorch's names.
+      why: Why they have no gradient.
+    """
+
+    subject: str
+    names: Sequence[str]
+    why: str
+
+    def __str__(self) -> str:
+        """One line.
+
+        >>> print(Untrained("AdamW", ["wpe.weight"], "requires_grad=False"))
+        wpe.weight has requires_grad=False in PyTorch; AdamW's weight decay changes it in JAX: decay the others only
+        """
+        has, it = ("has", "it") if len(self.names) == 1 else ("have", "them")
+        return (
+            f"{', '.join(self.names)} {has} {self.why} in PyTorch; "
+            f"{self.subject}'s weight decay changes {it} in JAX: decay the others only"
+        )
+
+
+def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis | Untrained | None:
     """Return the convention that explains the stage at fault.
 
     How many conventions PyTorch's program refused, and why, is logged at level INFO.
@@ -114,7 +141,7 @@ class _Trial:
     steps: int
     refused: list[str] = field(default_factory=list)
 
-    def diagnoses(self, divergence: Divergence | None) -> Iterator[Diagnosis]:
+    def diagnoses(self, divergence: Divergence | None) -> Iterator[Diagnosis | Untrained]:
         name, step = self.failing.name, self.failing.step
         seen = self.run.steps[: self.steps]
         ours = {(step, stage): mine for step, stage, mine, _ in self.run.comparisons}
@@ -158,12 +185,19 @@ class _Trial:
             if after <= FIRST_BAR:
                 yield self._found("clip_grad_norm_", [convention], {}, after)
 
-    def _of_optimizer(self, seen: "Sequence[Step]", ours: "Sequence[Tensors]") -> Iterator[Diagnosis]:
+    def _of_optimizer(self, seen: "Sequence[Step]", ours: "Sequence[Tensors]") -> Iterator[Diagnosis | Untrained]:
         from parity import torch_side
         from parity.conventions.optimizers import recipes, variants
 
         right = self.run.case.optimizer
-        optimizer = right.torch(torch_side.seeded_model(self.run.case, self.run.seed).named_parameters())
+        model = torch_side.seeded_model(self.run.case, self.run.seed)
+        optimizer = right.torch(model.named_parameters())
+        wrong = [name for step, mine in zip(seen, ours, strict=True) for name in _wrongly_changed(step, mine)]
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        unused = [name for name in wrong if all(_is_unused(step, name) for step in seen)]
+        for names, why in ((frozen, "requires_grad=False"), (unused, "no gradient")):
+            if wrong and {*wrong} <= {*names}:
+                yield Untrained(type(optimizer).__name__, [*dict.fromkeys(wrong)], why)
         scheduler = None if right.scheduler is None else right.scheduler(optimizer)
         found = recipes(optimizer, scheduler, self.steps)
         for conventions, of in variants([recipe for recipe, _ in found]) if found else ():
@@ -230,6 +264,17 @@ def _replayed(recipe: "Recipe", names: Sequence[str], seen: "Sequence[Step]", ou
         if not after <= FIRST_BAR:
             break
     return after
+
+
+def _wrongly_changed(step: "Step", update: "Tensors") -> list[str]:
+    """Names of the parameters whose `update` differs from PyTorch's."""
+    changes = {name: x - step.before.params[name] for name, x in step.after.params.items()}
+    return [name for name, distance in relative(update, changes).items() if distance > FIRST_BAR]
+
+
+def _is_unused(step: "Step", name: str) -> bool:
+    """Whether a parameter has no gradient, so that not even weight decay changes it."""
+    return not step.grads[name].any() and np.array_equal(step.before.params[name], step.after.params[name])
 
 
 def _apart(ours: "Tensors", theirs: "Tensors") -> float:

@@ -9,18 +9,21 @@ fingerprints too, also as integers and booleans, but those of parameters alone c
 constant without a counterpart is at fault only where a value computed from it is wrong.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from parity.bars import NEGLIGIBLE
+from parity.order import Order, is_layout, order, order_of_weights, same_layout
 
 TOLERANCE = 1e-10
 """Relative tolerance of each number, equal to `parity.bars.FIRST_BAR`."""
 UNCHANGED = 1e-14
 """Largest relative distance of two fingerprints of one value, summed in different orders."""
+ROUNDING = 1e-12
+"""Largest distance of the orders of one value in units of its root mean square."""
 CONSTANT_TOLERANCE = 1e-12
 """The same as `TOLERANCE` for constants, whose rounding no layer amplifies."""
 MASKED = 1e30
@@ -86,6 +89,9 @@ class Value(Generic[Where]):
       trained: Whether it depends on a parameter; others are constants.
       extremum: Whether it is a maximum or minimum, which says little of what it was computed from.
       cropped: Of a constant for longer sequences than the batch has, the fingerprint of the part that a batch needs.
+      order: The order of its elements.
+      given: What it was computed from, as the values in the order in which they were used.
+      reordered: Index of the value whose numbers it has, in another order.
     """
 
     fingerprint: Fingerprint
@@ -94,23 +100,33 @@ class Value(Generic[Where]):
     trained: bool = True
     extremum: bool = False
     cropped: Fingerprint | None = None
+    order: Order = ()
+    given: Sources = frozenset()
+    reordered: int | None = None
 
 
 @dataclass
 class Trace(Generic[Where]):
-    """The values of a program in the order of execution; `length` is that of the longest sequence of a batch."""
+    """The values of a program.
+
+    Attributes:
+      values: The values in the order of execution.
+      length: Length of the longest sequence of a batch.
+      lost: Of a value, where it is used for a result that does not depend on it: zeros, or the numbers of another.
+    """
 
     values: list[Value[Where]] = field(default_factory=list)
     length: int = 0
+    lost: dict[int, list[Where]] = field(default_factory=dict)
 
     def add_input(self, value: np.ndarray) -> Sources:
         """Record a parameter or a buffer, which both programs share, so that it is never at fault."""
-        return self._append(Value(fingerprint(value), frozenset(), None))
+        return self._append(Value(fingerprint(value), frozenset(), None, order=order_of_weights(_finite(value))))
 
     def add_batch(self, value: np.ndarray) -> Sources:
         """Record an array of a batch, which is a constant and never at fault."""
         self.length = max(self.length, *value.shape[1:], 0)
-        return self._append(Value(_of_constant(value), frozenset(), None, trained=False))
+        return self._append(Value(_of_constant(value), frozenset(), None, trained=False, order=_order_of(value)))
 
     def add(self, value: np.ndarray, sources: Sources, where: Where | None) -> Sources:
         """Record a value computed from `sources` and return its own sources entry.
@@ -131,25 +147,61 @@ class Trace(Generic[Where]):
         if not trained and known != sources:
             return NOISE
         if _says_nothing(value) or (trained and not np.issubdtype(value.dtype, np.floating)):
+            self._lose(self.computed(known) if not value.any() else (), where)
             return sources
         found = fingerprint(value) if trained else _of_constant(value)
         if not np.isfinite(found.largest):
             return sources
         inputs = {i: self.values[i] for i in known}
-        for i, given in inputs.items():
-            if given.trained == trained and _near(found, given.fingerprint, UNCHANGED):
-                return frozenset({i})
+        alike = [i for i, x in inputs.items() if x.trained == trained and _near(found, x.fingerprint, UNCHANGED)]
+        if alike:
+            return self._append_layout(alike, known, where, _order_of(value))
         if trained and found.squares <= NEGLIGIBLE**2 * max(given.fingerprint.squares for given in inputs.values()):
             return NOISE
         # The line of a single number is that of its use, or too far from it.
         where = where if trained or value.ndim else None
         extremum = str(getattr(where, "name", where)).rstrip(")").endswith(EXTREMA)
-        return self._append(Value(found, known, where, trained, extremum, None if trained else self._cropped(value)))
+        part = None if trained else self._cropped(value)
+        cropped = None if part is None else _of_constant(part)
+        in_order = _order_of(value) + (() if part is None else _order_of(part))
+        sources = self.computed(known)
+        return self._append(Value(found, sources, where, trained, extremum, cropped, in_order, known))
 
-    def _cropped(self, value: np.ndarray) -> Fingerprint | None:
+    def _append_layout(self, alike: Sequence[int], known: Sources, where: Where | None, in_order: Order) -> Sources:
+        """Record a value with the numbers of the values `alike`, if in none of their layouts."""
+        values = {i: self.values[i] for i in alike}
+        unit = ROUNDING * values[alike[0]].fingerprint.squares ** 0.5
+        layouts = (i for i in alike if is_parameter(values[i]) or same_layout(in_order, values[i].order, unit))
+        i = next(layouts, None)
+        (computed,) = self.computed({alike[0] if i is None else i})
+        self._lose(self.computed(known) - {computed}, where)
+        if i is None:
+            given = values[alike[0]]
+            new = replace(given, sources=frozenset({computed}), given=frozenset(alike[:1]), where=where)
+            return self._append(replace(new, order=in_order, reordered=computed))
+        if not is_parameter(values[i]) and not is_layout(in_order, values[i].order, unit):
+            # Its axes have been split.
+            self.values[i] = replace(values[i], order=tuple(dict.fromkeys(values[i].order + in_order)))
+        return frozenset({i})
+
+    def computed(self, indices: Iterable[int]) -> Sources:
+        """The indices of the values whose numbers some values have."""
+        origins = ((i, self.values[i].reordered) for i in indices)
+        return frozenset(i if origin is None else origin for i, origin in origins)
+
+    def in_order(self) -> "Trace[Where]":
+        """The same, with values in another order among the sources."""
+        return replace(self, values=[replace(value, sources=value.given) for value in self.values])
+
+    def _lose(self, values: Iterable[int], where: Where | None) -> None:
+        for i in values:
+            if where is not None and self.values[i].trained:
+                self.lost.setdefault(i, []).append(where)
+
+    def _cropped(self, value: np.ndarray) -> np.ndarray | None:
         if not self.length or max(value.shape, default=0) <= self.length:
             return None
-        return _of_constant(value[tuple(slice(self.length) for _ in value.shape)])
+        return value[tuple(slice(self.length) for _ in value.shape)]
 
     def _append(self, value: Value[Where]) -> Sources:
         self.values.append(value)
@@ -178,10 +230,43 @@ def counterparts(
 
 def nearest(value: Value, trace: Trace) -> float:
     """Return the relative distance of a value from the nearest one of a trace."""
-    table = np.array([other.fingerprint for other in trace.values if other.trained == value.trained])
+    return _nearest(value, _table(trace, value.trained))
+
+
+def distances(ours: Trace, theirs: Trace, indices: Iterable[int]) -> dict[int, float]:
+    """Return the relative distances of values of `ours` from the nearest ones of `theirs`."""
+    tables = {trained: _table(theirs, trained) for trained in (True, False)}
+    return {i: _nearest(ours.values[i], tables[ours.values[i].trained]) for i in indices}
+
+
+def _table(trace: Trace, trained: bool) -> np.ndarray:
+    return np.array([value.fingerprint for value in trace.values if value.trained == trained]).reshape(-1, 4)
+
+
+def _nearest(value: Value, table: np.ndarray) -> float:
+    return float(_far(value, table).min(initial=np.inf))
+
+
+def _far(value: Value, table: np.ndarray) -> np.ndarray:
     a = np.asarray(value.fingerprint)
     with np.errstate(invalid="ignore"):
-        return float(np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1).min(initial=np.inf))
+        return np.nan_to_num(np.abs(a - table) / _scale(a, table), nan=0.0).max(-1)
+
+
+def approximations(value: Value, trace: Trace, within: float) -> list[int]:
+    """Return the indices of a trace's values at most a relative distance of `within` from a value, nearest first."""
+    kind = [i for i, other in enumerate(trace.values) if other.trained == value.trained]
+    far = _far(value, _table(trace, value.trained))
+    return [kind[k] for k in np.argsort(far, kind="stable") if far[k] <= within]
+
+
+def apart(one: Fingerprint, other: Fingerprint, tolerance: float = TOLERANCE) -> bool:
+    """Return whether two fingerprints differ by more than rounding.
+
+    >>> apart(fingerprint(np.zeros(3)), fingerprint(np.ones(3)))
+    True
+    """
+    return not _near(one, other, tolerance)
 
 
 def correct(trace: Trace, matched: Iterable[int], forward: Collection[int]) -> set[int]:
@@ -205,6 +290,11 @@ def differing(trace: Trace, right: Collection[int], outputs: Iterable[int]) -> s
     (True, set())
     """
     return _reached(trace, outputs, lambda i: i not in right and _computed(trace.values[i]) and trace.values[i].trained)
+
+
+def ancestors(trace: Trace, outputs: Iterable[int]) -> set[int]:
+    """Return `outputs` and the values that they were computed from."""
+    return _reached(trace, outputs, lambda _: True)
 
 
 def constants_behind(trace: Trace, right: Collection[int], at: int) -> set[int]:
@@ -234,6 +324,24 @@ def _reached(trace: Trace, outputs: Iterable[int], through: Callable[[int], bool
 
 def _computed(value: Value) -> bool:
     return value.where is not None
+
+
+def is_parameter(value: Value) -> bool:
+    """Whether a value is a parameter or a buffer that both programs share."""
+    return value.trained and not _computed(value)
+
+
+def _order_of(value: np.ndarray) -> Order:
+    """The order of a value; that of a mask is the same for its negation."""
+    if mask_fingerprint(value) is None:
+        return order(_finite(value))
+    zeros = order(np.asarray(value) == 0)
+    return (*zeros, *(found._replace(mean=1 - found.mean) for found in zeros))
+
+
+def _finite(value: np.ndarray) -> np.ndarray:
+    x = np.asarray(value, np.float64)
+    return x if np.abs(x).max(initial=0) < MASKED else np.where(np.abs(x) < MASKED, x, 0)
 
 
 def _of_constant(value: np.ndarray) -> Fingerprint:

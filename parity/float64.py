@@ -11,6 +11,7 @@ from parity.case import Case
 from parity.compare import Verdict, same_meaning
 from parity.coverage import Coverage
 from parity.examination import Examination, judge, train
+from parity.progress import report
 from parity.record import Record
 from parity.reference import live_reference
 from parity.settings import Settings
@@ -29,12 +30,29 @@ LISTED = 3
 def compare(
     case: Case, program: "Program", settings: Settings, coverage: Coverage | None = None
 ) -> tuple[list[Case], Examination]:
-    """Compare a case in float64.
+    """Compare a case in float64: the first step, and the others if it holds.
+
+    Args:
+      case: The case.
+      program: JAX's training step.
+      settings: The settings.
+      coverage: Observes PyTorch's run of all steps.
 
     Returns:
       A tuple (versions of the case that mean the same, to locate a difference in, the last of which holds if any does;
-      examination).
+      examination, of the first step alone if that differs).
     """
+    if settings.steps > 1:
+        candidates, first = _compared(case, program, replace(settings, steps=1), None)
+        if not first.verdict.passed:
+            return candidates, first
+        report("fp64: the first loss, gradients and update are equal")
+    return _compared(case, program, settings, coverage)
+
+
+def _compared(
+    case: Case, program: "Program", settings: Settings, coverage: Coverage | None
+) -> tuple[list[Case], Examination]:
     examination = train(case, program, settings, live_reference(case, "fp64", settings, coverage))
     if examination.verdict.passed:
         return [case], examination

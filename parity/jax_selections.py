@@ -22,7 +22,7 @@ from jax import lax
 from jaxtrain import losses
 from parity import jax_side
 from parity.case import Batch, Case
-from parity.jax_trace import libraries
+from parity.jax_lines import libraries
 from parity.selections import Selections, caller
 
 UNROLLED = 64

@@ -13,6 +13,7 @@ from jaxtrain.step import TrainStep, current_scale
 from parity.case import Case
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64, rounding_errors
+from parity.progress import report
 from parity.record import Record, Snapshot, Tensors
 
 
@@ -101,12 +102,15 @@ class Program:
         return TrainStep(parts._replace(clip_norm=clip_norm), None).pure(state, batch)
 
     def _run(self, case: Case, weights: Tensors, steps: int, seed: int) -> Record:
+        report(f"{self.precision}: JAX compiles")
         params, model_state = from_torch(case, weights)
         state = self._init(params, model_state=arrays(model_state, self.precision), seed=seed)
         losses, norms, scales = [], [], [float(current_scale(state.loss_scale))]
         first = None
 
-        for batch in case.batches(seed, steps):
+        for step, batch in enumerate(case.batches(seed, steps)):
+            if step:
+                report(f"{self.precision}: JAX, update {step + 1} of {steps}")
             state, metrics = self._step(state, arrays(batch, self.precision))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))

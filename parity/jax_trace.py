@@ -6,9 +6,8 @@ take most of the time of locating a difference.
 """
 
 import functools
-import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 import jaxtrain
 from jaxtrain.interop import LAYER
 from jaxtrain.paths import path_name
+from jaxtrain.transforms import hook
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, interpret, unroll_scan
 from jaxtrain.transforms.jaxpr import scan_sizes as scan_sizes
 from parity import jax_side
 from parity.case import Case
-from parity.fingerprint import NOISE, Sources, Trace
+from parity.fingerprint import NOISE, Fingerprint, Sources, Trace, fingerprint
+from parity.jax_lines import frames_of, is_of_user
 from parity.oracle.compiled import jit
 from parity.oracle.in_jax import in_float64
 from parity.randomness import CALLS
@@ -34,12 +36,10 @@ from parity.source import source_line
 
 MAX_BYTES = 1 << 30
 """Size up to which the results of all equations are computed at once; those of a larger program one after another."""
-HARNESS = (
-    *(Path(__file__).parent, Path(__file__).parent / "oracle"),
-    Path(jaxtrain.__file__).parent / "transforms",
-)
 STEP = Path(jaxtrain.__file__).parent / "step"
 """The training step, which converts constants of the loss but computes none."""
+GRADIENT = "gradient of "
+"""Prefix of the names of the parameters' gradients."""
 RANDOM = ("random_", "threefry2x32")
 """Prefixes of primitives that draw bits, which PyTorch draws differently."""
 
@@ -63,19 +63,31 @@ class Equation:
 
 @dataclass(frozen=True)
 class End:
-    """The results of a training step: sources of its loss and of the state after it, and its forward pass's range of
-    values."""
+    """The results of a training step.
+
+    Attributes:
+      loss: Sources of its loss.
+      state: Sources of the state after it.
+      forward: The range of its forward pass's values.
+      parameters: Sources of the parameters before it, by PyTorch's names.
+      gradients: Their gradients as differentiated, by PyTorch's names.
+    """
 
     loss: Sources
     state: Sources
     forward: range
+    parameters: Mapping[str, Sources]
+    gradients: Mapping[str, Fingerprint]
 
 
 def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[Trace[Equation], list[End]]:
     """Train in float64 as `jax_side.run` does and return every value, and the end of each step."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         step = jaxtrain.train_step(
-            in_float64(case.loss_fn), case.optimizer.jax, precision="fp64", clip_norm=case.clip_norm
+            _with_named_gradients(in_float64(case.loss_fn)),
+            case.optimizer.jax,
+            precision="fp64",
+            clip_norm=case.clip_norm,
         )
         params, model_state = jax_side.from_torch(case, weights)
         fresh = step.init(params, model_state=jax_side.arrays(model_state, "fp64"), seed=seed)
@@ -94,6 +106,7 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
             inputs = jax.tree.leaves((state, jax.tree.map(recorder.add_batch, batch)))
             if compute is not None:
                 recorder.computed = deque(compute(*(_traced(x).value for x in inputs)))
+            parameters, recorder.gradients = _by_torch_name(case, state.params), {}
             outs = interpret(closed.jaxpr, closed.consts, inputs, recorder.rule)
             state, metrics = jax.tree.unflatten(jax.tree.structure(shapes), map(_traced, outs))
             loss = metrics["loss"].all
@@ -101,8 +114,37 @@ def jax_trace(case: Case, weights: Tensors, *, steps: int, seed: int) -> tuple[T
             total = _union(recorder.trace.values[i].sources for i in loss)
             total = frozenset(i for i in total if recorder.trace.values[i].trained)
             forward = range(started, max(total, default=started) + 1)
-            done.append(End(loss, _union(x.all for x in jax.tree.leaves(state)), forward))
+            after = _union(x.all for x in jax.tree.leaves(state))
+            done.append(End(loss, after, forward, parameters, _fingerprints(case, recorder.gradients)))
     return recorder.trace, done
+
+
+def _with_named_gradients(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the gradients of the parameters by their paths."""
+
+    def leaf(path: Any, x: Any) -> Any:
+        return hook(x, lambda gradient: checkpoint_name(gradient, f"{GRADIENT}{path_name(path)}"))
+
+    @functools.wraps(loss_fn)
+    def named(params: Any, *args: Any) -> Any:
+        return loss_fn(jax.tree.map_with_path(leaf, params), *args)
+
+    return named
+
+
+def _fingerprints(case: Case, gradients: Mapping[str, Any]) -> dict[str, Fingerprint]:
+    named = jax.tree.map_with_path(lambda path, x: gradients.get(path_name(path), np.zeros(x.shape)), case.params_like)
+    return {name: fingerprint(x) for name, x in jax_side.to_torch(case, named).items()}
+
+
+def _by_torch_name(case: Case, params: Any) -> dict[str, Sources]:
+    table = case.tables[0].params
+    leaves = jax.tree.leaves_with_path(params)
+    return {
+        table[path_name(path)].name.replace(LAYER, str(i)): sources
+        for path, leaf in leaves
+        for i, sources in enumerate(leaf.sources)
+    }
 
 
 def _program(closed: ClosedJaxpr, inputs: Sequence[Any]) -> Callable[..., list[list[Any]]] | None:
@@ -160,6 +202,7 @@ class _Recorder:
         self.calls: list[tuple[str, tuple[str, int] | None]] = []
         self.constants: dict[Any, _Traced] = {}
         self.computed: deque[list[Any]] | None = None
+        self.gradients: dict[str, Any] = {}
 
     def add_input(self, value: Any) -> _Traced:
         """Record a parameter or a buffer."""
@@ -188,6 +231,9 @@ class _Recorder:
             return self._inside(eqn, given, run)
         where = Equation(name, self._line(eqn))
         outs = bind(eqn, [x.value for x in given]) if computed is None else map(_array, computed)
+        if name == "name" and eqn.params["name"].startswith(GRADIENT):
+            self.gradients[eqn.params["name"].removeprefix(GRADIENT)] = given[0].value
+            return given
         return [self._recorded(out, given, where) for out in outs]
 
     def _inside(self, eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
@@ -226,29 +272,18 @@ class _Recorder:
 
     def _line(self, eqn: JaxprEqn) -> tuple[str, int] | None:
         """The line of the equation; a derivative has that of the differentiated function."""
-        frames, outer = _frames(eqn), None
+        frames, outer = frames_of(eqn), None
         if self.calls:
             # JAX traces a jitted function once: frames outside of it are those of its first caller.
             name, outer = self.calls[-1]
             names = [frame.function_name.rpartition(".")[2] for frame in frames]
             frames = frames[: names.index(name) + 1] if name in names else []
-        return next(((frame.file_name, frame.line_num) for frame in frames if _of_user(frame.file_name)), outer)
+        return next(((frame.file_name, frame.line_num) for frame in frames if is_of_user(frame.file_name)), outer)
 
     def _add(self, value: Any, sources: Sources, where: Equation) -> Sources:
         if not _is_number(value) or not (sources or _computes(where.source)):
             return sources
         return self.trace.add(np.asarray(value), sources, where)
-
-
-def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
-    """Return the line of the model, the loss or the optimizer that an equation comes from."""
-    return next(((frame.file_name, frame.line_num) for frame in _frames(eqn) if _of_user(frame.file_name)), None)
-
-
-def _frames(eqn: JaxprEqn) -> list[Any]:
-    """Frames of the traced program, innermost first."""
-    traceback = eqn.source_info.traceback
-    return [] if traceback is None else traceback.frames
 
 
 def _computes(line: tuple[str, int] | None) -> bool:
@@ -315,16 +350,3 @@ def _looped(eqn: JaxprEqn, args: list[_Traced], run: Run) -> list[_Traced]:
     while bool(_traced(evaluate_inner(eqn.params["cond_jaxpr"], [*cond_consts, *carry], run)[0]).value):
         carry = [_traced(x) for x in evaluate_inner(eqn.params["body_jaxpr"], [*body_consts, *carry], run)]
     return carry
-
-
-def libraries() -> tuple[Path, ...]:
-    """Return the folders of imported packages that rarely cause a difference: their caller's line identifies it."""
-    imported = (sys.modules.get(name) for name in ("jax", "flax", "optax", "equinox"))
-    return tuple(Path(folder) for package in imported if package is not None for folder in package.__path__)
-
-
-@functools.cache
-def _of_user(file: str) -> bool:
-    path = Path(file)
-    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in libraries())
-    return path.is_absolute() and not ours

@@ -94,7 +94,7 @@ def _of_module(spec: str) -> Iterator["Mutant"]:
     from parity.cases.own import own_factory
     from parity.mutants.imported import mutants_of
 
-    model, case = imported(spec.rpartition("::")[2], own_factory(spec))
+    model, case = imported(spec.rpartition("::")[2], own_factory(spec), unroll=True)
     return mutants_of(model.graph, case)
 
 

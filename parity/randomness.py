@@ -2,7 +2,8 @@
 
 Neither model is annotated. JAX's masks are the results of `_bernoulli` in the jaxpr of the loss function. In PyTorch
 all dropout (modules, functions, attention) calls one operation, `bernoulli_`; only its draw is replaced, and the
-arithmetic around it is PyTorch's own.
+arithmetic around it is PyTorch's own. Uniform and normal numbers, as of `torch.rand` and `torch.randn`, are shared
+likewise.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +19,19 @@ from jaxtrain.errors import UserError
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
+from parity.jax_lines import line_of
 from parity.jax_side import arrays
 from parity.oracle.in_jax import in_float64
+from parity.source import source_line
+
+aten = torch.ops.aten
 
 Masks = list[np.ndarray]
-"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts."""
+"""Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts.
+Other random numbers are floats."""
 
-DRAW = "_bernoulli"
-"""Name of the function that `jax.random.bernoulli` calls under jit."""
+DRAWS = ("_bernoulli", "_uniform", "_normal")
+"""Names of the functions that `jax.random.bernoulli`, `uniform` and `normal` call under jit."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """Equations that only evaluate their one jaxpr."""
@@ -54,8 +60,28 @@ def dropout_masks(case: Case, precision: str, *, accumulate: int, steps: int, se
         return [[np.asarray(mask) for mask in draw(params, batch, key, model_state)] for key in keys]
 
 
-def dropout_mask_fn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
+def mask_lines(case: Case) -> list[str]:
+    """Return the lines of the JAX model that draw its masks, with file and text, in order and without repetitions."""
+    lines: dict[str, None] = {}
+
+    def drawn(eqn: JaxprEqn) -> None:
+        line = line_of(eqn)
+        lines.update({} if line is None else {source_line(*line): None})
+
+    with jax.numpy_dtype_promotion("standard"):
+        like = jax.tree.map(_zeros, (case.params_like, case.state_like))
+        params, model_state = arrays(like, "fp32")
+        batch = arrays(case.batch(0, case.rows), "fp32")
+        jax.eval_shape(dropout_mask_fn(case.loss_fn, drawn), params, batch, jax.random.key(0), model_state)
+    return [*lines]
+
+
+def dropout_mask_fn(
+    loss_fn: LossFn, drawn: Callable[[JaxprEqn], None] = lambda _: None
+) -> Callable[..., list[jax.Array]]:
     """Return a function from (params, batch, rng, model_state) to the masks that `loss_fn` draws, in order.
+
+    When it is traced, it calls `drawn` with the equation of each mask.
 
     Raises:
       UserError: It draws in a loop or branch that depends on values.
@@ -75,7 +101,8 @@ def dropout_mask_fn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             if not _draws(eqn):
                 return bind(eqn, args)
-            if is_call(eqn, DRAW):
+            if _is_draw(eqn):
+                drawn(eqn)
                 found.extend(outs := bind(eqn, args))
                 return outs
             return _inlined(eqn, args, run)
@@ -86,12 +113,24 @@ def dropout_mask_fn(loss_fn: LossFn) -> Callable[..., list[jax.Array]]:
     return masks
 
 
+_DRAWS = {
+    **{aten.bernoulli_.float: "mask", aten.bernoulli.default: "mask", aten.bernoulli.p: "mask"},
+    **{aten.rand.default: "numbers", aten.rand_like.default: "numbers", aten.uniform_.default: "numbers"},
+    **{aten.randn.default: "numbers", aten.randn_like.default: "numbers"},
+}
+"""PyTorch's operations whose results are replaced, with the kind of their result."""
+
+
 class GivenMasks(TorchDispatchMode):
     """Makes PyTorch's dropout use the given masks, one after another, while entered.
 
     A mask fits an activation of its own shape or, with three or more axes, with its last axis in second place (NHWC to
     NCHW); a mask that fits both ways is used as it is. A mask of two axes fits where the axes before the last were
     merged.
+
+    Args:
+      masks: The masks.
+      drawn_at: Returns the lines of the JAX model that draw them, for the error.
 
     Raises:
       UserError: A mask does not fit or, on exit, the PyTorch model drew fewer or more masks.
@@ -101,31 +140,36 @@ class GivenMasks(TorchDispatchMode):
     [4.0, 0.0]
     """
 
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: Masks, drawn_at: Callable[[], Sequence[str]] = list) -> None:
         super().__init__()
-        self.masks = masks
+        self.masks, self.drawn_at = masks, drawn_at
         self.drawn = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bernoulli_.float:
-            self.drawn += 1
-            # Beyond the last mask PyTorch draws its own, so that the error can report how many there were.
-            if self.drawn <= len(self.masks):
-                return _fill(args[0], self.masks[self.drawn - 1])
-            return func(*args, **(kwargs or {}))
-        before = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in func.tags else None
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if random else torch.empty(0)
         out = func(*args, **(kwargs or {}))
+        if func in _DRAWS:
+            self.drawn += 1
+            # Beyond the last mask PyTorch uses its own, so that the error can report how many there were.
+            if self.drawn > len(self.masks):
+                return out
+            torch.set_rng_state(before)
+            return _fill(out, self.masks[self.drawn - 1], func)
         # Attention without dropout has the tag but draws nothing.
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
-            raise UserError(f"the PyTorch model draws random numbers by {func}: only dropout can use JAX's masks")
+        if random and not torch.equal(before, torch.get_rng_state()):
+            raise UserError(
+                f"the PyTorch model draws random numbers by {func}: only dropout, rand and randn can use those of JAX"
+            )
         return out
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None and self.drawn != len(self.masks):
+            lines = self.drawn_at()
             raise UserError(
                 f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}: "
-                "apply dropout at the same places in both"
+                f"apply dropout at the same places in both{'; JAX draws at ' if lines else ''}{'; '.join(lines)}"
             )
 
 
@@ -152,8 +196,12 @@ def _zeros(like: Any) -> np.ndarray:
     return np.zeros(like.shape, like.dtype)
 
 
+def _is_draw(eqn: JaxprEqn) -> bool:
+    return any(is_call(eqn, name) for name in DRAWS)
+
+
 def _draws(eqn: JaxprEqn) -> bool:
-    return is_call(eqn, DRAW) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    return _is_draw(eqn) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
@@ -167,8 +215,11 @@ def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:
     return evaluate_inner(body, args, run)
 
 
-def _fill(noise: torch.Tensor, mask: np.ndarray) -> torch.Tensor:
+def _fill(noise: torch.Tensor, mask: np.ndarray, func: Any) -> torch.Tensor:
     """Write `mask` into the tensor of PyTorch's draw, in PyTorch's layout."""
+    if (mask.dtype == np.bool_) != (_DRAWS[func] == "mask"):
+        drawn = "a dropout mask" if mask.dtype == np.bool_ else "random numbers"
+        raise UserError(f"the JAX model draws {drawn} where the PyTorch model calls {func}: draw in the same order")
     channels_second = np.moveaxis(mask, -1, 1) if mask.ndim >= 3 else mask
     for layout in (mask, channels_second):
         if layout.shape == tuple(noise.shape):

@@ -13,6 +13,7 @@ from parity.examination import Examination, program_of, train
 from parity.float64 import compare
 from parity.low_precision import repeated
 from parity.placing import arises, place
+from parity.progress import Listener, report, reported_to
 from parity.reference import Reference, live_reference
 from parity.settings import Settings, validate
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
 
 @user_facing
-def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settings: Any) -> Verdict:
+def check(
+    case: Case, precision: str = "fp64", *, locate: bool = False, progress: Listener | None = None, **settings: Any
+) -> Verdict:
     """Train a case in PyTorch and in JAX and compare the two runs.
 
     In fp64 every value must be equal to the bars of `parity.bars`; in other precisions JAX must be as close to the
-    float64 truth as PyTorch is. PyTorch's dropout uses the masks that JAX draws.
+    float64 truth as PyTorch is. PyTorch's dropout uses the masks that JAX draws. In fp64 a case that differs in the
+    first step is not trained further.
 
     Args:
       case: The case.
@@ -33,6 +37,7 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
       locate: Whether to explain a difference: the stage at fault, the first operation that differs, the convention that
         explains it. In fp64, a case whose gradient is always or never clipped is trained with another bound as well,
         and selections of which only one side was taken are listed.
+      progress: Called with a line for each stage of the check and each update, for example `print`.
       **settings: Fields of `Settings`.
 
     Returns:
@@ -46,7 +51,8 @@ def check(case: Case, precision: str = "fp64", *, locate: bool = False, **settin
       >>> check(CASES["autograd.cubic"](), steps=2).passed
       True
     """
-    return examine(case, precision, locate=locate, **settings).verdict
+    with reported_to(progress):
+        return examine(case, precision, locate=locate, **settings).verdict
 
 
 @user_facing
@@ -74,6 +80,7 @@ def examine(case: Case, precision: str = "fp64", *, locate: bool = False, **sett
 
     given = Settings(**settings)
     validate(case, precision, given)
+    report(f"{precision}: matching weights")
     case, notes = completed(case)
     examination = (_examine_float64 if precision == "fp64" else _examine_low_precision)(case, precision, locate, given)
     return replace(examination, notes=(*notes, *examination.notes))
@@ -99,12 +106,12 @@ def _examine_float64(case: Case, precision: str, locate: bool, settings: Setting
 
     coverage, program = Coverage(), program_of(case, precision, settings)
     candidates, examination = compare(case, program, settings, coverage)
-    examination = replace(
-        examination, not_exercised=(*coverage.not_exercised(case), *unmet_conditions(case, settings.seed))
-    )
+    observed = coverage.not_exercised(case) if coverage.norms else ("the first step differs: no other was compared",)
+    examination = replace(examination, not_exercised=(*observed, *unmet_conditions(case, settings.seed)))
     if not locate:
         return examination
     if examination.verdict.passed:
+        report("fp64: holds; watching selections")
         selections = one_sided_selections(case, settings.seed)
         examination = replace(examination, not_exercised=(*examination.not_exercised, *selections))
         return _tried_further(candidates[-1], program, examination, settings, coverage)
@@ -138,6 +145,7 @@ def _tried(case: Case, program: "Program", settings: Settings) -> Iterator[str]:
     if replace(whole, steps=settings.steps) != settings:
         program = program_of(case, "fp64", whole)
     for how, changed in cases_that_meet(case, settings.seed):
+        report(f"fp64: holds; trying {how}")
         verdict = compare(changed, program, whole)[1].verdict
         yield f"{how}, checked in addition: {'holds' if verdict.passed else f'differs, {verdict.faults[0]}'}"
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from parity.case import Case
 from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
-from parity.randomness import GivenMasks, Masks, permute_masks
+from parity.progress import report
+from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,6 +59,10 @@ class Variant(NamedTuple):
     reorder: int | None = None
     one_ulp: int | None = None
     skip: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        """What is added to the name of the run."""
+        return " with rows permuted" * (self.reorder is not None) + " with one ulp more" * (self.one_ulp is not None)
 
 
 PLAIN = Variant()
@@ -122,6 +128,7 @@ def _run(
     losses, norms, scales = [], [], [scaler.get_scale()]
 
     for step, window in enumerate(_windows(case, precision, accumulate, steps, seed, masks, variant.reorder)):
+        report(f"{precision}: PyTorch{variant}, update {step + 1} of {steps}")
         before = snapshot(case, model, optimizer) if watch else None
         optimizer.zero_grad()
         if copied:
@@ -129,7 +136,7 @@ def _run(
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
-                with autocast, nullcontext() if mask is None else GivenMasks(mask):
+                with autocast, nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case)):
                     total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()

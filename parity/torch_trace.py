@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity import torch_side
 from parity.case import Case
-from parity.fingerprint import Sources, Trace
+from parity.fingerprint import Fingerprint, Sources, Trace, fingerprint
 from parity.randomness import Masks
 from parity.source import source_line
 
@@ -81,9 +81,14 @@ Output = tuple[str, str]
 (as the optimizer receives it), "parameter" (new value), the names of the optimizer's state, and "buffer"."""
 
 
-def torch_trace(
-    case: Case, *, steps: int, seed: int, masks: list[Masks]
-) -> tuple[Trace[Operation], list[dict[Output, Sources]]]:
+class Results(NamedTuple):
+    """The sources of the results of a training step, and the parameters' raw gradients."""
+
+    sources: Mapping[Output, Sources]
+    gradients: Mapping[str, Fingerprint]
+
+
+def torch_trace(case: Case, *, steps: int, seed: int, masks: list[Masks]) -> tuple[Trace[Operation], list["Results"]]:
     """Train in float64 as `torch_side.run` does and return every value, and the results of each step."""
     recorder = _Recorder(case.buffer_names)
     model = recorder.constructed(case.torch_model)
@@ -100,12 +105,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.shared = shared
         self.trace: Trace[Operation] = Trace()
-        self.steps: list[dict[Output, Sources]] = []
+        self.steps: list[Results] = []
         self.model: torch.nn.Module | None = None
         self.names: dict[torch.nn.Module, str] = {}
         self.lines: dict[torch.nn.Module, tuple[str, int] | None] = {}
         self.built: dict[str, str] = {}
         self.outputs: dict[Output, Sources] = {}
+        self.gradients: dict[str, Fingerprint] = {}
         self.stage = ""
         self.modules: list[str] = []
         self.fused: list[str] = []
@@ -157,9 +163,12 @@ class _Recorder(TorchDispatchMode):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: self.outputs.__setitem__(("raw gradient", name), self._sources(p.grad))
-            )
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._record_gradient, name))
+
+    def _record_gradient(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.outputs["raw gradient", name] = self._sources(parameter.grad)
+        self.gradients[name] = fingerprint(_array(parameter.grad))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -197,8 +206,8 @@ class _Recorder(TorchDispatchMode):
                     self.outputs[key, name] = self._sources(tensor)
         for name, buffer in self.model.named_buffers():
             self.outputs["buffer", name] = self._sources(buffer)
-        self.steps.append(self.outputs)
-        self.outputs = {}
+        self.steps.append(Results(self.outputs, self.gradients))
+        self.outputs, self.gradients = {}, {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

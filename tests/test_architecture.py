@@ -29,10 +29,10 @@ ORDER = (
     *(
         "losses",
         "models",
-        "torch_import",
         "cost",
         "distributed",
         "run",
+        "torch_import",
         "recipes",
         "profile",
         "debug",

@@ -90,7 +90,7 @@ def _parse(args: list[str]) -> tuple[Path, str, Import, Recipe, set[str]]:
 def _save(run: RunFolder, name: str, recipe: Recipe, task: Task, theirs: TorchRun) -> None:
     """Write the run folder. Called once everything is read, so that a failed import leaves nothing behind."""
     preflight.check_settings(recipe)
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(recipe, task)
     state = theirs.state(step, accumulate=recipe.accumulate, seed=recipe.seed)
     position = {**task_batches(task, recipe).state(), "next_batch": theirs.metadata.count}
     run.make()

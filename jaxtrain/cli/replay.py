@@ -172,7 +172,7 @@ def _interpret(recipe: Recipe, training: Training, state: TrainState, batch: Bat
     recipe = dataclasses.replace(recipe, remat="none", unroll=False)
     if wide:
         recipe = dataclasses.replace(recipe, precision="fp32", loss_scale=None)
-    step = training_step(recipe, training.task.loss_fn)
+    step = training_step(recipe, training.task)
     like = state_shapes(step, training.task, recipe)
     state = jax.device_put(state, jax.devices()[0])
     before = state._replace(loss_scale=like.loss_scale) if wide else state

@@ -122,12 +122,16 @@ def _is_small(eqn: JaxprEqn) -> bool:
 
 
 def _convolve_as_product(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    x, kernel = _operands_channels_last(eqn, x, kernel)
-    windows = _windows(x, kernel.shape[:-2], eqn.params)
+    dims = eqn.params["dimension_numbers"]
+    # PyTorch's kernel [out, in, *taps] is a matrix as it is; a transpose of it costs more than the product.
+    out_first = dims.rhs_spec == tuple(range(kernel.ndim))
+    x, taps_first = _operands_channels_last(eqn, x, kernel)
+    taps = taps_first.shape[:-2]
+    windows = _windows(x, taps, eqn.params, channels_first=out_first)
     y = lax.dot_general(
         windows.reshape(-1, windows.shape[-1]),
-        kernel.reshape(-1, kernel.shape[-1]),
-        (((1,), (0,)), ((), ())),
+        kernel.reshape(kernel.shape[0], -1) if out_first else taps_first.reshape(-1, taps_first.shape[-1]),
+        (((1,), (int(out_first),)), ((), ())),
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
     )
@@ -155,8 +159,8 @@ def _restore_axes(eqn: JaxprEqn, y: jax.Array) -> jax.Array:
     return lax.transpose(y, tuple(places.index(d) for d in range(y.ndim)))
 
 
-def _windows(x: jax.Array, taps: Sequence[int], params: Any) -> jax.Array:
-    """Return the window of the kernel at each position, tap by tap: [B, *positions, taps·in]."""
+def _windows(x: jax.Array, taps: Sequence[int], params: Any, *, channels_first: bool) -> jax.Array:
+    """Return the window of the kernel at each position: [B, *positions, taps·in], or [B, *positions, in·taps]."""
     around = [(0, 0), *params["padding"], (0, 0)]
     x = lax.pad(x, jnp.zeros([], x.dtype), [(low, high, 0) for low, high in around])
     strides = (1, *params["window_strides"], 1)
@@ -167,4 +171,6 @@ def _windows(x: jax.Array, taps: Sequence[int], params: Any) -> jax.Array:
         begin = [i * by for i, by in zip(tap, params["rhs_dilation"], strict=True)]
         limit = [end + b for end, b in zip(ends, begin, strict=True)]
         slices.append(lax.slice(x, (0, *begin, 0), (x.shape[0], *limit, x.shape[-1]), strides))
-    return jnp.concatenate(slices, -1)
+    if not channels_first:
+        return jnp.concatenate(slices, -1)
+    return jnp.stack(slices, -1).reshape(*slices[0].shape[:-1], -1)

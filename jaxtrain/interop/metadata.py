@@ -74,8 +74,9 @@ def new_metadata(
 ) -> CheckpointMetadata:
     """Create the metadata of a run that did not start from a PyTorch checkpoint.
 
-    Groups are those of PyTorch's optimizer of the same name; with weight decay there are two, decaying and not. The
-    schedule becomes a `LambdaLR`, whose state is a position, which other schedulers of PyTorch load too.
+    Groups are those of PyTorch's optimizer of the same name: with weight decay the parameters that decay, and those
+    that do not. The schedule becomes a `LambdaLR`, whose state is a position, which other schedulers of PyTorch load
+    too.
 
     Args:
       expression: Optimizer.
@@ -129,10 +130,11 @@ def _members(
     takes = inspect.signature(OPTIMIZERS[expression.function]).parameters
     if "mask" not in takes or "mask" in expression.arguments or not expression.arguments.get("weight_decay", 0):
         return [(expression, {}, order)]
-    return [
+    groups: list[tuple[Call, dict[str, Any], list[str]]] = [
         (expression, {}, named(decays)),
         (expression, {"weight_decay": 0.0}, named(lambda path: not decays(path))),
     ]
+    return [group for group in groups if group[2]]
 
 
 def _arguments(call: Call, count: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ table converts weights, gradients and optimizer moments exactly.
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,10 +83,44 @@ def bias_to_heads(heads: int, size: int) -> Layout:
 
 @dataclass(frozen=True)
 class TorchParam:
-    """Name and layout of a PyTorch tensor; with `{layer}` in the name the JAX leaf stacks one tensor per layer."""
+    """Name and layout of a PyTorch tensor; with `{layer}` in the name the JAX leaf stacks one tensor per layer.
+
+    Attributes:
+      name: The name.
+      layout: The layout.
+      layers: Numbers of the layers that are stacked; None counts from 0.
+
+    Example:
+      >>> TorchParam("h.{layer}.bias", layers=range(1, 4)).names(3)
+      ['h.1.bias', 'h.2.bias', 'h.3.bias']
+    """
 
     name: str
     layout: Layout = AS_IS
+    layers: range | None = None
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the JAX leaf stacks one tensor per layer."""
+        return LAYER in self.name
+
+    def names(self, count: int) -> list[str]:
+        """Return the names of the tensors in a leaf; `count` is the size of its first axis."""
+        return [name for _, name in self.numbered(count)]
+
+    def numbered(self, count: int) -> list[tuple[int, str]]:
+        """Return the names of the tensors in a leaf with the numbers of their layers, 0 for a single tensor."""
+        if not self.is_stack:
+            return [(0, self.name)]
+        return [(i, self.name.replace(LAYER, str(i))) for i in self.layers or range(count)]
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor of this name is one of the leaf's."""
+        prefix, is_stack, suffix = self.name.partition(LAYER)
+        if not is_stack or not (name.startswith(prefix) and name.endswith(suffix)):
+            return name == self.name
+        number = name[len(prefix) : len(name) - len(suffix)]
+        return number.isdigit() and (self.layers is None or int(number) in self.layers)
 
 
 @dataclass(frozen=True)
@@ -144,7 +177,7 @@ class NameTable:
         faults, used = [], set(self.tied) & set(tensors)
         for path, leaf in wanted.items():
             param = self.params[path]
-            wanted_shape = tuple(leaf.shape[1:] if LAYER in param.name else leaf.shape)
+            wanted_shape = tuple(leaf.shape[1:] if param.is_stack else leaf.shape)
             for name in _names(param, leaf):
                 used.add(name)
                 if name not in tensors:
@@ -161,7 +194,7 @@ class NameTable:
     def _read(self, tensors: Mapping[str, Any], param: TorchParam, leaf: Any) -> Array:
         """Read the array of one leaf; a stack is filled layer by layer."""
         names = _names(param, leaf)
-        if LAYER not in param.name:
+        if not param.is_stack:
             return param.layout.to_jax(np.asarray(tensors[names[0]]))
         stack = np.empty(leaf.shape, np.result_type(*(tensors[name].dtype for name in names)) if names else leaf.dtype)
         for i, name in enumerate(names):
@@ -175,7 +208,7 @@ class NameTable:
         tensors: dict[str, Array] = {}
         for path, leaf in found.items():
             param, value = self.params[path], np.asarray(leaf)
-            layers = list(value) if LAYER in param.name else [value]
+            layers = list(value) if param.is_stack else [value]
             tensors.update(
                 (name, param.layout.to_torch(layer)) for name, layer in zip(_names(param, value), layers, strict=True)
             )
@@ -194,10 +227,9 @@ class NameTable:
         """
         found = dict(leaves(like))
         order: list[str] = []
-        for stacked, entries in itertools.groupby(self.params.items(), key=lambda entry: _stack(entry[1])):
-            columns = [_names(param, found[path]) for path, param in entries]
-            rows = zip(*columns, strict=True) if stacked else columns
-            order += [name for row in rows for name in row]
+        for _, entries in itertools.groupby(self.params.items(), key=lambda entry: _stack(entry[1])):
+            named = [x for path, param in entries for x in param.numbered(_count(found[path]))]
+            order += [name for _, name in sorted(named, key=lambda x: x[0])]
         return order
 
     def only(self, paths: Iterable[str]) -> "NameTable":
@@ -236,9 +268,12 @@ def _stack(param: TorchParam) -> str:
 
 
 def _names(param: TorchParam, leaf: Any) -> list[str]:
-    if LAYER not in param.name:
-        return [param.name]
-    return [re.sub(re.escape(LAYER), str(i), param.name) for i in range(leaf.shape[0])]
+    return param.names(_count(leaf))
+
+
+def _count(leaf: Any) -> int:
+    """Return the size of the first axis."""
+    return int(leaf.shape[0]) if leaf.shape else 0
 
 
 def unflatten(flat: Mapping[str, Any], like: Any) -> Any:

@@ -5,7 +5,6 @@ position; `jaxtrain.interop.torch_run` converts the state. torch is not imported
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.names import AS_IS, LAYER, LINEAR, NameTable
+from jaxtrain.interop.names import AS_IS, LINEAR, NameTable
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, build_expression
 
 Names = NameTable | Mapping[str, str] | Callable[[str], str | None]
@@ -351,14 +350,10 @@ def _group_of_path(names: Names, group_names: Sequence[Sequence[str]]) -> dict[s
 
 def _path_of(names: Names) -> Callable[[str], str | None]:
     if isinstance(names, NameTable):
-        patterns = [
-            (re.compile(re.escape(param.name).replace(re.escape(LAYER), r"\d+")), path)
-            for path, param in names.params.items()
-        ]
 
         def path_of(name: str) -> str | None:
             name = names.tied.get(name, name)
-            return next((path for pattern, path in patterns if pattern.fullmatch(name)), None)
+            return next((path for path, param in names.params.items() if param.has(name)), None)
 
         return path_of
     return names.get if isinstance(names, Mapping) else names
@@ -369,7 +364,7 @@ def _layout(kind: str, paths: list[str], names: NameTable) -> dict[str, Any]:
     axes = set()
     for path in paths:
         param = names.params[path]
-        if LAYER in param.name or (param.layout is not AS_IS and param.layout is not LINEAR):
+        if param.is_stack or (param.layout is not AS_IS and param.layout is not LINEAR):
             raise UserError(
                 f"{path} does not have the layout of {param.name}, which {kind} needs: use another group for it"
             )

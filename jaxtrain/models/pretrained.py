@@ -170,7 +170,10 @@ def _family(values: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
     """Return the family of a configuration and the name of its class."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(f"model_type {model_type!r} of {folder} is not supported: use one of {', '.join(FAMILIES)}")
+        raise UserError(
+            f"model_type {model_type!r} of {folder} is not supported: use one of {', '.join(FAMILIES)}, or "
+            "jaxtrain.from_torch(folder, example_batch), which imports the model of transformers"
+        )
     family = FAMILIES[model_type]
     heads = [*family.heads]
     architectures = values.get("architectures") or heads[:1]

@@ -91,7 +91,7 @@ def compile_for_target(recipe: Recipe, task: Task, target: GpuTarget) -> Candida
     """
     begin = time.perf_counter()
     check_settings(recipe)
-    step, batch = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
+    step, batch = training_step(recipe, task), abstract_batch(recipe, task)
     initial = jax.eval_shape(task.initial)
     program = gpu_program(
         step,
@@ -103,7 +103,7 @@ def compile_for_target(recipe: Recipe, task: Task, target: GpuTarget) -> Candida
         model_state=initial.model_state,
     )
     # Those of the model: without recomputation, and of attention as if it were not causal.
-    plain = training_step(dataclasses.replace(recipe, remat="none"), task.loss_fn)
+    plain = training_step(dataclasses.replace(recipe, remat="none"), task)
     jaxpr = jax.make_jaxpr(plain.pure)(abstract_state(plain, task), batch).jaxpr
     return Candidate(
         recipe,
@@ -139,7 +139,7 @@ def trace_step(recipe: Recipe, task: Task, mesh: Mesh | None) -> Traced:
       UserError: The settings are invalid.
     """
     check_settings(recipe)
-    step, window = training_step(recipe, task.loss_fn), abstract_batch(recipe, task)
+    step, window = training_step(recipe, task), abstract_batch(recipe, task)
     if mesh is not None:
         step, window = shard(step, mesh, task.sharding), window_shapes(window, mesh, recipe.accumulate)
     state = abstract_state(step, task)

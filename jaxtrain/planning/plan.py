@@ -120,7 +120,7 @@ def _fastest(fitting: Sequence[Candidate], own: Candidate) -> Candidate:
 def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> int:
     """Return a lower bound of the memory of any candidate: the share of the state of one device."""
     mesh = planned_mesh(recipe, devices)
-    leaves = jax.tree.leaves(abstract_state(training_step(recipe, task.loss_fn), task))
+    leaves = jax.tree.leaves(abstract_state(training_step(recipe, task), task))
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
 
 

@@ -214,7 +214,7 @@ class Scaling:
         """FLOPs and seconds of a device that computes its rows alone."""
         alone = dataclasses.replace(recipe_on_mesh(self._recipe, parse_mesh("data=1")), mesh=None)
         task = alone.task()
-        step = training_step(alone, task.loss_fn)
+        step = training_step(alone, task)
         jaxpr = jax.make_jaxpr(step.pure)(abstract_state(step, task), abstract_batch(alone, task)).jaxpr
         return sum(map(equation_flops, jaxpr.eqns)), estimate_seconds(jaxpr, self._device)
 

@@ -334,7 +334,7 @@ def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
     Raises:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
-    like = state_shapes(training_step(recipe, task.loss_fn), task, recipe)
+    like = state_shapes(training_step(recipe, task), task, recipe)
     with Checkpoints(path) as checkpoints:
         state, _ = checkpoints.restore(like)
     return state

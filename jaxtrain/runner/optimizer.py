@@ -18,10 +18,9 @@ from jaxtrain.optim import (
     no_decay,
     parse_expression,
 )
-from jaxtrain.paths import Matching, none_frozen
+from jaxtrain.paths import Frozen, Matching, none_frozen
 from jaxtrain.run import Recipe, Task
 from jaxtrain.step import (
-    LossFn,
     TrainState,
     TrainStep,
     check_optimizer,
@@ -36,23 +35,23 @@ SCALES: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
+def training_step(recipe: Recipe, task: Task) -> TrainStep:
     """Build the training step of a recipe.
 
     Args:
       recipe: The settings of the run.
-      loss_fn: The loss of its task.
+      task: Its task.
 
     Raises:
       UserError: A setting is invalid.
     """
     return train_step(
-        loss_fn,
+        task.loss_fn,
         optimizer(recipe),
         precision=recipe.precision,
         accumulate=recipe.accumulate,
         clip_norm=recipe.clip_norm,
-        frozen=none_frozen if recipe.frozen is None else Matching.of(recipe.frozen),
+        frozen=frozen(recipe, task),
         ema=recipe.ema,
         remat=recipe.remat,
         unroll=recipe.unroll,
@@ -60,6 +59,14 @@ def training_step(recipe: Recipe, loss_fn: LossFn) -> TrainStep:
         allow_recompile=recipe.allow_recompile,
         deterministic=recipe.deterministic,
     )
+
+
+def frozen(recipe: Recipe, task: Task) -> Frozen:
+    """Return the predicate of the parameters that are not trained: those of the setting and those of the task."""
+    of_task, of_recipe = task.frozen, none_frozen if recipe.frozen is None else Matching.of(recipe.frozen)
+    if of_task is None:
+        return of_recipe
+    return of_task if of_recipe is none_frozen else lambda path: of_task(path) or of_recipe(path)
 
 
 def state_shapes(step: TrainStep, task: Task, recipe: Recipe) -> TrainState:

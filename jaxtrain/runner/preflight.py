@@ -16,10 +16,17 @@ from jaxtrain.distributed import data_parallel_size, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief, type_errors
 from jaxtrain.optim import OPTIMIZERS, Call, EffectiveBatch, build_expression
-from jaxtrain.paths import Matching, none_frozen, path_name
+from jaxtrain.paths import path_name
 from jaxtrain.run import Recipe, Task, is_reference
 from jaxtrain.run_folder import RunFolder, default_folder, read_config
-from jaxtrain.runner.optimizer import defines_optimizer, loss_scale, optimizer_expression, schedule, schedule_call
+from jaxtrain.runner.optimizer import (
+    defines_optimizer,
+    frozen,
+    loss_scale,
+    optimizer_expression,
+    schedule,
+    schedule_call,
+)
 from jaxtrain.step import TrainState
 from jaxtrain.transforms import remat
 
@@ -215,8 +222,8 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
     effective = EffectiveBatch(
         recipe.batch_size // recipe.accumulate // data_parallel_size(mesh), recipe.accumulate, data_parallel_size(mesh)
     )
-    frozen = Matching.of(recipe.frozen) if recipe.frozen is not None else none_frozen
-    held = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(state.params) if frozen(path_name(path)))
+    is_frozen = frozen(recipe, task)
+    held = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(state.params) if is_frozen(path_name(path)))
     average = {} if recipe.ema is None else {"evaluated": f"moving average of the parameters, decay {recipe.ema:g}"}
     sharding = {}
     if math.prod(mesh.values()) > 1:

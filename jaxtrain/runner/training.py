@@ -104,9 +104,9 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     mesh, task = run_mesh(recipe.mesh), recipe.task()
     _check_task(task, recipe)
     _check_shorter_batch(recipe, task)
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(recipe, task)
     by_rows = replace(recipe, allow_recompile=recipe.allow_recompile + recipe.batch_size)
-    shorter_step = training_step(by_rows, task.loss_fn)
+    shorter_step = training_step(by_rows, task)
     rows = None
     if mesh is None:
         check_memory(task.initial)

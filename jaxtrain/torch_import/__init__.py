@@ -1,18 +1,25 @@
 """Any `torch.nn.Module` as a pure function: `from_torch`.
 
 model     `from_torch`, and the model that it returns
+function  a captured module as a function of its parameters
+saved     the model as a folder, and `load_imported`
+task      the task of a training run
 capture   PyTorch's module to a graph; the only importer of PyTorch
 graph     the graph: operations, shapes, dtypes, lines of PyTorch code
+layers    finds layers that differ in their parameters alone
+repeat    loops over such layers and their stacked parameters
 interpret evaluates a graph in JAX
 ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """
 
+from jaxtrain.torch_import.graph import RECOMPUTED as RECOMPUTED
 from jaxtrain.torch_import.graph import Graph as Graph
 from jaxtrain.torch_import.graph import Node as Node
 from jaxtrain.torch_import.graph import Ref as Ref
 from jaxtrain.torch_import.graph import Spec as Spec
 from jaxtrain.torch_import.model import ImportedModel, from_torch
 from jaxtrain.torch_import.ops import TABLE as TABLE
+from jaxtrain.torch_import.saved import SavedModel, load_imported
 
-__all__ = ["ImportedModel", "from_torch"]
+__all__ = ["ImportedModel", "SavedModel", "from_torch", "load_imported"]

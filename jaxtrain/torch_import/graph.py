@@ -5,9 +5,10 @@ a file.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,20 @@ import numpy as np
 
 GETITEM = "getitem"
 """Operation that selects one of several results."""
+DETACH = "aten.detach.default"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
+REPEAT = "jaxtrain.repeat.default"
+"""Layers with the same operations. Its arguments are three tuples: initial values that each layer replaces, arrays of
+which each layer takes its slice along the first axis, and values that all layers take. Its keyword arguments are the
+graph `body` of a layer, whose inputs are these in turn, and the `length`, the number of layers. The outputs of `body`
+are two tuples: the replaced values, and results that are stacked along a first axis; those of the operation are the
+last replaced values, then the stacks."""
+
+RECOMPUTED = "jaxtrain.recomputed.default"
+"""An elementwise formula whose intermediate values the backward pass computes again, in low precision. Its keyword
+argument is the formula's `graph`."""
 
 
 @dataclass(frozen=True)
@@ -107,15 +119,51 @@ class Graph:
 
     def to_json(self) -> str:
         """Return the graph as JSON."""
-        return json.dumps(_encode(self))
+        return json.dumps(encode(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Graph":
         """Return the graph of `to_json`."""
-        graph = _decode(json.loads(text))
+        graph = decode(json.loads(text))
         if not isinstance(graph, cls):
             raise ValueError("not the JSON of a graph")
         return graph
+
+
+class Line(NamedTuple):
+    """A line of the user's code that is being executed."""
+
+    file: str
+    number: int
+    function: str
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+      key: PyTorch's name of the call, different for each call of a module.
+      path: Path of the module; "" for the outermost, None for the function that calls it.
+      lines: The lines executed in this call, outermost first, without those of PyTorch and of inner modules.
+    """
+
+    key: str
+    path: str | None
+    lines: tuple[Line, ...]
+
+
+class Captured(NamedTuple):
+    """A captured forward pass.
+
+    Attributes:
+      graph: Its graph.
+      constants: The tensors that it reads besides parameters and state, by the targets of the graph's constants.
+      origins: The calls of modules around each operation of PyTorch, outermost first, by the operation's name.
+    """
+
+    graph: Graph
+    constants: dict[str, np.ndarray]
+    origins: Mapping[str, tuple[ModuleCall, ...]] = MappingProxyType({})
 
 
 def references(value: Any) -> Iterator[str]:
@@ -144,26 +192,45 @@ def without_unused(graph: Graph, kept: Collection[str]) -> Graph:
     return replace(graph, nodes=tuple(reversed(nodes)))
 
 
+def without_gradient(graph: Graph) -> frozenset[str]:
+    """Return the names of the parameters that no output of the graph has a gradient of."""
+    reached = {*references(graph.outputs)}
+    for node in reversed(graph.nodes):
+        if node.name in reached and node.op != DETACH and _has_gradient(node.spec):
+            reached.update(references((node.args, node.kwargs)))
+    params = [x for x in graph.inputs if x.kind == "param"]
+    # A tied weight is several inputs.
+    return frozenset(x.target for x in params) - {x.target for x in params if x.name in reached}
+
+
+def _has_gradient(spec: Any) -> bool:
+    """Return whether a result with these shapes and dtypes has a gradient."""
+    if not isinstance(spec, Spec):
+        return True
+    return bool(jnp.issubdtype(jnp.dtype(spec.dtype), jnp.inexact))
+
+
 _CLASSES = {cls.__name__: cls for cls in (Ref, Dtype, Spec, Node, Input, Graph)}
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """Return a value as JSON; a dataclass as an object with its class, a dict as a list of pairs."""
     if type(value) in _CLASSES.values():
-        return {"class": type(value).__name__, **{f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
+        return {"class": type(value).__name__, **{f.name: encode(getattr(value, f.name)) for f in fields(value)}}
     if isinstance(value, dict):
-        return {"class": "dict", "items": [[key, _encode(item)] for key, item in value.items()]}
+        return {"class": "dict", "items": [[key, encode(item)] for key, item in value.items()]}
     if isinstance(value, tuple | list):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     return value
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Return the value of `encode`; lists are tuples."""
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
+        return tuple(decode(item) for item in value)
     if not isinstance(value, dict):
         return value
     name = value["class"]
     if name == "dict":
-        return {key: _decode(item) for key, item in value["items"]}
-    return _CLASSES[name](**{key: _decode(item) for key, item in value.items() if key != "class"})
+        return {key: decode(item) for key, item in value["items"]}
+    return _CLASSES[name](**{key: decode(item) for key, item in value.items() if key != "class"})

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Node, Ref, Spec, dtype_of
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Dtype, Graph, Node, Ref, Spec, dtype_of
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal
+from jaxtrain.transforms import block, recomputed
 
 Values = Mapping[str, Any]
 
@@ -49,13 +50,18 @@ def interpret(
 
 
 def _interpret(
-    graph: Graph, given: Mapping[str, Values], inputs: Sequence[jax.Array], rng: jax.Array | None, table: Values
+    graph: Graph,
+    given: Mapping[str, Values],
+    inputs: Sequence[jax.Array],
+    rng: jax.Array | None,
+    table: Values,
+    drawn: Any = 0,
 ) -> tuple[Any, dict[str, jax.Array]]:
+    """Evaluate a graph, before which `drawn` operations drew random numbers."""
     values: dict[str, Any] = {}
     for x in graph.inputs:
         value = inputs[int(x.target)] if x.kind == "input" else given[x.kind][x.target]
         values[x.name] = _as(value, x.spec)
-    drawn = 0
     for node in graph.nodes:
         args = _resolved(node.args, values)
         if node.op == GETITEM:
@@ -64,11 +70,18 @@ def _interpret(
         if node.op == CUSTOM:
             values[node.name] = _custom(node, args, table)
             continue
+        if node.op == RECOMPUTED:
+            values[node.name] = _recomputed(node, args, table)
+            continue
+        if node.op == REPEAT:
+            values[node.name] = _repeated(node, args, rng, table, drawn)
+            drawn += _draws(node)
+            continue
         kwargs = _resolved(node.kwargs, values)
         if node.promoted is not None:
             args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
         if node.op in RANDOM:
-            # Each operation has a stream of its own, whichever others the pass contains.
+            # Each operation has a stream of its own, the same one in a loop over layers as without it.
             kwargs["rng"] = None if rng is None else jax.random.fold_in(rng, drawn)
             drawn += 1
         with jax.named_scope(node.module.replace(".", "/") or node.name):
@@ -81,6 +94,30 @@ def _pytorchs_promotion() -> Iterator[None]:
     """Allow PyTorch's broadcasting and promotion, whatever the user asked JAX to reject."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
+
+
+def _repeated(node: Node, args: Any, rng: jax.Array | None, table: Values, drawn: Any) -> tuple[jax.Array, ...]:
+    """Evaluate layers by a loop; each is a block for rematerialization."""
+    body, (init, stacks, closed) = node.kwargs["body"], args
+
+    @block
+    def layer(drawn: Any, rng: Any, carry: Any, slices: Any, closed: Any) -> Any:
+        return _interpret(body, {}, [*carry, *slices, *closed], rng, table, drawn)[0]
+
+    def step(carry: Any, inputs: Any) -> Any:
+        i, slices = inputs
+        return layer(drawn + i * draws if draws else 0, rng if draws else None, carry, slices, closed)
+
+    length, draws = node.kwargs["length"], sum(map(_draws, body.nodes))
+    carry, results = jax.lax.scan(step, init, (jnp.arange(length), stacks), length=length)
+    return (*carry, *results)
+
+
+def _draws(node: Node) -> int:
+    """Return how many operations that draw random numbers a node contains."""
+    if node.op == REPEAT:
+        return int(node.kwargs["length"] * sum(map(_draws, node.kwargs["body"].nodes)))
+    return int(node.op in RANDOM)
 
 
 def _custom(node: Node, args: Sequence[jax.Array], table: Values) -> tuple[jax.Array, ...]:
@@ -106,6 +143,17 @@ def _custom(node: Node, args: Sequence[jax.Array], table: Values) -> tuple[jax.A
     called.defvjp(forward, backward)
     outputs: tuple[jax.Array, ...] = called(*args)
     return outputs
+
+
+def _recomputed(node: Node, args: Sequence[jax.Array], table: Values) -> jax.Array:
+    """Evaluate a formula whose intermediate values the backward pass computes again."""
+
+    def formula(*inputs: jax.Array) -> jax.Array:
+        output: jax.Array = _interpret(node.kwargs["graph"], {}, inputs, None, table)[0]
+        return output
+
+    result: jax.Array = recomputed(formula)(*args)
+    return result
 
 
 def _as(value: Any, spec: Spec) -> jax.Array:

@@ -53,17 +53,14 @@ def with_causal_attention(graph: Graph, constants: Mapping[str, Any], ops: Colle
     if ATTENTION in ops:
         return graph
     known = _Known(graph, constants)
-    masks: dict[Ref, Simplified] = {}
-    nodes: list[Node] = []
+    found = (_mask(node) for node in graph.nodes)
+    masks = {mask: _simplified(mask, known) for mask in dict.fromkeys(found) if mask is not None}
+    # The rest of a mask is computed after the mask: the layers that use it stay alike.
+    rests = {mask.name: simplified.nodes for mask, simplified in masks.items()}
+    nodes = [node for x in graph.inputs for node in rests.get(x.name, ())]
     for node in graph.nodes:
         mask = _mask(node)
-        if mask is None:
-            nodes.append(node)
-            continue
-        if mask not in masks:
-            masks[mask] = _simplified(mask, known)
-            nodes += masks[mask].nodes
-        nodes.append(_with_mask(node, masks[mask]))
+        nodes += [node if mask is None else _with_mask(node, masks[mask]), *rests.get(node.name, ())]
     return without_unused(replace(graph, nodes=tuple(nodes)), RANDOM)
 
 

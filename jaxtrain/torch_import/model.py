@@ -1,6 +1,6 @@
 """A PyTorch module as a pure function of its parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,31 +9,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam
-from jaxtrain.paths import Frozen, none_frozen
-from jaxtrain.step import Loss
-from jaxtrain.torch_import.graph import Graph, Spec
-from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.elementwise import with_recomputed_formulas
+from jaxtrain.torch_import.function import GraphModel, Key, Params
+from jaxtrain.torch_import.graph import Graph, without_gradient
+from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.masks import with_causal_attention
+from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
+from jaxtrain.torch_import.saved import save
 
 if TYPE_CHECKING:
     import torch
 
-    from jaxtrain.torch_import.capture import Captured, Structure
+    from jaxtrain.torch_import.capture import Structure
+    from jaxtrain.torch_import.graph import Captured
     from parity import Case
 
-Params = dict[str, jax.Array]
 Call = Callable[[Any, Any], Any]
 """From (module, batch of tensors) to the module's result."""
 
 
-class ImportedModel:
+class ImportedModel(GraphModel):
     """A PyTorch module as a pure function, made by `from_torch`.
 
     A call with other shapes or dtypes captures the module again, as `jax.jit` traces a function again.
 
     Attributes:
-      params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name.
+      params: Parameters by PyTorch's names, in PyTorch's layouts; tied weights once, under their first name. Those of
+        repeated layers are stacked along a first axis, as "transformer.h.*.ln_1.weight".
       state: Buffers that training changes, by name, such as BatchNorm's statistics; None if there are none.
       example: The example batch, as arrays.
       call: From (PyTorch's module, batch of tensors) to the module's result.
@@ -42,101 +44,59 @@ class ImportedModel:
     def __init__(
         self,
         structure: "Structure",
-        tensors: Mapping[str, Any],
+        tensors: "Mapping[str, torch.Tensor]",
         frozen: frozenset[str],
         example: Any,
         call: Call,
         ops: Mapping[str, Callable[..., Any]],
+        unroll: bool,
     ) -> None:
+        from jaxtrain.torch_import.capture import as_array, as_arrays, persistent_buffers, shape_of
+
         self._structure, self._ops = structure, dict(ops)
         self.example, self.call = example, call
         self._keys = tuple(example) if isinstance(example, Mapping) else None
-        self._captured: dict[Any, Captured] = {}
-        self._frozen = frozen
-        first_names = {*structure.aliases.values()}
-        self.params: Params = {name: x for name, x in tensors.items() if name in first_names}
-        self._buffers = {name: x for name, x in tensors.items() if name not in structure.aliases}
-        self.state: Params | None = {name: self._buffers[name] for name in self.graph.state} or None
-
-    @property
-    def names(self) -> NameTable:
-        """The table from `params` to PyTorch's names, which are the same, with the further names of tied weights."""
-        tied = {name: first for name, first in self._structure.aliases.items() if name != first}
-        return NameTable({name: TorchParam(name) for name in self.params}, tied=tied)
-
-    @property
-    def state_names(self) -> NameTable | None:
-        """The table from `state` to PyTorch's names; None for a module without state."""
-        return None if self.state is None else NameTable({name: TorchParam(name) for name in self.state})
-
-    @property
-    def frozen(self) -> Frozen:
-        """Predicate on names: whether a parameter has `requires_grad=False`, as `train_step(frozen=…)` takes it."""
-        return self._frozen.__contains__ if self._frozen else none_frozen
+        self._frozen_tensors = frozen
+        self._tied = {name: first for name, first in structure.aliases.items() if name != first}
+        self._persistent = tuple(persistent_buffers(structure))
+        self._stacks: Stacks = {}
+        self._buffers = {name: as_array(x) for name, x in tensors.items() if name not in structure.aliases}
+        params = {name: tensors[name] for name in structure.aliases.values()}
+        shapes: Any = {name: shape_of(x) for name, x in params.items()}
+        key = self._key(shapes, self.example, train=True)
+        plain = self._exported(key)
+        self._frozen_tensors |= without_gradient(plain.graph)
+        self._changed = frozenset(plain.graph.state)
+        if not unroll:
+            self._stacks = find_stacks(plain.graph, self._frozen_tensors)
+        self._captured = {key: self._finished(plain)}
+        members = {stack: param.names(0) for stack, param in self._stacks.items()}
+        self.params: Params = as_arrays(params, members)
+        state = as_arrays({name: tensors[name] for name in plain.graph.state}, members)
+        self._buffers |= state
+        self.state: Params | None = state or None
 
     @property
     def graph(self) -> Graph:
         """The graph of a training pass on the example batch."""
         return self._capture(self.params, self.example, train=True).graph
 
-    def __call__(
-        self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
-    ) -> tuple[Any, Params | None]:
-        """Run the module.
+    def save(self, folder: Path | str) -> None:
+        """Write the model to a folder, from which `load_imported` reads it without PyTorch.
+
+        The folder contains the weights and the graphs of the example batch, in training and in evaluation, and those of
+        the other shapes with which the model was called.
 
         Args:
-          params: Parameters by name.
-          batch: Arrays in the structure of the example batch. A dict may have further entries, for the loss.
-          rng: Key of dropout and other random numbers; None runs the module in evaluation mode.
-          state: Buffers, as in `self.state`.
-
-        Returns:
-          A tuple (outputs, new state): dicts, tuples and arrays as the module returns them.
+          folder: A new folder.
 
         Raises:
-          UserError: The batch or the parameters do not fit the module.
+          UserError: The folder exists or cannot be written, or the module was imported without weights.
         """
-        captured = self._capture(params, batch, train=rng is not None)
-        given = dict(state or {})
-        outputs, changed = interpret(
-            captured.graph,
-            params=params,
-            state={**self._buffers, **given},
-            constants={**self._buffers, **given, **captured.constants},
-            inputs=self._leaves(batch),
-            rng=rng,
-            ops=self._ops,
-        )
-        if state is None:
-            return outputs, None
-        return outputs, {name: changed[name].astype(x.dtype) if name in changed else x for name, x in given.items()}
-
-    def loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a loss function for `train_step`.
-
-        Args:
-          fn: From (outputs, batch) to a `Loss`, or to (Loss, metrics).
-
-        Returns:
-          `loss_fn(params, batch, rng)`, with a fourth argument for a module with state.
-        """
-
-        def with_metrics(outputs: Any, batch: Any) -> tuple[Loss, dict[str, Any]]:
-            result = fn(outputs, batch)
-            return (result, {}) if isinstance(result, Loss) else result
-
-        if self.state is None:
-
-            def loss_fn(params: Params, batch: Any, rng: Any) -> Any:
-                return with_metrics(self(params, batch, rng)[0], batch)
-
-            return loss_fn
-
-        def loss_fn_with_state(params: Params, batch: Any, rng: Any, model_state: Params) -> Any:
-            outputs, new_state = self(params, batch, rng, model_state)
-            return (*with_metrics(outputs, batch), new_state)
-
-        return loss_fn_with_state
+        self._require_weights()
+        for train in (True, False):
+            self._capture(self.params, self.example, train=train)
+        save(self, Path(folder))
 
     def to_torch(self, params: Params | None = None, state: Params | None = None) -> "torch.nn.Module":
         """Return a copy of PyTorch's module, in the mode in which it was imported.
@@ -154,9 +114,9 @@ class ImportedModel:
         from jaxtrain.torch_import.capture import filled
 
         params, state = params or self.params, state or self.state or {}
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*params.values(), *self._buffers.values())):
-            raise UserError('the module has no weights, it was imported from the "meta" device: pass torch_model=')
-        return filled(self._structure, {**self._buffers, **state, **self.names.to_torch(params)})
+        self._require_weights()
+        buffers = {} if self.state_names is None else self.state_names.to_torch(state)
+        return filled(self._structure, {**self._buffers, **buffers, **self.names.to_torch(params)})
 
     def case(self, name: str = "imported", *args: Any, **kwargs: Any) -> "Case":
         """Return the parity case of this model, beside PyTorch's module.
@@ -194,15 +154,20 @@ class ImportedModel:
     def source(self) -> str:
         """Return the model as readable JAX, one function for each class of modules.
 
-        The text defines `model(params, batch, rng=None, state=None)`, which computes what this object computes for the
-        shapes and dtypes of the example batch: the jaxprs of both are equal. Tensors that are no parameters and too
-        large to be written out are read from `buffers.safetensors` beside the file; `save_source` writes both.
+        The text defines `model(params, batch, rng=None, state=None)` for the shapes and dtypes of the example batch.
+        Parameters and state have PyTorch's names and shapes, with one tensor for each layer: `names.to_torch(params)`
+        returns these, and `from_torch(…, unroll=True)` imports them. The jaxprs of outputs and gradients equal those of
+        the captured graph. This object evaluates the same graph by loops over layers, and in low precision its backward
+        pass computes elementwise formulas again: results are equal up to rounding.
+
+        Tensors that are no parameters and too large to be written out are read from `buffers.safetensors` beside the
+        file; `save_source` writes both.
 
         Returns:
           The text of a Python file, formatted as by `ruff format`.
 
         Raises:
-          UserError: The source would not compute the same.
+          UserError: The module calls a `torch.autograd.Function`, or the source would not compute the same.
 
         Example:
           >>> import torch
@@ -216,90 +181,92 @@ class ImportedModel:
         """Write `source` to a file, and the arrays that go with it to its folder.
 
         Args:
-          path: The file. `params.safetensors` beside it holds `params`, and `buffers.safetensors` the buffers that
-            the source reads, if there are any.
+          path: The file. `params.safetensors` beside it holds the parameters, one for each layer, and
+            `buffers.safetensors` the buffers that the source reads, if there are any.
 
         Returns:
           The written files.
 
         Raises:
-          UserError: As `source`, or the weights are on the "meta" device.
+          UserError: As `source`, or the module was imported without weights.
         """
         from safetensors.flax import save_file
 
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in self.params.values()):
-            raise UserError('the module has no weights, it was imported from the "meta" device: save source() alone')
+        self._require_weights()
         text, buffers = self._source()
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        arrays = {"params": self.params, **({"buffers": buffers} if buffers else {})}
+        arrays = {"params": self.names.to_torch(self.params), **({"buffers": buffers} if buffers else {})}
         for name, tensors in arrays.items():
-            save_file(jax.tree.map(jnp.asarray, dict(tensors)), path.with_name(f"{name}.safetensors"))
+            save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
     def _source(self) -> tuple[str, dict[str, jax.Array]]:
         """Return the source with the buffers that it reads."""
         from jaxtrain.torch_import.source import Pass, source_of
 
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _as_array(x).dtype), self.example)
-        passes = []
-        for train in (True, False):
-            captured = self._capture(self.params, batch, train=train)
-            passes.append(Pass(captured.graph, captured.origins, {**self._buffers, **captured.constants}))
+        keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
+        train, evaluation = (self._exported(key) for key in keys)
+
+        def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
+            return self._run(train if rng is not None else evaluation, params, batch, rng, state)
+
         return source_of(
             type(self._structure.module).__name__,
-            *passes,
-            model=self,
-            params=jax.eval_shape(lambda: self.params),
-            state=jax.eval_shape(lambda: self.state),
-            batch=batch,
+            *(Pass(x.graph, x.origins, {**self._buffers, **x.constants}) for x in (train, evaluation)),
+            model=model,
+            batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
             classes={name: type(part) for name, part in self._structure.module.named_modules()},
             ops=self._ops,
         )
 
-    def _leaves(self, batch: Any) -> list[jax.Array]:
-        return jax.tree.leaves(self._chosen(batch))
-
-    def _chosen(self, batch: Any) -> Any:
-        """Return the part of a batch that the module takes."""
-        if self._keys is None:
-            return batch
-        if missing := [key for key in self._keys if key not in batch]:
-            raise UserError(
-                f"the batch has no {missing[0]!r}: the example batch had {', '.join(map(repr, self._keys))}"
-            )
-        return {key: batch[key] for key in self._keys}
+    def _require_weights(self) -> None:
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*self.params.values(), *self._buffers.values())):
+            raise UserError('the module has no weights, it is on the "meta" device: import one with weights')
 
     def _capture(self, params: Params, batch: Any, *, train: bool) -> "Captured":
+        key = self._key(params, batch, train=train)
+        if key not in self._captured:
+            self._captured[key] = self._finished(self._exported(key))
+        return self._captured[key]
+
+    def _exported(self, key: Key) -> "Captured":
+        """Return the graph of a forward pass with the parameters of PyTorch."""
         from jaxtrain.torch_import.capture import capture
 
-        chosen = self._chosen(batch)
-        leaves, structure = jax.tree.flatten(chosen)
-        specs = tuple(Spec(tuple(np.shape(x)), str(x.dtype)) for x in map(_as_array, leaves))
-        dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
-        key = (train, dtype, specs, structure)
-        if key not in self._captured:
-            captured = capture(
-                self._structure,
-                lambda module, tensors: self.call(module, jax.tree.unflatten(structure, tensors)),
-                specs,
-                train=train,
-                dtype=dtype,
-                ops=frozenset(self._ops),
-            )
-            graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
-            self._captured[key] = captured._replace(graph=graph)
-        return self._captured[key]
+        captured = capture(
+            self._structure,
+            lambda module, tensors: self.call(module, jax.tree.unflatten(key.structure, tensors)),
+            key.specs,
+            train=key.train,
+            dtype=key.dtype,
+            ops=frozenset(self._ops),
+        )
+        graph = with_causal_attention(captured.graph, {**self._buffers, **captured.constants}, self._ops)
+        return captured._replace(graph=with_grouped_queries(graph, self._ops))
+
+    def _finished(self, exported: "Captured") -> "Captured":
+        """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        tensors = {**self._buffers, **exported.constants}
+
+        def equal(names: Sequence[str]) -> bool:
+            first, *others = (tensors[name] for name in names)
+            known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
+            return known and all(np.array_equal(first, x) for x in others)
+
+        # After the loops: a formula of a layer has names of its own, by which layers would differ.
+        looped = repeated(exported.graph, self._stacks, self._frozen_tensors, equal)
+        return exported._replace(graph=with_recomputed_formulas(looped))
 
 
 def from_torch(
-    module: "torch.nn.Module",
+    module: "torch.nn.Module | Path | str",
     example_batch: Any,
     *,
     call: Call | None = None,
     ops: Mapping[str, Callable[..., Any]] | None = None,
+    unroll: bool = False,
 ) -> ImportedModel:
     """Import a PyTorch module as a pure function that can be trained.
 
@@ -307,11 +274,15 @@ def from_torch(
     PyTorch's gradients. Its weights are copied. Of a module on the "meta" device `params` has shapes and dtypes only.
 
     Args:
-      module: The module. It is not modified.
+      module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
+        without code from the folder.
       example_batch: Arrays or tensors that the module takes: a dict of keyword arguments, a tuple of positional ones,
         or one array. Only shapes and dtypes matter.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
+      unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
+        or `Sequential` that differ in their parameters alone are evaluated by a loop over stacked parameters, and each
+        is a block for rematerialization.
 
     Returns:
       The model, with its parameters.
@@ -328,16 +299,14 @@ def from_torch(
       >>> outputs.shape
       (4, 2)
     """
-    from jaxtrain.torch_import.capture import as_array, structure_of
+    from jaxtrain.torch_import.capture import as_array, pretrained, structure_of
 
-    tensors = {name: as_array(x) for name, x in (*module.named_parameters(), *module.named_buffers())}
+    if isinstance(module, Path | str):
+        module = pretrained(module)
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
     example = jax.tree.map(as_array, example_batch)
-    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {})
-
-
-def _as_array(x: Any) -> Any:
-    return x if hasattr(x, "dtype") else np.asarray(x)
+    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {}, unroll)
 
 
 def _call(module: Any, batch: Any) -> Any:

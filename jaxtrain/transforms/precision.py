@@ -23,7 +23,7 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.biased_product import KERNEL, biased_product
-from jaxtrain.transforms.recompute import recompute, recompute_call, recomputes
+from jaxtrain.transforms.recompute import recompute, recompute_call, recomputes, rounded_results
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
@@ -70,6 +70,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
         biased = list(biased_products(closed.jaxpr))
         biases = {match.total: match.bias for match in biased}
         unrounded = {match.product for match in biased}
+        rounded = set(rounded_results(closed.jaxpr, _is_low_product))
         casts: WeakKeyDictionary[jaxpr.Run, _Casts] = WeakKeyDictionary()
 
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
@@ -80,7 +81,7 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
             if recomputes(eqn):
-                return recompute_call(eqn, args, run)
+                return recompute_call(eqn, args, run, dtype if eqn.outvars[0] in rounded else None)
             if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
                 return _on_cuda(on_cuda, eqn, args, dtype, run)
             if name in jaxpr.HIGHER_ORDER:
@@ -262,6 +263,10 @@ def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any
 
 
 _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
+
+
+def _is_low_product(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "dot_general" and not jaxpr.in_scope(eqn, DISABLED)
 
 
 def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:

@@ -5,7 +5,8 @@ formula keeps each factor that it multiplies by, in float32: several times the m
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +14,9 @@ from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 
@@ -58,12 +60,42 @@ def recomputes(eqn: JaxprEqn) -> bool:
     return isinstance(name, str) and name.startswith(RECOMPUTED) and jaxpr.is_call(eqn, name)
 
 
-def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: jaxpr.Run) -> list[Any]:
-    """Evaluate a call of a marked function by `run`; its backward pass keeps its inputs alone."""
+def rounded_results(traced: Jaxpr, rounds: Callable[[JaxprEqn], bool]) -> Iterator[Var]:
+    """Yield the results of marked functions, in `traced` and in all jaxprs inside it, that are rounded when used.
+
+    Args:
+      traced: A jaxpr.
+      rounds: Whether an equation rounds its float32 operands.
+    """
+    uses = Counter(v for v in [*traced.outvars, *(v for e in traced.eqns for v in e.invars)] if isinstance(v, Var))
+    producers = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
+    for eqn in traced.eqns:
+        if rounds(eqn) and all(v.aval.dtype == np.float32 for v in eqn.invars):  # type: ignore[attr-defined]
+            for var in eqn.invars:
+                while isinstance(var, Var) and uses[var] == 1 and (producer := producers.get(var)) is not None:
+                    if recomputes(producer) and len(producer.outvars) == 1:
+                        yield var
+                    if producer.primitive.name not in ("reshape", "transpose"):
+                        break
+                    var = producer.invars[0]
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from rounded_results(inner, rounds)
+
+
+def recompute_call(eqn: JaxprEqn, args: Sequence[Any], run: jaxpr.Run, result: Any = None) -> list[Any]:
+    """Evaluate a call of a marked function by `run`; its backward pass keeps its inputs alone.
+
+    Args:
+      eqn: The call.
+      args: Its arguments.
+      run: Evaluates a jaxpr.
+      result: Dtype that the only user of its result rounds it to, so that its gradient has this dtype; None for none.
+    """
     body, on_gpu = eqn.params["jaxpr"], _GRADIENTS.get(eqn.params["name"])
 
     def fn(*args: Any) -> list[Any]:
-        return run(body.jaxpr, body.consts, args)
+        outs = run(body.jaxpr, body.consts, args)
+        return outs if result is None or on_gpu is not None else [jnp.asarray(x, result) for x in outs]
 
     if on_gpu is None:
         return list(recompute(fn, args, body.jaxpr))

@@ -31,9 +31,9 @@ def module_case(name: str, factory: Factory) -> Case:
     return imported(name, factory)[1]
 
 
-def imported(name: str, factory: Factory) -> tuple["ImportedModel", Case]:
-    """Return the model of a factory and its case, as `module_case`."""
+def imported(name: str, factory: Factory, *, unroll: bool = False) -> tuple["ImportedModel", Case]:
+    """Return the model of a factory and its case, as `module_case`; `unroll` is that of `from_torch`."""
     from jaxtrain.torch_import import from_torch
 
-    model = from_torch(*factory())
+    model = from_torch(*factory(), unroll=unroll)
     return model, imported_case(model, name, torch_model=fresh_weights(model, lambda: factory()[0]))

@@ -38,9 +38,7 @@ def own_case(spec: str, **options: Any) -> Case:
     if not isinstance(found, Case):
         cases = [key for key, value in vars(module).items() if isinstance(value, Case)]
         there = f"its cases are {', '.join(cases)}" if cases else "it has no parity.Case"
-        raise UserError(
-            f"{name!r} in {path} is not a case: {there}; a function may return one, or (module, example batch)"
-        )
+        raise UserError(f"{name!r} in {path} is not a case: {there}")
     return found
 
 

@@ -37,6 +37,8 @@ def recipe_case(recipe: Recipe) -> Case:
     if recipe.frozen is not None:
         raise UserError(f"frozen {recipe.frozen!r} has no counterpart in torch_model: compare with frozen=None")
     task, torch_side = recipe.task(), cast(Any, recipe)
+    if task.frozen is not None:
+        raise UserError("the frozen parameters of the task have no counterpart in torch_model: leave Task.frozen out")
     shapes = jax.eval_shape(task.initial)
 
     def batch(seed: int, rows: int) -> Batch:

@@ -77,6 +77,12 @@ OPERATIONS: tuple[OperationConvention, ...] = (
     OperationConvention(
         "batch_norm", "running variance is biased", "n / (n - 1) times the stored variance", biased_running_var
     ),
+    OperationConvention(
+        "gelu",
+        "is that of torch.nn.functional",
+        "none needed, PyTorch's model has a formula of its own",
+        lambda call, arguments: call(**arguments),
+    ),
     OperationConvention("gelu", "is the tanh approximation", "approximate=False", given(approximate="tanh")),
     OperationConvention("gelu", "is exact", "approximate=True", given(approximate="none")),
     OperationConvention("gelu", "is x·sigmoid(1.702x)", "jax.nn.gelu", quick_gelu),

@@ -5,6 +5,7 @@ An operation is chosen if the loss depends on a parameter through it. Each overl
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.torch_import import TABLE, Graph, Node, Ref, Spec
+from jaxtrain.torch_import import RECOMPUTED, TABLE, Graph, Node, Ref, Spec
 from parity.case import Case
 from parity.mutants.mutant import Mutant
 
@@ -66,7 +67,9 @@ def _differentiated(graph: Graph) -> list[Node]:
     """Return the floating-point operations through which an output depends on a parameter with a gradient."""
     reached = {x.name for x in graph.inputs if x.kind == "param"}
     forward = []
-    for node in graph.nodes:
+    # The operations of a formula that is computed again take the values around it by their names.
+    formulas = (node.kwargs["graph"].nodes if node.op == RECOMPUTED else (node,) for node in graph.nodes)
+    for node in chain.from_iterable(formulas):
         if node.op != DETACH and _floating(node) and any(ref in reached for ref in _refs((node.args, node.kwargs))):
             reached.add(node.name)
             forward.append(node)

@@ -13,6 +13,7 @@ from jax import lax
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from jaxtrain.transforms import autocast_disabled
 from parity.mutants.network import Call
 
 OIHW = ("NCHW", "OIHW", "NCHW")
@@ -21,7 +22,9 @@ Ours = Callable[..., Any]
 
 def layer_norm(p: Any, x: Any, eps: float = 1e-5, ddof: int = 0, fast: bool = False, rms: bool = False) -> Any:
     """LayerNorm or RMSNorm, over the last axis."""
-    mean = x.mean(-1, keepdims=True) * (not rms)
+    mean = x.mean(-1, keepdims=True)
+    # The mean of inputs far from zero is rounded; PyTorch's is exact to the last digit.
+    mean = (mean + (x - mean).mean(-1, keepdims=True)) * (not rms)
     var = jnp.square(x - mean).sum(-1, keepdims=True) / (x.shape[-1] - ddof)
     if fast:
         var = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True) - jnp.square(mean.astype(jnp.float32))
@@ -89,8 +92,9 @@ def avg_pool(p: Any, x: Any, include: bool = True) -> Any:
 
 
 def resized(p: Any, x: Any, method: str = "linear", antialias: bool = False) -> Any:
-    """Resize to [B, C, 5, 5]."""
-    return jax.image.resize(x, (*x.shape[:2], 5, 5), method, antialias=antialias)
+    """Resize to [B, C, 5, 5]; as PyTorch's, in float32 under autocast."""
+    with autocast_disabled():
+        return jax.image.resize(x, (*x.shape[:2], 5, 5), method, antialias=antialias)
 
 
 def nearest(p: Any, x: Any, shift: float = 0.0) -> Any:
@@ -100,7 +104,7 @@ def nearest(p: Any, x: Any, shift: float = 0.0) -> Any:
 
 
 def bicubic(p: Any, x: Any, a: float = -0.75) -> Any:
-    """Resize from 4 to 8 pixels along both axes."""
+    """Resize from 4 to 8 pixels along both axes; as PyTorch's, in float32 under autocast."""
     m = np.zeros((8, 4), np.float32)
     for i in range(8):
         at = (i + 0.5) / 2 - 0.5
@@ -108,7 +112,8 @@ def bicubic(p: Any, x: Any, a: float = -0.75) -> Any:
             t = abs(at - j)
             near = (a + 2) * t**3 - (a + 3) * t**2 + 1
             m[i, min(max(j, 0), 3)] += near if t <= 1 else a * (t**3 - 5 * t**2 + 8 * t - 4)
-    return jnp.einsum("ih,jw,bchw->bcij", m, m, x)
+    with autocast_disabled():
+        return jnp.einsum("ih,jw,bchw->bcij", m, m, x)
 
 
 def lstm(p: Any, x: Any, forget: float = 0.0, summed: bool = True, order: tuple[int, ...] = (0, 1, 2, 3)) -> Any:

@@ -168,6 +168,6 @@ MUTANTS = [
     skipping("skipped-updates-count-in-the-schedule", keep_parameters_only, SCHEDULED),
     skipping("skipped-updates-reach-the-momentum", keep_parameters_only, MOMENTUM),
     skipping("overflows-applied", lambda skip, old, new: new, SGD),
-    Mutant("rows-and-labels-apart", partial(linear, shifted), linear, "forward", "loss", square),
+    Mutant("rows-and-labels-apart", partial(linear, shifted), linear, "forward", "loss", shifted),
     Mutant("outputs-in-bfloat16", partial(linear, in_bfloat16), linear, settings={"precision": "fp32"}),
 ]

@@ -12,7 +12,7 @@ under random weights: they prove the table, or what is in doubt is named.
 
 from parity.weights.probe import Probe, probe_of
 from parity.weights.proof import Proof, prove
-from parity.weights.proposal import Proposal, as_source, completed, proposal_of, propose, with_tables
+from parity.weights.proposal import Proposal, as_source, completed, proposal_of, propose, proposed, with_tables
 
 __all__ = [
     "Probe",
@@ -23,6 +23,7 @@ __all__ = [
     "probe_of",
     "proposal_of",
     "propose",
+    "proposed",
     "prove",
     "with_tables",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import LAYER, NameTable, leaves
+from jaxtrain.interop import NameTable, leaves
 from parity.case import Case
 from parity.jax_side import from_torch
 from parity.record import Tensors
@@ -109,9 +109,5 @@ def prove(case: Case) -> Proof:
 
 def _used(table: NameTable, like: Any) -> list[str]:
     """Names of the tensors that fill the leaves."""
-    shapes = {path: tuple(leaf.shape) for path, leaf in leaves(like)}
-    return [
-        param.name.replace(LAYER, str(i))
-        for path, param in table.params.items()
-        for i in range(shapes.get(path, (0,))[0] if LAYER in param.name else 1)
-    ]
+    counts = {path: next(iter(leaf.shape), 0) for path, leaf in leaves(like)}
+    return [name for path, param in table.params.items() for name in param.names(counts.get(path, 0))]

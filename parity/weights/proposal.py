@@ -1,7 +1,9 @@
 """The proposal of name tables: the cheapest assignment of tensors to leaves, tried under random weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import combinations, groupby
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from parity.weights.by_values import by_values
 from parity.weights.classes import by_class
 from parity.weights.layouts import OWNERS, Convolution
 from parity.weights.probe import MAX_DISTANCE, Probe, probe_of, random_weights, relative_distance
-from parity.weights.tied import tie_leaves, tied_names
-from parity.weights.unused import unused_parameters, without_parameters
+from parity.weights.tied import tie_leaves, tied_names, untied, ways_to_untie
+from parity.weights.unused import constant_buffers, unused_parameters, without_tensors
 
 LISTED = 5
 """Number of entries that a message lists."""
@@ -59,11 +61,18 @@ def with_tables(case: Case) -> Case:
 
 def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
     """Return the case of `with_tables`, and notes on what it proposes, ties and leaves out."""
+    case, notes = proposed(case)
+    case, tied = tie_leaves(case, tied_names(seeded_model(case, 0)))
+    return case, (*notes, *tied)
+
+
+def proposed(case: Case) -> tuple[Case, tuple[str, ...]]:
+    """Return the case with all its tables, and notes on them; leaves that it matches are not tied yet."""
     model = seeded_model(case, 0)
-    unused = _unused(case, model)
-    notes = [f"{name} is left out: PyTorch's loss does not depend on it" for name in sorted(unused)[:LISTED]]
-    if unused:
-        case = without_parameters(case, unused)
+    left_out = _left_out(case, model)
+    notes = [f"{name} is left out: {_why(model, name)}" for name in sorted(left_out)[:LISTED]]
+    if left_out:
+        case = without_tensors(case, left_out)
     if case.names is not None:
         case, tied = tie_leaves(case, tied_names(model))
         notes += tied
@@ -74,28 +83,72 @@ def completed(case: Case) -> tuple[Case, tuple[str, ...]]:
     return case, tuple(notes)
 
 
-def _unused(case: Case, model: torch.nn.Module) -> set[str]:
-    """PyTorch's parameters without a leaf that its loss does not depend on."""
-    aliases = tied_names(model)
+def _why(model: torch.nn.Module, name: str) -> str:
+    if name in dict(model.named_buffers()):
+        return "PyTorch's loss does not change it, and it has no leaf"
+    trained = model.get_parameter(name).requires_grad
+    return "PyTorch's loss does not depend on it" if trained else "it is frozen in PyTorch and has no leaf"
+
+
+def _left_out(case: Case, model: torch.nn.Module) -> set[str]:
+    """PyTorch's tensors without a leaf: parameters that are frozen or not in its loss, and buffers that it does not
+    change."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     if case.names is not None:
-        if {path for path, _ in leaves(case.params_like)} != set(case.names.params):
-            return set()
-        named = {aliases.get(name, name) for name in case.names.torch_order(case.params_like)}
-        lacking = {name for name, _ in model.named_parameters()} - named - case.names.tied.keys()
-        return unused_parameters(case) & lacking if lacking else set()
+        lacking = _not_named(case, model)
+        unused = unused_parameters(case) if lacking else set()
+        return (unused | frozen) & lacking | _spare_buffers(case, model)
+    if _fits(model, case) or _untyings(case, model):
+        return set()
+    for names in _unions(unused_parameters(case), frozen, _spare_buffers(case, model)):
+        without = without_tensors(case, names)
+        smaller = seeded_model(without, 0)
+        if _fits(smaller, case) or _untyings(without, smaller):
+            return names
+    return set()  # the faults of the whole model say more than those without some of its tensors
+
+
+def _not_named(case: Case, model: torch.nn.Module) -> set[str]:
+    """The parameters that the table does not name; none if it does not fit the leaves."""
+    if {path for path, _ in leaves(case.params_like)} != set(case.names.params):
+        return set()
+    aliases = tied_names(model)
+    named = {aliases.get(name, name) for name in case.names.torch_order(case.params_like)}
+    return {name for name, _ in model.named_parameters()} - named - case.names.tied.keys()
+
+
+def _spare_buffers(case: Case, model: torch.nn.Module) -> set[str]:
+    """The buffers that the loss does not change, if there are more buffers than leaves of the JAX model's state."""
+    if case.state_like is None or case.buffers is not None:
+        return set()
+    counted = [name for name in model.state_dict() if name in dict(model.named_buffers())]
+    counted = [name for name in counted if not name.endswith("num_batches_tracked")]
+    leaves_of_state = [leaf for leaf in jax.tree.leaves(case.state_like) if np.ndim(leaf) > 0]
+    return constant_buffers(case) & {*counted} if len(counted) > len(leaves_of_state) else set()
+
+
+def _unions(*sets: set[str]) -> list[set[str]]:
+    """The unions of some of these sets, the smallest first."""
+    some = [s for s in sets if s]
+    return sorted((set().union(*chosen) for n in range(1, len(some) + 1) for chosen in combinations(some, n)), key=len)
+
+
+def _untyings(case: Case, model: torch.nn.Module) -> list[Case]:
+    """The case with as few tied parameters untied as its leaves need, in every way that leaves nothing over."""
+    for _, ways in groupby(ways_to_untie(model), key=len):
+        versions = [untied(case, groups) for groups in ways]
+        if fitting := [version for version in versions if _fits(seeded_model(version, 0), case)]:
+            return fitting
+    return []
+
+
+def _fits(model: torch.nn.Module, case: Case) -> bool:
+    """Whether every tensor of a model has a leaf of its shape, and every leaf a tensor."""
     try:
         _sides(model, case.params_like, case.state_like, ())
     except UserError:
-        unused = unused_parameters(case)
-        if not unused:
-            raise
-        without = seeded_model(without_parameters(case, unused), 0)
-        try:
-            _sides(without, case.params_like, case.state_like, ())
-        except UserError:
-            return set()  # the faults of the whole model say more
-        return unused
-    return set()
+        return False
+    return True
 
 
 def proposal_of(case: Case) -> Proposal:
@@ -109,8 +162,37 @@ def proposal_of(case: Case) -> Proposal:
 
     Raises:
       UserError: Some tensors or leaves have no counterpart; or the losses differ, and neither values nor names tell
-        which tensor some leaves are.
+        which tensor some leaves are, or which of several names of a tied one.
     """
+    model = seeded_model(case, 0)
+    if case.names is not None or _fits(model, case):
+        return _proposal_of(case)
+    versions = _untyings(case, model)
+    if len(versions) < 2:
+        return _proposal_of(*versions or [case])
+    for version in versions:
+        with suppress(UserError):
+            found = _proposal_of(version)
+            if _agrees(version, found):
+                return found
+    tied = ", ".join(dict.fromkeys([*tied_names(model).values(), *tied_names(model)]))
+    raise UserError(
+        f"the losses of {case.name} differ under random weights, and which leaf is which of the tied {tied} is in "
+        "doubt: pass names, a NameTable"
+    )
+
+
+def _agrees(case: Case, proposal: Proposal) -> bool:
+    """Whether both losses are equal under random weights."""
+    whole = replace(case, names=proposal.names, buffers=proposal.buffers)
+    model, probe = seeded_model(case, 0), probe_of(case)
+    weights = random_weights(model, model.state_dict().keys())
+    arguments = from_torch(whole, with_counterpart(whole, model, weights))
+    theirs, ours = probe.torch_loss(weights), probe.jax_loss(*arguments)
+    return relative_distance(ours, theirs, theirs) <= MAX_DISTANCE
+
+
+def _proposal_of(case: Case) -> Proposal:
     model, probe = seeded_model(case, 0), probe_of(case)
     of_images = _sides(model, case.params_like, case.state_like, _image_channels(model))
     if not any(side.ambiguous for side in of_images):

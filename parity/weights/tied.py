@@ -1,8 +1,10 @@
 """Tied parameters: tensors of PyTorch with several names, and leaves of JAX that one tensor fills."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -20,6 +22,55 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
     return {name: own for name, p in every if (own := first.setdefault(id(p), name)) != name}
 
 
+def ways_to_untie(model: torch.nn.Module) -> list[Sequence[Sequence[str]]]:
+    """Return every division of the names of tied parameters into those that stay tied, the fewest parameters first."""
+    of = defaultdict(list)
+    for alias, name in tied_names(model).items():
+        of[name].append(alias)
+    divisions = [list(_partitions([name, *aliases])) for name, aliases in of.items()]
+    ways = [[group for division in chosen for group in division] for chosen in product(*divisions)]
+    return sorted((way for way in ways if len(way) > len(of)), key=len)
+
+
+def _partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:
+    if not names:
+        yield []
+        return
+    for groups in _partitions(names[1:]):
+        yield [[names[0]], *groups]
+        yield from ([*groups[:i], [names[0], *group], *groups[i + 1 :]] for i, group in enumerate(groups))
+
+
+def untied(case: Case, groups: Sequence[Sequence[str]]) -> Case:
+    """Return the case with one PyTorch parameter for each of these groups of names, which leaves are matched to."""
+
+    def torch_model() -> torch.nn.Module:
+        model = case.torch_model()
+        for group in groups:
+            p = model.get_parameter(group[0])
+            own = torch.nn.Parameter(p.detach().clone(), p.requires_grad)
+            for name in group:
+                _set(model, name, own)
+        return model
+
+    return replace(case, torch_model=torch_model)
+
+
+def _set(model: torch.nn.Module, name: str, p: torch.nn.Parameter) -> None:
+    """Replace a parameter under this name alone; modules that have other names as well are copied."""
+    times = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    *path, own = name.split(".")
+    module = model
+    for part in path:
+        child = module.get_submodule(part)
+        if times[id(child)] > 1:
+            child = copy.copy(child)
+            child._parameters, child._modules = dict(child._parameters), dict(child._modules)
+            module._modules[part] = child
+        module = child
+    module._parameters[own] = p
+
+
 def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str, ...]]:
     """Return the case with one parameter for all leaves that one tensor fills, and notes on them.
 
@@ -34,7 +85,8 @@ def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str,
     same = {**aliases, **names.tied}
     paths = defaultdict(list)
     for path, param in names.params.items():
-        paths[same.get(param.name, param.name)].append(path)
+        # Stacks of different layers have one name.
+        paths[same.get(param.name, param.name), param.layers].append(path)
     kept_of = {path: kept for kept, *others in paths.values() for path in others}
     if not kept_of:
         return case, ()
@@ -57,7 +109,7 @@ def tie_leaves(case: Case, aliases: Mapping[str, str]) -> tuple[Case, tuple[str,
         return case.loss_fn(fill(params), batch, rng, model_state)
 
     table = {path: param for path, param in names.params.items() if path not in kept_of}
-    table |= {kept: replace(names.params[kept], name=name) for name, (kept, *_) in paths.items()}
+    table |= {kept: replace(names.params[kept], name=name) for (name, _), (kept, *_) in paths.items()}
     tied = replace(
         case,
         loss_fn=without_state if case.state_like is None else with_state,

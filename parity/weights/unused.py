@@ -1,4 +1,4 @@
-"""Parameters of PyTorch that the loss does not depend on."""
+"""Parameters of PyTorch that the loss does not depend on, and buffers that it does not change."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -20,8 +20,18 @@ def unused_parameters(case: Case) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
 
 
-def without_parameters(case: Case, names: Collection[str]) -> Case:
-    """Return the case with these parameters as buffers, which are neither trained nor compared."""
+def constant_buffers(case: Case) -> set[str]:
+    """Return the names of the buffers that the case's first batch does not change, such as a mask."""
+    model = seeded_model(case, 0).double()
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    batch = {name: tensor(x, "fp64") for name, x in case.batch(0, case.rows).items()}
+    with torch.random.fork_rng(devices=[]), InFloat64():
+        case.torch_loss(model, batch)
+    return {name for name, x in model.named_buffers() if name in before and torch.equal(x, before[name])}
+
+
+def without_tensors(case: Case, names: Collection[str]) -> Case:
+    """Return the case with these parameters and buffers as constants, which are neither trained nor compared."""
 
     def torch_model() -> torch.nn.Module:
         model = case.torch_model()

@@ -88,7 +88,7 @@ def create_run(root, name):
     flags = [str(root / flag) if flag in ("texts", "table.parquet") else flag for flag in RUNS[name].split()]
     recipe = parse(RECIPES[name], flags, "train")
     task = recipe.task()
-    state = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=0)
+    state = training_step(recipe, task).init(task.params, model_state=task.model_state, seed=0)
     generator = np.random.default_rng(0)
 
     def shifted(x):

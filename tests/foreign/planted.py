@@ -1,5 +1,6 @@
 """Bugs planted in published ports, a line each: whether the check catches them, and the line that it reports."""
 
+import re
 from dataclasses import dataclass, field
 
 from jaxtrain.errors import UserError
@@ -370,7 +371,8 @@ def examine_bug(bug: Bug) -> Outcome:
         try:
             verdict = check(case, locate=True, steps=STEPS)
         except UserError as error:
-            return Outcome(bug, True, 0, "", (str(error),))
+            named = re.search(r"(\S+\.py):(\d+): ", str(error))
+            return Outcome(bug, True, int(named[2]) if named else 0, "", (str(error),))
     found = verdict.first_divergence
     file, line, text = found.jax_source.split(":", 2) if found and found.jax_source else ("", "0", "")
     return Outcome(bug, not verdict.passed, int(line), f"{file}: {text}", verdict.lines)

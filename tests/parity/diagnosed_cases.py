@@ -15,7 +15,7 @@ import jaxtrain
 from jaxtrain import optim
 from jaxtrain.interop import NameTable, TorchParam
 from parity.case import Case
-from parity.diagnose import Diagnosis, diagnose
+from parity.diagnose import Diagnosis, Untrained, diagnose
 from parity.optimizer import Optimizer
 from parity.stages import run_stages
 
@@ -78,7 +78,7 @@ def weights(shape: tuple[int, ...]) -> np.ndarray:
     return np.cos(np.arange(math.prod(shape), dtype=np.float64)).reshape(shape)
 
 
-def diagnosed(case: Case, steps: int = 2) -> Diagnosis | None:
+def diagnosed(case: Case, steps: int = 2) -> Diagnosis | Untrained | None:
     return diagnose(run_stages(case, steps=steps))
 
 

@@ -25,6 +25,13 @@ from parity.conventions.operations import (
 from tests.parity.diagnosed_cases import IGNORED, ROWS, weights
 
 
+class Gelu(torch.nn.Module):
+    """The tanh approximation with rounded constants."""
+
+    def forward(self, x: Any) -> Any:
+        return 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
 def normed(x: Any, axes: Any, eps: float, ddof: int = 0, mean: bool = True) -> Any:
     centred = x - x.mean(axes, keepdims=True) if mean else x
     n = math.prod(x.shape[axis] for axis in axes)
@@ -192,6 +199,7 @@ def planted() -> dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., A
         alone(lambda x: normed(x, (3,), 1e-5, mean=False) * affine[0] + affine[1]),
     )
     gelu = F.gelu, partial(F.gelu, approximate="tanh")
+    found["gelu", "is that of torch.nn.functional"] = alone(Gelu()), alone(jax.nn.gelu)
     found["gelu", "is the tanh approximation"] = alone(gelu[0]), alone(jax.nn.gelu)
     found["gelu", "is exact"] = alone(gelu[1]), alone(partial(jax.nn.gelu, approximate=False))
     found["gelu", "is x·sigmoid(1.702x)"] = alone(gelu[0]), alone(lambda x: x * jax.nn.sigmoid(1.702 * x))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import parity
 from parity.case import Case
@@ -19,8 +20,9 @@ from parity.cases.own import own_case
 from parity.cli import main
 from parity.compare import Verdict
 from parity.examination import Examination
+from parity.progress import report
 from parity.record import Record, Snapshot
-from parity.report import Result, document
+from parity.report import Result, document, waiting
 from parity.settings import Settings
 
 ROW = [
@@ -50,7 +52,7 @@ def test_cases_that_pass_exit_0_and_are_written_as_json(tmp_path: Path, capsys: 
     argv = ["run", "mlp", "--precision", "fp64,fp32", "--precision", "bf16", "--accumulate", "2", "--steps", "3"]
     assert main([*argv, "--seed", "7", "--json", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert all(line.startswith(("mlp fp64: ", "mlp fp32: ", "mlp bf16: ")) for line in err.splitlines())
     assert out.splitlines()[0].startswith("fp64: within 1e-10 of PyTorch")
     written = json.loads(path.read_text())
     assert list(written) == ["environment", "cases", "passed", "failed"]
@@ -105,8 +107,7 @@ def test_locate_exits_1_and_shows_both_lines(
     flax_epsilon = dataclasses.replace(gpt2.CONFIG, layer_norm_epsilon=1e-6)
     monkeypatch.setitem(CASES, "gpt2", lambda: gpt2.case(flax_epsilon))
     assert main(["locate", "gpt2"]) == 1
-    out, err = capsys.readouterr()
-    assert err == ""
+    out = capsys.readouterr().out
     headline, operation, theirs, built, ours, *_ = out.splitlines()
     assert headline.startswith("gpt2 differs in 2 steps")
     assert operation.split("  ")[-1] == "transformer.h.0.ln_1: aten.native_layer_norm (aten.add)"
@@ -169,7 +170,9 @@ def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> Non
     program = f"import sys; sys.modules['{package}'] = None; from parity.cli import main; sys.exit(main(['run']))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
-    assert ran.stderr == f"parity: {package} is not installed: pip install 'jaxtrain[parity]'\n"
+    assert ran.stderr.removeprefix("importing\n") == (
+        f"parity: {package} is not installed: pip install 'jaxtrain[parity]'\n"
+    )
 
 
 def test_nonfinite_numbers_are_null_in_valid_json() -> None:
@@ -226,13 +229,45 @@ def test_a_users_case_is_specified_by_its_file(case_file: Path, capsys: pytest.C
     page = case_file.with_suffix(".html")
     assert main(["run", f"{case_file}::ready", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 0
     assert "1 check held" in page.read_text()
-    assert main(["run", f"{case_file}::wrong", "--precision", "fp64", "--steps", "2", "--html", str(page)]) == 1
+    capsys.readouterr()
+    assert main(["run", f"{case_file}::wrong", "--precision", "fp64,fp32", "--steps", "2", "--html", str(page)]) == 1
+    assert "wrong fp32 not run: wrong differs in fp64" in capsys.readouterr().out
     text = page.read_text()
     assert "1 differs" in text
     # The page shows the wrong line.
     assert "1.1 * params" in text
     assert main(["locate", f"{case_file}::wrong"]) == 1
     assert "1.1 * params" in capsys.readouterr().out
+
+
+def test_a_check_reports_its_stages_and_stops_after_a_first_step_that_differs(case_file: Path) -> None:
+    reported: list[str] = []
+    assert parity.check(own_case(f"{case_file}::ready"), steps=2, progress=reported.append).passed
+    equal = reported.index("fp64: the first loss, gradients and update are equal")
+    assert reported[:equal] == [
+        "fp64: matching weights",
+        "fp64: PyTorch, update 1 of 1",
+        "fp64: JAX compiles",
+    ]
+    assert reported[-1] == "fp64: JAX, update 2 of 2"
+    reported.clear()
+    assert not parity.check(own_case(f"{case_file}::wrong"), progress=reported.append).passed
+    assert not any("update 2" in line for line in reported)
+
+
+def test_without_a_terminal_a_stage_that_lasts_is_a_line_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("parity.report.live.PATIENCE", 1e-3)
+    err = ""
+    with waiting(Console(quiet=True), "gpt2"):
+        for stage, line in {"fp64: JAX, update 2 of 3": "2 of 3", "fp32: JAX compiles": "compiles"}.items():
+            report(stage)
+            while line not in err:
+                err += capsys.readouterr().err
+            if line == "2 of 3":
+                report("fp64: JAX, update 3 of 3")
+    assert err.splitlines()[-2:] == ["gpt2 fp64: JAX, update 2 of 3", "gpt2 fp32: JAX compiles"]
 
 
 def test_an_error_in_a_loss_fn_is_shown_in_the_users_frames(

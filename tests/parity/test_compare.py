@@ -85,8 +85,17 @@ def test_the_error_ratio_is_relative_to_the_least_accurate_run_of_pytorch() -> N
     assert len(same_precision(record(4.1e-3), theirs, record()).faults) == 4
 
 
-def test_an_exact_run_of_pytorch_allows_no_error() -> None:
+def test_an_exact_run_of_pytorch_allows_the_rounding_of_float32_in_losses_and_gradients() -> None:
     assert same_precision(record(), [record()], record()).error_ratio == 0
+
+    def rounded(error: float) -> Record:
+        return dataclasses.replace(record(error), last=record().last)
+
+    assert same_precision(rounded(4e-7), [record()], record()).passed
+    assert [fault.split(":")[0] for fault in same_precision(rounded(6e-7), [record()], record()).faults] == [
+        "losses",
+        "first gradient",
+    ]
     assert same_precision(record(1e-12), [record()], record()).error_ratio == math.inf
 
 

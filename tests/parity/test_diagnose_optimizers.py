@@ -1,5 +1,6 @@
 """Each convention of clipping and of an optimizer, planted in the JAX side of a small case, is diagnosed."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from parity import stages as stagewise
 from parity.case import Case
 from parity.conventions.clipping import CLIPPING
 from parity.conventions.optimizers import DIRECTIONS, OPTIMIZERS, recipes
+from parity.diagnose import Diagnosis
 from parity.optimizer import Optimizer
 from parity.stages import stages
 from tests.parity.diagnosed_cases import ROWS, SGD, diagnosed, representatives
@@ -150,13 +152,34 @@ def test_a_convention_of_an_optimizer_is_diagnosed(kind: str, has: str) -> None:
     (convention,) = (c for c in OPTIMIZERS if c.has == has and (not c.of or kind in c.of))
     theirs = SPECIAL.get(has, THEIRS[kind])
     found = diagnosed(as_planted(theirs, None if kind == "Rprop" else exponential, convention.options), steps=8)
-    assert found is not None
+    assert isinstance(found, Diagnosis)
     assert (found.subject, found.has) == (kind, has)
+
+
+@pytest.mark.parametrize(("frozen", "why"), [(True, "requires_grad=False"), (False, "no gradient")])
+def test_weight_decay_of_a_parameter_without_a_gradient_is_diagnosed(frozen: bool, why: str) -> None:
+    class Partly(Leaves):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b.requires_grad_(not frozen)
+
+    tiny = as_planted(THEIRS["AdamW"], None, {})
+
+    def torch_loss(model: Any, batch: Any) -> Any:
+        return ((model.w * batch["x"] + model.b.detach()) ** 2).sum(), ROWS
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"):
+            out = params["w"] * batch["x"] + jax.lax.stop_gradient(params["b"])
+        return jaxtrain.Loss((out**2).sum(), weight=ROWS), {}
+
+    found = diagnosed(dataclasses.replace(tiny, torch_model=Partly, torch_loss=torch_loss, loss_fn=loss_fn))
+    assert str(found) == (f"b has {why} in PyTorch; AdamW's weight decay changes it in JAX: decay the others only")
 
 
 def test_descent_instead_of_ascent_is_diagnosed() -> None:
     found = diagnosed(as_planted(THEIRS["Adam"], None, {"maximize": False}), steps=5)
-    assert found is not None
+    assert isinstance(found, Diagnosis)
     assert found.has == "gradient is descended"
 
 

@@ -6,13 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 import jaxtrain
+from jaxtrain.errors import UserError
 from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from parity import AdamW, Case
 from parity.run import examine
-from parity.weights import completed
+from parity.weights import completed, proposed
 
 WORDS, WIDTH = 7, 4
 
@@ -25,11 +27,13 @@ class Net(torch.nn.Module):
         self.embed = torch.nn.Embedding(WORDS, WIDTH)
         self.norm = torch.nn.BatchNorm1d(WIDTH)
         self.pooler = torch.nn.Linear(WIDTH, WIDTH)
+        self.factor = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
+        self.register_buffer("shift", torch.ones(2, 3))
         self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.embed(x)))
+        return self.head(self.norm(self.embed(x))) * self.factor
 
 
 def loss_fn(params: Any, batch: Any, rng: Any, state: Any) -> Any:
@@ -39,7 +43,7 @@ def loss_fn(params: Any, batch: Any, rng: Any, state: Any) -> Any:
     if rng is None:
         mean, var = state["mean"], state["var"]
     out = (x - mean[None]) / jnp.sqrt(var + 1e-5)[None] * params["scale"][None] + params["bias"][None]
-    return jaxtrain.Loss((jnp.sin(out @ params["head"]) * batch["y"]).sum(), n), {}, after
+    return jaxtrain.Loss((jnp.sin(0.5 * out @ params["head"]) * batch["y"]).sum(), n), {}, after
 
 
 def batch(seed: int, rows: int) -> dict[str, np.ndarray]:
@@ -79,8 +83,10 @@ def test_tied_leaves_are_one_parameter_and_what_pytorch_alone_has_is_left_out_an
     examination = examine(CASE, steps=3)
     assert examination.verdict.passed, examination.verdict.faults
     assert examination.notes == (
+        "factor is left out: it is frozen in PyTorch and has no leaf",
         "pooler.bias is left out: PyTorch's loss does not depend on it",
         "pooler.weight is left out: PyTorch's loss does not depend on it",
+        "shift is left out: PyTorch's loss does not change it, and it has no leaf",
         "head and embed are one tensor of PyTorch: trained as one leaf",
     )
     complete, _ = completed(CASE)
@@ -94,6 +100,58 @@ def test_tied_leaves_are_one_parameter_and_what_pytorch_alone_has_is_left_out_an
         for case, p in ((CASE, params), (complete, {k: v for k, v in params.items() if k != "head"} | {"head": None}))
     )
     np.testing.assert_allclose(shared["embed"], apart["embed"] + apart["head"].T, rtol=1e-5)
+
+
+def test_leaves_of_a_tied_tensor_are_matched_without_names() -> None:
+    examination = examine(dataclasses.replace(CASE, names=None), steps=3)
+    assert examination.verdict.passed, examination.verdict.faults
+    assert examination.notes == examine(CASE, steps=1).notes
+    names, _ = proposed(dataclasses.replace(CASE, names=None))
+    assert {path: (param.name, param.layout) for path, param in names.names.params.items()} == {
+        path: (param.name, param.layout) for path, param in CASE.names.params.items()
+    }
+
+
+class Twice(torch.nn.Module):
+    """A table with three names, two of them of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.nn.Embedding(WORDS, WIDTH)
+        self.target = self.source
+        self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.source.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.source(x) + self.target(x + 1).sin())
+
+
+def twice(factor: float = 1.0) -> Case:
+    """JAX has a table of its own for the sources."""
+
+    def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
+        first, second = params["first"], params["second"]
+        h = first[batch["x"]] + factor * jnp.sin(second[batch["x"] + 1])
+        return jaxtrain.Loss((jnp.sin(h @ second.T) * batch["y"]).sum(), len(batch["x"])), {}
+
+    def lower(seed: int, rows: int) -> dict[str, np.ndarray]:
+        return {**batch(seed, rows), "x": batch(seed, rows)["x"] % (WORDS - 1)}
+
+    like = {name: jax.ShapeDtypeStruct((WORDS, WIDTH), np.float32) for name in ("first", "second")}
+    case = dataclasses.replace(CASE, loss_fn=loss_fn, torch_model=Twice, batch=lower)
+    return dataclasses.replace(case, params_like=like, names=None, state_like=None)
+
+
+def test_which_names_of_a_tied_tensor_a_leaf_has_is_decided_by_the_losses_or_refused() -> None:
+    complete, notes = proposed(twice())
+    assert notes == ()
+    assert {path: param.name for path, param in complete.names.params.items()} == {
+        "first": "source.weight",
+        "second": "target.weight",
+    }
+    assert complete.names.tied == {"head.weight": "target.weight"}
+    with pytest.raises(UserError, match=r"of the tied source.weight, target.weight, head.weight is in doubt"):
+        proposed(twice(1.001))
 
 
 def test_a_buffer_that_the_table_does_not_list_is_left_out() -> None:

@@ -81,7 +81,8 @@ def block(x: Any, p: Any, bug: str) -> Any:
     normed = norm(x, p["ln_1"], bug)
     attended = linear(attention(normed, p, bug), p["attn_proj"])
     x = (normed if bug == "residual" else x) + attended  # residual
-    hidden = linear(norm(x, p["ln_2"]), p["fc"])
+    factor = 0 if bug == "unused bias" else 1
+    hidden = linear(norm(x, p["ln_2"]), {**p["fc"], "bias": p["fc"]["bias"] * factor})  # unused bias
     if bug == "wrong backward":
         hidden = halved_backward(hidden)  # wrong backward
     hidden = jax.nn.gelu(hidden, approximate=bug != "gelu")  # gelu
@@ -97,7 +98,10 @@ def transformer(bug: str) -> Case:
             for i in range(2):
                 x = block(x, jax.tree.map(lambda p, i=i: p[i], params["blocks"]), bug if i == LAYER else "")
             head = lax.stop_gradient(params["wte"]) if bug == "stopped head" else params["wte"]
-            logits = norm(x, params["ln_f"]) @ head.T  # stopped head
+            normed = norm(x, params["ln_f"])
+            if bug == "no final norm":
+                normed = x + 0 * normed  # no final norm
+            logits = normed @ head.T  # stopped head
             if bug == "loss axis":
                 logits = logits - jax.nn.logsumexp(logits, 1, keepdims=True)  # loss axis
             losses = cross_entropy(logits, labels)
@@ -180,6 +184,7 @@ def test_dropout_masks_are_shared() -> None:
         ("residual", "transformer.h.1: aten.add"),
         ("gelu", "transformer.h.1.mlp.act: aten.pow"),
         ("loss axis", "loss: aten._log_softmax (aten.amax)"),
+        ("no final norm", "lm_head: aten.mm"),
         pytest.param(
             "mean for sum", "loss: aten.div", marks=pytest.mark.filterwarnings("ignore:loss_fn at .* is a mean over")
         ),
@@ -223,10 +228,19 @@ def test_a_stopped_gradient_is_located_in_its_layer() -> None:
 
 
 @pytest.mark.slow
-def test_a_parameter_without_its_gradient_is_located_where_the_model_uses_it() -> None:
-    found = located(transformer("stopped head"))
-    assert (found.stage, found.torch, found.jax_source) == ("backward", "lm_head: aten.mm", marked("stopped head"))
-    assert found.parameters == ("transformer.wte.weight",)
+@pytest.mark.parametrize(
+    ("bug", "where", "parameter"),
+    [
+        ("stopped head", "lm_head: aten.mm", "transformer.wte.weight"),
+        ("unused bias", "transformer.h.1.mlp.c_fc: aten.sum", "transformer.h.1.mlp.c_fc.bias"),
+    ],
+)
+def test_a_parameter_without_its_gradient_is_located_where_the_model_uses_it(
+    bug: str, where: str, parameter: str
+) -> None:
+    found = located(transformer(bug))
+    assert (found.stage, found.torch, found.jax_source) == ("backward", where, marked(bug))
+    assert found.parameters == (parameter,)
 
 
 @pytest.mark.slow

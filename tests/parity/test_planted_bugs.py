@@ -152,10 +152,7 @@ def test_flaxs_running_statistics_are_detected_in_the_buffers_only(
     assert check(CASES["cnn-bn"](), steps=3).passed
     monkeypatch.setattr(BatchNorm, "_update_running_statistics", running_statistics(momentum, bessel))
     verdict = check(CASES["cnn-bn"](), steps=3)
-    assert [fault.split(",")[0] for fault in verdict.faults] == [
-        "buffers after the first update",
-        "buffers after the last step",
-    ]
+    assert [fault.split(",")[0] for fault in verdict.faults] == ["buffers after the first update"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def keep(key: jax.Array) -> jax.Array:
 
 def masks_of(draw: Callable[[jax.Array], Any]) -> list[np.ndarray]:
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> tuple[jaxtrain.Loss, dict[str, Any]]:
-        return jaxtrain.Loss(sum(jnp.sum(x) for x in jax.tree.leaves(draw(rng))), 1), {}
+        return jaxtrain.Loss(sum(jnp.sum(x.astype(float)) for x in jax.tree.leaves(draw(rng))), 1), {}
 
     return [np.asarray(mask) for mask in jax.jit(dropout_mask_fn(loss_fn))(None, None, KEY, None)]
 
@@ -161,6 +161,20 @@ def test_nothing_is_drawn_from_pytorchs_own_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_uniform_and_normal_numbers_are_shared_in_the_order_of_the_draws() -> None:
+    def draw(key: jax.Array) -> Any:
+        drop, uniform, normal = jax.random.split(key, 3)
+        return keep(drop), jax.random.uniform(uniform, (4,)), jax.random.normal(normal, (4,))
+
+    given = masks_of(draw)
+    with GivenMasks(given):
+        drawn = [torch.empty(4).bernoulli_(0.5), torch.rand(4), torch.randn_like(torch.ones(4))]
+    for ours, theirs in zip(given, drawn, strict=True):
+        np.testing.assert_array_equal(theirs.numpy(), ours)
+    with pytest.raises(UserError, match="draws random numbers where the PyTorch model calls"):
+        GivenMasks(given[1:]).__torch_dispatch__(torch.ops.aten.bernoulli_.float, (), (torch.empty(4),))
+
+
 @pytest.mark.parametrize(("given", "drops"), [(2, 1), (1, 3), (0, 1), (1, 0)])
 def test_extra_or_missing_masks_raise(given: int, drops: int) -> None:
     expected = f"the JAX model drew {given} dropout masks, the PyTorch model {drops}: apply dropout"
@@ -200,7 +214,8 @@ def test_reordering_rows_does_not_change_the_losses_under_dropout(case: Case) ->
 
 def test_dropout_at_different_places_raises() -> None:
     case = mlp.case(dropout=0.1)
-    with pytest.raises(UserError, match="the JAX model drew 1 dropout masks, the PyTorch model 0"):
+    expected = r"the JAX model drew 1 dropout masks, the PyTorch model 0: .*; JAX draws at jaxtrain/models/dropout\.py:"
+    with pytest.raises(UserError, match=expected):
         check(dataclasses.replace(case, torch_model=mlp.case().torch_model), steps=1)
     with pytest.raises(UserError, match="the JAX model drew 0 dropout masks, the PyTorch model 1"):
         check(dataclasses.replace(mlp.case(), torch_model=case.torch_model), steps=1)

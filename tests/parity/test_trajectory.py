@@ -99,7 +99,7 @@ def test_a_stable_run_has_no_chaos_and_is_compared_up_to_its_last_step() -> None
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("start", "wrong"), [(0, 1e-9), (25, 1e-4)])
+@pytest.mark.parametrize(("start", "wrong"), [(2, 1e-9), (25, 1e-4)])
 def test_a_small_bug_in_a_chaotic_run_is_not_mistaken_for_chaos(start: int, wrong: float) -> None:
     rate = optax.join_schedules(
         [optax.constant_schedule(CHAOTIC), optax.constant_schedule(CHAOTIC * (1 + wrong))], [start]

@@ -29,7 +29,7 @@ def main(name: str, settings: dict) -> None:
     task = recipe.task()
     candidate = compile_candidate(recipe, task, CPU)
     batch = next(Loader(task.train, recipe.batch_size, recipe.seed))
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(recipe, task)
     state = step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed)
     _, peak = peak_above_rest(step, state, batch)
     held = candidate.state_bytes + sum(np.asarray(x).nbytes for x in batch.values())

@@ -25,7 +25,7 @@ def main(name: str, settings: dict) -> None:
     task, shape = recipe.task(), parse_mesh(recipe.mesh)
     share = Scaling(recipe, jax.devices(), CPU).share(shape)
     devices = jax.devices()[: share.devices]
-    step = shard(training_step(recipe, task.loss_fn), make_mesh(recipe.mesh, devices), task.sharding)
+    step = shard(training_step(recipe, task), make_mesh(recipe.mesh, devices), task.sharding)
     state = step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=recipe.seed)
     batch = jax.block_until_ready(step.place(next(Loader(task.train, recipe.batch_size, recipe.seed))))
     state, peak = peak_above_rest(step.jitted, state, batch)

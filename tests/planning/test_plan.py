@@ -158,7 +158,7 @@ def test_planning_allocates_nothing_and_counts_every_micro_batch():
     before = sum(x.nbytes for x in jax.live_arrays())
     whole, four = (planning.compile_candidate(dataclasses.replace(small, accumulate=k), task, CPU) for k in (1, 4))
     assert sum(x.nbytes for x in jax.live_arrays()) == before
-    step = training_step(small, task.loss_fn)
+    step = training_step(small, task)
     state = step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=0)
     batch = {name: np.stack([task.train[i][name] for i in range(8)]) for name in task.train[0]}
     assert whole.flops == flops(step.pure, state, batch) > 1e6

@@ -102,7 +102,7 @@ def model_state(folder: str):
     run_folder = RunFolder(Path(folder))
     recipe = read_recipe(run_folder)[1]
     task = recipe.task()
-    state = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=0)
+    state = training_step(recipe, task).init(task.params, model_state=task.model_state, seed=0)
     with Checkpoints(run_folder.checkpoints) as checkpoints:
         return checkpoints.restore(state)[0].model_state
 

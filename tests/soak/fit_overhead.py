@@ -53,7 +53,7 @@ class Products(jt.Recipe):
 def bare(recipe: Products) -> list[float]:
     """Return the seconds of each step of a loop that reads a batch and calls the step, one step ahead of the device."""
     task = recipe.task()
-    step = training_step(recipe, task.loss_fn)
+    step = training_step(recipe, task)
     state = step.init(task.params, seed=0)
     batches = training_batches(task.train, recipe.batch_size, 0)
     times, last = [], None

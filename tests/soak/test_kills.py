@@ -131,7 +131,7 @@ def assert_same_run(whole: Path, other: Path) -> None:
 def state(folder: Path):
     recipe = read_recipe(RunFolder(folder))[1]
     task = recipe.task()
-    like = training_step(recipe, task.loss_fn).init(task.params, model_state=task.model_state, seed=recipe.seed)
+    like = training_step(recipe, task).init(task.params, model_state=task.model_state, seed=recipe.seed)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         return checkpoints.restore(like)[0]
 

@@ -17,6 +17,12 @@ TEXT = {
 }
 GROUPED = {**TEXT, "num_key_value_heads": 2, "use_cache": False}
 EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ENCODER_DECODER = {
+    **{"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "use_cache": False},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"max_position_embeddings": 32, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    "decoder_start_token_id": 2,
+}
 VISION = {
     **{"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
     **{"image_size": 16, "patch_size": 8},
@@ -50,8 +56,7 @@ class Floats(nn.Module):
 def _transformer(name: str, config: str, inputs: Callable[[int], dict[str, np.ndarray]], **options: Any) -> Family:
     def module() -> nn.Module:
         made = getattr(transformers, config)(**options)
-        if hasattr(made, "num_experts") or "Mixtral" in config:
-            made._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64 on the CPU
+        made._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64 on the CPU
         return Floats(getattr(transformers, name)(made)).train()
 
     return Family(module, inputs)
@@ -90,6 +95,10 @@ def _plain(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Family:
         def __init__(self) -> None:
             super().__init__()
             self.module = make()
+            for param in self.module.parameters():
+                # The gradient of a key's bias is rounding alone: beside a bias of 0 AdamW would make it visible.
+                if not param.any():
+                    nn.init.uniform_(param, -0.1, 0.1)
 
         def forward(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
             leaves = _pytree.tree_leaves(self.module(*inputs.values()))
@@ -99,6 +108,29 @@ def _plain(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Family:
         lambda: Positional().train(),
         lambda seed: {f"x{i}": _normal(seed + i, *shape) for i, shape in enumerate(shapes)},
     )
+
+
+def _features(*shape: int) -> Callable[[int], dict[str, np.ndarray]]:
+    """Inputs of a speech model that takes features, with tokens for its decoder."""
+    return lambda seed: {"input_features": _normal(seed, ROWS, *shape), **_tokens(seed, "decoder_input_ids")}
+
+
+def _clip() -> nn.Module:
+    text = transformers.CLIPTextConfig(**TEXT)
+    config = transformers.CLIPConfig(
+        text_config=text.to_dict(), vision_config=transformers.CLIPVisionConfig(**VISION).to_dict(), projection_dim=16
+    )
+
+    class Embeddings(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = transformers.CLIPModel(config)
+
+        def forward(self, **inputs: Any) -> tuple[torch.Tensor, ...]:
+            result = self.module(**inputs)
+            return result.logits_per_image, result.text_embeds
+
+    return Embeddings().train()
 
 
 def _image_network() -> nn.Module:
@@ -133,7 +165,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _decoder("Qwen3", head_dim=8),
     "gemma": _decoder("Gemma", head_dim=8),
     "gemma2": _decoder("Gemma2", head_dim=8, sliding_window=4),
-    "gemma3": _decoder("Gemma3", head_dim=8, sliding_window=4),
+    "gemma3": _transformer("Gemma3ForCausalLM", "Gemma3TextConfig", _tokens, **GROUPED, head_dim=8, sliding_window=4),
     "phi3": _decoder("Phi3"),
     "olmo2": _decoder("Olmo2"),
     "granite": _decoder("Granite"),
@@ -172,8 +204,107 @@ FAMILIES: dict[str, Family] = {
         *("ResNetForImageClassification", "ResNetConfig", _images),
         **{"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
     ),
-    "gru": _plain(lambda: nn.GRU(8, 8, 2, bidirectional=True), (5, ROWS, 8)),
+    "gru": _plain(lambda: nn.GRU(8, 8, 2, bidirectional=True, batch_first=True), (ROWS, 5, 8)),
     "attention": _plain(
         lambda: nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True), *[(ROWS, 5, WIDTH)] * 3
+    ),
+    "smollm3": _decoder("SmolLM3"),
+    "phi": _decoder("Phi", num_key_value_heads=4),
+    "deepseek_v3": _transformer(
+        *("DeepseekV3ForCausalLM", "DeepseekV3Config", _tokens),
+        **{**GROUPED, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
+    ),
+    "falcon": _transformer(
+        *("FalconForCausalLM", "FalconConfig", _tokens),
+        **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"use_cache": False, "hidden_dropout": 0.1},
+    ),
+    "gpt_neo": _transformer(
+        *("GPTNeoForCausalLM", "GPTNeoConfig", _tokens),
+        **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": 2, "num_heads": 4, "window_size": 4},
+        **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32, "use_cache": False},
+    ),
+    "gptj": _transformer(
+        *("GPTJForCausalLM", "GPTJConfig", _tokens),
+        **{"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
+        **{"use_cache": False, "resid_pdrop": 0.1},
+    ),
+    "bloom": _transformer(
+        *("BloomForCausalLM", "BloomConfig", _tokens),
+        **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 4, "use_cache": False},
+        hidden_dropout=0.1,
+    ),
+    "mamba2": _transformer(
+        *("Mamba2ForCausalLM", "Mamba2Config", _tokens),
+        **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8},
+        **{"head_dim": 8, "n_groups": 2, "chunk_size": 4, "use_cache": False},
+    ),
+    "rwkv": _transformer(
+        *("RwkvForCausalLM", "RwkvConfig", _tokens),
+        **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "use_cache": False},
+    ),
+    "deberta_v2": _transformer(
+        *("DebertaV2ForMaskedLM", "DebertaV2Config", _padded),
+        **{**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+        **{"norm_rel_ebd": "layer_norm", "share_att_key": True},
+    ),
+    "mpnet": _transformer("MPNetForMaskedLM", "MPNetConfig", _padded, **TEXT),
+    "xlnet": _transformer(
+        *("XLNetLMHeadModel", "XLNetConfig", _tokens),
+        **{
+            "vocab_size": VOCABULARY,
+            "d_model": WIDTH,
+            "n_layer": 2,
+            "n_head": 4,
+            "d_inner": 48,
+            "use_mems_train": False,
+        },
+    ),
+    "fnet": _transformer(
+        *("FNetForMaskedLM", "FNetConfig", _tokens),
+        **{"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "intermediate_size": 48},
+        max_position_embeddings=32,
+    ),
+    "bart": _transformer("BartForConditionalGeneration", "BartConfig", _pairs, **ENCODER_DECODER, dropout=0.1),
+    "whisper": _transformer(
+        *("WhisperForConditionalGeneration", "WhisperConfig", _features(8, 32)),
+        **{**ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+        dropout=0.1,
+    ),
+    "clip": Family(_clip, lambda seed: {**_padded(seed), **_images(seed)}),
+    "wav2vec2": _transformer(
+        *("Wav2Vec2ForCTC", "Wav2Vec2Config", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
+        **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
+        **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "mask_time_prob": 0.0},
+    ),
+    "deit": _transformer("DeiTForImageClassification", "DeiTConfig", _images, **VISION, hidden_dropout_prob=0.1),
+    "beit": _transformer("BeitForImageClassification", "BeitConfig", _images, **VISION, hidden_dropout_prob=0.1),
+    "siglip_vision": _transformer("SiglipVisionModel", "SiglipVisionConfig", _images, **VISION, attention_dropout=0.1),
+    "swin": _transformer(
+        *("SwinForImageClassification", "SwinConfig", _images),
+        **{"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    ),
+    "segformer": _transformer(
+        *("SegformerForImageClassification", "SegformerConfig", _images),
+        **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]},
+        **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 2], "mlp_ratios": [2, 2]},
+    ),
+    # Large enough that BatchNorm has more than two values a channel.
+    "mobilenet_v2": _transformer(
+        *("MobileNetV2ForImageClassification", "MobileNetV2Config"),
+        lambda seed: {"pixel_values": _normal(seed, ROWS, 3, 64, 64)},
+        **{"depth_multiplier": 0.25, "image_size": 64},
+    ),
+    "hubert": _transformer(
+        *("HubertForCTC", "HubertConfig", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),
+        **{**TEXT, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2},
+        **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "mask_time_prob": 0.0},
+    ),
+    "timesformer": _transformer(
+        *("TimesformerForVideoClassification", "TimesformerConfig"),
+        lambda seed: {"pixel_values": _normal(seed, ROWS, 2, 3, 16, 16)},
+        **{**VISION, "num_frames": 2, "hidden_dropout_prob": 0.1},
     ),
 }

@@ -28,16 +28,18 @@ class Outcome(NamedTuple):
 class _Operation(torch.nn.Module):
     """An operation as a module of the tensors among its arguments; the other arguments are part of it."""
 
-    def __init__(self, fn: Any, spec: Any, leaves: list[Any]) -> None:
+    def __init__(self, info: Any, finished: Any, spec: Any, leaves: list[Any]) -> None:
         super().__init__()
-        self.fn, self.spec = fn, spec
+        # The wrapper makes a valid argument, as a symmetric matrix; `finished` selects what is unique, as the
+        # absolute values of eigenvectors.
+        self.wrapper, self.op, self.finished, self.spec = info.gradcheck_wrapper, info.op, finished, spec
         self.slots = [(isinstance(x, torch.Tensor), None if isinstance(x, torch.Tensor) else x) for x in leaves]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         leaves = [next(given) if is_tensor else other for is_tensor, other in self.slots]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
-        return self.fn(*args, **kwargs)
+        return self.finished(self.wrapper(self.op, *args, **kwargs))
 
 
 def outcomes(info: Any) -> Iterator[Outcome]:
@@ -50,20 +52,23 @@ def outcomes(info: Any) -> Iterator[Outcome]:
 def outcome(info: Any, sample: Any) -> Outcome:
     """Import one sample and compare its values and the gradients of its floating-point tensors."""
     leaves, spec = _pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    module = _Operation(info.op, spec, leaves)
+    module = _Operation(info, sample.output_process_fn_grad, spec, leaves)
     tensors = [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
     if any(x.layout != torch.strided or x.is_quantized for x in tensors):
         return Outcome("no reference", "a tensor that is not strided")
     # Copies: some operations write to their arguments.
     arrays = tuple(x.numpy().copy() for x in tensors)
-    differentiable = [x.dtype == torch.float64 for x in tensors]
-    for x, wanted in zip(tensors, differentiable, strict=True):
-        x.requires_grad_(wanted)
-    try:
-        expected = _tensors(module(*tensors))
-        grads = _gradients(expected, tensors, differentiable)
-    except Exception as error:
-        return Outcome("no reference", str(error)[:80])
+    for floats in _differentiable(tensors):
+        try:
+            given = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip(tensors, floats, strict=True)]
+            expected = _tensors(module(*given))
+            grads = _gradients(expected, given, floats)
+            break
+        except Exception as error:
+            reason = str(error)[:80]
+    else:
+        return Outcome("no reference", reason)
+    differentiable = floats
     with jax.enable_x64():
         try:
             model = from_torch(module.train(), arrays)
@@ -74,7 +79,7 @@ def outcome(info: Any, sample: Any) -> Outcome:
             given = iter(floats)
             batch = tuple(next(given) if d else x for x, d in zip(arrays, differentiable, strict=True))
             outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
-            return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)], jnp), outputs
+            return _weighted([y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)], jnp), outputs
 
         floats = tuple(jnp.asarray(x) for x, d in zip(arrays, differentiable, strict=True) if d)
         try:
@@ -91,13 +96,26 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _weighted(values: Any, numpy: Any) -> Any:
-    """Return `weighted` of the values in float64."""
-    return weighted([y.astype(np.float64) if numpy is jnp else y.double() for y in values], numpy)
+    """Return `weighted` of the values in float64, of complex ones of their parts."""
+    parts = [part for y in values for part in ((y.real, y.imag) if _is_complex(y, numpy) else (y,))]
+    return weighted([y.astype(np.float64) if numpy is jnp else y.double() for y in parts], numpy)
+
+
+def _is_complex(y: Any, numpy: Any) -> bool:
+    return bool(jnp.iscomplexobj(y)) if numpy is jnp else bool(y.is_complex())
+
+
+def _differentiable(tensors: list[torch.Tensor]) -> Iterator[list[bool]]:
+    """Yield which tensors to differentiate: all floating ones; where PyTorch has no gradient, the first one or none."""
+    floats = [x.dtype == torch.float64 for x in tensors]
+    yield floats
+    yield [wanted and not any(floats[:i]) for i, wanted in enumerate(floats)]
+    yield [False] * len(floats)
 
 
 def _gradients(expected: list[torch.Tensor], tensors: Any, differentiable: list[bool]) -> list[torch.Tensor]:
     floats = [x for x, d in zip(tensors, differentiable, strict=True) if d]
-    loss = _weighted([y for y in expected if y.is_floating_point()], torch)
+    loss = _weighted([y for y in expected if y.is_floating_point() or y.is_complex()], torch)
     if not floats or not getattr(loss, "requires_grad", False):
         return [torch.zeros_like(x) for x in floats]
     grads = torch.autograd.grad(loss, floats, allow_unused=True)

@@ -12,6 +12,8 @@ from parity import AdamW, Case, check
 from tests.torch_import.families import FAMILIES, ROWS
 from tests.torch_import.reference import weighted
 
+STEPS = {"mamba2": 3, "mobilenet_v2": 3}
+"""Steps in float64 of families in which rounding, of constants to float32 or in small batches, grows with the steps."""
 SLOW = ("image_network", "gpt2", "llama", "bert", "t5", "vit", "lstm")
 
 
@@ -27,33 +29,34 @@ def case_of(name: str) -> Case:
     def loss(outputs: Any, batch: Any) -> jt.Loss:
         return jt.Loss(weighted(jax.tree.leaves(outputs), jnp), ROWS)
 
-    return Case.of_import(
+    return model.case(
         name,
-        model,
+        torch_loss,
+        model.loss(loss),
         torch_model=family.module,
-        torch_loss=torch_loss,
-        loss_fn=model.loss(loss),
         batch=lambda seed, rows: family.inputs(seed),
         rows=ROWS,
-        optimizer=AdamW(lr=1e-3),
+        optimizer=AdamW(lr=3e-4),
         clip_norm=1.0,
     )
 
 
-def hold(name: str, *precisions: str) -> None:
-    case = case_of(name)
-    for precision in precisions:
-        verdict = check(case, precision, steps=3, locate=precision == "fp64")
-        assert verdict.passed, verdict.lines
+def hold(case: Case, precision: str, steps: int = 3) -> None:
+    verdict = check(case, precision, steps=steps, locate=precision == "fp64")
+    assert verdict.passed, verdict.lines
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_imported_models_train_as_in_pytorch(name: str) -> None:
-    hold(name, "fp64")
+    hold(case_of(name), "fp64")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_imported_families_train_as_in_pytorch_in_every_precision(name: str) -> None:
-    hold(name, "fp64", "fp32", "bf16")
+    case = case_of(name)
+    hold(case, "fp64", steps=STEPS.get(name, 20))
+    hold(case, "fp32")
+    if name != "deberta_v2":  # docs/import.md: it fills its mask with a number that is infinite in bfloat16
+        hold(case, "bf16")

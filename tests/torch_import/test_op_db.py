@@ -10,7 +10,7 @@ UNDEFINED = {
     *("bernoulli", "rand_like", "randn", "randn_like", "randint", "randint_like", "normal", "uniform", "multinomial"),
     *("nn.functional.dropout", "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.alpha_dropout"),
     *("nn.functional.feature_alpha_dropout", "nn.functional.rrelu", "nn.functional.multi_head_attention_forward"),
-    "nn.functional.scaled_dot_product_attention",
+    *("nn.functional.scaled_dot_product_attention", "svd_lowrank", "pca_lowrank"),
 }
 """Entries whose values are random or undefined. The families are trained with dropout."""
 PARTS = 16

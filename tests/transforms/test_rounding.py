@@ -1,5 +1,7 @@
 """Where autocast rounds: what the backward pass keeps, and biases of linear layers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import jax.test_util
@@ -112,3 +114,26 @@ def test_a_python_number_as_exponent_returns_float32_under_x64():
     with jax.enable_x64(True):
         out = autocast(lambda x, n: (x @ x) ** n, jnp.bfloat16)(F32, 2.5)
         assert out.dtype == np.float32
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_the_gradient_of_a_formula_that_one_product_uses_is_rounded_before_it_is_stored(uses):
+    """PyTorch rounds the result for the product. Gradients of several uses are summed in float32, as PyTorch does."""
+
+    def loss(formula, x, w):
+        y = formula(x @ w).reshape(-1, 4)
+        return sum((y @ w * i).sum() for i in range(1, 1 + uses))
+
+    def formula(x):
+        return x * jnp.exp(x)  # in float32
+
+    x, w = jax.random.normal(jax.random.key(0), (2, 3, 4)), jax.random.normal(jax.random.key(1), (4, 4))
+    marked, plain = (jax.grad(autocast(partial(loss, f), jnp.bfloat16), (0, 1)) for f in (recomputed(formula), formula))
+    for ours, reference in zip(marked(x, w), plain(x, w), strict=True):
+        np.testing.assert_array_equal(ours, reference)
+    stored = [
+        {v.aval.dtype.name for v in eqn.invars}
+        for eqn in jax.make_jaxpr(marked)(x, w).eqns
+        if eqn.primitive.name in ("remat2", "checkpoint") and eqn.params["differentiated"]
+    ]
+    assert stored == [{"bfloat16"} if uses == 1 else {"bfloat16", "float32"}]

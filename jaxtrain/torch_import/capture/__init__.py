@@ -2,14 +2,34 @@
 
 structure  the module without its weights
 tracing    how `torch.export` traces
+functions  functions that are traced in another form
 export     the capture
 no_grad    regions without gradient
+pretrained models of transformers in folders
 convert    PyTorch's graph to ours
 origins    where operations come from
 """
 
-from jaxtrain.torch_import.capture.convert import Captured
 from jaxtrain.torch_import.capture.export import capture
-from jaxtrain.torch_import.capture.structure import Structure, as_array, filled, structure_of
+from jaxtrain.torch_import.capture.pretrained import pretrained
+from jaxtrain.torch_import.capture.structure import (
+    Structure,
+    as_array,
+    as_arrays,
+    filled,
+    persistent_buffers,
+    shape_of,
+    structure_of,
+)
 
-__all__ = ["Captured", "Structure", "as_array", "capture", "filled", "structure_of"]
+__all__ = [
+    "Structure",
+    "as_array",
+    "as_arrays",
+    "capture",
+    "filled",
+    "persistent_buffers",
+    "pretrained",
+    "shape_of",
+    "structure_of",
+]

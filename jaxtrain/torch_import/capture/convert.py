@@ -10,12 +10,12 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.origins import ModuleCall, origins_of
+from jaxtrain.torch_import.capture.origins import origins_of
 from jaxtrain.torch_import.capture.structure import dtype_name
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Captured, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
-_WITHOUT_RESULT = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async", "aten.sym_constrain")
 _DROPPED = frozenset({"device", "layout", "memory_format", "pin_memory", "generator", "non_blocking", "copy"})
 """Keyword arguments without a meaning in JAX."""
 
@@ -24,20 +24,6 @@ class Leaf(NamedTuple):
     """A tensor of the module's result, by its place among them."""
 
     place: int
-
-
-class Captured(NamedTuple):
-    """A captured forward pass.
-
-    Attributes:
-      graph: Its graph.
-      constants: The tensors that it reads besides parameters and state, by the targets of the graph's constants.
-      origins: The calls of modules around each operation, by the operation's name.
-    """
-
-    graph: Graph
-    constants: dict[str, np.ndarray]
-    origins: dict[str, tuple[ModuleCall, ...]]
 
 
 def converted(
@@ -57,13 +43,13 @@ def converted(
       functions: Keyword arguments of each `CUSTOM` node, by its number.
 
     Returns:
-      The graph, with the tensors that are neither parameters nor buffers.
+      The graph, with the tensors that are neither parameters nor buffers, and the calls around each operation.
     """
     inputs, constants = _inputs(exported, aliases)
     nodes = [
         _custom(node, functions) if key_of(node.target) == CUSTOM else _node(node, known)
-        for node in exported.graph_module.graph.nodes
-        if node.op == "call_function" and not key_of(node.target).startswith(_WITHOUT_RESULT)
+        for node in _needed(exported.graph_module.graph)
+        if node.op == "call_function"
     ]
     state, outputs = _results(exported)
     return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
@@ -113,6 +99,18 @@ def _filled(result: Any, outputs: Sequence[Any]) -> Any:
     return tuple(_filled(item, outputs) for item in result) if isinstance(result, tuple) else result
 
 
+def _needed(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Return the nodes that the outputs depend on, and those that draw random numbers, in the order of evaluation.
+
+    The others only check values.
+    """
+    needed = {graph.output_node()} | {node for node in graph.nodes if key_of(node.target) in RANDOM}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
+
+
 def _own_name(target: str) -> str:
     """Return the name of a tensor in the user's module, which `_Forward` contains."""
     return target.removeprefix("module.")
@@ -122,16 +120,18 @@ def _custom(node: torch.fx.Node, functions: Mapping[int, dict[str, Any]]) -> Nod
     """Return the node of a call of `torch.autograd.Function`."""
     number, tensors = cast(tuple[int, Any], node.args)
     spec = _specs(node.meta["val"], node)
-    return Node(node.name, CUSTOM, _argument(tensors, node), functions[number], spec, source=source_of(node))
+    operands = _argument(tensors, node)
+    return Node(node.name, CUSTOM, operands, functions[number], spec, module=_module(node), source=source_of(node))
 
 
 def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     key, source = key_of(node.target), source_line(node.meta.get("stack_trace"))
     if key == "aten.instance_norm.default" and node.args[3] is not None and node.args[5]:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
+    if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
+        raise refusal("as_strided of a view", "call contiguous() first", source)
     if key not in known and key != GETITEM:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
-    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return Node(
         node.name,
         key,
@@ -139,9 +139,21 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         {name: _argument(arg, node) for name, arg in node.kwargs.items() if name not in _DROPPED},
         _specs(node.meta.get("val"), node),
         _promoted(node),
-        _own_name(modules[-1] if modules else "").removeprefix("module"),
+        _module(node),
         source,
     )
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a tensor has its elements in their order and no others."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _module(node: torch.fx.Node) -> str:
+    """Return the path of the module that calls an operation."""
+    modules = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    # The outermost module is the attribute `module` of `_Forward`.
+    return _own_name(modules[-1]) if modules and modules[-1] != "module" else ""
 
 
 def _argument(value: Any, node: torch.fx.Node) -> Any:

@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.convert import Captured, Leaf, converted, key_of, spec_of
+from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
-from jaxtrain.torch_import.graph import Graph, Spec
+from jaxtrain.torch_import.graph import Captured, Graph, Spec
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
 

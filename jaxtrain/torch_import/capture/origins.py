@@ -1,34 +1,13 @@
 """Where the operations of a graph come from: the calls of modules around them, and the lines of code of each call."""
 
 import re
-from typing import NamedTuple
 
 import torch
 
+from jaxtrain.torch_import.graph import Line, ModuleCall
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 _OURS = "/jaxtrain/torch_import/"
-
-
-class Line(NamedTuple):
-    """A line of the user's code that is being executed."""
-
-    file: str
-    number: int
-    function: str
-
-
-class ModuleCall(NamedTuple):
-    """A call of a module.
-
-    Attributes:
-      key: PyTorch's name of the call, different for each call of a module.
-      path: Path of the module; "" for the outermost, None for the function that calls it.
-      lines: The lines executed in this call, outermost first, without those of PyTorch and of inner modules.
-    """
-
-    key: str
-    path: str | None
-    lines: tuple[Line, ...]
 
 
 def origins_of(exported: torch.export.ExportedProgram) -> dict[str, tuple[ModuleCall, ...]]:

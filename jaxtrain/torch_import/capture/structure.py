@@ -1,7 +1,7 @@
 """A module without its weights, to be captured for any shapes and dtypes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +98,12 @@ def filled(structure: Structure, tensors: Mapping[str, Any]) -> torch.nn.Module:
     return copy.deepcopy(structure.module, memo)
 
 
+def persistent_buffers(structure: Structure) -> list[str]:
+    """Return the names of the buffers that `state_dict()` contains."""
+    module = structure.module
+    return [name for name, _ in module.named_buffers() if name in module.state_dict()]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype."""
     return str(dtype).removeprefix("torch.")
@@ -107,6 +113,26 @@ def as_array(x: Any) -> Any:
     """Return a tensor as an array of its own, or as its shape and dtype on the "meta" device; others as they are."""
     if not isinstance(x, torch.Tensor):
         return x
-    if x.device.type == "meta":
-        return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))
-    return jnp.array(tensor_to_numpy(x))
+    return shape_of(x) if x.device.type == "meta" else jnp.array(tensor_to_numpy(x))
+
+
+def as_arrays(tensors: Mapping[str, torch.Tensor], stacks: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return tensors as arrays by name, those of a stack as one with a leading axis, in the place of the first."""
+    stack_of = {name: stack for stack, names in stacks.items() for name in names}
+    paths = dict.fromkeys(stack_of.get(name, name) for name in tensors)
+    return {
+        path: _stacked([tensors[x] for x in stacks[path]]) if path in stacks else as_array(tensors[path])
+        for path in paths
+    }
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> Any:
+    one = shape_of(tensors[0])
+    if any(x.device.type == "meta" for x in tensors):
+        return jax.ShapeDtypeStruct((len(tensors), *one.shape), one.dtype)
+    return jnp.asarray(np.stack([tensor_to_numpy(x) for x in tensors]))
+
+
+def shape_of(x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a tensor's array."""
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype_of(dtype_name(x.dtype)))

@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.refusals import refusal, source_line
 
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Trace as this module describes while entered."""
-    norm = _replaced(torch.nn.functional, "instance_norm", _instance_norm)
-    with _quiet(), _whole_stack_traces(), _without_python_randomness(), norm:
+    # Checks of values, which a graph cannot contain.
+    unchecked = _replaced(torch.distributions.Distribution, "_validate_args", False)
+    with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
+        for name, function in FUNCTIONS.items():
+            patches.enter_context(_replaced(torch.nn.functional, name, function))
         yield
 
 
@@ -68,37 +72,6 @@ def _without_python_randomness() -> Iterator[None]:
                 if hasattr(module, name):
                     patches.enter_context(_replaced(module, name, refusing(f"{label}.{name}")))
         yield
-
-
-def _instance_norm(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None = None,
-    running_var: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """`F.instance_norm` as ATen computes it, a batch norm over (examples × channels).
-
-    Of the operation itself a graph does not tell that it writes to the running statistics.
-
-    References:
-      `instance_norm` in PyTorch's `aten/src/ATen/native/Normalization.cpp`.
-    """
-    if running_mean is None or running_var is None or not use_input_stats:
-        return torch.instance_norm(
-            input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, torch.backends.cudnn.enabled
-        )
-    rows, channels = input.shape[:2]
-    mean, var = running_mean.repeat(rows), running_var.repeat(rows)
-    scale, shift = (None if x is None else x.repeat(rows) for x in (weight, bias))
-    merged = input.reshape(1, rows * channels, *input.shape[2:])
-    y = torch.nn.functional.batch_norm(merged, mean, var, scale, shift, True, momentum, eps)
-    running_mean.copy_(mean.view(rows, channels).mean(0))
-    running_var.copy_(var.view(rows, channels).mean(0))
-    return y.view(input.shape)
 
 
 @contextlib.contextmanager

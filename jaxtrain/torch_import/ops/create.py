@@ -11,13 +11,17 @@ from jaxtrain.torch_import.ops.registry import op, ops
 
 ops(
     {
-        "zeros.default empty.memory_format empty_permuted.default": lambda size, *_, dtype=None: jnp.zeros(size, dtype),
+        "zeros.default empty.memory_format empty_permuted.default empty_strided.default": (
+            lambda size, *_, dtype=None: jnp.zeros(size, dtype)
+        ),
         "ones.default": lambda size, dtype=None: jnp.ones(size, dtype),
         "full.default": lambda size, fill_value, dtype=None: jnp.full(size, fill_value, dtype),
         "zeros_like.default empty_like.default": lambda x, dtype=None: jnp.zeros(x.shape, dtype or x.dtype),
         "ones_like.default": lambda x, dtype=None: jnp.ones(x.shape, dtype or x.dtype),
         "full_like.default": lambda x, fill_value, dtype=None: jnp.full(x.shape, fill_value, dtype or x.dtype),
-        "new_zeros.default new_empty.default": lambda x, size, dtype=None: jnp.zeros(size, dtype or x.dtype),
+        "new_zeros.default new_empty.default new_empty_strided.default": (
+            lambda x, size, *_, dtype=None: jnp.zeros(size, dtype or x.dtype)
+        ),
         "new_ones.default": lambda x, size, dtype=None: jnp.ones(size, dtype or x.dtype),
         "new_full.default": lambda x, size, fill_value, dtype=None: jnp.full(size, fill_value, dtype or x.dtype),
         "fill.Scalar": lambda x, value: jnp.full(x.shape, value, x.dtype),

@@ -24,6 +24,9 @@ ops(
         "gather.default": lambda x, dim, index, sparse_grad=False: jnp.take_along_axis(x, index, dim) if x.ndim else x,
         "take_along_dim.default": lambda x, indices, dim: jnp.take_along_axis(x, indices, dim),
         "index_select.default": lambda x, dim, index: jnp.take(x, index, dim) if x.ndim else x,
+        "nonzero_static.default": lambda x, *, size, fill_value=-1: (
+            jnp.argwhere(x, size=size, fill_value=fill_value) if x.size else jnp.full((size, x.ndim), fill_value)
+        ),
         "take.default": lambda x, index: x.ravel()[index],
     }
 )

@@ -1,12 +1,14 @@
-"""Decompositions and solutions of linear systems."""
+"""Functions of matrices: Cholesky factors, determinants, sums of products, distances."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy import linalg
 
 from jaxtrain.losses import subgradients
+from jaxtrain.torch_import.ops.reduce import vector_norm
 from jaxtrain.torch_import.ops.registry import op, ops
 
 
@@ -22,13 +24,14 @@ ops(
             jnp.linalg.cholesky(x, upper=upper),
             _no_errors(x),
         ),
-        "inverse.default linalg_inv.default": jnp.linalg.inv,
-        "linalg_inv_ex.default": lambda x, *, check_errors=False: (jnp.linalg.inv(x), _no_errors(x)),
-        "linalg_det.default det.default": jnp.linalg.det,
+        "linalg_det.default det.default": lambda x: (
+            jnp.linalg.det(x) if x.shape[-1] else jnp.ones(x.shape[:-2], x.dtype)
+        ),
         "linalg_slogdet.default slogdet.default": lambda x: tuple(jnp.linalg.slogdet(x)),
         "logdet.default": lambda x: jnp.where((s := jnp.linalg.slogdet(x)).sign < 0, jnp.nan, s.logabsdet),
         "linalg_matrix_exp.default": linalg.expm,
         "trace.default": jnp.trace,
+        "linalg_tensorinv.default": lambda x, ind=2: jnp.linalg.tensorinv(x, ind),
     }
 )
 
@@ -38,32 +41,6 @@ def cross(x: jax.Array, y: jax.Array, *, dim: int = -1) -> jax.Array:
     """Cross products."""
     x, y = jnp.broadcast_arrays(x, y)
     return jnp.cross(x, y, axis=dim)
-
-
-@op("linalg_solve.default")
-def solve(a: jax.Array, b: jax.Array, *, left: bool = True) -> jax.Array:
-    """The solution x of a x = b, or of x a = b."""
-    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
-    if vector:
-        return jnp.linalg.solve(a, b[..., None])[..., 0]
-    if not left:
-        return jnp.swapaxes(solve(jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)), -1, -2)
-    lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return jnp.linalg.solve(jnp.broadcast_to(a, lead + a.shape[-2:]), jnp.broadcast_to(b, lead + b.shape[-2:]))
-
-
-@op("linalg_solve_triangular.default")
-def solve_triangular(
-    a: jax.Array, b: jax.Array, *, upper: bool, left: bool = True, unitriangular: bool = False
-) -> jax.Array:
-    """The solution of a triangular system."""
-    if not left:
-        transposed = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)
-        x = solve_triangular(*transposed, upper=not upper, unitriangular=unitriangular)
-        return jnp.swapaxes(x, -1, -2)
-    lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = jnp.broadcast_to(a, lead + a.shape[-2:]), jnp.broadcast_to(b, lead + b.shape[-2:])
-    return linalg.solve_triangular(a, b, lower=not upper, unit_diagonal=unitriangular)
 
 
 @op("addbmm.default")
@@ -84,7 +61,24 @@ def addr(added: jax.Array, x: jax.Array, y: jax.Array, *, beta: Any = 1, alpha: 
 def cdist(x: jax.Array, y: jax.Array, p: float, compute_mode: int | None) -> jax.Array:
     """Distances between all pairs of rows, with gradient 0 where two rows are equal."""
     del compute_mode
+    return _length(x[..., :, None, :] - y[..., None, :, :], p)
+
+
+@op("_pdist_forward.default")
+def pdist(x: jax.Array, p: float = 2.0) -> jax.Array:
+    """Distances between all pairs of different rows."""
+    first, second = np.triu_indices(x.shape[0], 1)
+    return _length(x[first] - x[second], p)
+
+
+@op("dist.default")
+def dist(x: jax.Array, y: jax.Array, p: float = 2) -> jax.Array:
+    """The distance between two arrays."""
+    return vector_norm(x - y, p)
+
+
+def _length(x: jax.Array, p: float) -> jax.Array:
+    """Return norms over the last axis; of order 0 the number of elements that are not 0, without gradient."""
     if p == 0:
-        raise NotImplementedError("p = 0")
-    differences = x[..., :, None, :] - y[..., None, :, :]
-    return subgradients.norm(jnp.moveaxis(differences, -1, 0), p, 0)
+        return (x != 0).sum(-1).astype(x.dtype)
+    return subgradients.norm(jnp.moveaxis(x, -1, 0), p, 0)

@@ -112,6 +112,30 @@ def _per_channel(values: Optional, x: jax.Array) -> Optional:
     return None if values is None else values.reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
+@op("native_layer_norm.default")
+def native_layer_norm(
+    x: jax.Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Layer normalization, with mean and inverse standard deviation, which have no gradient."""
+    y: jax.Array = layer_norm(x, normalized_shape, weight, bias, eps)
+    axes = tuple(range(-len(normalized_shape), 0))
+    return (y, *_statistics(lax.stop_gradient(x), axes, eps, keepdims=True))
+
+
+@op("native_group_norm.default")
+def native_group_norm(
+    x: jax.Array, weight: Optional, bias: Optional, rows: int, channels: int, pixels: int, group: int, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalization of groups of channels, with mean and inverse standard deviation."""
+    del channels, pixels
+    y: jax.Array = group_norm(x, group, weight, bias, eps)
+    return (y, *_statistics(x.reshape(rows, group, -1), (-1,), eps, keepdims=False))
+
+
+def _statistics(x: jax.Array, axes: tuple[int, ...], eps: float, *, keepdims: bool) -> tuple[jax.Array, jax.Array]:
+    return x.mean(axes, keepdims=keepdims), lax.rsqrt(x.var(axes, keepdims=keepdims) + eps)
+
+
 @op("instance_norm.default")
 def instance_norm(
     x: jax.Array,

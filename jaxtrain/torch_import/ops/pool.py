@@ -1,5 +1,6 @@
 """Pooling."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.losses import subgradients
 from jaxtrain.torch_import.ops.convolution import per_axis
 from jaxtrain.torch_import.ops.registry import op
 
+_FEW = 16
+"""Elements of a window whose maximum is computed elementwise."""
 Sizes = int | Sequence[int]
 
 
@@ -25,9 +27,10 @@ def _overhang(size: int, kernel: int, stride: int, padding: int, dilation: int) 
     return max(0, (windows - 1) * stride - span)
 
 
-def _windows(
+def windows(
     x: jax.Array, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil_mode: bool, rank: int
 ) -> tuple[list[int], list[int], list[tuple[int, int]], list[int]]:
+    """Return the sizes, strides, paddings and dilations of windows, for each spatial axis."""
     k, d, p = per_axis(kernel, rank), per_axis(dilation, rank), per_axis(padding, rank)
     s = per_axis(stride, rank) if stride else k
     sizes = x.shape[-rank:]
@@ -53,17 +56,20 @@ def _max_pool(rank: int) -> Callable[..., jax.Array]:
         ceil_mode: bool = False,
     ) -> jax.Array:
         """The largest element of each window; the first of equal ones receives the gradient."""
-        k, s, p, d = _windows(x, kernel_size, stride, padding, dilation, ceil_mode, rank)
-        if all(step == 1 for step in d):
+        k, s, p, d = windows(x, kernel_size, stride, padding, dilation, ceil_mode, rank)
+        # XLA differentiates no windows with holes, and searches for every maximum on a CPU.
+        if math.prod(k) > _FEW and all(step == 1 for step in d):
             return _reduced(x, -np.inf, lax.max, k, s, p, d)
-        # XLA differentiates no windows with holes.
-        return subgradients.max(_elements(x, k, s, p, d), 0)
+        highest, *others = _elements(x, k, s, p, d)
+        for element in others:
+            highest = jnp.where((element > highest) | jnp.isnan(element), element, highest)
+        return highest
 
     return max_pool
 
 
-def _elements(x: jax.Array, k: Any, s: Any, p: Any, d: Any) -> jax.Array:
-    """Return the elements of all windows, on a new first axis."""
+def _elements(x: jax.Array, k: Any, s: Any, p: Any, d: Any) -> list[jax.Array]:
+    """Return the elements of all windows, by their place within it."""
     lead = x.ndim - len(k)
     padded = lax.pad(x, jnp.asarray(-np.inf, x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in p])
     sizes = zip(padded.shape[lead:], k, s, d, strict=True)
@@ -73,7 +79,7 @@ def _elements(x: jax.Array, k: Any, s: Any, p: Any, d: Any) -> jax.Array:
         first = [i * step for i, step in zip(offset, d, strict=True)]
         last = [at + (n - 1) * stride + 1 for at, n, stride in zip(first, counts, s, strict=True)]
         parts.append(lax.slice(padded, [0] * lead + first, [*x.shape[:lead], *last], [*[1] * lead, *s]))
-    return jnp.stack(parts)
+    return parts
 
 
 def _avg_pool(rank: int) -> Callable[..., jax.Array]:
@@ -87,7 +93,7 @@ def _avg_pool(rank: int) -> Callable[..., jax.Array]:
         divisor_override: int | None = None,
     ) -> jax.Array:
         """The mean of each window."""
-        k, s, p, d = _windows(x, kernel_size, stride, padding, 1, ceil_mode, rank)
+        k, s, p, d = windows(x, kernel_size, stride, padding, 1, ceil_mode, rank)
         total = _reduced(x, np.zeros((), x.dtype)[()], lax.add, k, s, p, d)
         if divisor_override:
             return total / divisor_override

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxtrain.torch_import.ops.registry import op, ops
 
@@ -20,9 +21,10 @@ ops(
 
 @op("linear.default")
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x Wᵀ + b."""
-    y = jnp.matmul(x, weight.T)
-    return y if bias is None else y + bias
+    """x Wᵀ + b, of rows that are one axis, as `jaxtrain.models.linear`."""
+    rows = jnp.matmul(x.reshape(-1, x.shape[-1]), weight.T)
+    y = rows if bias is None else rows + bias.reshape((1,) * (rows.ndim - bias.ndim) + bias.shape)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 @op("addmm.default", "baddbmm.default", "addmv.default")
@@ -46,3 +48,14 @@ def bilinear(x: jax.Array, y: jax.Array, weight: jax.Array, bias: jax.Array | No
 def multi_dot(tensors: Sequence[jax.Array]) -> jax.Array:
     """The product of several matrices."""
     return jnp.linalg.multi_dot(list(tensors))
+
+
+@op("_grouped_mm.default")
+@op("grouped_mm_fallback.default", library="transformers")
+def grouped_mm(x: jax.Array, y: jax.Array, offs: jax.Array | None = None, bias: None = None, dtype: Any = None) -> Any:
+    """Products of groups of rows, which end at `offs`, with a matrix for each group."""
+    if offs is None or x.ndim != 2 or y.ndim != 3 or bias is not None:
+        raise NotImplementedError("groups of something other than rows")
+    sizes = jnp.diff(offs, prepend=0).astype(jnp.int32)
+    z = lax.ragged_dot(x, y, sizes)
+    return z if dtype is None else z.astype(dtype)

@@ -90,3 +90,62 @@ def randint(low: int, high: int, size: Sequence[int], *, dtype: Any = None, rng:
 def randperm(n: int, *, dtype: Any = None, rng: jax.Array) -> jax.Array:
     """A permutation of the integers below n."""
     return jax.random.permutation(rng, n).astype(dtype or jnp.int32)
+
+
+@op("randint.default", random=True)
+def randint_below(high: int, size: Sequence[int], *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Integers in [0, high)."""
+    return randint(0, high, size, dtype=dtype, rng=rng)
+
+
+@op("randint_like.default", random=True)
+def randint_like(x: jax.Array, high: int, *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Integers in [0, high) in the shape of x."""
+    return jax.random.randint(rng, x.shape, 0, high).astype(dtype or x.dtype)
+
+
+@op("randint_like.low_dtype", random=True)
+def randint_like_from(x: jax.Array, low: int, high: int, *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Integers in [low, high) in the shape of x."""
+    return jax.random.randint(rng, x.shape, low, high).astype(dtype or x.dtype)
+
+
+@op("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", random=True)
+def normal_of(mean: Any, std: Any = 1.0, *, rng: jax.Array) -> jax.Array:
+    """Normal numbers of given means and deviations."""
+    shape, dtype = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std)), jnp.result_type(mean, std)
+    return jax.lax.stop_gradient(mean + std * jax.random.normal(rng, shape, dtype))
+
+
+@op("normal.float_float", random=True)
+def normal_of_size(mean: float, std: float, size: Sequence[int], *, dtype: Any = None, rng: jax.Array) -> jax.Array:
+    """Normal numbers of one mean and deviation."""
+    return mean + std * jax.random.normal(rng, size, dtype or np.float32)
+
+
+@op("multinomial.default", random=True)
+def multinomial(x: jax.Array, num_samples: int, replacement: bool = False, *, rng: jax.Array) -> jax.Array:
+    """Indices drawn with the probabilities x, without replacement by the largest perturbed logarithms."""
+    logits = jnp.log(jax.lax.stop_gradient(x))
+    if replacement:
+        return jax.random.categorical(rng, logits[..., None, :], shape=(*x.shape[:-1], num_samples))
+    perturbed = logits + jax.random.gumbel(rng, logits.shape, logits.dtype)
+    return jax.lax.top_k(perturbed, num_samples)[1]
+
+
+@op("rrelu_with_noise_functional.default", random=True)
+def rrelu(
+    x: jax.Array,
+    noise: jax.Array,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *,
+    rng: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """ReLU with random slopes of negative values, with the slopes."""
+    if not training or rng is None:
+        return jnp.where(x > 0, x, x * ((lower + upper) / 2)), noise
+    slopes = jax.random.uniform(rng, x.shape, x.dtype, lower, upper)
+    slopes = jnp.where(x <= 0, slopes, 1)
+    return x * slopes, slopes

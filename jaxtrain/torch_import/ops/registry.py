@@ -20,14 +20,14 @@ RANDOM: set[str] = set()
 """Overloads that draw random numbers. Their functions take the keyword `rng`, a key."""
 
 
-def op(*overloads: str, random: bool = False) -> Callable[[F], F]:
-    """Register a function for overloads of PyTorch's ATen operations, as in `@op("add.Tensor", "add.Scalar")`."""
+def op(*overloads: str, random: bool = False, library: str = "aten") -> Callable[[F], F]:
+    """Register a function for overloads of PyTorch's operations, as in `@op("add.Tensor", "add.Scalar")`."""
 
     def register(fn: F) -> F:
         for overload in overloads:
-            TABLE[f"aten.{overload}"] = fn
+            TABLE[f"{library}.{overload}"] = fn
             if random:
-                RANDOM.add(f"aten.{overload}")
+                RANDOM.add(f"{library}.{overload}")
         return fn
 
     return register

@@ -40,15 +40,52 @@ def _linear(size: int, out: int, align_corners: bool, scale: float | None) -> np
 
 def _cubic(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
     """Return the matrix [size, out] of a cubic interpolation with a = -0.75 (Keys 1981)."""
-    a, at = -0.75, _places(size, out, align_corners, scale)
+    at = _places(size, out, align_corners, scale)
     first = np.floor(at).astype(int)
     matrix = np.zeros((size, out))
     for offset in range(-1, 3):
-        distance = np.abs(at - first - offset)
-        near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
-        far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-        weight = np.where(distance <= 1, near, far)
+        weight = _cubic_kernel(-0.75)(at - first - offset)
         np.add.at(matrix, (np.clip(first + offset, 0, size - 1), np.arange(out)), weight)
+    return matrix
+
+
+def _cubic_kernel(a: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the kernel of a cubic interpolation (Keys 1981)."""
+
+    def weight(x: np.ndarray) -> np.ndarray:
+        x = np.abs(x)
+        near = ((a + 2) * x - (a + 3)) * x**2 + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        return np.where(x <= 1, near, np.where(x < 2, far, 0))
+
+    return weight
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _smoothed(
+    kernel: Callable[[np.ndarray], np.ndarray], width: int
+) -> Callable[[int, int, bool, float | None], np.ndarray]:
+    """Return the matrix of an interpolation whose kernel is stretched where the output is smaller.
+
+    References:
+      `_compute_indices_weights_aa` in PyTorch's `aten/src/ATen/native/cpu/UpSampleKernel.cpp`.
+    """
+
+    def matrix(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
+        ratio = (size - 1) / max(out - 1, 1) if align_corners else size / out if scale is None else 1 / scale
+        stretch = max(ratio, 1.0)
+        support = width / 2 * stretch
+        weights = np.zeros((size, out))
+        for i in range(out):
+            center = ratio * (i + 0.5)
+            first, last = max(int(center - support + 0.5), 0), min(int(center + support + 0.5), size)
+            values = kernel((np.arange(first, last) - center + 0.5) / stretch)
+            weights[first:last, i] = values / values.sum()
+        return weights
+
     return matrix
 
 
@@ -69,6 +106,18 @@ def _interpolation(matrix: Callable[[int, int, bool, float | None], np.ndarray])
 for _name in ("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec"):
     op(_name)(_interpolation(_linear))
 op("upsample_bicubic2d.vec")(_interpolation(_cubic))
+op("_upsample_bilinear2d_aa.vec")(_interpolation(_smoothed(_triangle, 2)))
+op("_upsample_bicubic2d_aa.vec")(_interpolation(_smoothed(_cubic_kernel(-0.5), 4)))
+
+
+@op("_upsample_bilinear2d_aa.default")
+def bilinear_smoothed(
+    x: jax.Array, size: Sequence[int], align_corners: bool, scales_h: float | None = None, scales_w: float | None = None
+) -> jax.Array:
+    """Interpolate the axes after the second without aliasing."""
+    for i, scale in enumerate((scales_h, scales_w)):
+        x = along(x, _smoothed(_triangle, 2)(x.shape[2 + i], size[i], align_corners, scale), 2 + i)
+    return x
 
 
 @op("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec")

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtrain.torch_import.ops.registry import op, ops
@@ -14,38 +15,42 @@ _END = 2**62
 
 ops(
     {
-        "view.default reshape.default _unsafe_view.default": lambda x, size: jnp.reshape(x, size),
+        "view.default reshape.default _unsafe_view.default view_copy.default": lambda x, size: jnp.reshape(x, size),
         "view_as.default reshape_as.default": lambda x, other: jnp.reshape(x, other.shape),
-        "unsqueeze.default": lambda x, dim: jnp.expand_dims(x, dim),
-        "transpose.int swapaxes.default": lambda x, a, b: jnp.swapaxes(x, a, b) if x.ndim else x,
-        "t.default numpy_T.default": lambda x: x.T,
+        "unsqueeze.default unsqueeze_copy.default": lambda x, dim: jnp.expand_dims(x, dim),
+        "transpose.int swapaxes.default transpose_copy.int": lambda x, a, b: jnp.swapaxes(x, a, b) if x.ndim else x,
+        "t.default numpy_T.default t_copy.default": lambda x: x.T,
         "mT.default": lambda x: jnp.swapaxes(x, -1, -2),
-        "permute.default": lambda x, dims: jnp.transpose(x, dims),
+        "permute.default permute_copy.default": lambda x, dims: jnp.transpose(x, dims),
         "movedim.intlist": jnp.moveaxis,
         "movedim.int": jnp.moveaxis,
         "flip.default": jnp.flip,
         "rot90.default": lambda x, k=1, dims=(0, 1): jnp.rot90(x, k, dims),
         "stack.default": lambda tensors, dim=0: jnp.stack(tensors, dim),
-        "select.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
-        "unbind.int": lambda x, dim=0: [lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim])],
+        "select.int select_copy.int": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
+        "unbind.int unbind_copy.int": lambda x, dim=0: [
+            lax.index_in_dim(x, i, dim, keepdims=False) for i in range(x.shape[dim])
+        ],
         "repeat.default": jnp.tile,
         "tile.default": jnp.tile,
         "repeat_interleave.self_int": lambda x, repeats, dim=None, output_size=None: jnp.repeat(x, repeats, dim),
         "tril.default": jnp.tril,
         "triu.default": jnp.triu,
-        "clone.default contiguous.default alias.default lift_fresh.default lift_fresh_copy.default": lambda x, **_: x,
-        "detach.default": lax.stop_gradient,
+        "clone.default contiguous.default alias.default lift_fresh.default": lambda x, **_: x,
+        "lift_fresh_copy.default alias_copy.default": lambda x, **_: x,
+        "detach.default detach_copy.default": lax.stop_gradient,
+        "narrow_copy.default": lambda x, dim, start, length: lax.slice_in_dim(x, start, start + length, axis=dim),
         "expand_as.default": lambda x, other: jnp.broadcast_to(x, other.shape),
         "view_as_complex.default": lambda x: lax.complex(x[..., 0], x[..., 1]),
         "view_as_real.default": lambda x: jnp.stack([x.real, x.imag], -1),
         "real.default": jnp.real,
         "imag.default": jnp.imag,
-        "conj.default _conj.default conj_physical.default resolve_conj.default": jnp.conj,
+        "conj.default _conj.default conj_physical.default _conj_physical.default resolve_conj.default": jnp.conj,
     }
 )
 
 
-@op("expand.default", "broadcast_to.default")
+@op("expand.default", "broadcast_to.default", "expand_copy.default")
 def expand(x: jax.Array, size: Sequence[int], implicit: bool = False) -> jax.Array:
     """Broadcast; -1 keeps the size of an axis."""
     del implicit
@@ -53,7 +58,7 @@ def expand(x: jax.Array, size: Sequence[int], implicit: bool = False) -> jax.Arr
     return jnp.broadcast_to(x, [x.shape[i - added] if n == -1 else n for i, n in enumerate(size)])
 
 
-@op("squeeze.default", "squeeze.dim", "squeeze.dims")
+@op("squeeze.default", "squeeze.dim", "squeeze.dims", "squeeze_copy.default", "squeeze_copy.dim", "squeeze_copy.dims")
 def squeeze(x: jax.Array, dim: int | Sequence[int] | None = None) -> jax.Array:
     """Remove axes of size 1."""
     if dim is None:
@@ -85,7 +90,7 @@ def cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return jnp.concatenate(kept, dim)
 
 
-@op("slice.Tensor")
+@op("slice.Tensor", "slice_copy.Tensor")
 def slice_(x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> jax.Array:
     """Take a range of an axis."""
     return x[at_slice(x, dim, start, end, step)]
@@ -96,7 +101,7 @@ def at_slice(x: jax.Array, dim: int, start: int | None, end: int | None, step: i
     return (slice(None),) * (dim % x.ndim) + (slice(start, None if end is None or end > _END else end, step),)
 
 
-@op("split.Tensor", "split_with_sizes.default", "split.sizes")
+@op("split.Tensor", "split_with_sizes.default", "split.sizes", "split_copy.Tensor", "split_with_sizes_copy.default")
 def split(x: jax.Array, split_size: int | Sequence[int], dim: int = 0) -> list[jax.Array]:
     """Split into parts of one size, or of given sizes."""
     length = x.shape[dim]
@@ -151,9 +156,9 @@ for _rank in (1, 2, 3):
 @op("pixel_shuffle.default")
 def pixel_shuffle(x: jax.Array, upscale_factor: int) -> jax.Array:
     """Move channels into blocks of pixels."""
-    r, (*lead, _, h, w) = upscale_factor, x.shape
-    blocks = x.reshape(*lead, -1, r, r, h, w)
-    return jnp.moveaxis(blocks, (-4, -3), (-3, -1)).reshape(*lead, -1, h * r, w * r)
+    r, (*lead, c, h, w) = upscale_factor, x.shape
+    blocks = x.reshape(*lead, c // r**2, r, r, h, w)
+    return jnp.moveaxis(blocks, (-4, -3), (-3, -1)).reshape(*lead, c // r**2, h * r, w * r)
 
 
 @op("pixel_unshuffle.default")
@@ -174,7 +179,7 @@ def unfold(x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     return jnp.moveaxis(windows, dimension % x.ndim + 1, -1)
 
 
-@op("diagonal.default")
+@op("diagonal.default", "diagonal_copy.default")
 def diagonal(x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
     """The diagonal of two axes, on a new last axis."""
     return jnp.diagonal(x, offset, dim1, dim2)
@@ -187,6 +192,22 @@ def diag_embed(x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1) ->
     rows = jnp.arange(x.shape[-1]) + max(-offset, 0)
     square = jnp.zeros((*x.shape[:-1], n, n), x.dtype).at[..., rows, rows + offset].set(x)
     return jnp.moveaxis(square, (-2, -1), (dim1, dim2))
+
+
+@op("as_strided.default", "as_strided_copy.default")
+def as_strided(
+    x: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> jax.Array:
+    """A view of a contiguous tensor by strides."""
+    return x.ravel()[_strided(size, stride, storage_offset)]
+
+
+def _strided(size: Sequence[int], stride: Sequence[int], offset: int | None) -> np.ndarray:
+    """Return the places of a view in the flattened tensor."""
+    places = np.full((), offset or 0)
+    for n, step in zip(size, stride, strict=True):
+        places = np.add.outer(places, np.arange(n) * step)
+    return places
 
 
 @op("meshgrid.default", "meshgrid.indexing")

@@ -1,5 +1,8 @@
 """Sorting and selection by rank."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -41,13 +44,22 @@ def kthvalue(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tupl
     return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
 
 
-@op("searchsorted.Tensor")
+@op("searchsorted.Tensor", "searchsorted.Scalar")
 def searchsorted(
-    boundaries: jax.Array, x: jax.Array, *, out_int32: bool = False, right: bool = False, side: str | None = None
+    boundaries: jax.Array,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: jax.Array | None = None,
 ) -> jax.Array:
-    """Where values belong in a sorted vector."""
+    """Where values belong in sorted vectors: in one, or in one for each row of values."""
     del out_int32
-    return jnp.searchsorted(boundaries, x, side="right" if right or side == "right" else "left")
+    boundaries = boundaries if sorter is None else jnp.take_along_axis(boundaries, sorter, -1)
+    chosen = "right" if right or side == "right" else "left"
+    find = functools.partial(jnp.searchsorted, side=chosen)
+    return jnp.vectorize(find, signature="(n),(m)->(m)")(boundaries, x) if boundaries.ndim > 1 else find(boundaries, x)
 
 
 @op("bucketize.Tensor")
@@ -61,6 +73,41 @@ def bucketize(x: jax.Array, boundaries: jax.Array, *, out_int32: bool = False, r
 def median(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """The lower median along an axis and its index."""
     return kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+
+
+@op("nanmedian.dim")
+@of_vectors
+def nanmedian(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The lower median of what is not NaN along an axis and its index."""
+    order = jnp.argsort(x, dim, stable=True)
+    count = (~jnp.isnan(x)).sum(dim, keepdims=True)
+    index = jnp.take_along_axis(order, jnp.maximum(count - 1, 0) // 2, dim)
+    value = jnp.take_along_axis(x, index, dim)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+@op("nanmedian.default")
+def nanmedian_of_all(x: jax.Array) -> jax.Array:
+    """The lower median of all elements that are not NaN; equal elements share the gradient."""
+    value = jax.lax.stop_gradient(nanmedian(x.ravel(), 0)[0])
+    return value + jnp.mean(x - jax.lax.stop_gradient(x), where=x == value)
+
+
+@op("mode.default")
+@of_vectors
+def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The smallest of the most frequent values along an axis and the index of its last occurrence."""
+    order = jnp.moveaxis(jnp.argsort(x, dim, stable=True), dim, -1)
+    values = jnp.take_along_axis(jnp.moveaxis(x, dim, -1), order, -1)
+    changes = values[..., 1:] != values[..., :-1]
+    edge = jnp.ones((*values.shape[:-1], 1), bool)
+    positions = jnp.arange(values.shape[-1])
+    starts = jax.lax.cummax(jnp.where(jnp.concatenate([edge, changes], -1), positions, 0), axis=values.ndim - 1)
+    lengths = jnp.where(jnp.concatenate([changes, edge], -1), positions - starts + 1, 0)
+    last = jnp.argmax(lengths, -1, keepdims=True)
+    index = jnp.moveaxis(jnp.take_along_axis(order, last, -1), -1, dim)
+    value = jnp.take_along_axis(x, index, dim)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
 
 
 def _running(x: jax.Array, dim: int, larger: bool) -> tuple[jax.Array, jax.Array]:

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from jaxtrain.torch_import.capture.origins import ModuleCall
-from jaxtrain.torch_import.graph import GETITEM, Graph, Node, references
+from jaxtrain.torch_import.graph import GETITEM, Graph, ModuleCall, Node, references
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -37,10 +36,12 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
     """Return a graph's operations by the calls of modules that they belong to. Results of operations follow these."""
     root = Block(None, 0)
     stack, keys = [root], [""]
+    calls: tuple[ModuleCall, ...] = (ModuleCall("", None, ()),)
     for node in graph.nodes:
         if node.op == GETITEM:
             continue
-        calls = origins.get(node.name) or (ModuleCall("", None, ()), *(origins_like(node, origins)))
+        # An operation that a rewrite of the graph adds belongs to the call of the one before.
+        calls = origins[node.name] if node.name in origins else tuple(x._replace(lines=()) for x in calls)
         depth = 1
         while depth < min(len(stack), len(calls)) and keys[depth] == calls[depth].key:
             depth += 1
@@ -52,14 +53,6 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
             keys.append(calls[level].key)
         stack[-1].items.append(node)
     return root
-
-
-def origins_like(node: Node, origins: Origins) -> tuple[ModuleCall, ...]:
-    """Return the calls around an operation that the capture did not record: those of an operation of its module."""
-    for calls in origins.values():
-        if calls and (calls[-1].path or "") == node.module:
-            return tuple(call._replace(lines=()) for call in calls[1:])
-    return ()
 
 
 def results_of(graph: Graph, live: Collection[str]) -> dict[str, dict[int, str]]:

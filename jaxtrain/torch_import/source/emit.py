@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import Graph, Input, dtype_of, without_unused
+from jaxtrain.torch_import.graph import CUSTOM, Graph, Input, dtype_of, without_unused
 from jaxtrain.torch_import.ops import RANDOM
+from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.blocks import Origins
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
@@ -45,8 +46,6 @@ def source_of(
     evaluation: Pass,
     *,
     model: Model,
-    params: Any,
-    state: Any,
     batch: Any,
     classes: Mapping[str, type],
     ops: Mapping[str, Callable[..., Any]],
@@ -57,18 +56,16 @@ def source_of(
       name: Name of the module's class.
       train: The pass in training mode.
       evaluation: The pass in evaluation mode.
-      model: The imported model.
-      params: Shapes of its parameters.
-      state: Shapes of its state, or None.
+      model: What the file shall compute: the two passes, by PyTorch's parameters.
       batch: Shapes of a batch.
       classes: Classes of the modules by path.
       ops: Functions of operations that the table lacks.
 
     Raises:
-      UserError: The file would not compute what the model does.
+      UserError: The module calls a `torch.autograd.Function`, or the file would not compute what the model does.
     """
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return _proved(name, train, evaluation, model, params, state, batch, classes, ops)
+        return _proved(name, train, evaluation, model, batch, classes, ops)
 
 
 def _proved(
@@ -76,30 +73,39 @@ def _proved(
     train: Pass,
     evaluation: Pass,
     model: Model,
-    params: Any,
-    state: Any,
     batch: Any,
     classes: Mapping[str, type],
     ops: Mapping[str, Callable[..., Any]],
 ) -> tuple[str, dict[str, Any]]:
     """Return what `source_of` does, with the promotion that PyTorch's code relies on."""
+    for node in (*train.graph.nodes, *evaluation.graph.nodes):
+        if node.op == CUSTOM:
+            raise refusal(
+                "a torch.autograd.Function cannot be written as source", "use the imported model", node.source
+            )
+    params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
     writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
-    wanted = [_program(model, params, state, batch, train=flag) for flag in (True, False)]
+    wanted = [_program(model, params, state or None, batch, train=flag) for flag in (True, False)]
     text = writer.file(train, None)
     for last in (False, True):
         buffers = {**train.buffers, **evaluation.buffers}
         used = {key: buffers[key] for key in sorted(writer.large)} if "BUFFERS" in text else {}
         own = loaded(text, used)
-        found = [_program(own, params, state, batch, train=flag) for flag in (True, False)]
+        found = [_program(own, params, state or None, batch, train=flag) for flag in (True, False)]
         if found == wanted:
             return text, used
         if last or found[0] != wanted[0]:
             break
         text = writer.file(train, evaluation)
-    global LAST
     raise UserError(
         f"the source of {name} would not compute what the imported model does: keep the imported model, and report this"
     )
+
+
+def _shapes(graph: Graph, kind: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of the graph's inputs of a kind, by name."""
+    given = (x for x in graph.inputs if x.kind == kind)
+    return {x.target: jax.ShapeDtypeStruct(x.spec.shape, dtype_of(x.spec.dtype)) for x in given}
 
 
 def loaded(text: str, buffers: Mapping[str, Any]) -> Model:

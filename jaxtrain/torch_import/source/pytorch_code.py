@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtrain.torch_import.capture.origins import Line
+from jaxtrain.torch_import.graph import Line
 
 
 class Statement(NamedTuple):

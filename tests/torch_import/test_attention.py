@@ -1,4 +1,4 @@
-"""Masks that a module computes are recognized as causal, and attention stays PyTorch's."""
+"""Masks and repeated heads that a module computes are recognized, and attention stays PyTorch's."""
 
 import jax
 import numpy as np
@@ -100,3 +100,43 @@ def test_comparisons_of_positions_are_bands(op, exchanged):
             continue
         keys = np.arange(4)
         np.testing.assert_array_equal((band.first[:, None] <= keys) & (keys < band.end[:, None]), visible)
+
+
+class GroupedQueries(torch.nn.Module):
+    """Attention of 4 heads to 2, which are repeated as by `transformers`, as by `tile`, and once too often."""
+
+    def forward(self, query, key):
+        def repeated(x, axis, n):
+            b, heads, tokens, width = x.shape
+            return x.unsqueeze(axis).expand(b, *([heads, n] if axis == 2 else [n, heads]), tokens, width)
+
+        attend = torch.nn.functional.scaled_dot_product_attention
+        in_a_row, in_turn = (repeated(key, axis, 2).reshape(query.shape) for axis in (2, 1))
+        rows = repeated(key, 2, 2).reshape(2, 2, 2 * T, 4).repeat_interleave(2, 1)
+        return attend(query, in_a_row, in_a_row), attend(query, in_turn, in_turn), attend(query, rows, rows)
+
+
+@pytest.mark.slow
+def test_repeated_heads_are_recognized():
+    rng = np.random.default_rng(0)
+    query, key = rng.standard_normal((2, 4, T, 4)), rng.standard_normal((2, 2, T, 4))
+    with jax.enable_x64():
+        model = jt.from_torch(GroupedQueries(), (query, key))
+        nodes = model._capture({}, (query, key), train=False).graph.nodes
+        made_by = {node.name: node for node in nodes}
+        calls = [node for node in nodes if "scaled_dot_product" in node.op]
+        assert [all(x.name not in made_by for x in node.args) for node in calls] == [True, False, False]
+
+        theirs = [torch.tensor(x, requires_grad=True) for x in (query, key)]
+        outputs = GroupedQueries()(*theirs)
+        sum((y**2).sum() for y in outputs).backward()
+
+        def loss(inputs):
+            ours, _ = model({}, inputs)
+            return sum((y**2).sum() for y in ours), ours
+
+        gradients, ours = jax.jit(jax.grad(loss, has_aux=True))((query, key))
+        for y, reference in zip(ours, outputs, strict=True):
+            np.testing.assert_allclose(y, reference.detach(), rtol=0, atol=1e-14)
+        for gradient, x in zip(gradients, theirs, strict=True):
+            np.testing.assert_allclose(gradient, x.grad, rtol=0, atol=1e-13)

@@ -1,0 +1,213 @@
+"""A captured module as a function of its parameters, whose graphs come from a capture or from a file."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.errors import UserError
+from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.paths import Frozen, none_frozen
+from jaxtrain.step import Loss
+from jaxtrain.torch_import.graph import Captured, Spec
+from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.repeat import Stacks
+
+if TYPE_CHECKING:
+    from jaxtrain.run import Task
+
+Params = dict[str, jax.Array]
+
+
+class Key(NamedTuple):
+    """What a captured graph depends on: mode, dtype of the parameters, and shapes and structure of the batch."""
+
+    train: bool
+    dtype: str | None
+    specs: tuple[Spec, ...]
+    structure: Any
+
+
+class GraphModel:
+    """A captured module as a pure function.
+
+    Attributes:
+      params: Parameters by PyTorch's names; those of repeated layers are stacked.
+      state: Buffers that training changes, by name; None if there are none.
+      example: The example batch.
+    """
+
+    params: Params
+    state: Params | None
+    example: Any
+    _buffers: dict[str, Any]
+    _changed: frozenset[str]
+    _captured: dict[Any, Captured]
+    _frozen_tensors: frozenset[str]
+    _keys: tuple[str, ...] | None
+    _ops: dict[str, Callable[..., Any]]
+    _persistent: tuple[str, ...]
+    _stacks: Stacks
+    _tied: Mapping[str, str]
+
+    @property
+    def names(self) -> NameTable:
+        """The table from `params` to PyTorch's names, which are the same but for stacks, with those of tied weights."""
+        return NameTable({name: self._torch_param(name) for name in self.params}, tied=self._tied)
+
+    @property
+    def state_names(self) -> NameTable | None:
+        """The table from `state` to PyTorch's names; None for a module without state."""
+        return None if self.state is None else NameTable({name: self._torch_param(name) for name in self.state})
+
+    @property
+    def saved_constants(self) -> Params:
+        """The buffers of PyTorch's `state_dict()` that do not change, by name."""
+        return {name: self._buffers[name] for name in self._persistent if name not in self._changed}
+
+    @property
+    def frozen(self) -> Frozen:
+        """Predicate on names: whether a parameter has no gradient, as `train_step(frozen=…)` takes it.
+
+        These are parameters with `requires_grad=False`, and those that no output depends on: PyTorch's optimizers
+        leave both as they are, without weight decay.
+        """
+        found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
+        return found.__contains__ if found else none_frozen
+
+    def __call__(
+        self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
+    ) -> tuple[Any, Params | None]:
+        """Run the module.
+
+        Args:
+          params: Parameters by name.
+          batch: Arrays in the structure of the example batch. A dict may have further entries, for the loss.
+          rng: Key of dropout and other random numbers; None runs the module in evaluation mode.
+          state: Buffers, as in `self.state`.
+
+        Returns:
+          A tuple (outputs, new state): dicts, tuples and arrays as the module returns them.
+
+        Raises:
+          UserError: The batch or the parameters do not fit the module.
+        """
+        return self._run(self._capture(params, batch, train=rng is not None), params, batch, rng, state)
+
+    def _run(
+        self, captured: Captured, params: Params, batch: Any, rng: jax.Array | None, state: Params | None
+    ) -> tuple[Any, Params | None]:
+        """Evaluate a graph with the model's buffers."""
+        given = dict(state or {})
+        outputs, changed = interpret(
+            captured.graph,
+            params=params,
+            state={**self._buffers, **given},
+            constants={**self._buffers, **given, **captured.constants},
+            inputs=self._leaves(batch),
+            rng=rng,
+            ops=self._ops,
+        )
+        if state is None:
+            return outputs, None
+        return outputs, {name: changed[name].astype(x.dtype) if name in changed else x for name, x in given.items()}
+
+    def loss(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a loss function for `train_step`.
+
+        Args:
+          fn: From (outputs, batch) to a `Loss`, or to (Loss, metrics).
+
+        Returns:
+          `loss_fn(params, batch, rng)`, with a fourth argument for a module with state.
+        """
+
+        def with_metrics(outputs: Any, batch: Any) -> tuple[Loss, dict[str, Any]]:
+            result = fn(outputs, batch)
+            return (result, {}) if isinstance(result, Loss) else result
+
+        if self.state is None:
+
+            def loss_fn(params: Params, batch: Any, rng: Any) -> Any:
+                return with_metrics(self(params, batch, rng)[0], batch)
+
+            return loss_fn
+
+        def loss_fn_with_state(params: Params, batch: Any, rng: Any, model_state: Params) -> Any:
+            outputs, new_state = self(params, batch, rng, model_state)
+            return (*with_metrics(outputs, batch), new_state)
+
+        return loss_fn_with_state
+
+    def task(self, loss: Callable[..., Any], **fields: Any) -> "Task":
+        """Return the task of a training run, for a `jaxtrain.Recipe`.
+
+        Its checkpoints are converted from and to PyTorch by `jaxtrain import-torch` and `export --format torch`: the
+        state contains all buffers of PyTorch's `state_dict()`, also those that do not change.
+
+        Args:
+          loss: As in `loss`.
+          **fields: Further fields of `jaxtrain.Task`, such as `train`, `validation` and `predict`.
+
+        Returns:
+          The task, whose runs start from the imported weights.
+
+        Example:
+          >>> import torch
+          >>> from jaxtrain.step import Loss
+          >>> from jaxtrain.torch_import import from_torch
+          >>> model = from_torch(torch.nn.Linear(3, 2), {"input": np.ones((4, 3), np.float32)})
+          >>> task = model.task(lambda y, batch: Loss.of(y**2), train={"input": np.ones((8, 3), np.float32)})
+          >>> task.initial().params["bias"].shape
+          (2,)
+        """
+        from jaxtrain.torch_import.task import task_of
+
+        return task_of(
+            self.loss(loss),
+            self.params,
+            self.state,
+            self.saved_constants,
+            names=self.names,
+            state_names=self.state_names,
+            frozen=self.frozen,
+            fields=fields,
+        )
+
+    def _leaves(self, batch: Any) -> list[jax.Array]:
+        return jax.tree.leaves(self._chosen(batch))
+
+    def _chosen(self, batch: Any) -> Any:
+        """Return the part of a batch that the module takes."""
+        if self._keys is None:
+            return batch
+        if missing := [key for key in self._keys if key not in batch]:
+            raise UserError(
+                f"the batch has no {missing[0]!r}: the example batch had {', '.join(map(repr, self._keys))}"
+            )
+        return {key: batch[key] for key in self._keys}
+
+    def _capture(self, params: Params, batch: Any, *, train: bool) -> Captured:
+        raise NotImplementedError
+
+    def _key(self, params: Params, batch: Any, *, train: bool) -> Key:
+        """Return what a captured graph depends on."""
+        leaves, structure = jax.tree.flatten(self._chosen(batch))
+        specs = tuple(Spec(tuple(np.shape(x)), _input_dtype(x.dtype)) for x in map(_as_array, leaves))
+        dtypes = {str(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, np.floating)}
+        return Key(train, dtypes.pop() if len(dtypes) == 1 else None, specs, structure)
+
+    def _torch_param(self, name: str) -> TorchParam:
+        return self._stacks.get(name, TorchParam(name))
+
+
+def _as_array(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def _input_dtype(dtype: Any) -> str:
+    """Return the dtype in which an input is captured: integers in PyTorch's default, whatever width JAX gives them."""
+    name = str(jax.dtypes.canonicalize_dtype(dtype))
+    return "int64" if name in ("int32", "uint32") else name

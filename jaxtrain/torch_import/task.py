@@ -1,0 +1,57 @@
+"""The task of a training run on an imported module."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.paths import Frozen, none_frozen
+from jaxtrain.run import Initial, Task
+from jaxtrain.step import LossFn
+
+
+def task_of(
+    loss_fn: LossFn,
+    params: Any,
+    state: Mapping[str, Any] | None,
+    constants: Mapping[str, Any],
+    *,
+    names: NameTable,
+    state_names: NameTable | None,
+    frozen: Frozen,
+    fields: Mapping[str, Any],
+) -> Task:
+    """Return the task of an imported module, as `ImportedModel.task`.
+
+    Args:
+      loss_fn: Its loss, of four arguments if it has a state.
+      params: Initial parameters.
+      state: Initial state, or None.
+      constants: Buffers that do not change, which PyTorch's checkpoints contain.
+      names: Table of the parameters.
+      state_names: Table of the state, or None.
+      frozen: Predicate of the parameters that are not trained.
+      fields: Further fields of the task.
+    """
+    whole = {**(state or {}), **constants}
+    moving = {} if state_names is None else state_names.params
+
+    def init() -> Initial:
+        # Copies, which a training step may donate.
+        return Initial(*jax.tree.map(jnp.array, (params, whole or None)))
+
+    def with_constants(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+        # The loss of a module whose buffers do not change.
+        result: tuple[Any, ...] = loss_fn(params, batch, rng)
+        return (*result, model_state)
+
+    given = {
+        "init": init,
+        "loss_fn": with_constants if whole and state is None else loss_fn,
+        "frozen": None if frozen is none_frozen else frozen,
+        "names": names,
+        "buffers": NameTable({**moving, **{name: TorchParam(name) for name in constants}}) if whole else None,
+    }
+    return Task(**{**given, **fields})

@@ -1,0 +1,40 @@
+"""The lines of the user's program that the equations of a jaxpr come from."""
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+import jaxtrain
+
+HARNESS = (
+    *(Path(__file__).parent, Path(__file__).parent / "oracle"),
+    Path(jaxtrain.__file__).parent / "transforms",
+)
+
+
+def line_of(eqn: JaxprEqn) -> tuple[str, int] | None:
+    """Return the line of the model, the loss or the optimizer that an equation comes from."""
+    return next(((frame.file_name, frame.line_num) for frame in frames_of(eqn) if is_of_user(frame.file_name)), None)
+
+
+def frames_of(eqn: JaxprEqn) -> list[Any]:
+    """Frames of the traced program, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else traceback.frames
+
+
+def libraries() -> tuple[Path, ...]:
+    """Return the folders of imported packages that rarely cause a difference: their caller's line identifies it."""
+    imported = (sys.modules.get(name) for name in ("jax", "flax", "optax", "equinox"))
+    return tuple(Path(folder) for package in imported if package is not None for folder in package.__path__)
+
+
+@functools.cache
+def is_of_user(file: str) -> bool:
+    """Return whether a file is neither of the harness nor of a library."""
+    path = Path(file)
+    ours = path.parent in HARNESS or any(path.is_relative_to(part) for part in libraries())
+    return path.is_absolute() and not ours

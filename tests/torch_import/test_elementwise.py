@@ -1,0 +1,62 @@
+"""Elementwise formulas of an imported module keep their inputs alone in low precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.torch_import.graph import RECOMPUTED
+from jaxtrain.transforms import autocast
+
+torch = pytest.importorskip("torch")
+
+
+class Formulas(torch.nn.Module):
+    """A GELU that is written out, a gated SiLU, a residual connection and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        y = self.up(x)
+        activated = 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.04 * y**3)))
+        gated = torch.nn.functional.silu(self.gate(activated)) * y
+        total = x + self.down(gated)
+        return total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.slow
+def test_formulas_are_computed_again_in_low_precision_alone():
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+    model = jt.from_torch(Formulas(), x)
+    graph = model._capture(model.params, x, train=False).graph
+    found = [[node.op.split(".")[1] for node in x.kwargs["graph"].nodes] for x in graph.nodes if x.op == RECOMPUTED]
+    assert [sorted(formula) for formula in found] == [
+        sorted(["mul", "mul", "pow", "mul", "add", "mul", "tanh", "add"]),
+        ["mul", "silu"],
+        ["add", "mul", "rsqrt"],
+    ]
+
+    def loss(params):
+        return (model(params, x)[0] ** 2).sum()
+
+    kept = _kept(autocast(loss, jnp.bfloat16), model.params)
+    assert kept.count(((2, 3, 4), "float32")) == 3, "the inputs of the two norms, and the result"
+    with jax.enable_x64():
+        wide = Formulas().double()
+        wide.load_state_dict({name: torch.tensor(np.asarray(w)).double() for name, w in model.params.items()})
+        model = jt.from_torch(wide, x.astype(np.float64))
+        x = x.astype(np.float64)
+        gradients = jax.jit(jax.grad(loss))(model.params)
+        (wide(torch.tensor(x)) ** 2).sum().backward()
+        for name, weight in wide.named_parameters():
+            np.testing.assert_allclose(gradients[name], weight.grad, rtol=0, atol=1e-13)
+
+
+def _kept(fn, *args):
+    """Return the shapes and dtypes of what the backward pass keeps."""
+    _, pull = jax.vjp(fn, *args)
+    return [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pull)]
