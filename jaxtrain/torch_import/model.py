@@ -173,7 +173,7 @@ class ImportedModel(GraphModel):
           >>> import torch
           >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
           >>> print(model.source().splitlines()[-1])
-              return batch @ params["weight"].T + params["bias"], state
+              return linear(batch, params["weight"], params["bias"]), state
         """
         return self._source()[0]
 

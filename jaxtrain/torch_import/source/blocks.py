@@ -41,7 +41,7 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
         if node.op == GETITEM:
             continue
         # An operation that a rewrite of the graph adds belongs to the call of the one before.
-        calls = origins[node.name] if node.name in origins else tuple(x._replace(lines=()) for x in calls)
+        calls = origins.get(node.name) or tuple(x._replace(lines=()) for x in calls)
         depth = 1
         while depth < min(len(stack), len(calls)) and keys[depth] == calls[depth].key:
             depth += 1

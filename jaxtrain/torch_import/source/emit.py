@@ -80,9 +80,8 @@ def _proved(
     """Return what `source_of` does, with the promotion that PyTorch's code relies on."""
     for node in (*train.graph.nodes, *evaluation.graph.nodes):
         if node.op == CUSTOM:
-            raise refusal(
-                "a torch.autograd.Function cannot be written as source", "use the imported model", node.source
-            )
+            problem = "a torch.autograd.Function cannot be written as source"
+            raise refusal(problem, "keep the imported model, or write it without one", node.source)
     params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
     writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
     wanted = [_program(model, params, state or None, batch, train=flag) for flag in (True, False)]
