@@ -167,7 +167,8 @@ class ImportedModel(GraphModel):
           The text of a Python file, formatted as by `ruff format`.
 
         Raises:
-          UserError: The module calls a `torch.autograd.Function`, or the source would not compute the same.
+          UserError: The module calls a `torch.autograd.Function`, a buffer that it reads is on the "meta" device, or
+            the source would not compute the same.
 
         Example:
           >>> import torch

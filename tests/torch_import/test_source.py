@@ -113,6 +113,14 @@ class Custom(nn.Linear):
 
 
 @pytest.mark.slow
+def test_a_buffer_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = jt.from_torch(*llama())
+    with pytest.raises(UserError, match=r"'model\.rotary_emb\.inv_freq' has no values.*: import a module with weights"):
+        model.source()
+
+
+@pytest.mark.slow
 def test_a_function_with_a_gradient_of_its_own_is_refused_with_its_line() -> None:
     model = jt.from_torch(Custom(3, 2), np.ones((4, 3), np.float32))
     with pytest.raises(UserError, match=r"autograd\.Function cannot .*Doubled\.apply.*: keep the imported model"):

@@ -62,7 +62,8 @@ def source_of(
       ops: Functions of operations that the table lacks.
 
     Raises:
-      UserError: The module calls a `torch.autograd.Function`, or the file would not compute what the model does.
+      UserError: The module calls a `torch.autograd.Function`, a buffer has no values, or the file would not compute
+        what the model does.
     """
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return _proved(name, train, evaluation, model, batch, classes, ops)
@@ -78,10 +79,8 @@ def _proved(
     ops: Mapping[str, Callable[..., Any]],
 ) -> tuple[str, dict[str, Any]]:
     """Return what `source_of` does, with the promotion that PyTorch's code relies on."""
-    for node in (*train.graph.nodes, *evaluation.graph.nodes):
-        if node.op == CUSTOM:
-            problem = "a torch.autograd.Function cannot be written as source"
-            raise refusal(problem, "keep the imported model, or write it without one", node.source)
+    _check(train)
+    _check(evaluation)
     params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
     writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
     wanted = [_program(model, params, state or None, batch, train=flag) for flag in (True, False)]
@@ -99,6 +98,19 @@ def _proved(
     raise UserError(
         f"the source of {name} would not compute what the imported model does: keep the imported model, and report this"
     )
+
+
+def _check(captured: Pass) -> None:
+    """Raise an error for what cannot be written."""
+    for node in captured.graph.nodes:
+        if node.op == CUSTOM:
+            problem = "a torch.autograd.Function cannot be written as source"
+            raise refusal(problem, "keep the imported model, or write it without one", node.source)
+    for x in captured.graph.inputs:
+        if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
+            raise refusal(
+                f'the buffer {x.target!r} has no values, it is on the "meta" device', "import a module with weights"
+            )
 
 
 def _shapes(graph: Graph, kind: str) -> dict[str, jax.ShapeDtypeStruct]:
