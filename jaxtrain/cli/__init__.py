@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "check the installation and the devices, and suggest fixes",
     "sample": "generate text with a trained language model: jaxtrain sample DIR",
     "import-torch": "continue a PyTorch run: jaxtrain import-torch CKPT --model RECIPE [--out DIR]",
+    "from-torch": "write a PyTorch module as JAX source: jaxtrain from-torch FILE.py::FACTORY [--out model.py]",
     "report": "write a page of curves, settings and samples: jaxtrain report DIR… [--out PAGE] [--serve [PORT]]",
     "eval": "list the examples with the highest loss: jaxtrain eval DIR [--worst N] [--out PAGE.html]",
     "replay": "rerun a step and locate its first inf or NaN: jaxtrain replay DIR STEP",

@@ -9,6 +9,7 @@ graph     the graph: operations, shapes, dtypes, lines of PyTorch code
 layers    finds layers that differ in their parameters alone
 repeat    loops over such layers and their stacked parameters
 interpret evaluates a graph in JAX
+source    writes a graph as readable JAX
 ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """

@@ -94,7 +94,12 @@ class GraphModel:
         Raises:
           UserError: The batch or the parameters do not fit the module.
         """
-        captured = self._capture(params, batch, train=rng is not None)
+        return self._run(self._capture(params, batch, train=rng is not None), params, batch, rng, state)
+
+    def _run(
+        self, captured: Captured, params: Params, batch: Any, rng: jax.Array | None, state: Params | None
+    ) -> tuple[Any, Params | None]:
+        """Evaluate a graph with the model's buffers."""
         given = dict(state or {})
         buffers = {**self._buffers, **given}
         _check_values(captured.graph, buffers)

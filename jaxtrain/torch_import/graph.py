@@ -5,8 +5,9 @@ a file.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -129,11 +130,40 @@ class Graph:
         return graph
 
 
+class Line(NamedTuple):
+    """A line of the user's code that is being executed."""
+
+    file: str
+    number: int
+    function: str
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+      key: PyTorch's name of the call, different for each call of a module.
+      path: Path of the module; "" for the outermost, None for the function that calls it.
+      lines: The lines executed in this call, outermost first, without those of PyTorch and of inner modules.
+    """
+
+    key: str
+    path: str | None
+    lines: tuple[Line, ...]
+
+
 class Captured(NamedTuple):
-    """A graph with the tensors that it reads besides parameters and state, by the targets of its constants."""
+    """A captured forward pass.
+
+    Attributes:
+      graph: Its graph.
+      constants: The tensors that it reads besides parameters and state, by the targets of the graph's constants.
+      origins: The calls of modules around each operation of PyTorch, outermost first, by the operation's name.
+    """
 
     graph: Graph
     constants: dict[str, np.ndarray]
+    origins: Mapping[str, tuple[ModuleCall, ...]] = MappingProxyType({})
 
 
 def references(value: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
@@ -149,6 +150,77 @@ class ImportedModel(GraphModel):
         from parity.imported import imported_case  # parity is above jaxtrain and needs PyTorch
 
         return imported_case(self, name, *args, **kwargs)
+
+    def source(self) -> str:
+        """Return the model as readable JAX, one function for each class of modules.
+
+        The text defines `model(params, batch, rng=None, state=None)` for the shapes and dtypes of the example batch.
+        Parameters and state have PyTorch's names and shapes, with one tensor for each layer: `names.to_torch(params)`
+        returns these, and `from_torch(…, unroll=True)` imports them. The jaxprs of outputs and gradients equal those of
+        the captured graph. This object evaluates the same graph by loops over layers, and in low precision its backward
+        pass computes elementwise formulas again: results are equal up to rounding.
+
+        Tensors that are no parameters and too large to be written out are read from `buffers.safetensors` beside the
+        file; `save_source` writes both.
+
+        Returns:
+          The text of a Python file, formatted as by `ruff format`.
+
+        Raises:
+          UserError: The module calls a `torch.autograd.Function`, a buffer that it reads is on the "meta" device, or
+            the source would not compute the same.
+
+        Example:
+          >>> import torch
+          >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
+          >>> print(model.source().splitlines()[-1])
+              return linear(batch, params["weight"], params["bias"]), state
+        """
+        return self._source()[0]
+
+    def save_source(self, path: str | Path) -> list[Path]:
+        """Write `source` to a file, and the arrays that go with it to its folder.
+
+        Args:
+          path: The file. `params.safetensors` beside it holds the parameters, one for each layer, and
+            `buffers.safetensors` the buffers that the source reads, if there are any.
+
+        Returns:
+          The written files.
+
+        Raises:
+          UserError: As `source`, or the module was imported without weights.
+        """
+        from safetensors.flax import save_file
+
+        self._require_weights()
+        text, buffers = self._source()
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        arrays = {"params": self.names.to_torch(self.params), **({"buffers": buffers} if buffers else {})}
+        for name, tensors in arrays.items():
+            save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
+        return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
+
+    def _source(self) -> tuple[str, dict[str, jax.Array]]:
+        """Return the source with the buffers that it reads."""
+        from jaxtrain.torch_import.source import Pass, source_of
+
+        keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
+        train, evaluation = (self._exported(key) for key in keys)
+
+        def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
+            return self._run(train if rng is not None else evaluation, params, batch, rng, state)
+
+        return source_of(
+            type(self._structure.module).__name__,
+            *(Pass(x.graph, x.origins, {**self._buffers, **x.constants}) for x in (train, evaluation)),
+            model=model,
+            batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
+            classes={name: type(part) for name, part in self._structure.module.named_modules()},
+            ops=self._ops,
+        )
 
     def _require_weights(self) -> None:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*self.params.values(), *self._buffers.values())):

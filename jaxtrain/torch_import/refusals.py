@@ -8,7 +8,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def source_line(stack_trace: str | None) -> str:
-    """Return the last line of a PyTorch stack trace that is not PyTorch's own, as "model.py:12: y = F.gelu(x)".
+    """Return the last line of the user's code in a PyTorch stack trace, as "model.py:12: y = F.gelu(x)".
 
     >>> source_line('File "/home/me/model.py", line 12, in forward\\n    y = F.gelu(x)\\n')
     'model.py:12: y = F.gelu(x)'
@@ -16,7 +16,7 @@ def source_line(stack_trace: str | None) -> str:
     ''
     """
     frames = [match.groupdict() for match in _FRAME.finditer(stack_trace or "")]
-    own = [frame for frame in frames if not _is_torch(frame["file"])] or frames
+    own = [frame for frame in frames if not _is_internal(frame["file"])] or frames
     if not own:
         return ""
     return f"{format_location(own[-1]['file'], int(own[-1]['line']))}: {own[-1]['code'].strip()}"
@@ -33,5 +33,6 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _is_torch(file: str) -> bool:
-    return "/torch/" in file or file.startswith("<")
+def _is_internal(file: str) -> bool:
+    """Return whether a file is PyTorch's or one of these, through which `torch.autograd.Function` is called."""
+    return "/torch/" in file or "/jaxtrain/torch_import/" in file or file.startswith("<")

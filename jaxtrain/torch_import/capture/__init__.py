@@ -7,6 +7,7 @@ export     the capture
 no_grad    regions without gradient
 pretrained models of transformers in folders
 convert    PyTorch's graph to ours
+origins    where operations come from
 """
 
 from jaxtrain.torch_import.capture.export import capture

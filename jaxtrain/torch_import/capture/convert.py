@@ -10,6 +10,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.origins import origins_of
 from jaxtrain.torch_import.capture.structure import dtype_name
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Captured, Dtype, Graph, Input, Node, Ref, Spec
 from jaxtrain.torch_import.ops import RANDOM
@@ -42,7 +43,7 @@ def converted(
       functions: Keyword arguments of each `CUSTOM` node, by its number.
 
     Returns:
-      The graph, with the tensors that are neither parameters nor buffers.
+      The graph, with the tensors that are neither parameters nor buffers, and the calls around each operation.
     """
     inputs, constants = _inputs(exported, aliases)
     nodes = [
@@ -51,7 +52,7 @@ def converted(
         if node.op == "call_function"
     ]
     state, outputs = _results(exported)
-    return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants)
+    return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
 
 
 def _inputs(

@@ -115,7 +115,7 @@ def _pass(
     """Return the graph of a function of tensors."""
     exported = _exported(_Forward(torch.nn.Module(), lambda _, leaves: fn(leaves)), _fakes(given, structure), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
-    graph, constants = converted(exported, places, {}, known, {})
+    graph, constants, _ = converted(exported, places, {}, known, {})
     if constants or any(node.op in RANDOM for node in graph.nodes):
         raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments")
     return graph

@@ -139,7 +139,17 @@ def along(x: jax.Array, matrix: np.ndarray, axis: int) -> jax.Array:
     return jnp.moveaxis(jnp.tensordot(x, jnp.asarray(matrix, x.dtype), ((axis,), (0,))), -1, axis)
 
 
-for _rank in (1, 2, 3):
-    op(f"max_pool{_rank}d.default")(_max_pool(_rank))
-    op(f"avg_pool{_rank}d.default")(_avg_pool(_rank))
-    op(f"adaptive_avg_pool{_rank}d.default", f"_adaptive_avg_pool{_rank}d.default")(_adaptive_avg_pool(_rank))
+max_pool1d, max_pool2d, max_pool3d = map(_max_pool, (1, 2, 3))
+avg_pool1d, avg_pool2d, avg_pool3d = map(_avg_pool, (1, 2, 3))
+adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = map(_adaptive_avg_pool, (1, 2, 3))
+for _rank, _functions in enumerate(
+    (
+        (max_pool1d, avg_pool1d, adaptive_avg_pool1d),
+        (max_pool2d, avg_pool2d, adaptive_avg_pool2d),
+        (max_pool3d, avg_pool3d, adaptive_avg_pool3d),
+    ),
+    start=1,
+):
+    op(f"max_pool{_rank}d.default")(_functions[0])
+    op(f"avg_pool{_rank}d.default")(_functions[1])
+    op(f"adaptive_avg_pool{_rank}d.default", f"_adaptive_avg_pool{_rank}d.default")(_functions[2])

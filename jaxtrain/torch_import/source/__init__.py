@@ -1,0 +1,21 @@
+"""The source of an imported model: one function for each class of modules, in JAX.
+
+emit          the file and its proof
+functions     one function a class: arguments, results, text
+names         names of functions, arguments and tensors
+body          statements of a function, with PyTorch's names
+blocks        operations by the calls of modules they belong to
+batch_norm    BatchNorm as one call
+writing       the expression of one operation
+templates     how operations are written; shape_templates for shapes, indices, dtypes, reductions
+expressions   Python expressions
+constants     constant tensors
+layout        lines as `ruff format` lays them out
+pytorch_code  names in the user's PyTorch code
+compare       equality of jaxprs
+runtime       what emitted models call besides operations
+"""
+
+from jaxtrain.torch_import.source.emit import Pass, source_of
+
+__all__ = ["Pass", "source_of"]

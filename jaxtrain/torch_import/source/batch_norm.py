@@ -1,0 +1,55 @@
+"""`torch.nn.BatchNorm` in training mode, which is written as one call with its new statistics."""
+
+from collections.abc import Mapping
+
+from jaxtrain.torch_import.graph import Input, Node, Ref
+from jaxtrain.torch_import.source.blocks import Block
+from jaxtrain.torch_import.source.body import Item, Resolve
+from jaxtrain.torch_import.source.expressions import Expr, call
+
+_WITH_STATISTICS = "aten._native_batch_norm_legit_functional.default"
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def batch_norm_item(
+    block: Block,
+    path: str,
+    given: Mapping[str, Input],
+    results: Mapping[str, Mapping[int, str]],
+    state: Mapping[str, Ref],
+) -> Item | None:
+    """Return a call of a BatchNorm module in training mode as an item; None for any other.
+
+    Args:
+      block: The call.
+      path: Path of the module, within the function that calls it.
+      given: The graph's inputs.
+      results: Used results of its operations.
+      state: New values of its buffers.
+    """
+    nodes = {node.op: node for node in block.nodes()}
+    node = nodes.pop(_WITH_STATISTICS, None)
+    if node is None or [*nodes] != ["aten.add.Tensor"] or not _owns_its_tensors(node, block.path or "", given):
+        return None
+    made = results[node.name]
+    if set(made) - {0, 3, 4} or any(f"{block.path}.{name}" not in state for name in _BUFFERS):
+        return None
+    x, *_, momentum, eps = node.args
+    operand = x.name
+
+    def build(resolve: Resolve) -> Expr:
+        params, buffers = (call("of", Expr(tree), path) if path else Expr(tree) for tree in ("params", "buffers"))
+        options = {"momentum": None if momentum == 0.1 else momentum, "eps": None if eps == 1e-5 else eps}
+        return call("batch_norm", params, buffers, resolve(operand), Expr("train"), **options)
+
+    return Item(build, [operand], {0: made[0]}, hint="normalized", new_state=path)
+
+
+def _owns_its_tensors(node: Node, path: str, given: Mapping[str, Input]) -> bool:
+    """Return whether a node reads the tensors of its own module, in training mode."""
+    for ref, name in zip(node.args[1:5], ("weight", "bias", "running_mean", "running_var"), strict=True):
+        if ref is None and name in ("weight", "bias"):
+            continue
+        if not isinstance(ref, Ref) or ref.name not in given or given[ref.name].target != f"{path}.{name}":
+            return False
+    return node.args[5] is True

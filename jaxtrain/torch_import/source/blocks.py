@@ -1,0 +1,67 @@
+"""The operations of a graph as a tree of calls of modules."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jaxtrain.torch_import.graph import GETITEM, Graph, ModuleCall, Node, references
+
+Origins = Mapping[str, tuple[ModuleCall, ...]]
+
+
+@dataclass
+class Block:
+    """A call of a module.
+
+    Attributes:
+      path: Path of the module; "" for the outermost, None for the function that calls it.
+      level: Number of calls around it.
+      items: Its operations and the calls it makes, in order.
+      index: Place of its first operation in the graph.
+    """
+
+    path: str | None
+    level: int
+    items: list["Node | Block"] = field(default_factory=list)
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield the operations of this call and of the calls it makes."""
+        for item in self.items:
+            if isinstance(item, Block):
+                yield from item.nodes()
+            else:
+                yield item
+
+
+def tree_of(graph: Graph, origins: Origins) -> Block:
+    """Return a graph's operations by the calls of modules that they belong to. Results of operations follow these."""
+    root = Block(None, 0)
+    stack, keys = [root], [""]
+    calls: tuple[ModuleCall, ...] = (ModuleCall("", None, ()),)
+    for node in graph.nodes:
+        if node.op == GETITEM:
+            continue
+        # An operation that a rewrite of the graph adds belongs to the call of the one before.
+        calls = origins.get(node.name) or tuple(x._replace(lines=()) for x in calls)
+        depth = 1
+        while depth < min(len(stack), len(calls)) and keys[depth] == calls[depth].key:
+            depth += 1
+        del stack[depth:], keys[depth:]
+        for level in range(depth, len(calls)):
+            block = Block(calls[level].path, level)
+            stack[-1].items.append(block)
+            stack.append(block)
+            keys.append(calls[level].key)
+        stack[-1].items.append(node)
+    return root
+
+
+def results_of(graph: Graph, live: Collection[str]) -> dict[str, dict[int, str]]:
+    """Return the names of the results of each operation that are used, by their places; 0 for a single result."""
+    found: dict[str, dict[int, str]] = {}
+    for node in graph.nodes:
+        if node.op == GETITEM:
+            if node.name in live:
+                found.setdefault(next(references(node.args)), {})[node.args[1]] = node.name
+        elif not isinstance(node.spec, tuple):
+            found.setdefault(node.name, {})[0] = node.name
+    return found

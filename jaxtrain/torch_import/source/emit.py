@@ -1,0 +1,306 @@
+"""The file of a model: its functions, its constants, and the proof that it computes what the imported model does."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.errors import UserError
+from jaxtrain.torch_import.graph import CUSTOM, Graph, Input, dtype_of, without_unused
+from jaxtrain.torch_import.ops import RANDOM
+from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_import.source.blocks import Origins
+from jaxtrain.torch_import.source.compare import fingerprint
+from jaxtrain.torch_import.source.constants import inline
+from jaxtrain.torch_import.source.expressions import Expr, literal
+from jaxtrain.torch_import.source.functions import Functions, Module, specs_of
+from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.writing import Writing
+
+Model = Callable[..., Any]
+"""`model(params, batch, rng, state)`, as `ImportedModel.__call__`."""
+
+_RUNTIME = "jaxtrain.torch_import.source.runtime"
+_HELPERS = ("batch_norm", "joined", "keys_of", "of")
+
+
+class Pass(NamedTuple):
+    """A captured forward pass.
+
+    Attributes:
+      graph: Its graph.
+      origins: Where its operations come from.
+      buffers: Buffers and constants by name.
+    """
+
+    graph: Graph
+    origins: Origins
+    buffers: Mapping[str, Any]
+
+
+def source_of(
+    name: str,
+    train: Pass,
+    evaluation: Pass,
+    *,
+    model: Model,
+    batch: Any,
+    classes: Mapping[str, type],
+    ops: Mapping[str, Callable[..., Any]],
+) -> tuple[str, dict[str, Any]]:
+    """Return the text of a file that defines `model`, with the buffers that it reads.
+
+    Args:
+      name: Name of the module's class.
+      train: The pass in training mode.
+      evaluation: The pass in evaluation mode.
+      model: What the file shall compute: the two passes, by PyTorch's parameters.
+      batch: Shapes of a batch.
+      classes: Classes of the modules by path.
+      ops: Functions of operations that the table lacks.
+
+    Raises:
+      UserError: The module calls a `torch.autograd.Function`, a buffer has no values, or the file would not compute
+        what the model does.
+    """
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return _proved(name, train, evaluation, model, batch, classes, ops)
+
+
+def _proved(
+    name: str,
+    train: Pass,
+    evaluation: Pass,
+    model: Model,
+    batch: Any,
+    classes: Mapping[str, type],
+    ops: Mapping[str, Callable[..., Any]],
+) -> tuple[str, dict[str, Any]]:
+    """Return what `source_of` does, with the promotion that PyTorch's code relies on."""
+    _check(train)
+    _check(evaluation)
+    params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
+    writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
+    wanted = [_program(model, params, state or None, batch, train=flag) for flag in (True, False)]
+    text = writer.file(train, None)
+    for last in (False, True):
+        buffers = {**train.buffers, **evaluation.buffers}
+        used = {key: buffers[key] for key in sorted(writer.large)} if "BUFFERS" in text else {}
+        own = loaded(text, used)
+        found = [_program(own, params, state or None, batch, train=flag) for flag in (True, False)]
+        if found == wanted:
+            return text, used
+        if last or found[0] != wanted[0]:
+            break
+        text = writer.file(train, evaluation)
+    raise UserError(
+        f"the source of {name} would not compute what the imported model does: keep the imported model, and report this"
+    )
+
+
+def _check(captured: Pass) -> None:
+    """Raise an error for what cannot be written."""
+    for node in captured.graph.nodes:
+        if node.op == CUSTOM:
+            problem = "a torch.autograd.Function cannot be written as source"
+            raise refusal(problem, "keep the imported model, or write it without one", node.source)
+    for x in captured.graph.inputs:
+        if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
+            raise refusal(
+                f'the buffer {x.target!r} has no values, it is on the "meta" device', "import a module with weights"
+            )
+
+
+def _shapes(graph: Graph, kind: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of the graph's inputs of a kind, by name."""
+    given = (x for x in graph.inputs if x.kind == kind)
+    return {x.target: jax.ShapeDtypeStruct(x.spec.shape, dtype_of(x.spec.dtype)) for x in given}
+
+
+def loaded(text: str, buffers: Mapping[str, Any]) -> Model:
+    """Return the function `model` of an emitted file, with its buffers."""
+    namespace: dict[str, Any] = {"__name__": "model", "__file__": "model.py"}
+    if _LOADING in text:
+        text = text.replace(_LOADING, "BUFFERS = _BUFFERS")
+        namespace["_BUFFERS"] = dict(buffers)
+    exec(compile(text, "model.py", "exec", dont_inherit=True), namespace)
+    model: Model = namespace["model"]
+    return model
+
+
+_LOADING = 'BUFFERS = load_file(Path(__file__).with_name("buffers.safetensors"))'
+
+
+class _Writer:
+    """Writes files."""
+
+    def __init__(
+        self, name: str, classes: Mapping[str, type], ops: Mapping[str, Any], batch: Any, state: frozenset[str]
+    ) -> None:
+        self._name, self._classes, self._ops, self._batch = name, classes, ops, batch
+        self._constants: dict[str, str] = {}  # name -> expression
+        self._state, self.large = state, {*state}  # buffers that are not written out
+
+    def file(self, train: Pass, evaluation: Pass | None) -> str:
+        """Return the text of a file: of one pass for both modes, or of one for each."""
+        functions = Functions()
+        imports: dict[str, str] = {}
+        main = self._body(train, functions, imports)
+        parts = []
+        if evaluation is not None:
+            lines = self._body(evaluation, functions, imports)
+            parts.append(["def evaluate(params, batch, state=None):", *self._start(lines), *lines])
+            main = ["    if rng is None:", "        return evaluate(params, batch, state)", *main]
+        doc = f'    """{self._name}, as `jaxtrain.ImportedModel`: (outputs, new state)."""'
+        parts.append(["def model(params, batch, rng=None, state=None):", doc, *main])
+        text = "\n\n\n".join([*functions.texts.values(), *("\n".join(part) for part in parts)])
+        used = {name: value for name, value in self._constants.items() if re.search(rf"\b{name}\b", text)}
+        constants = [line for name, value in used.items() for line in laid_out(f"{name} = {value}", 0)]
+        return self._head("\n".join([*constants, text]), imports, constants) + text + "\n"
+
+    def _body(self, captured: Pass, functions: Functions, imports: dict[str, str]) -> list[str]:
+        kept = without_unused(captured.graph, RANDOM)
+        writing = Writing(self._ops, specs_of(kept))
+        writing.keyed = _draws(kept, self._ops, captured.buffers)
+        writing.imports.update(dict.fromkeys(_HELPERS, _RUNTIME))
+        module = Module(
+            kept,
+            captured.origins,
+            self._classes,
+            self._constant(captured),
+            _inputs(self._batch, kept),
+            writing,
+            functions,
+        )
+        lines = module.write()
+        imports.update(writing.imports)
+        if kept.state:
+            lines[-1:] = _with_state(lines[-1])
+        return [*self._start(lines), *lines]
+
+    def _constant(self, captured: Pass) -> Callable[[Input], Expr | None]:
+        def expression(given: Input) -> Expr | None:
+            written = None if given.target in self._state else inline(captured.buffers[given.target])
+            if written is None:
+                self.large.add(given.target)
+                return None
+            names = [name for name, text in self._constants.items() if text == written.text]
+            return Expr(names[0] if names else self._new_constant(given.target, written.text))
+
+        return expression
+
+    def _new_constant(self, target: str, text: str) -> str:
+        name = "".join(char if char.isalnum() else "_" for char in target.split(".")[-1]).upper()
+        free = (x for x in (name, *(f"{name}_{i}" for i in range(2, 1000))) if x not in self._constants)
+        self._constants[chosen := next(free)] = text
+        return chosen
+
+    def _start(self, lines: list[str]) -> list[str]:
+        """Return the statements that define what a body of `model` reads."""
+        text, start = "\n".join(lines), []
+        if re.search(r"\bkeys\b", text):
+            start.append("    keys = keys_of(rng)")
+        if re.search(r"\btrain\b", text):
+            start.append("    train = rng is not None")
+        if re.search(r"\bbuffers\b", text):
+            start.append("    buffers = BUFFERS if state is None else {**BUFFERS, **state}")
+        return start
+
+    def _head(self, text: str, imports: Mapping[str, str], constants: list[str]) -> str:
+        """Return the docstring, the imports and the buffers of a file."""
+        has_buffers = "BUFFERS" in text
+        needed = {name for name in imports if re.search(rf"(?<![\w.\"]){name}\b(?=[(.\[])", text)}
+        modules: dict[str, list[str]] = {}
+        for name in sorted(needed):
+            modules.setdefault(imports[name], []).append(name)
+        lines = [f'"""{self._name} in JAX, written by `jaxtrain from-torch`."""', ""]
+        lines += ["from pathlib import Path", ""] if has_buffers else []
+        lines += [f"import {full}" for full, name in _LIBRARIES.items() if re.search(rf"(?<![\w.]){name}\.", text)]
+        functions = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
+        functions += ["from safetensors.flax import load_file"] if has_buffers else []
+        for line in sorted(functions):
+            lines += laid_out(line, 0) if len(line) <= 88 else _long_import(line)
+        constants = [*([_LOADING] if has_buffers else []), *constants]
+        lines += ["", *constants] if constants else []
+        return "\n".join(lines) + "\n\n\n"
+
+
+_LIBRARIES = {"jax": "jax", "jax.numpy as jnp": "jnp", "numpy as np": "np"}
+
+
+def _long_import(line: str) -> list[str]:
+    start, names = line.split(" import ")
+    return [f"{start} import (", *(f"    {name}," for name in names.split(", ")), ")"]
+
+
+def _with_state(returned: str) -> list[str]:
+    """Return the lines of a return statement with the new state in the structure of the old one."""
+    merged = "None if state is None else {**state, **joined(new_state)}"
+    return [f"    new_state = {merged}", returned]
+
+
+def _draws(graph: Graph, ops: Mapping[str, Any], buffers: Mapping[str, Any]) -> bool:
+    """Return whether a pass depends on its key."""
+    from jaxtrain.torch_import.interpret import interpret
+
+    shapes: dict[str, dict[str, Any]] = {kind: {} for kind in ("param", "state", "constant")}
+    leaves: dict[int, Any] = {}
+    for x in graph.inputs:
+        like = jax.ShapeDtypeStruct(x.spec.shape, jax.dtypes.canonicalize_dtype(jnp.dtype(x.spec.dtype)))
+        if x.kind == "input":
+            leaves[int(x.target)] = like
+        else:
+            shapes[x.kind][x.target] = like
+    inputs = [leaves.get(i) for i in range(max(leaves, default=-1) + 1)]
+
+    def run(key: Any, shapes: Any, inputs: Any) -> Any:
+        param, state, constant = shapes["param"], shapes["state"], shapes["constant"]
+        return interpret(graph, params=param, state=state, constants=constant, inputs=inputs, rng=key, ops=ops)
+
+    program = jax.make_jaxpr(run)(jax.eval_shape(lambda: jax.random.key(0)), shapes, inputs)
+    return _depends_on_first(program.jaxpr)
+
+
+def _depends_on_first(jaxpr: Any) -> bool:
+    needed = {var for var in jaxpr.outvars if not hasattr(var, "val")}
+    for eqn in reversed(jaxpr.eqns):
+        if any(var in needed for var in eqn.outvars):
+            needed.update(var for var in eqn.invars if not hasattr(var, "val"))
+    return jaxpr.invars[0] in needed
+
+
+def _inputs(batch: Any, graph: Graph) -> list[str]:
+    """Return the expressions of a batch's leaves, in the dtypes that PyTorch's module takes."""
+    wanted = {int(x.target): dtype_of(x.spec.dtype) for x in graph.inputs if x.kind == "input"}
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return [
+        f"batch{_subscripts(path)}" + ("" if wanted.get(i, x.dtype) == x.dtype else f".astype({literal(wanted[i])})")
+        for i, (path, x) in enumerate(leaves)
+    ]
+
+
+def _subscripts(path: Any) -> str:
+    keys = (getattr(entry, "key", getattr(entry, "idx", None)) for entry in path)
+    return "".join(f'["{key}"]' if isinstance(key, str) else f"[{key}]" for key in keys)
+
+
+def _program(model: Model, params: Any, state: Any, batch: Any, *, train: bool) -> Any:
+    """Return what is equal for models that compute the same outputs, new state and gradients."""
+    key = jax.eval_shape(lambda: jax.random.key(0)) if train else None
+
+    def outputs(params: Any, batch: Any, rng: Any, state: Any) -> Any:
+        return model(params, batch, rng, state)
+
+    def gradients(params: Any, batch: Any, rng: Any, state: Any) -> Any:
+        def total(params: Any) -> Any:
+            leaves = jax.tree.leaves(model(params, batch, rng, state)[0])
+            return sum(jnp.sum(x) for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+        return jax.grad(total)(params)
+
+    trace = lambda fn: jax.make_jaxpr(fn, return_shape=True)(params, batch, key, state)  # noqa: E731
+    program, shape = trace(outputs)
+    pulled = fingerprint(trace(gradients)[0]) if train else None
+    return fingerprint(program), str(jax.tree.structure(shape)), pulled
