@@ -81,8 +81,10 @@ def test_fused_slices_save_no_activation_and_change_no_bit():
     low = jt.autocast(activated_layers, jnp.bfloat16)
     _, pullback = jax.vjp(on_a_gpu(low), X, UP, DOWN)
     assert sum(leaf.shape == (5, 4, 7) for leaf in jax.tree.leaves(pullback)) == 1
+    # On a CPU, XLA multiplies in float32 and would drop the rounding before a product in one of the two programs.
     gradients = [
-        jax.jit(jax.grad(fn, argnums=(0, 1, 2)))(X, UP, DOWN) for fn in (save_costly(low, "gpu"), on_a_gpu(low))
+        jax.jit(jax.grad(fn, argnums=(0, 1, 2)), compiler_options={"xla_allow_excess_precision": False})(X, UP, DOWN)
+        for fn in (save_costly(low, "gpu"), on_a_gpu(low))
     ]
     jax.tree.map(np.testing.assert_array_equal, *gradients)
 

@@ -60,7 +60,7 @@ def _product_backward(saved: Any, grad: jax.Array) -> tuple[jax.Array, None, jax
 
     def others(factor: jax.Array, zeros: jax.Array, rest: jax.Array) -> jax.Array:
         zero = factor == 0
-        return jnp.where(zeros - zero > 0, 0, rest / jnp.where(zero, 1, factor))
+        return jnp.where(zeros > zero.astype(int), 0, rest / jnp.where(zero, 1, factor))
 
     return grad * others(x, zeros, rest), None, grad[at] * others(src, zeros[at], rest[at])
 
