@@ -77,7 +77,7 @@ def _eigen_gradient(result: Arrays, grads: Arrays, *, hermitian: bool) -> jax.Ar
     inner = _adjoint(vectors) @ grad_vectors
     if not hermitian:
         diagonal = jnp.diagonal(inner, axis1=-2, axis2=-1)
-        inner = inner - _adjoint(vectors) @ vectors * diagonal.real[..., None, :]
+        inner = inner - _adjoint(vectors) @ vectors * diagonal.real[..., None, :].astype(inner.dtype)
     eye = jnp.eye(values.shape[-1], dtype=bool)
     gaps = jnp.conj(values[..., None, :] - values[..., :, None])
     inner = jnp.where(eye, grad_values[..., None, :].astype(inner.dtype), inner / jnp.where(eye, 1, gaps))
