@@ -20,10 +20,10 @@ class Selections:
     """The sides that selections took.
 
     >>> selections = Selections()
-    >>> selections.add("condition of where", "model.py", 7, np.array([True, True]))
-    >>> selections.add("condition of where", "model.py", 9, np.array([True, False]))
+    >>> selections.add("condition of where", "my_model.py", 7, np.array([True, True]))
+    >>> selections.add("condition of where", "my_model.py", 9, np.array([True, False]))
     >>> [*selections.lines()]
-    ['condition of where is True throughout: model.py:7']
+    ['condition of where is True throughout: my_model.py:7']
     """
 
     def __init__(self) -> None:
