@@ -212,6 +212,7 @@ def test_a_wrong_layer_in_another_layout_is_located_on_its_line(bug: str, where:
     assert (found.stage, found.torch, found.jax_source) == (stage, where, marked(bug))
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_of_correct_values_is_located_with_its_parameters() -> None:
     found = located(transformer("wrong backward"))
     assert (found.stage, found.torch) == ("backward", "transformer.h.1.mlp.c_fc: aten.mm")
@@ -221,6 +222,7 @@ def test_a_wrong_gradient_of_correct_values_is_located_with_its_parameters() -> 
     assert not any("h.1.mlp.c_proj" in name or "ln_f" in name for name in found.parameters)
 
 
+@pytest.mark.slow
 def test_a_stopped_gradient_is_located_in_its_layer() -> None:
     found = located(transformer("stopped gradient"))
     assert (found.stage, found.torch) == ("backward", "transformer.h.1.ln_2: aten.add")
