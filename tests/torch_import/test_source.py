@@ -51,6 +51,7 @@ def blocks() -> tuple[nn.Module, dict[str, np.ndarray]]:
     return Blocks(), {"x": np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)}
 
 
+@pytest.mark.slow
 def test_source_is_formatted_shares_functions_and_computes_the_models_outputs_state_and_gradients(
     tmp_path: Path,
 ) -> None:
