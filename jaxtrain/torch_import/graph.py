@@ -5,7 +5,7 @@ a file.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -175,6 +175,19 @@ def references(value: Any) -> Iterator[str]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from references(item)
+
+
+def resolved(value: Any, of: Callable[[str], Any]) -> Any:
+    """Return an argument with dtypes for their names, and `of(name)` in place of each value of the graph."""
+    if isinstance(value, Ref):
+        return of(value.name)
+    if isinstance(value, Dtype):
+        return dtype_of(value.name)
+    if isinstance(value, tuple):
+        return tuple(resolved(item, of) for item in value)
+    if isinstance(value, dict):
+        return {key: resolved(item, of) for key, item in value.items()}
+    return value
 
 
 def without_unused(graph: Graph, kept: Collection[str]) -> Graph:

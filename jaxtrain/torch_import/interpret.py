@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Dtype, Graph, Node, Ref, Spec, dtype_of
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Graph, Node, Spec, dtype_of, resolved
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal
 from jaxtrain.transforms import block, recomputed
@@ -43,7 +43,7 @@ def interpret(
     Raises:
       UserError: A function of an operation returned another shape than PyTorch.
     """
-    with _pytorchs_promotion():
+    with pytorchs_promotion():
         return _interpret(
             graph, {"param": params, "state": state, "constant": constants}, inputs, rng, {**TABLE, **ops}
         )
@@ -63,7 +63,7 @@ def _interpret(
         value = inputs[int(x.target)] if x.kind == "input" else given[x.kind][x.target]
         values[x.name] = _as(value, x.spec)
     for node in graph.nodes:
-        args = _resolved(node.args, values)
+        args = resolved(node.args, values.__getitem__)
         if node.op == GETITEM:
             values[node.name] = args[0][args[1]]
             continue
@@ -77,7 +77,7 @@ def _interpret(
             values[node.name] = _repeated(node, args, rng, table, drawn)
             drawn += _draws(node)
             continue
-        kwargs = _resolved(node.kwargs, values)
+        kwargs = resolved(node.kwargs, values.__getitem__)
         if node.promoted is not None:
             args, kwargs = jax.tree.map(lambda x, to=node.promoted: _promoted(x, to), (args, kwargs))
         if node.op in RANDOM:
@@ -86,11 +86,11 @@ def _interpret(
             drawn += 1
         with jax.named_scope(node.module.replace(".", "/") or node.name):
             values[node.name] = _checked(_called(table[node.op], node, args, kwargs), node)
-    return _resolved(graph.outputs, values), {name: values[ref.name] for name, ref in graph.state.items()}
+    return resolved(graph.outputs, values.__getitem__), {name: values[ref.name] for name, ref in graph.state.items()}
 
 
 @contextlib.contextmanager
-def _pytorchs_promotion() -> Iterator[None]:
+def pytorchs_promotion() -> Iterator[None]:
     """Allow PyTorch's broadcasting and promotion, whatever the user asked JAX to reject."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
@@ -126,7 +126,7 @@ def _custom(node: Node, args: Sequence[jax.Array], table: Values) -> tuple[jax.A
 
     def run(graph: Graph, inputs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         # The backward pass is traced after `interpret` has returned.
-        with _pytorchs_promotion():
+        with pytorchs_promotion():
             outputs: tuple[jax.Array, ...] = _interpret(graph, {}, inputs, None, table)[0]
         return outputs
 
@@ -158,19 +158,6 @@ def _recomputed(node: Node, args: Sequence[jax.Array], table: Values) -> jax.Arr
 
 def _as(value: Any, spec: Spec) -> jax.Array:
     return jnp.asarray(value, dtype_of(spec.dtype))
-
-
-def _resolved(value: Any, values: Values) -> Any:
-    """Return an argument with the graph's values in place of their names."""
-    if isinstance(value, Ref):
-        return values[value.name]
-    if isinstance(value, Dtype):
-        return dtype_of(value.name)
-    if isinstance(value, tuple):
-        return tuple(_resolved(item, values) for item in value)
-    if isinstance(value, dict):
-        return {key: _resolved(item, values) for key, item in value.items()}
-    return value
 
 
 def _called(fn: Callable[..., Any], node: Node, args: Any, kwargs: Any) -> Any:

@@ -1,17 +1,11 @@
 """Bugs planted in published ports are caught and located."""
 
-import importlib.util
-
 import pytest
 
+from tests.foreign import MARKS
 from tests.foreign.planted import BUGS, examine_bug
 
-INSTALLED = importlib.util.find_spec("transformers.models.gpt2.modeling_flax_gpt2") is not None
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not INSTALLED, reason="needs tests/foreign/requirements.txt"),
-]
+pytestmark = MARKS
 
 OFTEN = ("eps", "tanh GELU", "gate and up exchanged", "norm over the wrong axis", "position offset")
 """Bugs that every run of the slow tests plants; the nightly tests plant all."""

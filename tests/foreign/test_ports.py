@@ -1,19 +1,13 @@
 """Published ports that install from PyPI (`requirements.txt`) are found to be what docs/foreign.md says."""
 
-import importlib.util
 import re
 
 import pytest
 
-from tests.foreign import gallery
+from tests.foreign import MARKS, gallery
 from tests.foreign.ports import PORTS
 
-INSTALLED = importlib.util.find_spec("transformers.models.gpt2.modeling_flax_gpt2") is not None
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not INSTALLED, reason="needs tests/foreign/requirements.txt"),
-]
+pytestmark = MARKS
 
 SLOW = ("gpt2", "llama", "electra", "resnet", "t5")
 NUMBER = re.compile(r"\d+(\.\d+)?e[-+]\d+|\d+\.\d+")

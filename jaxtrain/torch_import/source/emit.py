@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import CUSTOM, Graph, Input, dtype_of, without_unused
+from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.blocks import Origins
@@ -40,6 +41,7 @@ class Pass(NamedTuple):
     buffers: Mapping[str, Any]
 
 
+@pytorchs_promotion()
 def source_of(
     name: str,
     train: Pass,
@@ -65,20 +67,6 @@ def source_of(
       UserError: The module calls a `torch.autograd.Function`, a buffer has no values, or the file would not compute
         what the model does.
     """
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return _proved(name, train, evaluation, model, batch, classes, ops)
-
-
-def _proved(
-    name: str,
-    train: Pass,
-    evaluation: Pass,
-    model: Model,
-    batch: Any,
-    classes: Mapping[str, type],
-    ops: Mapping[str, Callable[..., Any]],
-) -> tuple[str, dict[str, Any]]:
-    """Return what `source_of` does, with the promotion that PyTorch's code relies on."""
     _check(train)
     _check(evaluation)
     params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
@@ -248,7 +236,7 @@ def _draws(graph: Graph, ops: Mapping[str, Any], buffers: Mapping[str, Any]) -> 
     shapes: dict[str, dict[str, Any]] = {kind: {} for kind in ("param", "state", "constant")}
     leaves: dict[int, Any] = {}
     for x in graph.inputs:
-        like = jax.ShapeDtypeStruct(x.spec.shape, jax.dtypes.canonicalize_dtype(jnp.dtype(x.spec.dtype)))
+        like = jax.ShapeDtypeStruct(x.spec.shape, dtype_of(x.spec.dtype))
         if x.kind == "input":
             leaves[int(x.target)] = like
         else:

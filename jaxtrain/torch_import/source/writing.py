@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.torch_import.graph import GETITEM, Dtype, Graph, Input, Node, Ref, Spec, dtype_of, references
+from jaxtrain.torch_import.graph import GETITEM, Graph, Input, Node, Ref, Spec, dtype_of, references, resolved
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import refusal
@@ -70,7 +70,7 @@ class Writing:
 
     def _uncast(self, node: Node, resolve: Resolve) -> Iterator[Expr]:
         """Yield the ways of writing an operation, without a cast of its result."""
-        plain = _resolved((node.args, node.kwargs), resolve)
+        plain = resolved((node.args, node.kwargs), resolve)
         cast = plain if node.promoted is None else _cast(plain, dtype_of(node.promoted))
         for args, kwargs in (plain, cast):
             if node.op in TEMPLATES and node.op not in self._ops:
@@ -165,18 +165,6 @@ def _selected(fn: Callable[..., Any], node: Node, places: Sequence[int]) -> Call
 def _with_key(expr: Expr) -> Expr:
     """Give a call the next key, which an operation takes even if it draws nothing."""
     return expr if KEY.text in expr.text else expr._replace(text=f"{expr.text[:-1]}, rng={KEY})")
-
-
-def _resolved(value: Any, resolve: Resolve) -> Any:
-    if isinstance(value, Ref):
-        return resolve(value.name)
-    if isinstance(value, Dtype):
-        return dtype_of(value.name)
-    if isinstance(value, tuple):
-        return tuple(_resolved(item, resolve) for item in value)
-    if isinstance(value, dict):
-        return {key: _resolved(item, resolve) for key, item in value.items()}
-    return value
 
 
 def _cast(value: Any, dtype: np.dtype) -> Any:
