@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.torch_import.ops.convolution import per_axis
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.torch_import.ops.registry import in_opmath, op
 
 _FEW = 16
 """Elements of a window whose maximum is computed elementwise."""
@@ -83,6 +83,7 @@ def _elements(x: jax.Array, k: Any, s: Any, p: Any, d: Any) -> list[jax.Array]:
 
 
 def _avg_pool(rank: int) -> Callable[..., jax.Array]:
+    @in_opmath
     def avg_pool(
         x: jax.Array,
         kernel_size: Sizes,
@@ -113,6 +114,7 @@ def _counts(sizes: Any, k: Any, s: Any, p: Any, padding: Any, include_pad: bool)
 
 
 def _adaptive_avg_pool(rank: int) -> Callable[..., jax.Array]:
+    @in_opmath
     def adaptive_avg_pool(x: jax.Array, output_size: Sizes) -> jax.Array:
         """Means over as many windows as the output has elements."""
         sizes = per_axis(output_size, rank)
