@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.interop import LAYER, TorchParam
-from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, references, without_unused
+from jaxtrain.torch_import.graph import GETITEM, REPEAT, SELECT, STACK, Graph, Input, Node, Ref, Spec, references, without_unused
 from jaxtrain.torch_import.layers import Run, find_runs, mapped
 
 Stacks = Mapping[str, TorchParam]
 """Stacked parameters and buffers by name: "transformer.h.*.ln_1.weight" for all layers, "layers.1:12.norm.weight" for
 some of them, in Python's notation of slices."""
-SELECT, STACK = "aten.select.int", "aten.stack.default"
 Equal = Callable[[Sequence[str]], bool]
 """Whether buffers, given by name, are the same."""
 
