@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import AS_IS, LAYER, LINEAR, OUT_IN, NameTable, TorchParam, leaves
-from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models import lora
+from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models.lora import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

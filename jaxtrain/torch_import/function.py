@@ -128,8 +128,8 @@ class GraphModel:
         found = [name for name in self.params if re.fullmatch(targets, name)]
         if wrong := [name for name in found if name not in self._linear]:
             raise UserError(
-                f"LoRA targets {targets!r} match {wrong[0]} {list(self.params[wrong[0]].shape)}, which is not the weight "
-                "of a linear layer alone: exclude it"
+                f"LoRA targets {targets!r} match {wrong[0]} {list(self.params[wrong[0]].shape)}, which is not the "
+                "weight of a linear layer alone: exclude it"
             )
         if not found:
             raise UserError(f"LoRA targets {targets!r} match no whole name: the model has {', '.join(self._linear)}")

@@ -1,8 +1,8 @@
 """Sharding rules of a captured module: `tensor` as in Megatron-LM, `fsdp` along the longest axis.
 
-The first of two linear layers is sharded along its outputs, the second along its inputs (Shoeybi et al. 2019). A layer is
-the second one if its input is computed from outputs of first ones: the output projection of attention, the last product
-of an MLP.
+The first of two linear layers is sharded along its outputs, the second along its inputs (Shoeybi et al. 2019). A layer
+is the second one if its input is computed from outputs of first ones: the output projection of attention, the last
+product of an MLP.
 """
 
 import re
