@@ -94,11 +94,11 @@ class Alternating(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
-            hidden = layer(x).tanh()
+            hidden = layer(x)
             x = x + (hidden.cumsum(0) if i % 2 and len(x) > 3 else hidden)
         return x
 
