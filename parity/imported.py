@@ -110,10 +110,12 @@ def _decaying_matrices(adamw: AdamW, model: "ImportedModel") -> Optimizer:
     def groups(params: Any) -> "torch.optim.Optimizer":
         from torch.optim import AdamW
 
-        matrices, others = [], []
-        for name, param in params:
-            (matrices if param.ndim >= 2 else others).append((name, param))
-        return AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], **asdict(adamw))
+        named = list(params)
+        parts: list[dict[str, Any]] = [
+            {"params": [x for x in named if x[1].ndim >= 2]},
+            {"params": [x for x in named if x[1].ndim < 2], "weight_decay": 0.0},
+        ]
+        return AdamW(parts, **asdict(adamw))
 
     ours = optim.adamw(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, mask=optim.all_but(model.no_decay))
     return Optimizer(adamw.name, groups, ours, adamw.moments)
