@@ -109,6 +109,7 @@ class Network(torch.nn.Module):
         return self.second(self.norms(self.first(hidden))).sum() + self.head(hidden).sum()
 
 
+@pytest.mark.slow
 def test_targets_of_an_imported_module_are_weights_of_linear_layers(tmp_path: Path) -> None:
     model = jt.from_torch(Network(), np.zeros((2, 3), int))
     config = model.lora_config("(first|second).weight", r=2, alpha=8, rslora=True)
