@@ -19,8 +19,9 @@ from jaxtrain.models.attention.blocks import Pairs, Sizes, visible_pairs, visibl
 from jaxtrain.models.attention.options import Operands, Options
 
 Q_BLOCK, K_BLOCK = 128, 128
-"""Numbers of queries and of keys of a block. Measured on two cores, 4 rows of 1,024 tokens and 4 heads of 32, causal, forward
-and backward, in ms of processor time: 72 (64 × 64: 76, 128 × 256: 82, 256 × 256: 101; the formula 729, PyTorch 56)."""
+"""Numbers of queries and of keys of a block. Measured on two cores: 4 rows of 1,024 tokens, 4 heads of 32, causal,
+forward and backward take 72 ms of processor time (blocks of 64 × 64: 76, 128 × 256: 82, 256 × 256: 101); the formula
+takes 729, PyTorch 56."""
 
 LOOPS = 2
 """Loops over the rows of a CPU's program, each of which runs on a core of its own."""
