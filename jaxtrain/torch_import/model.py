@@ -198,7 +198,7 @@ class ImportedModel(GraphModel):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        arrays = {"params": self.names.to_torch(self.params), **({"buffers": buffers} if buffers else {})}
+        arrays = {"params": self.params, **({"buffers": buffers} if buffers else {})}
         for name, tensors in arrays.items():
             save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
@@ -208,7 +208,7 @@ class ImportedModel(GraphModel):
         from jaxtrain.torch_import.source import Pass, source_of
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
-        train, evaluation = (self._exported(key) for key in keys)
+        train, evaluation = (self._looped(self._exported(key)) for key in keys)
 
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)
@@ -220,6 +220,7 @@ class ImportedModel(GraphModel):
             batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
             classes={name: type(part) for name, part in self._structure.module.named_modules()},
             ops=self._ops,
+            stacks=self._stacks,
         )
 
     def _require_weights(self) -> None:
@@ -249,6 +250,12 @@ class ImportedModel(GraphModel):
 
     def _finished(self, exported: "Captured") -> "Captured":
         """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        # After the loops: a formula of a layer has names of its own, by which layers would differ.
+        looped = self._looped(exported)
+        return looped._replace(graph=with_recomputed_formulas(looped.graph))
+
+    def _looped(self, exported: "Captured") -> "Captured":
+        """Return a graph that takes the stacked parameters."""
         tensors = {**self._buffers, **exported.constants}
 
         def equal(names: Sequence[str]) -> bool:
@@ -256,9 +263,7 @@ class ImportedModel(GraphModel):
             known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
             return known and all(np.array_equal(first, x) for x in others)
 
-        # After the loops: a formula of a layer has names of its own, by which layers would differ.
-        looped = repeated(exported.graph, self._stacks, self._frozen_tensors, equal)
-        return exported._replace(graph=with_recomputed_formulas(looped))
+        return exported._replace(graph=repeated(exported.graph, self._stacks, self._frozen_tensors, equal))
 
 
 def from_torch(

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from jaxtrain.torch_import.graph import GETITEM, Graph, ModuleCall, Node, references
+from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, ModuleCall, Node, references
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -41,7 +41,7 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
         if node.op == GETITEM:
             continue
         # An operation that a rewrite of the graph adds belongs to the call of the one before.
-        calls = origins.get(node.name) or tuple(x._replace(lines=()) for x in calls)
+        calls = calls_of(node, origins) or tuple(x._replace(lines=()) for x in calls)
         depth = 1
         while depth < min(len(stack), len(calls)) and keys[depth] == calls[depth].key:
             depth += 1
@@ -53,6 +53,16 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
             keys.append(calls[level].key)
         stack[-1].items.append(node)
     return root
+
+
+def calls_of(node: Node, origins: Origins) -> tuple[ModuleCall, ...]:
+    """Return the calls around an operation, outermost first; for a loop those around the container of its layers."""
+    if node.op != REPEAT:
+        return origins.get(node.name, ())
+    first = next((origins[x.name] for x in node.kwargs["body"].nodes if x.name in origins), ())
+    prefix = f"{node.module}." if node.module else ""
+    inside = [call.path is not None and call.path != node.module and call.path.startswith(prefix) for call in first]
+    return first[: inside.index(True)] if True in inside else first
 
 
 def results_of(graph: Graph, live: Collection[str]) -> dict[str, dict[int, str]]:

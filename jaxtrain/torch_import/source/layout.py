@@ -16,14 +16,22 @@ def laid_out(statement: str, indent: int) -> list[str]:
     space = "    " * indent
     if len(space + statement) <= WIDTH:
         return [space + statement]
-    assigned = re.match(r"[^=(\[{]*(?:\[[^\]]*\][^=(\[{]*)* = |return ", statement)
-    head, value = (assigned[0], statement[assigned.end() :]) if assigned else ("", statement)
+    head, value = _head(statement)
     operators = _top_level_operators(value)
     if operators and (head or value.startswith("(")):
         return _parenthesized(head, value, operators, indent)
     if head and _commas(value):
         return [f"{space}{head}(", *_items(value, indent + 1), f"{space})"]
     return _split_at_bracket(statement, indent)
+
+
+def _head(statement: str) -> tuple[str, str]:
+    """Return the left side of an assignment, or "return ", and the expression."""
+    if statement.startswith("return "):
+        return "return ", statement.removeprefix("return ")
+    places = (i + 3 for i, _, depth in _depths(statement) if depth == 0 and statement[i : i + 3] == " = ")
+    end = next(places, 0)
+    return statement[:end], statement[end:]
 
 
 def _parenthesized(head: str, value: str, operators: list[int], indent: int) -> list[str]:
