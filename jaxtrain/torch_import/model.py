@@ -205,10 +205,11 @@ class ImportedModel(GraphModel):
 
     def _source(self) -> tuple[str, dict[str, jax.Array]]:
         """Return the source with the buffers that it reads."""
-        from jaxtrain.torch_import.source import Pass, source_of
+        from jaxtrain.torch_import.source import Pass, source_of, without_identities
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
-        train, evaluation = (self._looped(self._exported(key)) for key in keys)
+        exported = [self._exported(key) for key in keys]
+        train, evaluation = (self._looped(x._replace(graph=without_identities(x.graph))) for x in exported)
 
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)

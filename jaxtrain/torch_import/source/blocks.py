@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, ModuleCall, Node, references
+from jaxtrain.torch_import.repeat import SELECT
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -57,6 +58,8 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
 
 def calls_of(node: Node, origins: Origins) -> tuple[ModuleCall, ...]:
     """Return the calls around an operation, outermost first; for a loop those around the container of its layers."""
+    if node.op == SELECT and not node.source:  # of the stacked results of a loop
+        return ()
     if node.op != REPEAT:
         return origins.get(node.name, ())
     first = next((origins[x.name] for x in node.kwargs["body"].nodes if x.name in origins), ())

@@ -44,6 +44,7 @@ class Item:
       count: Number of results that the expression has; 1 for a value that is no tuple.
       statements: PyTorch's statements being executed, outermost first.
       hint: Name for a result whose statement has none.
+      called: Name of the module that computes it, for a result whose statement names another value; "" for none.
       new_state: Key of `new_state` for the new buffers, the last result; "" for all of it, None without.
       draws: Whether it takes a key.
       names: Names of the results in the function that is called.
@@ -60,6 +61,7 @@ class Item:
     count: int = 1
     statements: list[Statement] = field(default_factory=list)
     hint: str = "x"
+    called: str = ""
     new_state: str | None = None
     draws: bool = False
     names: tuple[str, ...] = ()
@@ -155,7 +157,8 @@ class Body:
                 self._assign(item)
         if result is not None:
             self._assign_before(end)
-            self._shorten(end, "return ")
+            only = self._pending.get(returned[0]) if len(returned) == 1 else None
+            self._shorten(only or end, "return ")
             self.lines += self._laid_out(f"return {self._built(end)}")
 
     def resolve(self, value: str) -> Expr:
@@ -249,7 +252,7 @@ class Body:
             if place not in item.results:
                 targets.append("_")
                 continue
-            name = self._name(names[place], suggested[place], targets)
+            name = self._name(names[place], [*suggested[place], *[item.called] * (item.called != "")], targets)
             value = item.results[place]
             self._bound[name], self._names[value] = value, name
             targets.append(name)

@@ -45,6 +45,8 @@ def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int]) -> list[i
 def _results(eqn: Any, operands: list[int]) -> list[int]:
     """Return the numbers of an equation's results."""
     name = eqn.primitive.name
+    if name == "iota":
+        return [_constant(_positions(eqn.params))]
     if name == "scan":
         return _scanned(eqn.params, operands)
     if name in _CALLS:
@@ -53,6 +55,13 @@ def _results(eqn: Any, operands: list[int]) -> list[int]:
         return [hash((name, mark, x)) for x in _outputs(body, consts, operands)]
     given = tuple(sorted((key, _parameter(value)) for key, value in eqn.params.items() if key != "name"))
     return [hash((name, tuple(operands), given, i)) for i, _ in enumerate(eqn.outvars)]
+
+
+def _positions(params: Any) -> np.ndarray:
+    """Return the array of an `iota`, which is the same as a constant."""
+    axis, shape = params["dimension"], params["shape"]
+    along = np.arange(shape[axis], dtype=params["dtype"]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return np.broadcast_to(along, shape)
 
 
 def _mark(name: str) -> str:
@@ -81,9 +90,9 @@ def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _count(jaxpr: Any) -> int:
-    """Return the number of equations in a jaxpr and those inside it, without calls."""
+    """Return the number of equations in a jaxpr and those inside it, without calls and constants."""
     inner = sum(_count(x) for eqn in jaxpr.eqns for x in _inner(tuple(eqn.params.values())))
-    return inner + sum(eqn.primitive.name not in _CALLS for eqn in jaxpr.eqns)
+    return inner + sum(eqn.primitive.name not in (*_CALLS, "iota") for eqn in jaxpr.eqns)
 
 
 def _inner(value: Any) -> Iterator[Any]:

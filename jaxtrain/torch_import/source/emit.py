@@ -17,6 +17,7 @@ from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.blocks import Origins
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
+from jaxtrain.torch_import.source.custom import with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
 from jaxtrain.torch_import.source.functions import Functions, Module, specs_of
@@ -65,7 +66,7 @@ def source_of(
       stacks: Stacked parameters and buffers by name.
 
     Raises:
-      UserError: The module calls a `torch.autograd.Function`, a buffer has no values, or the file would not compute
+      UserError: A buffer has no values, or the file would not compute
         what the model does.
     """
     _check(train)
@@ -98,10 +99,6 @@ def _programs(model: Model, params: Any, state: Any, batch: Any) -> list[Any]:
 
 def _check(captured: Pass) -> None:
     """Raise an error for what cannot be written."""
-    for node in captured.graph.nodes:
-        if node.op == CUSTOM:
-            problem = "a torch.autograd.Function cannot be written as source"
-            raise refusal(problem, "keep the imported model, or write it without one", node.source)
     for x in captured.graph.inputs:
         if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
             raise refusal(
@@ -166,7 +163,7 @@ class _Writer:
         )
 
     def _body(self, captured: Pass, functions: Functions, imports: dict[str, str]) -> list[str]:
-        kept = _without_unused(captured.graph)
+        kept = _prepared(captured.graph)
         writing = Writing(self._ops, specs_of(kept))
         writing.keyed = _draws(kept, self._ops, captured.buffers)
         inputs = _inputs(self._batch, kept)
@@ -214,11 +211,14 @@ _MODEL = (
 _EVALUATE = f"def evaluate(params: Tensors, batch: Any, state: Tensors | None = None) -> {_RESULT}:"
 
 
-def _without_unused(graph: Graph) -> Graph:
-    """Return a graph without unused operations, also in the layers of its loops."""
-    nodes = without_unused(graph, RANDOM).nodes
-    bodies = ((x, {**x.kwargs, "body": _without_unused(x.kwargs["body"])} if x.op == REPEAT else None) for x in nodes)
-    return replace(graph, nodes=tuple(x if kwargs is None else replace(x, kwargs=kwargs) for x, kwargs in bodies))
+def _prepared(graph: Graph) -> Graph:
+    """Return a graph without unused operations, also in the layers of its loops, and with different names of values."""
+    nodes = []
+    for node in without_unused(graph, RANDOM).nodes:
+        if node.op == REPEAT:
+            node = replace(node, kwargs={**node.kwargs, "body": _prepared(node.kwargs["body"])})
+        nodes.append(with_own_names(node) if node.op == CUSTOM else node)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _with_state(returned: str) -> list[str]:

@@ -37,7 +37,7 @@ def file_of(
     text = "\n\n\n".join(functions)
     used = {name: value for name, value in constants.items() if re.search(rf"\b{name}\b", text)}
     written = [line for name, value in used.items() for line in laid_out(f"{name} = {value}", 0)]
-    text = "\n\n\n".join([*_called(text, stacks), text])
+    text = "\n\n\n".join([*_called(text, stacks), text, *_stacking(stacks)])
     whole = "\n".join([*written, text])
     written = [LOADING] * ("BUFFERS" in whole) + written
     types = [f"{name} = {value}" for name, value in _TYPES.items() if re.search(rf"\b{name}\b", whole)]
@@ -50,16 +50,19 @@ def file_of(
 def _called(text: str, stacks: Mapping[str, TorchParam]) -> list[str]:
     """Return the definitions of the functions that a text calls besides operations."""
     found = []
-    if stacks:
-        found.append(f"{_layers(stacks)}\n\n\n{inspect.getsource(runtime.stacked).strip()}")
     if "Keys" in text:
         keys = inspect.getsource(runtime.Keys).strip()
         found.append(keys if ".layer(" in text else keys.partition("\n\n    def layer")[0])
     if "joined(" in text:
         found.append(inspect.getsource(runtime.joined).strip())
-    if re.search(r"\bof\(", "\n".join([text, *found])):
+    if stacks or re.search(r"\bof\(", text):
         found.insert(0, inspect.getsource(runtime.of).strip())
     return found
+
+
+def _stacking(stacks: Mapping[str, TorchParam]) -> list[str]:
+    """Return the function that stacks the tensors of layers, with their names; nothing without stacks."""
+    return [_layers(stacks), inspect.getsource(runtime.stacked).strip()] if stacks else []
 
 
 def _layers(stacks: Mapping[str, TorchParam]) -> str:

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, dtype_of, references
+from jaxtrain.torch_import.graph import CUSTOM, GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, dtype_of, references
 from jaxtrain.torch_import.source.batch_norm import batch_norm_item
 from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, results_of, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
+from jaxtrain.torch_import.source.custom import custom_item
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.loops import loop_item
@@ -76,6 +78,7 @@ class Module:
       graph: The graph.
       origins: Where its operations come from.
       writing: Writes the expressions.
+      functions: Receives the functions.
       given: Its inputs by name.
       results: Used results of its operations, by place.
       updates: Buffers that a value becomes.
@@ -105,7 +108,7 @@ class Module:
           hints: PyTorch's names of values from outside of the graph.
         """
         self.graph, self._classes, self._constants, self._hints = graph, classes, constants, hints
-        self.origins, self._batch, self.writing, self._functions = origins, inputs, writing, functions
+        self.origins, self._batch, self.writing, self.functions = origins, inputs, writing, functions
         self.given = {x.name: x for x in graph.inputs}
         self._specs = specs_of(graph)
         live = {*references((graph.outputs, graph.state))}
@@ -113,7 +116,7 @@ class Module:
             live.update(references((node.args, node.kwargs)))
         self.results = results_of(graph, live)
         for node in graph.nodes:
-            if node.op not in (GETITEM, REPEAT) and (places := sorted(self.results.get(node.name, {}))):
+            if node.op not in (GETITEM, REPEAT, CUSTOM) and (places := sorted(self.results.get(node.name, {}))):
                 writing.prepare(node, places)
         self._names = frozenset(snake_case(cls.__name__) for cls in classes.values())
         self._uses: Counter[str] = Counter(references((graph.outputs, tuple(graph.state.values()))))
@@ -147,9 +150,7 @@ class Module:
           graph: The graph.
           hints: PyTorch's names of its inputs.
         """
-        return Module(
-            *(graph, self.origins, self._classes, self._constants, [], self.writing, self._functions), hints=hints
-        )
+        return Module(*(graph, self.origins, self._classes, self._constants, [], self.writing, self.functions), hints=hints)
 
     def is_state(self, value: str) -> bool:
         """Return whether a value is used as the new value of buffers alone."""
@@ -165,16 +166,23 @@ class Module:
         for item in block.items:
             if isinstance(item, Node) and item.op == REPEAT:
                 items.append(loop_item(self, item, owner, scope))
+            elif isinstance(item, Node) and item.op == CUSTOM:
+                items.append(custom_item(self, item, owner))
             elif isinstance(item, Node):
                 items += self._operation(item, owner, scope)
             elif (norm := self._batch_norm(item, scope)) is not None:
                 norm.statements = self.statements(item, owner)
                 items.append(norm)
             elif self._is_inline(item):
-                items += self.items(item, owner, scope)
+                items += self._named(self.items(item, owner, scope), item)
             else:
                 items.append(self._call(item, owner, scope))
         return items
+
+    def _named(self, items: list[Item], block: Block) -> list[Item]:
+        """Return the items of a module with its name, unless it is a number."""
+        name = (block.path or "").rpartition(".")[2]
+        return [replace(item, called=item.called or identifier(name)) if name.isidentifier() else item for item in items]
 
     def _is_inline(self, block: Block) -> bool:
         cls = self._class(block)
@@ -330,7 +338,7 @@ class Module:
         def written(name: str) -> str:
             return "\n".join([*laid_out(f"def {name}({arguments}):", 0), doc, *lines])
 
-        name = self._functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written)
+        name = self.functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written)
         return Function(
             name,
             flags,
@@ -401,8 +409,8 @@ def specs_of(graph: Graph) -> dict[str, Spec]:
     """Return shapes and dtypes of all values of a graph and of the layers of its loops."""
     found: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
     for node in graph.nodes:
-        if node.op == REPEAT:
-            found |= specs_of(node.kwargs["body"])
+        for inner in node.kwargs.values():
+            found |= specs_of(inner) if isinstance(inner, Graph) else {}
         if node.spec is not None:
             found[node.name] = node.spec
     return found

@@ -49,23 +49,17 @@ def _split_if_long(text: str, indent: int) -> list[str]:
 
 
 def _split_at_bracket(text: str, indent: int) -> list[str]:
-    """Split at the last bracket that is open at the top level."""
+    """Split at the last bracket that is open at the top level; a definition at its parameters."""
     space = "    " * indent
     brackets = [(i, j) for i, j in _brackets(text) if j - i > 1]
     if not brackets:
         return [space + text]
-    opened, closed = brackets[-1]
+    opened, closed = brackets[0 if text.startswith("def ") else -1]
     head, body, tail = text[: opened + 1], text[opened + 1 : closed], text[closed:]
     inner = "    " * (indent + 1)
-    if len(inner + body) <= WIDTH and not body.endswith(",") and not _is_definition(text):
-        return [space + head, inner + body, space + tail]
-    if len(inner + body) <= WIDTH and _is_definition(text):
+    if len(inner + body) <= WIDTH and not body.endswith(","):
         return [space + head, inner + body, space + tail]
     return [space + head, *_items(body, indent + 1), space + tail]
-
-
-def _is_definition(text: str) -> bool:
-    return text.startswith("def ")
 
 
 def _items(body: str, indent: int) -> list[str]:

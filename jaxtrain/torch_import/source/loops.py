@@ -116,6 +116,7 @@ class _Loop:
             path = prefix + ("0" if label == "*" else label.partition(":")[0])
             found.inputs.append(Input(own.name, given.kind, f"{path}.{rest}", own.spec))
             found.trees[path, "params" if given.kind == "param" else "buffers"] = prefix + label
+        found.trees = dict(sorted(found.trees.items(), key=lambda tree: (tree[0][1] == "buffers", tree[0])))
         return found
 
     def _state(self) -> dict[str, Ref]:
