@@ -29,7 +29,9 @@ def custom_item(module: "Module", node: Node, owner: Block) -> Item:
     """
     results, count = module.results.get(node.name, {}), node.kwargs["outputs"]
     own_name = node.kwargs["function"].rpartition(".")[2]
-    name = module.functions.add(snake_case(own_name), node.kwargs["function"], lambda free: _text(module, node, free))
+    name = module.functions.add(
+        snake_case(own_name), node.kwargs["function"], lambda free, _: _text(module, node, free)
+    )
     operands = list(references(node.args))
     return Item(
         lambda resolve: call(name, *map(resolve, operands)),
@@ -64,16 +66,19 @@ def _text(module: "Module", node: Node, name: str) -> str:
     path, _, owner = node.kwargs["function"].rpartition(".")
     arguments = _distinct(node.kwargs["arguments"])
     forward, saved = _forward(module, node, arguments)
-    backward, given = _backward(module, node, saved)
+    backward, grads = _backward(module, node, saved)
+    given = ", ".join(f"{argument}: Array" for argument in arguments)
+    count = node.kwargs["outputs"]
+    outputs = "Array" if count == 1 else f"tuple[{', '.join(['Array'] * count)}]"
     parts = [
         [
             "@jax.custom_vjp",
-            *laid_out(f"def {name}({', '.join(arguments)}):", 0),
-            f'    """{owner} of {path.replace(".", "/")}.py."""',
+            *laid_out(f"def {name}({given}) -> {outputs}:", 0),
+            f'    """{owner} of {path}."""',
             *laid_out(f"return {name}_forward({', '.join(arguments)})[0]", 1),
         ],
-        [*laid_out(f"def {name}_forward({', '.join(arguments)}):", 0), *forward],
-        [f"def {name}_backward(saved, {given}):", *backward],
+        [*laid_out(f"def {name}_forward({given}) -> tuple[{outputs}, Any]:", 0), *forward],
+        [*laid_out(f"def {name}_backward(saved: Any, {grads}: Any) -> tuple[Any, ...]:", 0), *backward],
         [f"{name}.defvjp({name}_forward, {name}_backward)"],
     ]
     return "\n\n\n".join("\n".join(lines) for lines in parts)
@@ -110,9 +115,7 @@ def _backward(module: "Module", node: Node, saved: Sequence[str]) -> tuple[list[
     return [*start, *body.lines], grads[0] if len(grads) == 1 else "grads"
 
 
-def _body(
-    module: "Module", node: Node, name: str, names: Sequence[str], result: Callable[[Resolve], Expr]
-) -> Body:
+def _body(module: "Module", node: Node, name: str, names: Sequence[str], result: Callable[[Resolve], Expr]) -> Body:
     """Write the statements of a pass."""
     graph: Graph = node.kwargs[name]
     hints: Mapping[str, str] = {x.name: given for x, given in zip(graph.inputs, names, strict=True)}
@@ -141,4 +144,3 @@ def _packed(values: Sequence[str], always: bool = False) -> str:
 
 def _tuple(values: Sequence[str]) -> str:
     return f"({', '.join(values)}{',' * (len(values) == 1)})"
-

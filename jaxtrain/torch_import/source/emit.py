@@ -27,6 +27,7 @@ from jaxtrain.torch_import.source.writing import Writing
 Model = Callable[..., Any]
 """`model(params, batch, rng, state)`, as `ImportedModel.__call__`."""
 
+
 class Pass(NamedTuple):
     """A captured forward pass.
 
@@ -205,9 +206,7 @@ class _Writer:
 
 
 _RESULT = "tuple[Any, Tensors | None]"
-_MODEL = (
-    f"def model(params: Tensors, batch: Any, rng: Array | None = None, state: Tensors | None = None) -> {_RESULT}:"
-)
+_MODEL = f"def model(params: Tensors, batch: Any, rng: Array | None = None, state: Tensors | None = None) -> {_RESULT}:"
 _EVALUATE = f"def evaluate(params: Tensors, batch: Any, state: Tensors | None = None) -> {_RESULT}:"
 
 

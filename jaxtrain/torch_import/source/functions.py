@@ -1,10 +1,13 @@
 """One function for each class of modules: what it takes, what it returns, and its text."""
 
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, dtype_of, references
 from jaxtrain.torch_import.source.batch_norm import batch_norm_item
@@ -12,7 +15,7 @@ from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, result
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.custom import custom_item
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
-from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.layout import WIDTH, laid_out
 from jaxtrain.torch_import.source.loops import loop_item
 from jaxtrain.torch_import.source.names import identifier, input_names, mentions, place_of, snake_case
 from jaxtrain.torch_import.source.pytorch_code import forward_of, statements
@@ -56,17 +59,21 @@ class Functions:
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}  # name -> text
-        self._classes: dict[str, str] = {}  # name -> class
+        self._written: dict[str, tuple[str, str]] = {}  # name -> class, text
 
-    def add(self, name: str, owner: str, text: Callable[[str], str]) -> str:
-        """Add a function unless its class has an equal one; return its name."""
-        names = [name, *(f"{name}_{i}" for i in range(2, 1000))]
-        for candidate in names:
-            written = text(candidate)
-            if self.texts.get(candidate) == written and self._classes[candidate] == owner:
-                return candidate
-            if candidate not in self.texts:
-                self.texts[candidate], self._classes[candidate] = written, owner
+    def add(self, name: str, owner: str, text: Callable[[str, str], str], doc: str = "") -> str:
+        """Add a function unless its class has an equal one; return its name.
+
+        Args:
+          name: Its name, if no other function has it.
+          owner: The class.
+          text: From the name and a part of the docstring that equal functions need not share to the text.
+          doc: That part.
+        """
+        for candidate in (name, *(f"{name}_{i}" for i in range(2, 1000))):
+            written = (owner, text(candidate, ""))
+            if self._written.setdefault(candidate, written) == written:
+                self.texts.setdefault(candidate, text(candidate, doc))
                 return candidate
         raise AssertionError("more names than functions")
 
@@ -150,7 +157,9 @@ class Module:
           graph: The graph.
           hints: PyTorch's names of its inputs.
         """
-        return Module(*(graph, self.origins, self._classes, self._constants, [], self.writing, self.functions), hints=hints)
+        return Module(
+            *(graph, self.origins, self._classes, self._constants, [], self.writing, self.functions), hints=hints
+        )
 
     def is_state(self, value: str) -> bool:
         """Return whether a value is used as the new value of buffers alone."""
@@ -182,7 +191,9 @@ class Module:
     def _named(self, items: list[Item], block: Block) -> list[Item]:
         """Return the items of a module with its name, unless it is a number."""
         name = (block.path or "").rpartition(".")[2]
-        return [replace(item, called=item.called or identifier(name)) if name.isidentifier() else item for item in items]
+        return [
+            replace(item, called=item.called or identifier(name)) if name.isidentifier() else item for item in items
+        ]
 
     def _is_inline(self, block: Block) -> bool:
         cls = self._class(block)
@@ -332,13 +343,15 @@ class Module:
         text = "\n".join(lines)
         flags = frozenset(flag for flag in _FLAGS if mentions(text, flag))
         before, after = ([flag for flag in part if flag in flags] for part in (_FLAGS[:2], _FLAGS[2:]))
-        arguments = ", ".join([*before, *(names[value] for value in inputs), *after])
-        doc = f'    """{cls.__name__} of {cls.__module__.replace(".", "/")}.py."""'
+        arguments = ", ".join(map(typed, [*before, *(names[value] for value in inputs), *after]))
+        returned_type = result_type(["Array"] * len(outputs) + ["Tensors"] * has_new_state)
+        shapes = self._shapes([(names[value], value) for value in inputs], outputs)
 
-        def written(name: str) -> str:
-            return "\n".join([*laid_out(f"def {name}({arguments}):", 0), doc, *lines])
+        def written(name: str, doc: str) -> str:
+            start = laid_out(f"def {name}({arguments}) -> {returned_type}:", 0)
+            return "\n".join([*start, *docstring(f"{cls.__name__} of {cls.__module__}", doc), *lines])
 
-        name = self.functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written)
+        name = self.functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written, shapes)
         return Function(
             name,
             flags,
@@ -347,6 +360,11 @@ class Module:
             tuple(map(body.name_of, outputs)),
             has_new_state,
         )
+
+    def _shapes(self, inputs: Sequence[tuple[str, str]], outputs: Sequence[str]) -> str:
+        """Return what the docstring of a function says of shapes."""
+        taken = ", ".join(f"{name} {shape_of(self._specs[value])}" for name, value in inputs)
+        return f"{taken} -> {', '.join(shape_of(self._specs[value]) for value in outputs)}".strip()
 
     def _inside(self, block: Block, value: str) -> int:
         """Return how often a value is read by a block's own operations and as new state."""
@@ -403,6 +421,36 @@ class Module:
             return Expr(text, 10, *(() if isinstance(spec, tuple) else (spec.shape, dtype_of(spec.dtype))))
 
         return resolve
+
+
+def typed(name: str) -> str:
+    """Return an argument with its type."""
+    types = {"params": "Tensors", "buffers": "Tensors", "keys": "Keys", "train": "bool"}
+    return f"{name}: {types.get(name, 'Array')}"
+
+
+def result_type(types: Sequence[str]) -> str:
+    """Return the type of a function's result."""
+    return types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
+
+
+def shape_of(spec: Spec) -> str:
+    """Return a shape as text, with the dtype unless it is floating-point.
+
+    >>> shape_of(Spec((2, 3), "int64"))
+    'int32 [2, 3]'
+    """
+    shape = str([*spec.shape])
+    dtype = dtype_of(spec.dtype)
+    return shape if jnp.issubdtype(dtype, jnp.floating) else f"{dtype} {shape}"
+
+
+def docstring(summary: str, shapes: str) -> list[str]:
+    """Return the lines of a function's docstring."""
+    if not shapes or len(line := f'    """{summary}: {shapes}."""') <= WIDTH:
+        return [line if shapes else f'    """{summary}."""']
+    rest = textwrap.wrap(shapes, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+    return [f'    """{summary}.', "", *rest, '    """']
 
 
 def specs_of(graph: Graph) -> dict[str, Spec]:

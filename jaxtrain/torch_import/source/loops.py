@@ -202,7 +202,9 @@ class _Loop:
 
     def _head(self, names: Mapping[str, str]) -> list[str]:
         carries = [names[value] for value in self._carried]
-        return ["    @jt.block", *laid_out(f"def {_FUNCTION}({_one(carries, 'carry')}, {self._inputs(names)[0]}):", 1)]
+        carry, inputs = _one(carries, "carry"), self._inputs(names)[0]
+        arguments = f"{carry}: {'Array' if len(carries) == 1 else 'Any'}, {inputs}: Any"
+        return ["    @jt.block", *laid_out(f"def {_FUNCTION}({arguments}) -> tuple[Any, Any]:", 1)]
 
     def _inputs(self, names: Mapping[str, str]) -> tuple[str, list[str]]:
         """Return the name of a layer's second argument, and those of its parts."""

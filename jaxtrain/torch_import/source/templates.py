@@ -112,7 +112,10 @@ def _pow_of_number(x: Any, exponent: Any) -> Expr:
 @template("gelu.default")
 def _gelu(x: Any, approximate: str = "none") -> list[Expr]:
     by_tanh = approximate == "tanh"
-    return [call("jax.nn.gelu", x, approximate=by_tanh), call("F.gelu", x, approximate=approximate if by_tanh else None)]
+    return [
+        call("jax.nn.gelu", x, approximate=by_tanh),
+        call("F.gelu", x, approximate=approximate if by_tanh else None),
+    ]
 
 
 @template("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
