@@ -10,6 +10,7 @@ layers    finds layers that differ in their parameters alone
 repeat    loops over such layers and their stacked parameters
 interpret evaluates a graph in JAX
 source    writes a graph as readable JAX
+functional PyTorch's operations by name, for such source
 ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """

@@ -154,11 +154,11 @@ class ImportedModel(GraphModel):
     def source(self) -> str:
         """Return the model as readable JAX, one function for each class of modules.
 
-        The text defines `model(params, batch, rng=None, state=None)` for the shapes and dtypes of the example batch.
-        Parameters and state have PyTorch's names and shapes, with one tensor for each layer: `names.to_torch(params)`
-        returns these, and `from_torch(…, unroll=True)` imports them. The jaxprs of outputs and gradients equal those of
-        the captured graph. This object evaluates the same graph by loops over layers, and in low precision its backward
-        pass computes elementwise formulas again: results are equal up to rounding.
+        The text defines `model(params, batch, rng=None, state=None)` for the shapes and dtypes of the example batch,
+        with the parameters and the state of this object: those of repeated layers are stacked, and the function
+        `stacked` of the text converts PyTorch's. `from_torch(…, unroll=True)` gives each layer its own. The jaxprs of
+        outputs and gradients equal those of the captured graph. In low precision the backward pass of this object
+        computes elementwise formulas again: results are equal up to rounding.
 
         Tensors that are no parameters and too large to be written out are read from `buffers.safetensors` beside the
         file; `save_source` writes both.
@@ -167,14 +167,14 @@ class ImportedModel(GraphModel):
           The text of a Python file, formatted as by `ruff format`.
 
         Raises:
-          UserError: The module calls a `torch.autograd.Function`, a buffer that it reads is on the "meta" device, or
+          UserError: A buffer that the module reads is on the "meta" device, a function of `ops` cannot be imported, or
             the source would not compute the same.
 
         Example:
           >>> import torch
           >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
           >>> print(model.source().splitlines()[-1])
-              return linear(batch, params["weight"], params["bias"]), state
+              return F.linear(batch, params["weight"], params["bias"]), state
         """
         return self._source()[0]
 
@@ -182,7 +182,7 @@ class ImportedModel(GraphModel):
         """Write `source` to a file, and the arrays that go with it to its folder.
 
         Args:
-          path: The file. `params.safetensors` beside it holds the parameters, one for each layer, and
+          path: The file. `params.safetensors` beside it holds the parameters, as in `params`, and
             `buffers.safetensors` the buffers that the source reads, if there are any.
 
         Returns:

@@ -2,7 +2,8 @@
 
 emit          the file and its proof
 file          the text around the functions
-functions     one function a class: arguments, results, text
+functions     one function a class
+signatures    what functions take and return, types, docstrings
 loops         layers that repeat, as a scan
 custom        `torch.autograd.Function`
 scope         the tensors that a function's code can read

@@ -204,15 +204,23 @@ class Body:
         return bool(consumer.statements) and consumer.statements[-1].place == item.statements[-1].place
 
     def _assign_before(self, item: Item) -> None:
-        """Assign what comes before an item and is not a part of it: the order of evaluation is PyTorch's."""
-        for value in self._parts(item, [v for x in self._pending.values() for v in x.operands]):
-            if value in self._pending and not self.resolve(value).text.isidentifier():
+        """Assign what comes before an item and is not a part of it: the order of evaluation is PyTorch's.
+
+        Gradients of a value that is read several times are added in this order.
+        """
+        others = self._not_read([*self._pending], [*item.operands])
+        if not others:
+            return
+        order = [*self._pending]
+        # Parts of the item that come before one of these are evaluated before it, too.
+        for value in self._not_read(order[: order.index(others[-1]) + 1], []):
+            if value in self._pending:
                 self._assign(self._pending.pop(value))
 
-    def _parts(self, item: Item, read: Collection[str]) -> list[str]:
-        """Return the pending values that belong neither to an item nor to another pending value."""
-        own = set(item.operands)
-        return [value for value in self._pending if value not in own and value not in read]
+    def _not_read(self, values: Sequence[str], read: Sequence[str]) -> list[str]:
+        """Return the pending values among some that are neither read by others of them nor by an item."""
+        inside = {*read, *(name for value in values for name in self._pending[value].operands)}
+        return [x for x in values if x not in inside and not self.resolve(x).text.isidentifier()]
 
     def _forget_parts(self, item: Item) -> None:
         """Forget the pending values of an item that was written."""

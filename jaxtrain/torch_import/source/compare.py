@@ -1,4 +1,4 @@
-"""Equality of jaxprs, up to names, the order of independent equations, and what a call or a loop takes in which order."""
+"""Equality of jaxprs, up to names and the order of independent equations and of what calls and loops take."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -20,8 +20,9 @@ from jaxtrain.torch_import.source.constants import inline
 from jaxtrain.torch_import.source.custom import with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
-from jaxtrain.torch_import.source.functions import Functions, Module, specs_of
+from jaxtrain.torch_import.source.functions import Module, specs_of
 from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
 
 Model = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The text of a file around the functions of its modules: docstring, imports, constants, and what the functions call."""
+"""The text of a file around the functions of its modules: docstring, imports, constants, and what they call."""
 
 import inspect
 import re

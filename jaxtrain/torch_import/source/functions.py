@@ -1,13 +1,10 @@
 """One function for each class of modules: what it takes, what it returns, and its text."""
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
+from typing import Any
 
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, dtype_of, references
 from jaxtrain.torch_import.source.batch_norm import batch_norm_item
@@ -15,11 +12,12 @@ from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, result
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.custom import custom_item
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
-from jaxtrain.torch_import.source.layout import WIDTH, laid_out
+from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.loops import loop_item
 from jaxtrain.torch_import.source.names import identifier, input_names, mentions, place_of, snake_case
 from jaxtrain.torch_import.source.pytorch_code import forward_of, statements
 from jaxtrain.torch_import.source.scope import Scope, own
+from jaxtrain.torch_import.source.signatures import Function, Functions, docstring, result_type, shape_of, typed
 from jaxtrain.torch_import.source.writing import Writing
 
 RESERVED = frozenset(
@@ -32,50 +30,6 @@ _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.defaul
 _PASSING = frozenset({"detach", "mul", "add", "_to_copy", "view", "clone"})
 """Operations whose result has the name of their only operand, if PyTorch's code gives it none."""
 _FLAGS = ("params", "buffers", "keys", "train")
-
-
-class Function(NamedTuple):
-    """A written function.
-
-    Attributes:
-      name: Its name.
-      flags: Which of "params", "buffers", "keys" and "train" it takes.
-      inputs: The values that it takes besides, with their names in it.
-      outputs: The values that it returns, before its new state.
-      output_names: Their names in it; "" for those without.
-      has_new_state: Whether it returns new state.
-    """
-
-    name: str
-    flags: frozenset[str]
-    inputs: dict[str, str]
-    outputs: tuple[str, ...]
-    output_names: tuple[str, ...]
-    has_new_state: bool
-
-
-class Functions:
-    """The functions of a file, by text."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}  # name -> text
-        self._written: dict[str, tuple[str, str]] = {}  # name -> class, text
-
-    def add(self, name: str, owner: str, text: Callable[[str, str], str], doc: str = "") -> str:
-        """Add a function unless its class has an equal one; return its name.
-
-        Args:
-          name: Its name, if no other function has it.
-          owner: The class.
-          text: From the name and a part of the docstring that equal functions need not share to the text.
-          doc: That part.
-        """
-        for candidate in (name, *(f"{name}_{i}" for i in range(2, 1000))):
-            written = (owner, text(candidate, ""))
-            if self._written.setdefault(candidate, written) == written:
-                self.texts.setdefault(candidate, text(candidate, doc))
-                return candidate
-        raise AssertionError("more names than functions")
 
 
 class Module:
@@ -280,6 +234,7 @@ class Module:
         return Item(lambda resolve: resolve(value), [value], {}, new_state=name if found is None else found[1])
 
     def statements(self, item: "Node | Block", owner: Block) -> list[Any]:
+        """Return PyTorch's statements being executed in a call of a module, outermost first."""
         node = next(item.nodes()) if isinstance(item, Block) else item
         calls = calls_of(node, self.origins)
         return statements(calls[owner.level].lines) if len(calls) > owner.level else []
@@ -411,6 +366,8 @@ class Module:
         return None if found is None else found.like(array)
 
     def outer(self, scope: Scope, root: bool = False) -> Resolve:
+        """Return the expressions of values without a name in a function, given what it can read."""
+
         def resolve(value: str) -> Expr:
             found = self._outer_param(value, scope)
             if found is not None:
@@ -421,36 +378,6 @@ class Module:
             return Expr(text, 10, *(() if isinstance(spec, tuple) else (spec.shape, dtype_of(spec.dtype))))
 
         return resolve
-
-
-def typed(name: str) -> str:
-    """Return an argument with its type."""
-    types = {"params": "Tensors", "buffers": "Tensors", "keys": "Keys", "train": "bool"}
-    return f"{name}: {types.get(name, 'Array')}"
-
-
-def result_type(types: Sequence[str]) -> str:
-    """Return the type of a function's result."""
-    return types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
-
-
-def shape_of(spec: Spec) -> str:
-    """Return a shape as text, with the dtype unless it is floating-point.
-
-    >>> shape_of(Spec((2, 3), "int64"))
-    'int32 [2, 3]'
-    """
-    shape = str([*spec.shape])
-    dtype = dtype_of(spec.dtype)
-    return shape if jnp.issubdtype(dtype, jnp.floating) else f"{dtype} {shape}"
-
-
-def docstring(summary: str, shapes: str) -> list[str]:
-    """Return the lines of a function's docstring."""
-    if not shapes or len(line := f'    """{summary}: {shapes}."""') <= WIDTH:
-        return [line if shapes else f'    """{summary}."""']
-    rest = textwrap.wrap(shapes, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
-    return [f'    """{summary}.', "", *rest, '    """']
 
 
 def specs_of(graph: Graph) -> dict[str, Spec]:
