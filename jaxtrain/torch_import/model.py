@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params
-from jaxtrain.torch_import.graph import Graph, without_gradient
+from jaxtrain.torch_import.graph import Graph, Node, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.torch_import.capture import Structure
     from jaxtrain.torch_import.graph import Captured
+    from jaxtrain.torch_import.source import Pass
     from parity import Case
 
 Call = Callable[[Any, Any], Any]
@@ -205,24 +206,42 @@ class ImportedModel(GraphModel):
 
     def _source(self) -> tuple[str, dict[str, jax.Array]]:
         """Return the source with the buffers that it reads."""
-        from jaxtrain.torch_import.source import Pass, source_of, without_identities
+        from jaxtrain.torch_import.source import source_of
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
-        exported = [self._exported(key) for key in keys]
-        train, evaluation = (self._looped(x._replace(graph=without_identities(x.graph))) for x in exported)
+        (train, *written), (evaluation, *evaluated) = map(self._pass, keys)
 
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)
 
         return source_of(
             type(self._structure.module).__name__,
-            *(Pass(x.graph, x.origins, {**self._buffers, **x.constants}) for x in (train, evaluation)),
+            *(*written, *evaluated),
             model=model,
             batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
             classes={name: type(part) for name, part in self._structure.module.named_modules()},
             ops=self._ops,
             stacks=self._stacks,
         )
+
+    def _pass(self, key: Key) -> "tuple[Captured, Pass]":
+        """Return a pass as it is evaluated and as it is written.
+
+        Formulas that are computed again are those of whole modules: others would be functions without a name.
+        """
+        from jaxtrain.torch_import.source import Pass, calls_in, without_identities
+
+        exported = self._exported(key)
+        looped = self._looped(exported._replace(graph=without_identities(exported.graph)))
+        calls, found = calls_in(looped.graph, looped.origins), set[frozenset[str]]()
+
+        def chosen(formula: Sequence[Node]) -> bool:
+            names = frozenset(node.name for node in formula)
+            found.update({names} & calls)
+            return names in calls
+
+        evaluated = looped._replace(graph=with_recomputed_formulas(looped.graph, chosen))
+        return evaluated, Pass(looped.graph, looped.origins, {**self._buffers, **looped.constants}, found)
 
     def _require_weights(self) -> None:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*self.params.values(), *self._buffers.values())):

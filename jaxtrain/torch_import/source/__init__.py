@@ -22,7 +22,8 @@ compare       equality of jaxprs
 runtime       what the files contain besides the modules' functions
 """
 
+from jaxtrain.torch_import.source.blocks import calls_in
 from jaxtrain.torch_import.source.emit import Pass, source_of
 from jaxtrain.torch_import.source.identities import without_identities
 
-__all__ = ["Pass", "source_of", "without_identities"]
+__all__ = ["Pass", "calls_in", "source_of", "without_identities"]

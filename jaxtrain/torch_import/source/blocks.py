@@ -78,3 +78,15 @@ def results_of(graph: Graph, live: Collection[str]) -> dict[str, dict[int, str]]
         elif not isinstance(node.spec, tuple):
             found.setdefault(node.name, {})[0] = node.name
     return found
+
+
+def calls_in(graph: Graph, origins: Origins) -> set[frozenset[str]]:
+    """Return the names of the operations of each call of a module in a graph and in the layers of its loops."""
+    found = set()
+    pending = [tree_of(graph, origins)]
+    while pending:
+        block = pending.pop()
+        found.add(frozenset(node.name for node in block.nodes()))
+        pending += [item for item in block.items if isinstance(item, Block)]
+    bodies = [node.kwargs["body"] for node in graph.nodes if node.op == REPEAT]
+    return found.union(*(calls_in(body, origins) for body in bodies))

@@ -1,7 +1,7 @@
 """The file of a model: its functions, its constants, and the proof that it computes what the imported model does."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
-from jaxtrain.torch_import.graph import CUSTOM, REPEAT, Graph, Input, dtype_of, without_unused
+from jaxtrain.torch_import.graph import CUSTOM, REPEAT, Graph, Input, Spec, dtype_of, without_unused
 from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
+from jaxtrain.torch_import.repeat import SELECT
 from jaxtrain.torch_import.source.blocks import Origins
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
@@ -36,11 +37,13 @@ class Pass(NamedTuple):
       graph: Its graph.
       origins: Where its operations come from.
       buffers: Buffers and constants by name.
+      recomputed: Names of the operations of each call that the backward pass computes again.
     """
 
     graph: Graph
     origins: Origins
     buffers: Mapping[str, Any]
+    recomputed: Collection[frozenset[str]]
 
 
 @pytorchs_promotion()
@@ -150,7 +153,7 @@ class _Writer:
         if evaluation is not None:
             lines = self._body(evaluation, functions, imports)
             doc = f'    """{self._name} in evaluation mode."""'
-            parts.append([*laid_out(_EVALUATE, 0), doc, *self._start(lines), *lines])
+            parts.append([*laid_out(_EVALUATE, 0), doc, *lines])
             main = ["    if rng is None:", "        return evaluate(params, batch, state)", *main]
         doc = f'    """{self._name}: (outputs, new state)."""'
         parts.append([*laid_out(_MODEL, 0), doc, *main])
@@ -165,17 +168,21 @@ class _Writer:
         )
 
     def _body(self, captured: Pass, functions: Functions, imports: dict[str, str]) -> list[str]:
-        kept = _prepared(captured.graph)
+        kept = _with_layers(_prepared(captured.graph), self._stacks)
         writing = Writing(self._ops, specs_of(kept))
         writing.keyed = _draws(kept, self._ops, captured.buffers)
         inputs = _inputs(self._batch, kept)
         constants = self._constant(captured)
-        module = Module(kept, captured.origins, self._classes, constants, inputs, writing, functions)
+        module = Module(
+            kept, captured.origins, self._classes, constants, inputs, writing, functions, captured.recomputed
+        )
         lines = module.write()
         imports.update(writing.imports)
         if kept.state:
             lines[-1:] = _with_state(lines[-1])
-        return [*self._start(lines), *lines]
+        added = {x.kind for x in kept.inputs[len(captured.graph.inputs) :]}
+        layers = [f"    {name} = unstacked({name})" for kind, name in _DICTS.items() if kind in added]
+        return [*self._start(lines), *layers, *lines]
 
     def _constant(self, captured: Pass) -> Callable[[Input], Expr | None]:
         def expression(given: Input) -> Expr | None:
@@ -206,6 +213,7 @@ class _Writer:
         return start
 
 
+_DICTS = {"param": "params", "state": "buffers"}
 _RESULT = "tuple[Any, Tensors | None]"
 _MODEL = f"def model(params: Tensors, batch: Any, rng: Array | None = None, state: Tensors | None = None) -> {_RESULT}:"
 _EVALUATE = f"def evaluate(params: Tensors, batch: Any, state: Tensors | None = None) -> {_RESULT}:"
@@ -219,6 +227,20 @@ def _prepared(graph: Graph) -> Graph:
             node = replace(node, kwargs={**node.kwargs, "body": _prepared(node.kwargs["body"])})
         nodes.append(with_own_names(node) if node.op == CUSTOM else node)
     return replace(graph, nodes=tuple(nodes))
+
+
+def _with_layers(graph: Graph, stacks: Mapping[str, TorchParam]) -> Graph:
+    """Return a graph that takes the tensors of layers outside of loops by PyTorch's names, not slices of the stacks."""
+    given = {x.name: x for x in graph.inputs}
+    inputs, nodes = [], []
+    for node in graph.nodes:
+        stack = given.get(node.args[0].name) if node.op == SELECT and not node.source else None
+        if stack is None or stack.target not in stacks or not isinstance(node.spec, Spec):
+            nodes.append(node)
+            continue
+        name = stacks[stack.target].names(0)[node.args[2]]
+        inputs.append(Input(node.name, "param" if stack.kind == "param" else "state", name, node.spec))
+    return replace(graph, inputs=(*graph.inputs, *inputs), nodes=tuple(nodes))
 
 
 def _with_state(returned: str) -> list[str]:

@@ -37,7 +37,7 @@ def file_of(
     text = "\n\n\n".join(functions)
     used = {name: value for name, value in constants.items() if re.search(rf"\b{name}\b", text)}
     written = [line for name, value in used.items() for line in laid_out(f"{name} = {value}", 0)]
-    text = "\n\n\n".join([*_called(text, stacks), text, *_stacking(stacks)])
+    text = "\n\n\n".join([*_called(text, stacks), text, *_stacking(text, stacks)])
     whole = "\n".join([*written, text])
     written = [LOADING] * ("BUFFERS" in whole) + written
     types = [f"{name} = {value}" for name, value in _TYPES.items() if re.search(rf"\b{name}\b", whole)]
@@ -60,9 +60,10 @@ def _called(text: str, stacks: Mapping[str, TorchParam]) -> list[str]:
     return found
 
 
-def _stacking(stacks: Mapping[str, TorchParam]) -> list[str]:
-    """Return the function that stacks the tensors of layers, with their names; nothing without stacks."""
-    return [_layers(stacks), inspect.getsource(runtime.stacked).strip()] if stacks else []
+def _stacking(text: str, stacks: Mapping[str, TorchParam]) -> list[str]:
+    """Return the functions that stack the tensors of layers and select them, as a text needs them."""
+    needed = [runtime.stacked] * bool(stacks) + [runtime.unstacked] * ("unstacked(" in text)
+    return [_layers(stacks), *(inspect.getsource(fn).strip() for fn in needed)] if stacks else []
 
 
 def _layers(stacks: Mapping[str, TorchParam]) -> str:
@@ -108,6 +109,7 @@ def _imports(text: str, imports: Mapping[str, str]) -> list[str]:
         if re.search(rf"(?<![\w.\"]){name}\b(?=[(.\[])", text):
             modules.setdefault(imports[name], []).append(name)
     functions = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
+    functions += ["from jaxtrain.transforms import recomputed"] * ("@recomputed" in text)
     functions += ["from jaxtrain.torch_import import functional as F"] * (re.search(r"\bF\.", text) is not None)
     functions += ["from safetensors.flax import load_file"] * ("BUFFERS" in text)
     for line in sorted(functions):

@@ -1,7 +1,7 @@
 """One function for each class of modules: what it takes, what it returns, and its text."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -54,6 +54,7 @@ class Module:
         inputs: Sequence[str],
         writing: Writing,
         functions: Functions,
+        recomputed: Collection[frozenset[str]],
         hints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Read a graph.
@@ -66,11 +67,13 @@ class Module:
           inputs: Expressions of the inputs in the function `model`.
           writing: Writes the expressions.
           functions: Receives the functions.
+          recomputed: Operations of the functions that the backward pass computes again.
           hints: PyTorch's names of values from outside of the graph.
         """
         self.graph, self._classes, self._constants, self._hints = graph, classes, constants, hints
         self.origins, self._batch, self.writing, self.functions = origins, inputs, writing, functions
         self.given = {x.name: x for x in graph.inputs}
+        self._recomputed = recomputed
         self._specs = specs_of(graph)
         live = {*references((graph.outputs, graph.state))}
         for node in reversed(graph.nodes):
@@ -111,9 +114,8 @@ class Module:
           graph: The graph.
           hints: PyTorch's names of its inputs.
         """
-        return Module(
-            *(graph, self.origins, self._classes, self._constants, [], self.writing, self.functions), hints=hints
-        )
+        shared = (self.writing, self.functions, self._recomputed)
+        return Module(graph, self.origins, self._classes, self._constants, [], *shared, hints)
 
     def is_state(self, value: str) -> bool:
         """Return whether a value is used as the new value of buffers alone."""
@@ -302,9 +304,11 @@ class Module:
         returned_type = result_type(["Array"] * len(outputs) + ["Tensors"] * has_new_state)
         shapes = self._shapes([(names[value], value) for value in inputs], outputs)
 
+        mark = ["@recomputed"] * (frozenset(node.name for node in block.nodes()) in self._recomputed)
+
         def written(name: str, doc: str) -> str:
             start = laid_out(f"def {name}({arguments}) -> {returned_type}:", 0)
-            return "\n".join([*start, *docstring(f"{cls.__name__} of {cls.__module__}", doc), *lines])
+            return "\n".join([*mark, *start, *docstring(f"{cls.__name__} of {cls.__module__}", doc), *lines])
 
         name = self.functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written, shapes)
         return Function(

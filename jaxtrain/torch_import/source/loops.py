@@ -115,8 +115,10 @@ class _Loop:
                 continue
             label, _, rest = given.target.removeprefix(prefix).partition(".")
             path = prefix + ("0" if label == "*" else label.partition(":")[0])
-            found.inputs.append(Input(own.name, given.kind, f"{path}.{rest}", own.spec))
-            found.trees[path, "params" if given.kind == "param" else "buffers"] = prefix + label
+            # A buffer is constant in evaluation mode, but not the same in all layers.
+            kind, tree = ("param", "params") if given.kind == "param" else ("state", "buffers")
+            found.inputs.append(Input(own.name, kind, f"{path}.{rest}", own.spec))
+            found.trees[path, tree] = prefix + label
         found.trees = dict(sorted(found.trees.items(), key=lambda tree: (tree[0][1] == "buffers", tree[0])))
         return found
 

@@ -51,3 +51,14 @@ def stacked(tensors: Tensors) -> Tensors:
             parts = [tensors.pop(f"{layer.format(i)}.{name}") for i in numbers]
             tensors[f"{path}.{name}"] = jnp.stack(parts)
     return tensors
+
+
+def unstacked(tensors: Tensors) -> Tensors:
+    """Return tensors, and those of each repeated layer by PyTorch's names."""
+    found = dict(tensors)
+    for path, (layer, numbers) in LAYERS.items():
+        for name, x in of(tensors, path).items():
+            for i, number in enumerate(numbers):
+                part = jax.lax.index_in_dim(x, i, keepdims=False)
+                found[f"{layer.format(number)}.{name}"] = part
+    return found
