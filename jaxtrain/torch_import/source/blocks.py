@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, ModuleCall, Node, references
+from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, ModuleCall, Node, Spec, references
 from jaxtrain.torch_import.repeat import SELECT
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
@@ -90,3 +91,14 @@ def calls_in(graph: Graph, origins: Origins) -> set[frozenset[str]]:
         pending += [item for item in block.items if isinstance(item, Block)]
     bodies = [node.kwargs["body"] for node in graph.nodes if node.op == REPEAT]
     return found.union(*(calls_in(body, origins) for body in bodies))
+
+
+def specs_of(graph: Graph) -> dict[str, Spec]:
+    """Return shapes and dtypes of all values of a graph and of the layers of its loops."""
+    found: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
+    for node in graph.nodes:
+        for inner in node.kwargs.values():
+            found |= specs_of(inner) if isinstance(inner, Graph) else {}
+        if node.spec is not None:
+            found[node.name] = node.spec
+    return found

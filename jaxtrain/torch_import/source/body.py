@@ -271,7 +271,8 @@ class Body:
             targets = [*(targets if item.results else []), at]
         # The statement's own reads may have had a name that it assigns: the text was built before.
         self.lines += before
-        self.lines += self._laid_out(f"{item.packed(targets)} = {text}" if targets else text)
+        if targets != [text]:
+            self.lines += self._laid_out(f"{item.packed(targets)} = {text}" if targets else text)
         self.lines += self._laid_out(item.after) if item.after else []
 
     def _suggested(self, item: Item, place: int) -> list[str]:

@@ -15,13 +15,13 @@ from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.repeat import SELECT
-from jaxtrain.torch_import.source.blocks import Origins
+from jaxtrain.torch_import.source.blocks import Origins, specs_of
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
 from jaxtrain.torch_import.source.custom import with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
-from jaxtrain.torch_import.source.functions import Module, specs_of
+from jaxtrain.torch_import.source.functions import Module
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, dtype_of, references
 from jaxtrain.torch_import.source.batch_norm import batch_norm_item
-from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, results_of, tree_of
+from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, results_of, specs_of, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.custom import custom_item
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
@@ -304,11 +304,12 @@ class Module:
         returned_type = result_type(["Array"] * len(outputs) + ["Tensors"] * has_new_state)
         shapes = self._shapes([(names[value], value) for value in inputs], outputs)
 
+        file = cls.__module__.rpartition(".")[2]
         mark = ["@recomputed"] * (frozenset(node.name for node in block.nodes()) in self._recomputed)
 
         def written(name: str, doc: str) -> str:
             start = laid_out(f"def {name}({arguments}) -> {returned_type}:", 0)
-            return "\n".join([*mark, *start, *docstring(f"{cls.__name__} of {cls.__module__}", doc), *lines])
+            return "\n".join([*mark, *start, *docstring(f"{cls.__name__} of {file}", doc), *lines])
 
         name = self.functions.add(snake_case(cls.__name__), f"{cls.__module__}.{cls.__qualname__}", written, shapes)
         return Function(
@@ -382,17 +383,6 @@ class Module:
             return Expr(text, 10, *(() if isinstance(spec, tuple) else (spec.shape, dtype_of(spec.dtype))))
 
         return resolve
-
-
-def specs_of(graph: Graph) -> dict[str, Spec]:
-    """Return shapes and dtypes of all values of a graph and of the layers of its loops."""
-    found: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
-    for node in graph.nodes:
-        for inner in node.kwargs.values():
-            found |= specs_of(inner) if isinstance(inner, Graph) else {}
-        if node.spec is not None:
-            found[node.name] = node.spec
-    return found
 
 
 def structure(value: Any, resolve: Resolve) -> Expr:

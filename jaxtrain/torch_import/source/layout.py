@@ -49,12 +49,13 @@ def _split_if_long(text: str, indent: int) -> list[str]:
 
 
 def _split_at_bracket(text: str, indent: int) -> list[str]:
-    """Split at the last bracket that is open at the top level; a definition at its parameters."""
+    """Split at the last bracket at the top level that the line reaches; a definition at its parameters."""
     space = "    " * indent
     brackets = [(i, j) for i, j in _brackets(text) if j - i > 1]
     if not brackets:
         return [space + text]
-    opened, closed = brackets[0 if text.startswith("def ") else -1]
+    reached = [(i, j) for i, j in brackets if len(space) + i < WIDTH and not text.startswith("def ")]
+    opened, closed = (reached or brackets[:1])[-1]
     head, body, tail = text[: opened + 1], text[opened + 1 : closed], text[closed:]
     inner = "    " * (indent + 1)
     if len(inner + body) <= WIDTH and not body.endswith(","):
