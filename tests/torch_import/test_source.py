@@ -209,7 +209,7 @@ def resnet() -> tuple[nn.Module, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("factory", "lines"), [(gpt2, 175), (llama, 190), (resnet, 260)])
+@pytest.mark.parametrize(("factory", "lines"), [(gpt2, 175), (llama, 195), (resnet, 260)])
 def test_published_models_are_written_in_few_lines_with_the_models_gradients(
     factory: Any, lines: int, tmp_path: Path
 ) -> None:
