@@ -9,7 +9,7 @@ import torch
 
 import jaxtrain as jt
 from parity import AdamW, Case, check
-from tests.torch_import.families import FAMILIES, ROWS
+from tests.torch_import.families import FAMILIES
 from tests.torch_import.reference import weighted
 
 STEPS = {"mamba2": 3, "mobilenet_v2": 3}
@@ -21,13 +21,14 @@ def case_of(name: str) -> Case:
     """Return the case of a family: the imported module beside the module itself."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    model = jt.from_torch(family.module(), family.inputs(0))
+    model = jt.from_torch(family.module(), example := family.inputs(0))
+    rows = len(next(iter(example.values())))
 
     def torch_loss(module: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        return weighted(module(**batch), torch), ROWS
+        return weighted(module(**batch), torch), rows
 
     def loss(outputs: Any, batch: Any) -> jt.Loss:
-        return jt.Loss(weighted(jax.tree.leaves(outputs), jnp), ROWS)
+        return jt.Loss(weighted(jax.tree.leaves(outputs), jnp), rows)
 
     return model.case(
         name,
@@ -35,7 +36,7 @@ def case_of(name: str) -> Case:
         model.loss(loss),
         torch_model=family.module,
         batch=lambda seed, rows: family.inputs(seed),
-        rows=ROWS,
+        rows=rows,
         optimizer=AdamW(lr=3e-4),
         clip_norm=1.0,
     )
