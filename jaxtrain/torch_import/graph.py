@@ -72,6 +72,7 @@ class Node:
       promoted: Dtype that an elementwise operation converts its arguments to; None for other operations.
       module: Path of the module that calls it, as "encoder.layers.0"; "" for the outermost.
       source: Line of the user's PyTorch code, as "model.py:12: y = F.gelu(x)"; "" if unknown.
+      in_float32: Whether autocast is disabled around it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Node:
     promoted: str | None = None
     module: str = ""
     source: str = ""
+    in_float32: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
 from jaxtrain.transforms.bias import biased_products as biased_products
+from jaxtrain.transforms.casts import in_float32 as in_float32
 from jaxtrain.transforms.casts import widen as widen
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -69,6 +70,25 @@ def to_dtype(dtype: Any, x: Any) -> Any:
 def widen(x: Any) -> Any:
     """Convert a bfloat16 or float16 array to float32."""
     return to_dtype(np.float32, x) if getattr(x, "dtype", None) in LOWER_FLOATS else x
+
+
+def in_float32(x: jax.Array) -> jax.Array:
+    """Convert a float32 array to float32: it remains so under autocast, which may have lowered its precision.
+
+    >>> from jaxtrain.transforms import autocast
+    >>> autocast(lambda x: in_float32(x @ x) + x @ x, jnp.bfloat16)(jnp.ones((2, 2))).dtype.name
+    'float32'
+    """
+    return _in_float32(x) if x.dtype == np.float32 else x
+
+
+def autocast_in_float32(x: jax.Array) -> jax.Array:
+    """The identity, by whose name autocast knows such a conversion."""
+    return x
+
+
+IN_FLOAT32 = autocast_in_float32.__name__
+_in_float32 = jax.jit(autocast_in_float32)
 
 
 def is_float(x: Any) -> bool:

@@ -24,6 +24,7 @@ from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.biased_product import KERNEL, biased_product
 from jaxtrain.transforms.casts import (
+    IN_FLOAT32,
     LOWER_FLOATS,
     Casts,
     is_array,
@@ -90,6 +91,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
+            if jaxpr.is_call(eqn, IN_FLOAT32):
+                return [to(np.float32, args[0])]
             if recomputes(eqn):
                 return recompute_call(eqn, args, run, dtype if eqn.outvars[0] in rounded else None)
             if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
