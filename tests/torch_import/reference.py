@@ -72,7 +72,7 @@ def weighted(values: Any, numpy: Any) -> Any:
 
 def slopes(x: Any, array: Callable[..., Any]) -> Any:
     """Return the slope of `weighted` for each element of x, in PyTorch in its dtype."""
-    # In JAX in the default dtype: in float64 the harness lifts a float32 result, but no constant that was rounded to it.
+    # In JAX in the default dtype: the harness lifts a float32 result to float64, but no constant rounded before.
     dtype = {"dtype": x.dtype} if isinstance(x, torch.Tensor) else {}
     return array(np.cos(np.arange(1.0, 1.0 + np.prod(x.shape))).reshape(x.shape), **dtype)
 

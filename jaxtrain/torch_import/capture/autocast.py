@@ -27,6 +27,10 @@ _LIBRARY.define("end_float32(Tensor x) -> Tensor")
 BEGIN, END = "jaxtrain.begin_float32.default", "jaxtrain.end_float32.default"
 MARKS = frozenset({BEGIN, END})
 _CASTS = frozenset({"to", "float", "type", "type_as"})
+_TOLD_DTYPE = frozenset(
+    {"softmax", "log_softmax", "softmin", "sum", "mean", "prod", "cumsum", "cumprod", "vector_norm"}
+)
+"""Functions that convert their first argument to the dtype that they are given."""
 _PRODUCTS = frozenset(
     {
         *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "einsum", "tensordot"),
@@ -150,8 +154,8 @@ def _name(func: Any) -> str:
 
 
 def _converts(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function is told a dtype."""
-    return _name(func) in _CASTS or isinstance(kwargs.get("dtype"), torch.dtype)
+    """Return whether a call converts its first argument to a dtype."""
+    return _name(func) in _CASTS or (_name(func) in _TOLD_DTYPE and kwargs.get("dtype") is not None)
 
 
 def _dtype(values: Sequence[Any]) -> torch.dtype | None:

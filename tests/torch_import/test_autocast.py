@@ -1,0 +1,79 @@
+"""Imported modules under autocast: explicit conversions to float32 and regions without autocast, beside PyTorch's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import jaxtrain as jt
+from jaxtrain.torch_import import REPEAT, Graph
+
+
+class Layer(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.low, self.exact, self.device = nn.Linear(4, 4), nn.Linear(4, 4), device
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low = self.low(x)
+        with torch.autocast(self.device, enabled=False):
+            exact = self.exact(low.float())
+            exact += low.float() @ self.exact.weight
+        converted = low.float() * low.float() + low.type_as(x) * low.to(torch.float32)
+        return x + exact, low * low, converted, torch.softmax(low, -1, dtype=torch.float32), exact
+
+
+class Net(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(device) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for layer in self.layers:
+            x, *others = layer(x)
+        return x, *others
+
+
+def net(device: str) -> Net:
+    torch.manual_seed(0)
+    return Net(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_conversions_and_regions_have_pytorchs_dtypes_and_values(device: str) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = net("cpu")(torch.from_numpy(x))
+    model = jt.from_torch(net(device), x)
+    assert REPEAT in [node.op for node in model.graph.nodes]
+    assert Graph.from_json(model.graph.to_json()) == model.graph
+    fn = jt.autocast(lambda params: model(params, x, jax.random.key(0))[0], jnp.bfloat16, "cpu")
+    ours = jax.jit(fn)(model.params)
+    assert [y.dtype.name for y in ours] == [str(y.dtype).removeprefix("torch.") for y in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(our.astype(np.float32), their.detach().float().numpy(), rtol=1e-5, atol=1e-6)
+    plain = model(model.params, x, jax.random.key(0))[0]
+    for our, their in zip(plain, net("cpu")(torch.from_numpy(x)), strict=True):
+        np.testing.assert_allclose(our, their.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_source_has_them_as_well() -> None:
+    x = np.ones((3, 4), np.float32)
+    model = jt.from_torch(net("cpu"), x)
+    namespace: dict[str, Any] = {}
+    exec(model.source(), namespace)
+    params = model.names.to_torch(model.params)
+    shapes = [
+        jax.eval_shape(jt.autocast(fn, jnp.bfloat16), params)
+        for fn, params in (
+            (lambda params: model(params, x)[0], model.params),
+            (lambda params: namespace["model"](params, x)[0], params),
+        )
+    ]
+    assert shapes[0] == shapes[1]
+    traced = str(jax.make_jaxpr(jt.autocast(lambda params: namespace["model"](params, x)[0], jnp.bfloat16))(params))
+    assert traced.count("preferred_element_type=float32") == 4
