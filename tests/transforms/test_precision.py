@@ -117,7 +117,7 @@ def test_the_least_float32_is_the_least_number_of_a_lower_dtype(dtype):
     def filled(low, f32):
         return [jnp.where(MASK, x, number) for x in (low, f32) for number in (jnp.finfo(x.dtype).min, -jnp.inf)]
 
-    found = autocast(lambda x: filled(x @ W, x), dtype)(X)
+    found = autocast(lambda x: filled(x @ x, x), dtype)(F32)
     assert [x.dtype for x in found] == [dtype, dtype, np.float32, np.float32]
     expected = [float(jnp.finfo(x.dtype).min) for x in found]
     assert [float(x[0, 3]) for x in found] == [expected[0], -np.inf, expected[2], -np.inf]

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from jaxtrain.torch_import.capture.tracing import replaced
 from jaxtrain.torch_import.graph import Node, Ref, references
 from jaxtrain.torch_import.layers import mapped
 
@@ -77,11 +78,12 @@ def calls_under_autocast(run: Callable[[], Any]) -> Calls:
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[None]:
-    """Enable autocast, also for "cuda", which modules name in regions without it."""
+    """Enable autocast, also for "cuda", which modules name in regions, as if there were a GPU."""
     before = torch.is_autocast_enabled("cuda")
     torch.set_autocast_enabled("cuda", True)
+    no_gpu = replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     try:
-        with torch.autocast("cpu", torch.bfloat16):
+        with no_gpu, replaced(torch.cuda, "is_bf16_supported", lambda: True), torch.autocast("cpu", torch.bfloat16):
             yield
     finally:
         torch.set_autocast_enabled("cuda", before)
