@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import jaxtrain as jt
-from jaxtrain.torch_import import REPEAT, Graph
+from jaxtrain.torch_import.graph import REPEAT, Graph
 
 
 class Layer(nn.Module):
@@ -65,15 +65,10 @@ def test_source_has_them_as_well() -> None:
     x = np.ones((3, 4), np.float32)
     model = jt.from_torch(net("cpu"), x)
     namespace: dict[str, Any] = {}
-    exec(model.source(), namespace)
-    params = model.names.to_torch(model.params)
+    exec(source := model.source(), namespace)
+    assert source.count("without_autocast(") == 4
     shapes = [
-        jax.eval_shape(jt.autocast(fn, jnp.bfloat16), params)
-        for fn, params in (
-            (lambda params: model(params, x)[0], model.params),
-            (lambda params: namespace["model"](params, x)[0], params),
-        )
+        jax.eval_shape(jt.autocast(lambda params, fn=fn: fn(params, x)[0], jnp.bfloat16), params)
+        for fn, params in ((model, model.params), (namespace["model"], model.names.to_torch(model.params)))
     ]
     assert shapes[0] == shapes[1]
-    traced = str(jax.make_jaxpr(jt.autocast(lambda params: namespace["model"](params, x)[0], jnp.bfloat16))(params))
-    assert traced.count("preferred_element_type=float32") == 4
