@@ -11,6 +11,7 @@ from torch import nn
 
 import jaxtrain as jt
 from jaxtrain.torch_import.graph import REPEAT, Graph
+from tests.torch_import.reference import Function, batch_of
 
 
 class Layer(nn.Module):
@@ -59,6 +60,17 @@ def test_conversions_and_regions_have_pytorchs_dtypes_and_values(device: str) ->
     plain = model(model.params, x, jax.random.key(0))[0]
     for our, their in zip(plain, net("cpu")(torch.from_numpy(x)), strict=True):
         np.testing.assert_allclose(our, their.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_conversion_that_is_changed_in_place_is_the_converted_value_in_float32() -> None:
+    def changed(module: Any, x: torch.Tensor) -> torch.Tensor:
+        low = x @ x.T
+        low.float()[0].mul_(2)
+        return low + low.float()
+
+    x = batch_of(3, 3).astype(np.float32)
+    ours = jt.from_torch(module := Function(changed).float(), x)({"w": np.ones(3, np.float32)}, x)[0]
+    np.testing.assert_allclose(ours, module(torch.from_numpy(x)).detach(), rtol=1e-6)
 
 
 def test_source_has_them_as_well() -> None:

@@ -168,6 +168,26 @@ def _is_internal(file: str) -> bool:
     return "/torch/" in file or "/jaxtrain/torch_import/" in file or file.startswith("<")
 
 
+def without_marks_of_changed(exported: torch.export.ExportedProgram) -> None:
+    """Remove the marks of conversions whose result is changed in place: in float32 that is the argument itself."""
+    for module in exported.graph_module.modules():
+        for node in list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else ():
+            if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+                mark = _viewed(node.args[0])
+                if mark.target is torch.ops.jaxtrain.float32.default:
+                    mark.replace_all_uses_with(mark.args[0])
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the value that a node is a view of, through conversions."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.args:
+        returned = node.target._schema.returns
+        if not returned or returned[0].alias_info is None or not isinstance(node.args[0], torch.fx.Node):
+            break
+        node = node.args[0]
+    return node
+
+
 def unmarked(nodes: Sequence[Node]) -> tuple[list[Node], dict[str, str]]:
     """Return the operations without the marks of products, which set `in_float32` of the operations between them.
 

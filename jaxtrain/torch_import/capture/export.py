@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.capture.autocast import calls_under_autocast, marked
+from jaxtrain.torch_import.capture.autocast import calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
@@ -93,6 +93,7 @@ def _exported(
     """Return the pure program of a module, of the operations that are known."""
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
+    without_marks_of_changed(exported)
     return exported.run_decompositions(_decompositions(known))
 
 
