@@ -1,5 +1,6 @@
 """Imported modules under autocast: explicit conversions to float32 and regions without autocast, beside PyTorch's."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,9 +30,9 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, device: str) -> None:
+    def __init__(self, devices: Sequence[str]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(device) for _ in range(2))
+        self.layers = nn.ModuleList(map(Layer, devices))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for layer in self.layers:
@@ -39,27 +40,26 @@ class Net(nn.Module):
         return x, *others
 
 
-def net(device: str) -> Net:
+def net(*devices: str) -> Net:
     torch.manual_seed(0)
-    return Net(device)
+    return Net(devices)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_conversions_and_regions_have_pytorchs_dtypes_and_values(device: str) -> None:
-    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+def test_conversions_and_regions_have_pytorchs_dtypes_and_values() -> None:
+    x, theirs = batch_of(3, 4).astype(np.float32), net("cpu", "cpu", "cpu")
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = net("cpu")(torch.from_numpy(x))
-    model = jt.from_torch(net(device), x)
+        expected = theirs(torch.from_numpy(x))
+    model = jt.from_torch(net("cuda", "cuda", "cpu"), x)
     assert REPEAT in [node.op for node in model.graph.nodes]
     assert Graph.from_json(model.graph.to_json()) == model.graph
-    fn = jt.autocast(lambda params: model(params, x, jax.random.key(0))[0], jnp.bfloat16, "cpu")
-    ours = jax.jit(fn)(model.params)
-    assert [y.dtype.name for y in ours] == [str(y.dtype).removeprefix("torch.") for y in theirs]
-    for our, their in zip(ours, theirs, strict=True):
+
+    def run(params: Any) -> Any:
+        return model(params, x, jax.random.key(0))[0]
+
+    ours, plain = jax.jit(lambda params: (jt.autocast(run, jnp.bfloat16, "cpu")(params), run(params)))(model.params)
+    assert [y.dtype.name for y in ours] == [str(y.dtype).removeprefix("torch.") for y in expected]
+    for our, their in zip((*ours, *plain), (*expected, *theirs(torch.from_numpy(x))), strict=True):
         np.testing.assert_allclose(our.astype(np.float32), their.detach().float().numpy(), rtol=1e-5, atol=1e-6)
-    plain = model(model.params, x, jax.random.key(0))[0]
-    for our, their in zip(plain, net("cpu")(torch.from_numpy(x)), strict=True):
-        np.testing.assert_allclose(our, their.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_conversion_that_is_changed_in_place_is_the_converted_value_in_float32() -> None:
@@ -73,9 +73,10 @@ def test_a_conversion_that_is_changed_in_place_is_the_converted_value_in_float32
     np.testing.assert_allclose(ours, module(torch.from_numpy(x)).detach(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_source_has_them_as_well() -> None:
     x = np.ones((3, 4), np.float32)
-    model = jt.from_torch(net("cpu"), x)
+    model = jt.from_torch(net("cpu", "cpu"), x)
     namespace: dict[str, Any] = {}
     exec(source := model.source(), namespace)
     assert source.count("without_autocast(") == 4
