@@ -52,8 +52,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
 
     Matrix products and convolutions, with the bias of a linear layer, run in `dtype`; the operations of the device's
     float32 list in float32; every other operation in the widest dtype of its inputs. float64 is unchanged. Scalars and
-    literals do not widen; the least and the largest float32, with which masks are filled, become those of the dtype that
-    they meet. Loops preserve the dtypes of their carries.
+    literals do not widen; the least and the largest float32, with which masks are filled, become those of the dtype
+    that they meet. Loops preserve the dtypes of their carries.
 
     Args:
       fn: A function of arrays.
