@@ -16,7 +16,7 @@ import numpy as np
 
 GETITEM = "getitem"
 """Operation that selects one of several results."""
-DETACH = "aten.detach.default"
+DETACH, SELECT, STACK = "aten.detach.default", "aten.select.int", "aten.stack.default"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
