@@ -175,7 +175,7 @@ def without_marks_of_changed(exported: torch.export.ExportedProgram) -> None:
             if node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False):
                 mark = _viewed(node.args[0])
                 if mark.target is torch.ops.jaxtrain.float32.default:
-                    mark.replace_all_uses_with(mark.args[0])
+                    mark.replace_all_uses_with(mark.all_input_nodes[0])
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node:
