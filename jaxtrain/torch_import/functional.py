@@ -14,6 +14,7 @@ from jaxtrain.models.layer_norm import layer_norm
 from jaxtrain.torch_import import ops
 from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
 from jaxtrain.torch_import.ops.registry import TABLE
+from jaxtrain.transforms import autocast_disabled
 
 
 def batch_norm(
@@ -44,7 +45,18 @@ def batch_norm(
     return y, {"num_batches_tracked": count, "running_mean": new_mean, "running_var": new_var}
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"batch_norm": batch_norm, "dropout": dropout, "layer_norm": layer_norm}
+def without_autocast(fn: Callable[[], Any]) -> Any:
+    """Call a function with autocast disabled, as under `torch.autocast(enabled=False)`."""
+    with autocast_disabled():
+        return fn()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "batch_norm": batch_norm,
+    "dropout": dropout,
+    "layer_norm": layer_norm,
+    "without_autocast": without_autocast,
+}
 """The functions of this module by name: their own, or that of PyTorch's overload."""
 
 

@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, ModuleCall, Node, Spec, references
-from jaxtrain.torch_import.repeat import SELECT
+from jaxtrain.torch_import.graph import GETITEM, REPEAT, SELECT, Graph, ModuleCall, Node, Spec, references
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import TorchParam
-from jaxtrain.torch_import.graph import CUSTOM, REPEAT, Graph, Input, Spec, dtype_of, without_unused
+from jaxtrain.torch_import.graph import CUSTOM, REPEAT, SELECT, Graph, Input, Spec, dtype_of, without_unused
 from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.repeat import SELECT
 from jaxtrain.torch_import.source.blocks import Origins, specs_of
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline

@@ -49,6 +49,8 @@ class Writing:
         called = re.match(r"(\w+)\(", expr.text)
         if called is not None and called[1] in self._callable:
             self.imports[called[1]] = self._callable[called[1]]
+        if node.in_float32:
+            expr = call("F.without_autocast", Expr(f"lambda: {expr}"))
         spec = node.spec
         if isinstance(spec, tuple):
             spec = spec[places[0]] if len(places) == 1 else None
