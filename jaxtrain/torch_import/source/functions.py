@@ -186,7 +186,13 @@ class Module:
         return found
 
     def _named_operands(self, node: Node) -> frozenset[str]:
-        """Return the operand of a view that keeps its leading sizes, which are written as those of a name."""
+        """Return the operands that are written as names.
+
+        These are that of a view that keeps its leading sizes, and those of an operation in a region without autocast,
+        in which other operations may not be written.
+        """
+        if node.in_float32:
+            return frozenset(references((node.args, node.kwargs)))
         if node.op not in _VIEWS or not isinstance(node.spec, Spec) or not isinstance(node.args[0], Ref):
             return frozenset()
         size, shape = node.spec.shape, self._specs[node.args[0].name].shape
