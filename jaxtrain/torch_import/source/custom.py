@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -11,22 +10,22 @@ from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.source.blocks import Block, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, call
+from jaxtrain.torch_import.source.functions import Module
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import identifier, snake_case
-from jaxtrain.torch_import.source.scope import own
-
-if TYPE_CHECKING:
-    from jaxtrain.torch_import.source.functions import Module
+from jaxtrain.torch_import.source.scope import Scope, own
 
 
-def custom_item(module: "Module", node: Node, owner: Block) -> Item:
+def custom_item(module: Module, node: Node, owner: Block, scope: Scope) -> Item:
     """Return a call of `Function.apply` as an item, and write its function.
 
     Args:
       module: Writes the functions of the graph.
       node: The `CUSTOM` node.
       owner: The call of a module whose function contains it.
+      scope: What this function can read, of which the passes read nothing.
     """
+    del scope
     results, count = module.results.get(node.name, {}), node.kwargs["outputs"]
     own_name = node.kwargs["function"].rpartition(".")[2]
     name = module.functions.add(
@@ -61,7 +60,7 @@ def _renamed(graph: Graph, start: str) -> Graph:
     return Graph(inputs, tuple(nodes), mapped(graph.outputs, renamed), {})
 
 
-def _text(module: "Module", node: Node, name: str) -> str:
+def _text(module: Module, node: Node, name: str) -> str:
     """Return the text of the function, of its forward and of its backward pass."""
     path, _, owner = node.kwargs["function"].rpartition(".")
     arguments = _distinct(node.kwargs["arguments"])
@@ -84,7 +83,7 @@ def _text(module: "Module", node: Node, name: str) -> str:
     return "\n\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _forward(module: "Module", node: Node, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _forward(module: Module, node: Node, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the statements of the forward pass, and names of the values that it saves."""
     graph, count = node.kwargs["forward"], node.kwargs["outputs"]
 
@@ -97,7 +96,7 @@ def _forward(module: "Module", node: Node, arguments: Sequence[str]) -> tuple[li
     return body.lines, _distinct([name if name.isidentifier() else "x" for name in names])
 
 
-def _backward(module: "Module", node: Node, saved: Sequence[str]) -> tuple[list[str], str]:
+def _backward(module: Module, node: Node, saved: Sequence[str]) -> tuple[list[str], str]:
     """Return the statements of the backward pass, and the name of the gradients that it takes."""
     graph, outputs = node.kwargs["backward"], node.kwargs["forward"].outputs[: node.kwargs["outputs"]]
     specs = {x.name: x.spec for x in (*node.kwargs["forward"].nodes, *node.kwargs["forward"].inputs)}
@@ -115,7 +114,7 @@ def _backward(module: "Module", node: Node, saved: Sequence[str]) -> tuple[list[
     return [*start, *body.lines], grads[0] if len(grads) == 1 else "grads"
 
 
-def _body(module: "Module", node: Node, name: str, names: Sequence[str], result: Callable[[Resolve], Expr]) -> Body:
+def _body(module: Module, node: Node, name: str, names: Sequence[str], result: Callable[[Resolve], Expr]) -> Body:
     """Write the statements of a pass."""
     graph: Graph = node.kwargs[name]
     hints: Mapping[str, str] = {x.name: given for x, given in zip(graph.inputs, names, strict=True)}

@@ -17,11 +17,12 @@ from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.blocks import Origins, specs_of
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
-from jaxtrain.torch_import.source.custom import with_own_names
+from jaxtrain.torch_import.source.custom import custom_item, with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
 from jaxtrain.torch_import.source.file import LOADING, file_of
-from jaxtrain.torch_import.source.functions import Module
+from jaxtrain.torch_import.source.functions import Module, Special
 from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.loops import loop_item
 from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
 
@@ -172,9 +173,8 @@ class _Writer:
         writing.keyed = _draws(kept, self._ops, captured.buffers)
         inputs = _inputs(self._batch, kept)
         constants = self._constant(captured)
-        module = Module(
-            kept, captured.origins, self._classes, constants, inputs, writing, functions, captured.recomputed
-        )
+        how = (writing, functions, captured.recomputed, _SPECIAL)
+        module = Module(kept, captured.origins, self._classes, constants, inputs, *how)
         lines = module.write()
         imports.update(writing.imports)
         if kept.state:
@@ -212,6 +212,7 @@ class _Writer:
         return start
 
 
+_SPECIAL: Special = {REPEAT: loop_item, CUSTOM: custom_item}
 _DICTS = {"param": "params", "state": "buffers"}
 _RESULT = "tuple[Any, Tensors | None]"
 _MODEL = f"def model(params: Tensors, batch: Any, rng: Array | None = None, state: Tensors | None = None) -> {_RESULT}:"

@@ -6,14 +6,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from jaxtrain.torch_import.graph import CUSTOM, GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, dtype_of, references
+from jaxtrain.torch_import.graph import GETITEM, Graph, Input, Node, Ref, Spec, dtype_of, references
 from jaxtrain.torch_import.source.batch_norm import batch_norm_item
 from jaxtrain.torch_import.source.blocks import Block, Origins, calls_of, results_of, specs_of, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
-from jaxtrain.torch_import.source.custom import custom_item
-from jaxtrain.torch_import.source.expressions import Expr, attribute, call, literal, method, subscript
+from jaxtrain.torch_import.source.expressions import Expr, attribute, call, method, structure, subscript
 from jaxtrain.torch_import.source.layout import laid_out
-from jaxtrain.torch_import.source.loops import loop_item
 from jaxtrain.torch_import.source.names import identifier, input_names, mentions, place_of, snake_case
 from jaxtrain.torch_import.source.pytorch_code import forward_of, statements
 from jaxtrain.torch_import.source.scope import Scope, own
@@ -55,6 +53,7 @@ class Module:
         writing: Writing,
         functions: Functions,
         recomputed: Collection[frozenset[str]],
+        special: "Special",
         hints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Read a graph.
@@ -68,19 +67,20 @@ class Module:
           writing: Writes the expressions.
           functions: Receives the functions.
           recomputed: Operations of the functions that the backward pass computes again.
+          special: Writes the operations that contain graphs.
           hints: PyTorch's names of values from outside of the graph.
         """
         self.graph, self._classes, self._constants, self._hints = graph, classes, constants, hints
         self.origins, self._batch, self.writing, self.functions = origins, inputs, writing, functions
         self.given = {x.name: x for x in graph.inputs}
-        self._recomputed = recomputed
+        self._recomputed, self._special = recomputed, special
         self._specs = specs_of(graph)
         live = {*references((graph.outputs, graph.state))}
         for node in reversed(graph.nodes):
             live.update(references((node.args, node.kwargs)))
         self.results = results_of(graph, live)
         for node in graph.nodes:
-            if node.op not in (GETITEM, REPEAT, CUSTOM) and (places := sorted(self.results.get(node.name, {}))):
+            if node.op != GETITEM and node.op not in special and (places := sorted(self.results.get(node.name, {}))):
                 writing.prepare(node, places)
         self._names = frozenset(snake_case(cls.__name__) for cls in classes.values())
         self._uses: Counter[str] = Counter(references((graph.outputs, tuple(graph.state.values()))))
@@ -114,7 +114,7 @@ class Module:
           graph: The graph.
           hints: PyTorch's names of its inputs.
         """
-        shared = (self.writing, self.functions, self._recomputed)
+        shared = (self.writing, self.functions, self._recomputed, self._special)
         return Module(graph, self.origins, self._classes, self._constants, [], *shared, hints)
 
     def is_state(self, value: str) -> bool:
@@ -129,10 +129,8 @@ class Module:
         """Return the items of a block, with those of the blocks that are written in place."""
         items: list[Item] = []
         for item in block.items:
-            if isinstance(item, Node) and item.op == REPEAT:
-                items.append(loop_item(self, item, owner, scope))
-            elif isinstance(item, Node) and item.op == CUSTOM:
-                items.append(custom_item(self, item, owner))
+            if isinstance(item, Node) and item.op in self._special:
+                items.append(self._special[item.op](self, item, owner, scope))
             elif isinstance(item, Node):
                 items += self._operation(item, owner, scope)
             elif (norm := self._batch_norm(item, scope)) is not None:
@@ -391,13 +389,5 @@ class Module:
         return resolve
 
 
-def structure(value: Any, resolve: Resolve) -> Expr:
-    """Return the module's result as an expression."""
-    if isinstance(value, Ref):
-        return resolve(value.name)
-    if isinstance(value, dict):
-        items = ", ".join(f"{literal(key)}: {structure(item, resolve)}" for key, item in value.items())
-        return Expr(f"{{{items}}}")
-    if isinstance(value, tuple):
-        return literal(tuple(structure(item, resolve) for item in value))
-    return literal(value)
+Special = Mapping[str, Callable[[Module, Node, Block, Scope], Item]]
+"""By operation, from the writer of a graph, a node, the call whose function contains it and what that can read."""

@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.torch_import.graph import Graph, Input, Node, Ref, references
 from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source.blocks import Block, tree_of
 from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, call
+from jaxtrain.torch_import.source.functions import Module
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import input_names
 from jaxtrain.torch_import.source.scope import Scope
-
-if TYPE_CHECKING:
-    from jaxtrain.torch_import.source.functions import Module
 
 _FUNCTION, _KEYS = "layer", "layer_keys"
 RESERVED = frozenset({_FUNCTION, _KEYS, "layer_params", "layer_buffers", "inputs", "carry", "i", "new_state"})
@@ -49,7 +47,7 @@ class _Slices:
         return Scope({path: {kind: self.name(kind, path) for kind in ("params", "buffers")} for path in paths})
 
 
-def loop_item(module: "Module", node: Node, owner: Block, scope: Scope) -> Item:
+def loop_item(module: Module, node: Node, owner: Block, scope: Scope) -> Item:
     """Return the statements of a loop as an item.
 
     Args:
@@ -62,7 +60,7 @@ def loop_item(module: "Module", node: Node, owner: Block, scope: Scope) -> Item:
 
 
 class _Loop:
-    def __init__(self, module: "Module", node: Node, owner: Block, scope: Scope) -> None:
+    def __init__(self, module: Module, node: Node, owner: Block, scope: Scope) -> None:
         self._module, self._node, self._owner, self._scope = module, node, owner, scope
         self._body: Graph = node.kwargs["body"]
         self._init, scanned, closed = ([ref.name for ref in part] for part in node.args)
