@@ -43,9 +43,10 @@ def attention(
     are a multiple of 8 up to 128 (256 from 9.0 on); with a `mask` or segments for even T and S; with a `bias`
     [1 or B, 1 or N, T, S] for even T and S from 9.0 on; without dropout, soft cap and sinks.
 
-    Every other program stores all scores of short sequences, and computes those with T · S ≥ 2²⁰ block by block, in
-    memory linear in T and S. Blocks that causality, the window or the segments mask entirely are not computed. The
-    dropout masks are the same. Second derivatives store all scores.
+    Every other program stores all scores of short sequences, and computes long ones block by block, in memory linear in
+    T and S: on CPUs from T · S = 2¹⁶ on, on GPUs from 2²⁰. Blocks that causality, the window, the segments or a `mask`
+    [1 or B, 1, 1, S] hide entirely are not computed. The dropout masks are the same. Second derivatives store all
+    scores.
 
     Args:
       q: Queries [B, T, N, H].
