@@ -85,7 +85,8 @@ def attention(
     q_segments, k_segments = (None, None) if segments is None else segments
     operands = Operands(mask, bias, None if sinks is None else sinks[None], q_segments, k_segments)
     key = rng if dropping else None
-    if is_long(q.shape[1], k.shape[1]) and (key is None or is_counter_based(key)):
+    has_sizes = all(isinstance(n, int) for n in (*q.shape, *k.shape))  # those of an export may be symbols
+    if has_sizes and is_long(q.shape[1], k.shape[1]) and (key is None or is_counter_based(key)):
         return _attend_long(options, q, k, v, operands, key)
     operands = operands._replace(mask=combined_mask(mask, q_segments, k_segments), q_segments=None, k_segments=None)
     if key is None and cudnn.is_supported(options, q, k, v, operands):
