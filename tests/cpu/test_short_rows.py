@@ -1,0 +1,47 @@
+"""An update of weights with short rows is compiled to loops over vectors, and has the same values."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxtrain as jt
+from jaxtrain.cpu.short_rows import as_vectors
+
+SHAPE = (32, 64, 3, 3)
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def loss_fn(params, batch, rng):
+    return jt.Loss.of((params["weight"] * batch) ** 2)
+
+
+def adamw(params, state, grads):
+    clipped = jax.tree.map(lambda g: jnp.where(optax.global_norm(grads) > 1, g / optax.global_norm(grads), g), grads)
+    updates, state = OPTIMIZER.update(clipped, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_values_are_those_of_the_function():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params, grads = ({"weight": jnp.array(rng.normal(size=SHAPE)), "bias": jnp.ones(3)} for _ in range(2))
+        state, zero = OPTIMIZER.init(params), jnp.zeros([], int)
+        found = jax.jit(as_vectors(adamw, zero))(params, state, grads)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(adamw(params, state, grads)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-15)
+        traced = lambda platform: str(jax.make_jaxpr(as_vectors(adamw, zero, platform))(params, state, grads))  # noqa: E731
+        assert "while" in traced("cpu")
+        assert traced("gpu") == str(jax.make_jaxpr(adamw)(params, state, grads))
+
+
+def test_no_loop_of_the_step_is_over_short_rows_and_no_array_is_copied():
+    params = {"weight": jnp.ones(SHAPE)}
+    step = jt.train_step(loss_fn, OPTIMIZER, clip_norm=1.0)
+    hlo = step.jitted.lower(step.init(params), jnp.ones(SHAPE)).compile().as_text()
+    entry = hlo[hlo.index("\nENTRY") :]
+    updates = re.findall(r"= (f32\S+) fusion\(.*op_name=\"jit\(\w+\)/(?:add|sub|mul|select_n)\"", entry)
+    assert {shape.partition("{")[0] for shape in updates if "," in shape} == set(), updates
+    assert not re.findall(rf"= f32\[(?:{np.prod(SHAPE)}|32,64,3,3)\]\S* copy\(", entry)
