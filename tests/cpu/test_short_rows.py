@@ -15,11 +15,12 @@ OPTIMIZER = optax.adamw(1e-2)
 
 
 def loss_fn(params, batch, rng):
-    return jt.Loss.of((params["weight"] * batch) ** 2)
+    return jt.Loss.of((params["weight"] * batch) ** 2), {}
 
 
 def adamw(params, state, grads):
-    clipped = jax.tree.map(lambda g: jnp.where(optax.global_norm(grads) > 1, g / optax.global_norm(grads), g), grads)
+    norm = jnp.sqrt(sum(jnp.square(g).sum() for g in grads.values()))
+    clipped = {name: jnp.where(norm > 1, g / norm, g) for name, g in grads.items()}
     updates, state = OPTIMIZER.update(clipped, state, params)
     return optax.apply_updates(params, updates), state
 

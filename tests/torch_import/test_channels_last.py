@@ -1,6 +1,9 @@
 """Convolutions and what is computed from them have the channels on the last axis."""
 
+import copy
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from torch import nn
 import jaxtrain as jt
 from jaxtrain.torch_import.channels_last import PERMUTE
 from jaxtrain.torch_import.graph import REPEAT
+from tests.torch_import.reference import batch_of, weighted
 
 
 class Layer(nn.Module):
@@ -38,27 +42,30 @@ class Network(nn.Module):
 
 def test_values_and_gradients_are_pytorchs_and_layers_are_not_transposed():
     torch.manual_seed(0)
-    module = Network().double()
-    x = np.random.default_rng(0).normal(size=(2, 3, 10, 8))
-    with jax.enable_x64(True):
+    module, x = Network().double(), batch_of(2, 3, 10, 8)
+    with jax.enable_x64():
         model = jt.from_torch(module, x)
 
         def total(params):
-            (y, z), state = model(params, x, jax.random.key(0), model.state)
-            return (y**3).sum() + (z**2).sum(), state
+            outputs, state = model(params, x, jax.random.key(0), model.state)
+            return weighted(outputs, jnp), state
 
         (value, state), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(model.params)
-        expected = module(torch.tensor(x))
-        loss = (expected[0] ** 3).sum() + (expected[1] ** 2).sum()
-        loss.backward()
-        np.testing.assert_allclose(value, loss.detach(), rtol=1e-12)
-        for name, grad in model.names.to_torch(grads).items():
-            np.testing.assert_allclose(grad, module.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
-        for name, buffer in model.state_names.to_torch(state).items():
-            np.testing.assert_allclose(buffer, module.get_buffer(name), rtol=1e-12)
-        evaluated, _ = model(model.params, x, state=state)
-        np.testing.assert_allclose(evaluated[0], module.eval()(torch.tensor(x))[0].detach(), rtol=1e-12)
-    (loop,) = (node for node in model.graph.nodes if node.op == REPEAT)
+        grads, state = model.names.to_torch(grads), model.state_names.to_torch(state)
+        evaluated, _ = model(model.params, x, state={**model.state})
+        nodes = model.graph.nodes
+    expected = copy.deepcopy(module).eval()(torch.tensor(x))
+    for ours, theirs in zip(evaluated, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-12, atol=1e-13)
+    loss = weighted(module(torch.tensor(x)), torch)
+    loss.backward()
+    np.testing.assert_allclose(value, loss.detach(), rtol=1e-12)
+    largest = max(param.grad.abs().max() for param in module.parameters())
+    for name, param in module.named_parameters():
+        np.testing.assert_allclose(grads[name], param.grad, atol=1e-12 * largest)
+    for name, buffer in module.named_buffers():
+        np.testing.assert_allclose(state[name], buffer, rtol=1e-12)
+    (loop,) = (node for node in nodes if node.op == REPEAT)
     assert PERMUTE not in {node.op for node in loop.kwargs["body"].nodes}
     # Of the image, the scale, the flipped array and its result, and the two outputs.
-    assert sum(node.op == PERMUTE for node in model.graph.nodes) == 6
+    assert sum(node.op == PERMUTE for node in nodes) == 6
