@@ -9,6 +9,7 @@ graph     the graph: operations, shapes, dtypes, lines of PyTorch code
 channels_last  keeps values between convolutions with the channels on the last axis
 layers    finds layers that differ in their parameters alone
 repeat    loops over such layers and their stacked parameters
+linear_weights  finds the weights of linear layers
 interpret evaluates a graph in JAX
 source    writes a graph as readable JAX
 ops       the table of operations, a file a family
