@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params
 from jaxtrain.torch_import.graph import Graph, without_gradient
@@ -248,7 +249,7 @@ class ImportedModel(GraphModel):
         return captured._replace(graph=with_grouped_queries(graph, self._ops))
 
     def _finished(self, exported: "Captured") -> "Captured":
-        """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
         tensors = {**self._buffers, **exported.constants}
 
         def equal(names: Sequence[str]) -> bool:
@@ -258,7 +259,7 @@ class ImportedModel(GraphModel):
 
         # After the loops: a formula of a layer has names of its own, by which layers would differ.
         looped = repeated(exported.graph, self._stacks, self._frozen_tensors, equal)
-        return exported._replace(graph=with_recomputed_formulas(looped))
+        return exported._replace(graph=with_recomputed_formulas(with_channels_last(looped, self._ops)))
 
 
 def from_torch(
