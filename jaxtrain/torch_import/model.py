@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params
 from jaxtrain.torch_import.graph import Graph, Node, without_gradient
@@ -269,10 +270,10 @@ class ImportedModel(GraphModel):
         return captured._replace(graph=with_grouped_queries(graph, self._ops))
 
     def _finished(self, exported: "Captured") -> "Captured":
-        """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
         # After the loops: a formula of a layer has names of its own, by which layers would differ.
         looped = self._looped(exported)
-        return looped._replace(graph=with_recomputed_formulas(looped.graph))
+        return looped._replace(graph=with_recomputed_formulas(with_channels_last(looped.graph, self._ops)))
 
     def _looped(self, exported: "Captured") -> "Captured":
         """Return a graph that takes the stacked parameters."""

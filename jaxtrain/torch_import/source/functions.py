@@ -121,6 +121,11 @@ class Module:
         """Return whether a value is used as the new value of buffers alone."""
         return self._uses[value] == len(self.updates.get(value, []))
 
+    def is_written_out(self, name: str) -> bool:
+        """Return whether an input is a constant that the file contains."""
+        given = self.given.get(name)
+        return given is not None and given.kind == "constant" and self._constants(given) is not None
+
     def reserved(self) -> frozenset[str]:
         """Return the names that no value may have."""
         return RESERVED | self.writing.imports.keys() | self._names

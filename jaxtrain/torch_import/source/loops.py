@@ -76,8 +76,8 @@ class _Loop:
         hints = {x: module.hint(initial) for x, initial in zip(self._carried, self._init, strict=True)}
         hints |= {name: module.hint(name) for name in closed}
         hints |= {name: module.hint(value) for value, name in self._slices.arrays.items()}
-        constants = (module.given[name] for name in closed if name in module.given)
-        known = {x.name: x for x in (*self._slices.inputs, *constants) if x.kind != "input"}
+        constants = (module.given[name] for name in closed if module.is_written_out(name))
+        known = {x.name: x for x in (*self._slices.inputs, *constants)}
         inputs = tuple(known.get(x.name, replace(x, kind="input")) for x in self._body.inputs)
         self._inner = module.nested(replace(self._body, inputs=inputs, state=state), hints)
         self._items = self._layer_items()
