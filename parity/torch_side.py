@@ -19,6 +19,7 @@ from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
 from parity.progress import report
+from parity.checkpoints import without_recomputation
 from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
 
@@ -136,7 +137,8 @@ def _run(
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
-                with autocast, nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case)):
+                masked = nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case))
+                with autocast, without_recomputation(), masked:
                     total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()

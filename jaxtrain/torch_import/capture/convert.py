@@ -83,11 +83,20 @@ def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], li
     state, outputs = {}, []
     for spec, value in zip(exported.graph_signature.output_specs, node.args[0], strict=True):
         if spec.kind.name == "BUFFER_MUTATION":
+            if "/torch/utils/checkpoint.py" in (value.meta.get("stack_trace") or ""):
+                raise refusal(
+                    f"buffer {_own_name(spec.target)!r} changes inside torch.utils.checkpoint, which changes it twice",
+                    "leave the checkpoint out, as train_step(remat=…) has it",
+                    source_of(value),
+                )
             state[_own_name(spec.target)] = _argument(value, node)
         elif spec.kind.name == "USER_OUTPUT":
             outputs.append(_argument(value, node))
         else:
-            raise refusal(f"the module changes its input or parameter {spec.target!r} in place", "change a clone")
+            name = _own_name(spec.target)
+            raise refusal(
+                f"the module changes its input or parameter {name!r} in place", "change a clone", source_of(value)
+            )
     return state, outputs
 
 

@@ -4,6 +4,7 @@ The training graph of `torch.export` still has the regions without gradient, whi
 operations in place into pure ones. Operations without an entry in our table are replaced by PyTorch's decompositions.
 """
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils import _pytree
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
+from jaxtrain.torch_import.capture.in_float64 import in_float64
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
@@ -56,16 +58,26 @@ def capture(
         result = _plain(call(module, leaves), tensors)
         return tuple(tensors)
 
-    forward = _Forward(in_mode(structure, train, dtype), flat)
-    try:
+    def traced() -> Captured:
+        forward = _Forward(in_mode(structure, train, dtype), flat)
         with tracing(), recorded_calls() as calls:
             exported = _exported(forward, _fakes(inputs, structure), known)
         functions = _custom_functions(exported, calls, structure, known)
+        return converted(exported, result, structure.aliases, known, functions)
+
+    try:
+        try:
+            return traced()
+        except RuntimeError:
+            if dtype != "float64":
+                raise
+            # Code that makes float32 tensors next to float64 parameters fails in PyTorch as well.
+            with in_float64():
+                return traced()
     except UserError:
         raise
     except Exception as error:
         raise _export_refusal(error, structure.module) from error
-    return converted(exported, result, structure.aliases, known, functions)
 
 
 def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
@@ -134,7 +146,27 @@ class _Forward(torch.nn.Module):
         self._call = call
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._call(self.module, leaves)
+        before = [(part, dict(part._buffers)) for part in self.module.modules()]
+        result = self._call(self.module, leaves)
+        for part, buffers in before:
+            _write_assigned(part, buffers)
+        return result
+
+
+def _write_assigned(part: torch.nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
+    """Write what was assigned to buffers, as by `self.mean = mean`, into them: a graph loses such assignments."""
+    for name, buffer in before.items():
+        value = part._buffers.get(name)
+        if value is buffer:
+            continue
+        if buffer is not None and value is not None:
+            if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+                raise refusal(
+                    f"buffer {name!r} of {type(part).__name__} is replaced by another shape or dtype",
+                    "keep its shape and dtype",
+                )
+            buffer.detach().copy_(value.detach())
+        part._buffers[name] = buffer
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -148,6 +180,8 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
         return tuple(_plain(item, tensors) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         raise refusal(

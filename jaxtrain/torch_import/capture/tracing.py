@@ -22,8 +22,8 @@ def tracing() -> Iterator[None]:
     # Checks of values, which a graph cannot contain.
     unchecked = _replaced(torch.distributions.Distribution, "_validate_args", False)
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for name, function in FUNCTIONS.items():
-            patches.enter_context(_replaced(torch.nn.functional, name, function))
+        for owner, name, function in FUNCTIONS:
+            patches.enter_context(_replaced(owner, name, function))
         yield
 
 
@@ -76,9 +76,13 @@ def _without_python_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    inherited = isinstance(owner, type) and name not in vars(owner)
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
