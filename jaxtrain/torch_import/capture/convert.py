@@ -139,6 +139,10 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
+    if key not in known and not isinstance(node.target, torch._ops.OpOverload) and key != GETITEM:
+        raise refusal(
+            "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source
+        )
     if key not in known and key != GETITEM:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
     return Node(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -24,6 +25,7 @@ def tracing() -> Iterator[None]:
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
         for owner, name, function in FUNCTIONS:
             patches.enter_context(_replaced(owner, name, function))
+        patches.enter_context(AssumedFinite())
         yield
 
 
