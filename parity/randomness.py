@@ -31,7 +31,7 @@ Masks = list[np.ndarray]
 Other random numbers are floats."""
 
 DRAWS = ("_bernoulli", "_uniform", "_normal", "_exponential", "_randint")
-"""Names of the functions that `jax.random.bernoulli`, `uniform`, `normal`, `exponential` and `randint` call under jit."""
+"""Names of the functions that `jax.random.bernoulli` and the functions of these numbers call under jit."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """Equations that only evaluate their one jaxpr."""

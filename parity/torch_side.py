@@ -15,11 +15,11 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
+from parity.checkpoints import without_recomputation
 from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
 from parity.progress import report
-from parity.checkpoints import without_recomputation
 from parity.randomness import GivenMasks, Masks, mask_lines, permute_masks
 from parity.record import Record, Snapshot, Step, Tensors
 

@@ -137,6 +137,9 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     key, source = key_of(node.target), source_line(node.meta.get("stack_trace"))
     if key == "aten.instance_norm.default" and node.args[3] is not None and node.args[5]:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
+    if key.startswith("aten.linalg") and len({x.meta["val"].dtype for x in node.all_input_nodes}) > 1:
+        # Shapes alone are computed without an error.
+        raise RuntimeError(f"{key} of tensors of different dtypes ({source})")
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
     if key not in known and not isinstance(node.target, torch._ops.OpOverload) and key != GETITEM:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+
 def _methods(table: dict[Any, Any]) -> dict[Any, Any]:
     """Return a table of functions with the methods of the same names."""
     return {**{getattr(torch.Tensor, fn.__name__): value for fn, value in table.items()}, **table}
@@ -13,15 +14,16 @@ def _methods(table: dict[Any, Any]) -> dict[Any, Any]:
 
 _CHECKS = _methods({torch.isfinite: True, torch.isnan: False, torch.isinf: False})
 _REDUCTIONS = _methods({torch.all: bool, torch.any: bool, torch.sum: int})
-_OPERATIONS = _methods(
+_OPERATORS: dict[Any, Any] = {
+    **{torch.Tensor.__invert__: operator.not_, torch.Tensor.__or__: operator.or_, torch.Tensor.__and__: operator.and_},
+    **{torch.Tensor.__eq__: operator.eq, torch.Tensor.__ne__: operator.ne, torch.Tensor.__gt__: operator.gt},
+}
+_OPERATIONS = _OPERATORS | _methods(
     {
         **{torch.logical_not: operator.not_, torch.logical_or: operator.or_, torch.logical_and: operator.and_},
         **{torch.eq: operator.eq, torch.ne: operator.ne, torch.gt: operator.gt},
     }
-) | {
-    **{torch.Tensor.__invert__: operator.not_, torch.Tensor.__or__: operator.or_, torch.Tensor.__and__: operator.and_},
-    **{torch.Tensor.__eq__: operator.eq, torch.Tensor.__ne__: operator.ne, torch.Tensor.__gt__: operator.gt},
-}
+)
 
 
 class AssumedFinite(TorchFunctionMode):

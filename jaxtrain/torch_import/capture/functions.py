@@ -122,15 +122,16 @@ def _converted(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
     return self
 
 
-def _batch_norm(self: torch.nn.modules.batchnorm._BatchNorm, input: torch.Tensor) -> torch.Tensor:
+def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
     """`_BatchNorm.forward`, with a mean of the statistics of all batches (momentum=None) as tensors."""
     if self.momentum is not None or not (self.training and self.track_running_stats):
-        return _forward(self, input)
+        plain: torch.Tensor = _forward(self, input)
+        return plain
     self._check_input_dim(input)
     mean, var = self.running_mean.clone(), self.running_var.clone()
     y = torch.nn.functional.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
     self.num_batches_tracked.add_(1)
-    share = 1.0 / self.num_batches_tracked
+    share = 1.0 / self.num_batches_tracked.double()
     self.running_mean.copy_((1 - share) * self.running_mean + share * mean)
     self.running_var.copy_((1 - share) * self.running_var + share * var)
     return y

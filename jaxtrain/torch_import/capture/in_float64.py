@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_FUNCTIONS = {torch.Tensor.float: torch.Tensor.double, torch.Tensor.cfloat: torch.Tensor.cdouble}
+_FUNCTIONS: dict[Any, Any] = {torch.Tensor.float: torch.Tensor.double}
 
 
 @contextlib.contextmanager

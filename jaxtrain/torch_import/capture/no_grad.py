@@ -1,4 +1,4 @@
-"""Regions under `torch.no_grad`, which later passes merge with their surroundings, and changes that have no gradient."""
+"""Regions under `torch.no_grad`, which later passes merge with their surroundings, and changes without a gradient."""
 
 import operator
 from collections.abc import Collection, Iterator, Sequence
@@ -38,7 +38,9 @@ def _refuse_changes_of_detached(graph: Any, trained: Collection[Any]) -> None:
         for tensor in _changed(node):
             *aliases, root = _aliases(tensor)
             if root in trained and any(key_of(x.target) == "aten.detach.default" for x in aliases):
-                raise refusal("a tensor with a gradient is changed in place by its data", "change a clone", source_of(node))
+                raise refusal(
+                    "a tensor with a gradient is changed in place by its data", "change a clone", source_of(node)
+                )
 
 
 def _refuse_changes_without_gradient(body: Any, operands: Sequence[Any], region: Any, trained: Collection[Any]) -> None:
@@ -64,13 +66,12 @@ def _changed(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [given[name] for name in written if isinstance(given.get(name), torch.fx.Node)]
 
 
-def _aliases(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def _aliases(node: Any) -> Iterator[torch.fx.Node]:
     """Yield a tensor and those whose memory it shares, as its operations say, up to the one that owns it."""
     yield node
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.arguments and schema.arguments[0].alias_info is not None and node.args:
-        yield from _aliases(node.args[0])
-    elif node.target is operator.getitem:
+    is_view = schema is not None and bool(node.args) and schema.arguments[0].alias_info is not None
+    if is_view or node.target is operator.getitem:
         yield from _aliases(node.args[0])
 
 

@@ -75,7 +75,7 @@ def _layers(
 
     Beyond the length of a sequence its outputs are 0 and its states stay as they are.
     """
-    has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    _, num_layers, dropout, train, bidirectional, batch_first = options
     x = jnp.swapaxes(x, 0, 1) if batch_first else x
     directions = 2 if bidirectional else 1
     per_run = len(weights) // (num_layers * directions)
@@ -163,5 +163,5 @@ def packed_rnn(
     """A recurrent network of sequences of lengths [N], in data [time * N, width]."""
     x = data.reshape(-1, len(lengths), data.shape[-1])
     initial = tuple(hx) if kind == "lstm" else hx[0]
-    out, last = _layers(_CELLS[kind], x, initial, params, Options(*options, False), rng, lengths)
+    out, last = _layers(_CELLS[kind], x, initial, params, Options(*(*options, False)), rng, lengths)
     return (out.reshape(-1, out.shape[-1]), *(last if kind == "lstm" else (last,)))
