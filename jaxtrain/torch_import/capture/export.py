@@ -202,7 +202,7 @@ def _decompositions(known: Collection[str]) -> Any:
 
 def _export_refusal(error: Exception, module: torch.nn.Module) -> UserError:
     """Return the error of a module that cannot be traced, with the line of its code."""
-    source = source_line("".join(traceback.format_tb(error.__traceback__)))
+    source = source_line("".join(traceback.format_tb(error.__traceback__))) or source_line(str(error))
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error):
         return refusal(
