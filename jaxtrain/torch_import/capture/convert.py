@@ -142,7 +142,8 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise RuntimeError(f"{key} of tensors of different dtypes ({source})")
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
-    if key not in known and not isinstance(node.target, torch._ops.OpOverload) and key != GETITEM:
+    is_operation = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+    if key not in known and key != GETITEM and not is_operation:
         raise refusal(
             "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source
         )
