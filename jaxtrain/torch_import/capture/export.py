@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.in_float64 import in_float64
@@ -51,19 +52,35 @@ def capture(
     """
     known = ops | TABLE.keys()
     result: Any = None
+    assigned: list[str] = []
 
     def flat(module: torch.nn.Module, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         nonlocal result
         tensors: list[torch.Tensor] = []
+        before = attributes_of(module)
         result = _plain(call(module, leaves), tensors)
+        # Afterwards `torch.export` sets attributes back.
+        assigned.extend(changed(before, attributes_of(module)))
         return tuple(tensors)
 
-    def traced() -> Captured:
-        forward = _Forward(in_mode(structure, train, dtype), flat)
+    def trace(forward: _Forward) -> Captured:
         with tracing(), recorded_calls() as calls:
             exported = _exported(forward, _fakes(inputs, structure), known)
         functions = _custom_functions(exported, calls, structure, known)
         return converted(exported, result, structure.aliases, known, functions)
+
+    def traced() -> Captured:
+        forward = _Forward(in_mode(structure, train, dtype), flat)
+        captured = trace(forward)
+        if assigned:
+            forward = _Forward(in_mode(structure, train, dtype), flat)
+
+            def run() -> None:
+                with tracing(), structure.mode:
+                    forward(*_fakes(inputs, structure))
+
+            refuse_state(captured, forward.module, run, lambda: trace(forward))
+        return captured
 
     try:
         try:
