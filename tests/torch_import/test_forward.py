@@ -96,6 +96,11 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "checkpoint": lambda: Function(
         lambda m, x: checkpoint(m.layer, x * m.w, use_reentrant=True), layer=nn.Sequential(dense(3, 3), nn.Tanh())
     ),
+    "scaled_embedding": lambda: Function(
+        lambda m, x: m.part(torch.tensor([[1, 2], [1, 1]])) * m.w,
+        part=nn.Embedding(4, 3, scale_grad_by_freq=True, **F64),
+    ),
+    "variance": lambda: Function(lambda m, x: torch.var(x * m.w, dim=1, unbiased=False)),
     "only_if_finite": lambda: Function(only_if_finite),
     "integers_without_gradient": lambda: Function(integers_without_gradient),
     "converted": lambda: Function(converted, layer=dense(3, 3)),
@@ -133,6 +138,17 @@ def checkpointed_statistics(module: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda y: module.layer(y), x * module.w, use_reentrant=False)
 
 
+def stateful(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w + module.hidden
+    module.hidden = y.detach().mean(0)
+    return y
+
+
+def gradient(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    return torch.autograd.grad(y.sum(), module.w, create_graph=True)[0]
+
+
 def number(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (x * module.w)[:, : int(x.argmax())]
 
@@ -145,6 +161,7 @@ def number(module: Any, x: torch.Tensor) -> torch.Tensor:
         (changed_parameter, "changes its input or parameter 'fixed' in place", "module.fixed * 0.9"),
         (reentrant, "pass use_reentrant=False", "use_reentrant=True) * module.w"),
         (checkpointed_statistics, "changes inside torch.utils.checkpoint", "module.layer(y)"),
+        (gradient, "compute the gradient in the loss", "torch.autograd.grad(y.sum()"),
         (number, "depends on a tensor's value", "int(x.argmax())"),
     ],
 )
@@ -154,6 +171,14 @@ def test_what_cannot_be_imported_is_refused_with_its_line(fn: Any, message: str,
     with pytest.raises(UserError) as error:
         jt.from_torch(module, batch_of(4, 3))
     assert all(text in str(error.value) for text in (message, line, "test_forward.py:"))
+
+
+@pytest.mark.slow
+def test_an_attribute_that_forward_changes_and_reads_is_refused() -> None:
+    module = Function(stateful)
+    module.hidden = torch.zeros(3, **F64)
+    with pytest.raises(UserError, match="forward changes the attribute 'hidden'"):
+        jt.from_torch(module, batch_of(4, 3))
 
 
 @dataclass
@@ -200,7 +225,8 @@ class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = checkpoint(self.layer, x + self.steps(torch.randint(0, 7, (len(x),))), use_reentrant=False)
         noise = torch.empty_like(y).normal_(1.0, 2.0) + torch.empty_like(y).exponential_(3.0)
-        return nn.functional.linear((y * noise).float(), self.layer[0].weight)
+        largest, _ = torch.topk(nn.functional.linear((y * noise).float(), self.layer[0].weight).flatten(), 5)
+        return largest
 
 
 @pytest.mark.slow
