@@ -1,5 +1,6 @@
 """What `forward` does besides computing: PyTorch's values, gradients and buffers, or a refusal with the line."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +57,15 @@ def packed(module: Any, x: torch.Tensor) -> Any:
         (x * module.w)[..., None], torch.tensor([2, 3, 1, 3]), batch_first=True, enforce_sorted=False
     )
     outputs, (hidden, cell) = module.rnn(sequences)
-    return *pad_packed_sequence(outputs, batch_first=True, padding_value=0.5), hidden, cell
+    padded, _ = pad_packed_sequence(outputs, batch_first=True, padding_value=0.5)
+    return padded, hidden, cell
 
 
 def only_if_finite(module: Any, x: torch.Tensor) -> torch.Tensor:
     y = x * module.w
     assert not torch.isnan(y).any()
+    if torch.rand([]) < 0.0 or random.random() < 0.0:
+        return x
     assert y.isinf().sum() == 0
     return y if torch.isfinite(y).all() else y.clamp(-1, 1)
 

@@ -1,4 +1,5 @@
-"""Branches on whether numbers are finite, as in `if not torch.isfinite(x).all()`: taken as for finite numbers."""
+"""Branches that are known before any value: on whether numbers are finite, as in `if not torch.isfinite(x).all()`,
+which are taken as for finite ones, and on random numbers with a probability of 0 or 1, as in LayerDrop."""
 
 import operator
 from typing import Any
@@ -26,16 +27,26 @@ _OPERATIONS = _OPERATORS | _methods(
 )
 
 
+_LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
+
+
 class AssumedFinite(TorchFunctionMode):
     """Answers `bool` and `item` of such checks while entered. All elements of the tensor of a check are alike."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LESS and getattr(args[0], "_is_drawn", False) and type(args[1]) in (int, float):
+            result = func(*args)
+            if not 0 < args[1] < 1:
+                result._if_finite = args[1] >= 1
+            return result
         known = [getattr(x, "_if_finite", x) for x in args]
         is_known = any(hasattr(x, "_if_finite") for x in args)
         is_number = all(isinstance(x, bool | int | float) for x in known)
         if is_known and func in (torch.Tensor.__bool__, torch.Tensor.item):
             return known[0] if func is torch.Tensor.item else bool(known[0])
         result = func(*args, **(kwargs or {}))
+        if func is torch.rand and not result.shape:
+            result._is_drawn = True
         if func in _CHECKS:
             result._if_finite = _CHECKS[func]
         elif is_known and func in _REDUCTIONS and (known[0] is False or _REDUCTIONS[func] is bool):

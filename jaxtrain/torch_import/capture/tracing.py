@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -64,7 +65,12 @@ def _without_python_randomness() -> Iterator[None]:
     def refusing(name: str) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
             stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
-            raise refusal(f"{name} would be drawn once, at the import", "use torch.rand or dropout", source_line(stack))
+            error = refusal(
+                f"{name} would be drawn once, at the import", "use torch.rand or dropout", source_line(stack)
+            )
+            if (name in _UNIT and not args) or (name in _UNIFORM and args == (0, 1)):
+                return _Drawn(error)
+            raise error
 
         return draw
 
@@ -74,6 +80,32 @@ def _without_python_randomness() -> Iterator[None]:
                 if hasattr(module, name):
                     patches.enter_context(_replaced(module, name, refusing(f"{label}.{name}")))
         yield
+
+
+_UNIT = ("random.random", "numpy.random.random", "numpy.random.rand", "numpy.random.uniform")
+_UNIFORM = ("random.uniform", "numpy.random.uniform")
+
+
+class _Drawn:
+    """A number in [0, 1) that only comparisons with 0 and 1 may read, as LayerDrop's with a rate of 0."""
+
+    def __init__(self, error: UserError) -> None:
+        self._error = error
+
+    def __lt__(self, other: Any) -> bool:
+        if isinstance(other, int | float) and not 0 < other < 1:
+            return other >= 1
+        raise self._error
+
+    def __gt__(self, other: Any) -> bool:
+        if isinstance(other, int | float) and other >= 1:
+            return False
+        raise self._error
+
+    def _refused(self, *_: Any) -> Any:
+        raise self._error
+
+    __float__ = __bool__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __le__ = __ge__ = _refused
 
 
 @contextlib.contextmanager
