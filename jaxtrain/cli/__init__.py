@@ -2,11 +2,13 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from jaxtrain.cli.user_code import print_own_traceback as print_own_traceback
 from jaxtrain.cpu.host_memory import keep_host_memory
+from jaxtrain.cpu.threads import reserve_collective_threads
 from jaxtrain.errors import UserError, is_out_of_memory
 
 COMMANDS = {
@@ -83,6 +85,7 @@ def _dispatch(args: list[str]) -> int:
     if args[0] not in COMMANDS:
         raise UserError(f"no command {args[0]!r}{nearest(args[0], COMMANDS)}: choose one of {', '.join(COMMANDS)}")
     keep_host_memory()  # three calls of mallopt, which must precede the import of NumPy and JAX
+    reserve_collective_threads(os.environ)
     try:
         return int(importlib.import_module(f"jaxtrain.cli.{args[0].replace('-', '_')}").main(args[1:]))
     except ModuleNotFoundError as error:

@@ -69,11 +69,6 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                     return jaxpr.bind(*product) if outs is None else outs
                 if not constraints.lengths:
                     return None
-                if eqn.primitive.name == "ragged_dot_general":
-                    raise UserError(
-                        f"the mesh axis {SEQUENCE} shards tokens, and experts select theirs from all rows: "
-                        f"put its devices on {DATA} or {FSDP}"
-                    )
                 if on_gpu and precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args

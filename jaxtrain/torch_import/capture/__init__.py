@@ -9,6 +9,7 @@ in_float64 code that asks for float32, in float64
 attributes what forward assigns besides buffers
 export     the capture
 no_grad    regions without gradient
+autocast   conversions to float32 and regions without autocast
 pretrained models of transformers in folders
 convert    PyTorch's graph to ours
 origins    where operations come from

@@ -7,6 +7,7 @@ operations in place into pure ones. Operations without an entry in our table are
 import dataclasses
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
 from jaxtrain.torch_import.capture.attributes import attributes_of, changed, refuse_state
+from jaxtrain.torch_import.capture.autocast import Calls, calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.in_float64 import in_float64
@@ -63,25 +65,28 @@ def capture(
         assigned.extend(changed(before, attributes_of(module)))
         return tuple(tensors)
 
-    def trace(forward: _Forward) -> Captured:
-        with tracing(), recorded_calls() as calls:
-            exported = _exported(forward, _fakes(inputs, structure), known)
+    def forward() -> _Forward:
+        return _Forward(in_mode(structure, train, dtype), flat)
+
+    def trace(module: _Forward, under_autocast: Calls | None) -> Captured:
+        with tracing(), recorded_calls() as calls, marked(under_autocast):
+            exported = _exported(module, given, known)
         functions = _custom_functions(exported, calls, structure, known)
         return converted(exported, result, structure.aliases, known, functions)
 
     def traced() -> Captured:
-        forward = _Forward(in_mode(structure, train, dtype), flat)
-        captured = trace(forward)
+        # Other dtypes are those of a run without autocast.
+        under_autocast = (
+            calls_under_autocast(partial(_run, forward(), given, structure)) if dtype == "float32" else None
+        )
+        captured = trace(forward(), under_autocast)
         if assigned:
-            forward = _Forward(in_mode(structure, train, dtype), flat)
-
-            def run() -> None:
-                with tracing(), structure.mode:
-                    forward(*_fakes(inputs, structure))
-
-            refuse_state(captured, forward.module, run, lambda: trace(forward))
+            again = forward()
+            run = partial(_run, again, given, structure)
+            refuse_state(captured, again.module, run, lambda: trace(again, under_autocast))
         return captured
 
+    given = _fakes(inputs, structure)
     try:
         try:
             return traced()
@@ -97,6 +102,11 @@ def capture(
         raise _export_refusal(error, structure.module) from error
 
 
+def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Structure) -> None:
+    with tracing(), structure.mode:
+        forward(*leaves)
+
+
 def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
     with structure.mode:
         return tuple(torch.empty(spec.shape, dtype=_captured_dtype(spec.dtype)) for spec in specs)
@@ -108,6 +118,7 @@ def _exported(
     """Return the pure program of a module, of the operations that are known."""
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
+    without_marks_of_changed(exported)
     return exported.run_decompositions(_decompositions(known))
 
 

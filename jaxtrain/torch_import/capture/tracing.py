@@ -22,10 +22,10 @@ from jaxtrain.torch_import.refusals import refusal, source_line
 def tracing() -> Iterator[None]:
     """Trace as this module describes while entered."""
     # Checks of values, which a graph cannot contain.
-    unchecked = _replaced(torch.distributions.Distribution, "_validate_args", False)
+    unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
         for owner, name, function in FUNCTIONS:
-            patches.enter_context(_replaced(owner, name, function))
+            patches.enter_context(replaced(owner, name, function))
         patches.enter_context(AssumedFinite())
         yield
 
@@ -54,7 +54,7 @@ def _whole_stack_traces() -> Iterator[None]:
         first = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
         return traceback.StackSummary.from_list(frames[first:])
 
-    with _replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", from_forward):
+    with replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", from_forward):
         yield
 
 
@@ -78,7 +78,7 @@ def _without_python_randomness() -> Iterator[None]:
         for module, label in ((random, "random"), (np.random, "numpy.random")):
             for name in ("random", "randint", "uniform", "choice", "shuffle", "rand", "randn", "normal"):
                 if hasattr(module, name):
-                    patches.enter_context(_replaced(module, name, refusing(f"{label}.{name}")))
+                    patches.enter_context(replaced(module, name, refusing(f"{label}.{name}")))
         yield
 
 
@@ -109,7 +109,8 @@ class _Drawn:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute while entered."""
     inherited = isinstance(owner, type) and name not in vars(owner)
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
