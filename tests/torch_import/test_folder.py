@@ -81,7 +81,7 @@ class FineTuning(jt.Recipe):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_file_trains_a_folder_and_transformers_reads_the_result(tmp_path, monkeypatch) -> None:
     from transformers import ElectraConfig, ElectraForMaskedLM
 
