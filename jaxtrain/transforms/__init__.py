@@ -14,6 +14,7 @@ from jaxtrain.transforms.policies import policy as policy
 from jaxtrain.transforms.precision import KERNEL as KERNEL
 from jaxtrain.transforms.precision import LOSS as LOSS
 from jaxtrain.transforms.precision import autocast, autocast_disabled, kernel
+from jaxtrain.transforms.precision import low_operation as low_operation
 from jaxtrain.transforms.precision import low_precision as low_precision
 from jaxtrain.transforms.precision import widen as widen
 from jaxtrain.transforms.recompute import recomputed as recomputed

@@ -110,7 +110,7 @@ def assumed_cudnn(version: tuple[int, int, int]) -> Iterator[None]:
         fused_attention.check_cudnn_version = installed
 
 
-_jaxpr, _processes, _fused = "transforms.jaxpr", "distributed.processes", "models.fused_attention"
+_jaxpr, _processes, _fused = "transforms.jaxpr", "distributed.processes", "models.attention.cudnn"
 
 
 class Internal(NamedTuple):

@@ -33,6 +33,7 @@ DISABLED = "autocast_disabled"
 LOSS = "float32_loss"
 _LOW_OPERATION = "autocast_low_operation"
 _LOW_OPERATIONS: WeakValueDictionary[str, Callable[..., jax.Array]] = WeakValueDictionary()  # by name in a jaxpr
+_EVERYWHERE = f"{_LOW_OPERATION}_everywhere"
 _NUMBERS = itertools.count()
 
 
@@ -188,6 +189,34 @@ def low_precision(fn: Callable[..., jax.Array], on_cuda: Callable[..., jax.Array
     return jaxpr.jit_once(fn, _LowOperation(on_cuda))
 
 
+def low_operation(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Mark a pure function as one operation of autocast's low-precision list, whatever it is compiled for.
+
+    Args:
+      fn: A pure function of arrays in float32, bfloat16 or float16.
+
+    Returns:
+      The jitted function, the same one for every call with the same `fn`. Keep a reference to it while programs that
+      contain it are in use.
+
+    Example:
+      >>> square = low_operation(lambda x: x * x)
+      >>> x = jnp.ones((2, 2))
+      >>> autocast(square, jnp.bfloat16)(x).dtype.name, square(x).dtype.name
+      ('bfloat16', 'float32')
+    """
+    return jaxpr.jit_once(fn, _low_operation)
+
+
+def _low_operation(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def autocast_low_operation(*args: Any) -> jax.Array:
+        return fn(*args)
+
+    autocast_low_operation.__name__ = f"{_EVERYWHERE}_{next(_NUMBERS)}"
+    _LOW_OPERATIONS[autocast_low_operation.__name__] = fn
+    return autocast_low_operation
+
+
 @dataclass(frozen=True)
 class _LowOperation:
     on_cuda: Callable[..., jax.Array]
@@ -219,6 +248,8 @@ def _on_cuda(
     def low(*args: Any) -> list[Any]:
         return [operation(*(to_dtype(dtype, x) if is_float(x) else x for x in args))]
 
+    if eqn.params["name"].startswith(_EVERYWHERE):
+        return low(*args)
     return lax.platform_dependent(*args, cuda=low, default=lambda *args: run(body.jaxpr, body.consts, args))
 
 

@@ -10,7 +10,8 @@ from jaxtrain.cost.flops import flops
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import CNN, GPT2, GPT2Config, functional
 from jaxtrain.models.attention import attention
-from jaxtrain.models.fused_attention import Options, fused_attention
+from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.transforms import autocast
 
 
@@ -33,11 +34,11 @@ def test_flops_of_a_gpt_match_the_closed_form():
 
 
 def test_fused_attention_counts_as_its_formula():
-    def formula(q, k, v, *mask_and_bias):
+    def formula(q, k, v):
         return attention(q, k, v, causal=True)
 
     def fused(q, k, v):
-        return fused_attention(Options(True, 1.0, None, formula), q, k, v, None)
+        return fused_attention(Options(1.0, causal=True), q, k, v, Operands())
 
     q, k = jnp.ones((2, 6, 4, 8)), jnp.ones((2, 10, 2, 8))
     for fn in (formula, fused):

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention import attention, scaled_dot_product_attention, segment_mask
-from jaxtrain.models.fused_attention import Options, fused_attention
+from jaxtrain.models.attention import attention, segment_mask
+from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.primitives import fused_attention
 from jaxtrain.transforms import block, remat
 from jaxtrain.transforms.precision import autocast
 from tests.models.programs import equations
@@ -262,11 +263,11 @@ def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
     q, k, v, cotangent = inputs(heads=2)
     mask, options = FUSED[case].get("mask"), {**FUSED[case], "mask": None}
 
-    def formula(q, k, v, mask, bias):
-        return attention(q, k, v, bias=bias, **{**options, "mask": mask})
+    settings = Options(H**-0.5, options.get("causal", False), options.get("window"))
 
-    settings = Options(options.get("causal", False), H**-0.5, options.get("window"), formula)
-    fused = partial(fused_attention, settings)
+    def fused(q, k, v, mask=None):
+        return fused_attention(settings, q, k, v, Operands(mask))
+
     with jax.enable_x64(True):
         ours, vjp = jax.vjp(lambda q, k, v: fused(q, k, v, mask), q, k, v)
         assert_same([ours, *vjp(cotangent)], with_gradients(q, k, v, cotangent, **FUSED[case]))
@@ -282,8 +283,10 @@ def test_the_fused_primitives_differentiate_and_batch_like_the_formula(case):
 def test_the_fused_primitives_differentiate_and_batch_a_bias(shape):
     q, k, v, cotangent = inputs(heads=2)
     bias, mask = RNG.standard_normal(BIASES[shape]), padding()
-    formula = partial(scaled_dot_product_attention, causal=False, window=None, scale=H**-0.5)
-    fused = partial(fused_attention, Options(False, H**-0.5, None, formula))
+
+    def fused(q, k, v, mask, bias):
+        return fused_attention(Options(H**-0.5), q, k, v, Operands(mask, bias))
+
     with jax.enable_x64(True):
         for given in (None, mask):
             ours, vjp = jax.vjp(lambda q, k, v, bias, given=given: fused(q, k, v, given, bias), q, k, v, bias)

@@ -1,0 +1,18 @@
+"""Attention at any length: one function, computed by its formula, by cuDNN's kernel, or block by block.
+
+The modules, each of which imports only from those above it:
+
+    options         what is computed: static options, and arrays that may be absent
+    dropout_mask    blocks of a dropout mask
+    formula         all scores at once
+    blocks          the pairs of blocks that have anything to compute
+    blockwise       block by block, with logarithms of sums by which parts are combined
+    cudnn           the kernel of CUDA
+    primitives      the choice between them, when a program is compiled
+    function        `attention`
+"""
+
+from jaxtrain.models.attention.formula import segment_mask
+from jaxtrain.models.attention.function import attention
+
+__all__ = ["attention", "segment_mask"]

@@ -1,0 +1,209 @@
+"""Attention as two primitives, forward and backward, whose computation is chosen when a program is lowered.
+
+A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
+compute capability 8.0 or more (9.0 for heads wider than 128 and for a bias, whose gradient cuDNN computes from there
+on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
+Otherwise it computes the formula, or for long sequences the same attention block by block.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxtrain.models.attention import blockwise, cudnn
+from jaxtrain.models.attention.formula import formula, log_sum_exp
+from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.transforms import jax_internals
+
+LONG = 1024 * 1024
+"""Number of scores of a head from which attention is computed block by block."""
+
+
+def is_long(q: Any, k: Any) -> bool:
+    """Return whether attention of these shapes is computed block by block where there is no kernel."""
+    sizes = q.shape[1], k.shape[1]
+    return all(isinstance(n, int) for n in sizes) and math.prod(sizes) >= LONG  # an export may have symbolic sizes
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_attention(options: Options, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands) -> jax.Array:
+    """Compute attention by the primitives.
+
+    Args:
+      options: What is computed.
+      q: Queries [B, T, N, H].
+      k: Keys [B, S, K, H].
+      v: Values [B, S, K, V].
+      operands: The other arrays.
+
+    Returns:
+      [B, T, N, V].
+    """
+    return _forward(options, q, k, v, operands)[0]
+
+
+def _forward(
+    options: Options, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    given, others = operands.split()
+    out, statistics = FORWARD.bind(q, k, v, *others, given=given, **options._asdict())
+    return out, (q, k, v, operands, out, statistics)
+
+
+def _backward(options: Options, residuals: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    q, k, v, operands, out, statistics = residuals
+    given, others = operands.split()
+    arrays = q, k, v, *others, out, statistics, cotangent
+    dq, dk, dv, *others = BACKWARD.bind(*arrays, given=given, **options._asdict())
+    return dq, dk, dv, Operands()._replace(**dict(zip(operands.differentiable(), others, strict=True)))
+
+
+fused_attention.defvjp(_forward, _backward)
+
+
+def _portable_forward(
+    q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], by_row: bool, **options: Any
+) -> tuple[Any, Any]:
+    operands, _ = Operands.joined(given, rest)
+    if is_long(q, k):
+        out, statistics = blockwise.forward(Options(**options), q, k, v, operands, by_row=by_row)
+        return out.astype(v.dtype), statistics[..., None]
+    (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
+    return formula(Options(**options), q, k, v, operands), jnp.zeros((b, n, t, 1), wide)
+
+
+def _portable_backward(
+    q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], by_row: bool, **options: Any
+) -> list[Any]:
+    operands, (out, statistics, cotangent) = Operands.joined(given, rest)
+    if not is_long(q, k):
+        return _explicit_backward(q, k, v, *rest, given=given, **options)
+    like = [q, k, v, operands.bias, operands.sinks]
+    residuals = operands, out, statistics[..., 0], cotangent
+    grads = blockwise.backward(Options(**options), q, k, v, *residuals, by_row=by_row)
+    return [g.astype(x.dtype) for g, x in zip(grads, like, strict=True) if g is not None]
+
+
+def _explicit_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+    operands, _ = Operands.joined(given, rest)
+    statistics = log_sum_exp(Options(**options), q, k, operands)[..., None]
+    return [formula(Options(**options), q, k, v, operands), statistics]
+
+
+def _explicit_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+    """Differentiate the formula, which is computed again."""
+    operands, (_, _, cotangent) = Operands.joined(given, rest)
+
+    def compute(q: Any, k: Any, v: Any, given: dict[str, Any]) -> jax.Array:
+        return formula(Options(**options), q, k, v, operands._replace(**given))
+
+    _, vjp = jax.vjp(compute, q, k, v, operands.differentiable())
+    dq, dk, dv, others = vjp(cotangent)
+    return [dq, dk, dv, *others.values()]
+
+
+def _cudnn_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
+    operands, _ = Operands.joined(given, rest)
+    return cudnn.forward(Options(**options), q, k, v, operands)
+
+
+def _cudnn_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+    operands, residuals = Operands.joined(given, rest)
+    return cudnn.backward(Options(**options), q, k, v, operands, *residuals)
+
+
+def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[Any]:
+    del k, rest, options
+    b, t, n, _ = q.shape
+    wide = np.promote_types(q.dtype, np.float32)
+    return [v.update(shape=(b, t, n, v.shape[-1])), q.update(shape=(b, n, t, 1), dtype=np.dtype(wide))]
+
+
+def _shapes_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+    del options
+    operands, _ = Operands.joined(given, rest)
+    return [q, k, v, *operands.differentiable().values()]
+
+
+def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], **options: Any) -> tuple[Any, Any]:
+    """Apply a primitive under `jax.vmap`, whose axis becomes part of the rows."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    first = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args, dims, strict=True)
+    ]
+    rows = first[0].shape[1]
+    folded = [jnp.broadcast_to(x, (size, rows, *x.shape[2:])).reshape(-1, *x.shape[2:]) for x in first]
+    outs = [y.reshape(size, rows, *y.shape[1:]) for y in primitive.bind(*folded, **options)]
+    if primitive is BACKWARD:  # operands with gradients may have one row for all of q
+        operands, _ = Operands.joined(options["given"], first[3:])
+        of = zip(operands.differentiable().values(), outs[3:], strict=True)
+        outs[3:] = [jax.vmap(functools.partial(cudnn.sum_to, x.shape[1:]))(y) for x, y in of]
+    return outs, [0] * len(outs)
+
+
+def _primitive(
+    name: str,
+    shapes: Callable[..., Any],
+    kernel: Callable[..., Any],
+    portable: Callable[..., Any],
+    explicit: Callable[..., Any],
+) -> Any:
+    def lower(ctx: Any, *args: Any, **options: Any) -> Any:
+        # On a mesh the rows are divided over the devices; a GPU computes many of them at once.
+        by_row = not (jax_internals.is_for_one_device(ctx) and "cpu" in ctx.module_context.platforms)
+        compute = functools.partial(portable, by_row=by_row)
+        return mlir.lower_fun(compute, multiple_results=True)(ctx, *args, **options)
+
+    def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
+        q, k, v, *rest = ctx.avals_in
+        operands, _ = Operands.joined(given, rest)
+        supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
+        if supported and jax_internals.compute_capability(ctx) >= cudnn.needed_capability(q, operands):
+            return mlir.lower_fun(kernel, multiple_results=True)(ctx, *args, given=given, **options)
+        return lower(ctx, *args, given=given, **options)
+
+    def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
+        """Differentiate once more, or forward: by the formula, with all scores."""
+        moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+        def compute(*moved: Any) -> list[Any]:
+            args = [*primals]
+            for i, x in zip(moving, moved, strict=True):
+                args[i] = x
+            return explicit(*args, **options)
+
+        return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(shapes)
+    primitive.def_impl(lambda *args, **options: _run(primitive, tuple(sorted(options.items())))(*args))
+    batching.primitive_batchers[primitive] = functools.partial(_fold_batch, primitive)
+    ad.primitive_jvps[primitive] = differentiate
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
+    jax_internals.needs_devices_when_lowered(primitive)
+    return primitive
+
+
+@functools.cache
+def _run(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Return a primitive as a compiled function, for calls outside of `jax.jit`."""
+    return jax.jit(lambda *args: primitive.bind(*args, **dict(options)))
+
+
+FORWARD = _primitive("fused_attention", _shapes_forward, _cudnn_forward, _portable_forward, _explicit_forward)
+"""(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1])."""
+
+BACKWARD = _primitive(
+    "fused_attention_backward", _shapes_backward, _cudnn_backward, _portable_backward, _explicit_backward
+)
+"""(q, k, v, *operands, out, statistics, cotangent) -> gradients of q, k, v and of the bias and the sinks if given."""
