@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
+from jaxtrain.distributed.ring import find_attention, is_ring, ring_attention
 from jaxtrain.distributed.sharding import Rules, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
@@ -69,6 +70,8 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                     return jaxpr.bind(*product) if outs is None else outs
                 if not constraints.lengths:
                     return None
+                if (attention := find_attention(eqn, args)) is not None and is_ring(attention, mesh):
+                    return [ring_attention(attention, mesh)]
                 if on_gpu and precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
