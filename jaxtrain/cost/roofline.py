@@ -61,4 +61,4 @@ def _peak(product: JaxprEqn, device: Ceilings) -> float:
     aval: Any = product.invars[0].aval
     if aval.dtype.itemsize == 2:
         return device.half
-    return device.fp32 if product.params["precision"] == (lax.Precision.HIGHEST,) * 2 else device.tf32
+    return device.tf32 if product.params.get("precision") != (lax.Precision.HIGHEST,) * 2 else device.fp32

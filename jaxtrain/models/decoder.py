@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.models.attention import segment_mask
+from jaxtrain.models.attention import is_long, segment_mask
 
 
 class LayerCache(NamedTuple):
@@ -89,6 +89,34 @@ def update_cache(
         lax.dynamic_update_slice(old, new.astype(old.dtype), start) for old, new in ((cache.k, k), (cache.v, v))
     )
     return keys, values, LayerCache(keys, values, cache.length + np.int32(k.shape[1]))
+
+
+class Visible(NamedTuple):
+    """The keys that the queries of causal self-attention attend to.
+
+    Attributes:
+      mask: bool [1 or B, 1, T, S], causal itself; None for a causal mask.
+      segments: Segments of queries and keys, int [B, T] each, beside a causal mask; None for one segment.
+    """
+
+    mask: Any = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether attention has to be causal by itself."""
+        return self.mask is None
+
+
+def visible_keys(tokens: int, segments: jax.Array | None, window: int | None, cache: KVCache | None) -> Visible:
+    """Return the keys of a decoder's self-attention: long sequences without an array [T, T].
+
+    The arguments are those of `attention_mask`. Without a cache the `window` is not in what is returned if that is
+    causal only by `is_causal`.
+    """
+    if cache is None and segments is not None and is_long(tokens, tokens):
+        return Visible(None, (segments, segments))
+    return Visible(attention_mask(tokens, segments, window, cache))
 
 
 def attention_mask(

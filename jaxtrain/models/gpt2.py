@@ -24,10 +24,11 @@ from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import (
     KVCache,
     LayerCache,
-    attention_mask,
+    Visible,
     reserve,
     token_positions,
     update_cache,
+    visible_keys,
 )
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
@@ -90,14 +91,14 @@ class GPT2(nnx.Module):
         _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
         cache, segments = reserve(cache, segments, tokens)
-        mask = attention_mask(t, segments, None, cache)
+        visible = visible_keys(t, segments, None, cache)
         x = self.wte[...][tokens] + self.wpe[...][token_positions(positions, t, cache)]
         x = _dropout(x, config.dropout, embed_rng)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
         caches = None if cache is None else cache.layers()
-        x, caches = lax.scan(lambda x, layer: apply(layer[0], x, mask, *layer[1:]), x, (layers, rngs, caches))
+        x, caches = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, caches))
         logits = product(self.ln_f(x), self.wte[...].T)
         return logits if cache is None or caches is None else (logits, cache.append(caches))
 
@@ -130,24 +131,25 @@ class Block(nnx.Module):
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, cache: LayerCache | None
+        self, x: jax.Array, visible: Visible, rng: jax.Array | None, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
         rate = self.config.dropout
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
-        attended, cache = self.attention(self.ln_1(x), mask, rngs[0], cache)
+        attended, cache = self.attention(self.ln_1(x), visible, rngs[0], cache)
         x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
         hidden = checkpoint_name(_gelu(self.fc(self.ln_2(x))), "hidden")
         return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), cache
 
     def attention(
-        self, x: jax.Array, mask: jax.Array | None, rng: jax.Array | None, cache: LayerCache | None
+        self, x: jax.Array, visible: Visible, rng: jax.Array | None, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
         """Return causal self-attention of [B, T, n_embd] before its output projection, and the updated cache."""
         b, t, width = x.shape
         heads = self.config.n_head
         q, k, v = (y.reshape(b, t, heads, width // heads) for y in jnp.split(self.qkv(x), 3, axis=-1))
         k, v, cache = update_cache(k, v, cache)
-        attended = attention(q, k, v, mask=mask, causal=mask is None, dropout=self.config.dropout, rng=rng)
+        (mask, segments), causal, rate = visible, visible.is_causal, self.config.dropout
+        attended = attention(q, k, v, mask=mask, segments=segments, causal=causal, dropout=rate, rng=rng)
         return attended.reshape(b, t, width), cache
 
 

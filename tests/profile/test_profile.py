@@ -107,7 +107,7 @@ def test_operations_have_their_source_line():
     found = operations(program.as_text())
     here = f"profile/test_profile.py:{step.__code__.co_firstlineno + 1}"
     assert {(o.kind, o.line) for o in found.values() if o.line == here} == {("matmul", here), ("elementwise", here)}
-    assert {o.kind for o in found.values() if o.line.startswith("models/attention/formula.py")} >= {"attention"}
+    assert {o.kind for o in found.values() if o.line.startswith("attention/formula.py")} >= {"attention"}
     assert {o.kind for o in found.values()} <= set(KINDS)
 
 
@@ -176,7 +176,7 @@ def test_the_estimated_table_divides_the_roofline_estimate():
         f"profile/test_profile.py:{first + 2}": 50,
         f"profile/test_profile.py:{first + 3}": 10,
     }
-    assert {top.line.partition(":")[0] for top in table["attention"].top} == {"models/attention/formula.py"}
+    assert {top.line.partition(":")[0] for top in table["attention"].top} == {"attention/formula.py"}
     assert "transpose" in {top.name for top in table["copy"].top}
     # On a device with twice the FLOPS and unlimited bandwidth, matrix products take half the time.
     fast = dataclasses.replace(CPU, fp32=2 * CPU.fp32, tf32=2 * CPU.tf32, bandwidth=1e18, launch_overhead_s=0.0)

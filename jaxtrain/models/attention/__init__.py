@@ -14,5 +14,6 @@ The modules, each of which imports only from those above it:
 
 from jaxtrain.models.attention.formula import segment_mask
 from jaxtrain.models.attention.function import attention
+from jaxtrain.models.attention.primitives import is_long as is_long
 
 __all__ = ["attention", "segment_mask"]

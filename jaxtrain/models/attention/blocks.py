@@ -113,7 +113,7 @@ def _visible(options: Options, sizes: Sizes, operands: Operands) -> Any:
 
 
 def _positions(given: jax.Array | None, n: int) -> Any:
-    return np.arange(n, dtype=np.int32)[None] if given is None else given
+    return np.arange(n, dtype=np.int32)[None] if given is None else given.astype(np.int32)
 
 
 def _bounds(x: Any, block: int) -> tuple[Any, Any]:
@@ -124,7 +124,7 @@ def _bounds(x: Any, block: int) -> tuple[Any, Any]:
 
 def _bins(x: jax.Array, block: int) -> jax.Array:
     """Return float32 [B, blocks, bins]: 1 where a block has a segment of that bin."""
-    found = (_blocks(x, block) % _BINS)[..., None] == np.arange(_BINS, dtype=np.int32)
+    found = (_blocks(x, block) % _BINS)[..., None] == np.arange(_BINS).astype(x.dtype).reshape(1, 1, 1, -1)
     return found.any(2).astype(np.float32)
 
 

@@ -6,6 +6,8 @@ a block again. One loop runs over the pairs of blocks that have anything to comp
 known only at run time.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from jaxtrain.models.attention.blocks import Pairs, Sizes, visible_pairs, visibl
 from jaxtrain.models.attention.dropout_mask import kept
 from jaxtrain.models.attention.options import Operands, Options
 
-Q_BLOCK, K_BLOCK = 256, 512
+Q_BLOCK, K_BLOCK = 256, 256
 
 
 class Gradients(NamedTuple):
@@ -108,7 +110,9 @@ def backward(
     if sinks is not None:
         shared = jnp.exp(sinks.astype(lse.dtype)[:, :, None] - lse) * weighted
         sinks = _sum_rows(-shared.sum(-1), len(sinks))
-    return Gradients(dq, dk, dv, bias if bias is None else _sum_rows(bias, len(operands.bias)), sinks)
+    if operands.bias is not None:
+        bias = _sum_rows(bias, len(operands.bias))
+    return Gradients(dq, dk, dv, bias, sinks)
 
 
 def _sum_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -133,9 +137,11 @@ def _over_rows(
 
     def compute(operands: Operands, *arrays: jax.Array) -> Any:
         # A shared operand of one row stays as it is; the own row of any other has an axis of size 1.
-        axes = Operands(*(None if x is None or len(x) == 1 < rows else 0 for x in operands))
-        own = zip(operands, axes, strict=True)
-        given = Operands(*(x if x is None or axis is None else x[:, None] for x, axis in own))
+        own = [None if x is None or len(x) == 1 < rows else 0 for x in operands]
+        axes: Any = Operands._make(own)
+        given = Operands(
+            *(x if x is None or axis is None else x[:, None] for x, axis in zip(operands, own, strict=True))
+        )
         return jax.vmap(one, in_axes=(0, axes, *[0] * len(arrays)))(pairs, given, *arrays)
 
     return compute
@@ -205,10 +211,11 @@ def _backward_rows(
         return [_added(carry[0], dq, at.q), _added(carry[1], dk, at.k), _added(carry[2], dv, at.k), *added]
 
     dq, dk, dv, *dbias = lax.fori_loop(0, count, step, init)
-    return (
-        *(block.joined_queries(dq), block.joined_keys(dk), block.joined_keys(dv)),
-        dbias[0][..., : operands.bias.shape[2], : operands.bias.shape[3]] if dbias else None,
-    )
+    joined = block.joined_queries(dq), block.joined_keys(dk), block.joined_keys(dv)
+    if operands.bias is None:
+        return *joined, None
+    t, s = operands.bias.shape[2:]
+    return *joined, dbias[0][..., :t, :s]
 
 
 class _At(NamedTuple):
@@ -311,7 +318,9 @@ class _Blocks:
             parts.append((self._numbers(at.k_number, sizes.k) < sizes.s)[None])
         if self.options.causal:
             own, other = (
-                self._numbers(number, size) if positions is None else self._cut_tokens(positions, at.row, number, size)
+                self._numbers(number, size)
+                if positions is None
+                else self._cut_tokens(positions, at.row, number, size).astype(np.int32)
                 for positions, number, size in (
                     (given.q_positions, at.q_number, sizes.q),
                     (given.k_positions, at.k_number, sizes.k),
@@ -325,13 +334,9 @@ class _Blocks:
             other = self._cut_tokens(given.k_segments, at.row, at.k_number, sizes.k)
             parts.append(own[:, None] == other[None])
         parts += [] if at.used is None else [at.used[None, None]]
-        attended = None
-        for part in parts:
-            attended = part if attended is None else attended & part
-        if given.mask is not None:
-            mask = self._cut(given.mask, at)
-            attended = mask if attended is None else mask & attended
-        return None if attended is None else self._by_head(attended[None] if attended.ndim == 2 else attended)
+        parts = [part[None] for part in parts]
+        parts += [] if given.mask is None else [self._cut(given.mask, at)]
+        return self._by_head(functools.reduce(operator.and_, parts)) if parts else None
 
     def dropped(self, at: _At, x: jax.Array) -> jax.Array:
         """Set the dropped elements of [K, N / K · Q, S] to 0 and scale the others."""
@@ -339,9 +344,13 @@ class _Blocks:
         if rng is None or rate == 0.0:
             return x
         heads = np.arange(self.heads, dtype=np.uint32)[:, None, None]
-        queries, keys = self._numbers(at.q_number, sizes.q)[:, None], self._numbers(at.k_number, sizes.k)[None]
-        own = lax.dynamic_index_in_dim(rng, at.row, keepdims=False)
-        keep = kept(own, rate, (self.heads, sizes.t, sizes.s), heads, queries, keys)
+        queries, keys = self._numbers(at.q_number, sizes.q), self._numbers(at.k_number, sizes.k)
+        q_positions, k_positions = self.operands.q_positions, self.operands.k_positions
+        if self.options.whole is not None and q_positions is not None and k_positions is not None:
+            queries = self._cut_tokens(q_positions, at.row, at.q_number, sizes.q)
+            keys = self._cut_tokens(k_positions, at.row, at.k_number, sizes.k)
+        own, whole = lax.dynamic_index_in_dim(rng, at.row, keepdims=False), self.options.whole or (sizes.t, sizes.s)
+        keep = kept(own, rate, (self.heads, *whole), heads, queries[None, :, None], keys[None, None])
         return jnp.where(keep.reshape(x.shape), x / (1.0 - rate), 0)
 
     def bias_with(self, at: _At, gradient: jax.Array, of_scores: jax.Array) -> jax.Array:

@@ -4,6 +4,8 @@ JAX's generator is counter-based (Threefry, Salmon et al. 2011): the bits of an 
 element's index only. A block of the mask can therefore be drawn without the rest, and drawn again in the backward pass.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,12 @@ Array = jax.Array | np.ndarray
 def is_counter_based(rng: jax.Array) -> bool:
     """Return whether the bits of a key's arrays depend on the key and on an element's index only."""
     typed = jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    name = str(jax.random.key_impl(rng)) if typed else str(jax.config.jax_default_prng_impl)
-    return name in ("fry", "threefry2x32") and bool(jax.config.jax_threefry_partitionable)
+    name = str(jax.random.key_impl(rng)) if typed else str(_setting("jax_default_prng_impl"))
+    return name in ("fry", "threefry2x32") and bool(_setting("jax_threefry_partitionable"))
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)
 
 
 def counters(rng: jax.Array, rows: int) -> jax.Array:

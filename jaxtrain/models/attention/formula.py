@@ -4,6 +4,8 @@
 fully masked row.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +115,7 @@ def _attended(options: Options, operands: Operands, t: int, s: int) -> jax.Array
     if not options.causal:
         return mask
     if operands.q_positions is None and operands.k_positions is None:
-        lower = visible(t, s, options.window)
+        lower: Any = visible(t, s, options.window)
     else:
         own, other = (
             np.arange(n)[None] if positions is None else positions

@@ -82,7 +82,7 @@ def attention(
     options = Options(scale, causal, window, softcap, dropout if dropping else 0.0)
     rows = None if sinks is None else sinks[None]
     operands = Operands(mask, bias, rows, *((None, None) if segments is None else segments))
-    if is_long(q, k) and (rng is None or not dropping or is_counter_based(rng)):
+    if is_long(q.shape[1], k.shape[1]) and (rng is None or not dropping or is_counter_based(rng)):
         if rng is not None and dropping:
             operands = operands._replace(rng=counters(rng, len(q)))
         common = jnp.promote_types(q.dtype, k.dtype)

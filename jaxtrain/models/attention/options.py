@@ -15,6 +15,8 @@ class Options(NamedTuple):
       window: Number of positions up to its own that a causal query attends to; None for all.
       softcap: Bound c of the scaled scores, which become c · tanh(score / c); None for none.
       dropout: Rate at which weights are dropped; 0 without a key.
+      whole: T and S of the attention of which this is a part; its dropout mask is the part of the whole mask at the
+        positions. None if this is the whole.
     """
 
     scale: float
@@ -22,6 +24,7 @@ class Options(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     dropout: float = 0.0
+    whole: tuple[int, int] | None = None
 
 
 class Operands(NamedTuple):

@@ -7,7 +7,6 @@ Otherwise it computes the formula, or for long sequences the same attention bloc
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,10 +25,9 @@ LONG = 1024 * 1024
 """Number of scores of a head from which attention is computed block by block."""
 
 
-def is_long(q: Any, k: Any) -> bool:
-    """Return whether attention of these shapes is computed block by block where there is no kernel."""
-    sizes = q.shape[1], k.shape[1]
-    return all(isinstance(n, int) for n in sizes) and math.prod(sizes) >= LONG  # an export may have symbolic sizes
+def is_long(t: int, s: int) -> bool:
+    """Return whether attention of T queries to S keys is computed block by block where there is no kernel."""
+    return isinstance(t, int) and isinstance(s, int) and t * s >= LONG  # an export may have symbolic sizes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,7 +70,7 @@ def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], by_row: bool, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    if is_long(q, k):
+    if is_long(q.shape[1], k.shape[1]):
         out, statistics = blockwise.forward(Options(**options), q, k, v, operands, by_row=by_row)
         return out.astype(v.dtype), statistics[..., None]
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
@@ -83,7 +81,7 @@ def _portable_backward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], by_row: bool, **options: Any
 ) -> list[Any]:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    if not is_long(q, k):
+    if not is_long(q.shape[1], k.shape[1]):
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
     residuals = operands, out, statistics[..., 0], cotangent

@@ -20,11 +20,13 @@ from jaxtrain.models.attention import attention
 from jaxtrain.models.decoder import (
     KVCache,
     LayerCache,
+    Visible,
     attention_mask,
     reserve,
     sliding_window_mask,
     token_positions,
     update_cache,
+    visible_keys,
 )
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.llama.config import SLIDING, LlamaConfig
@@ -76,7 +78,7 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array],
-        mask: jax.Array | None,
+        visible: Visible,
         rng: jax.Array | None,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -86,9 +88,9 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
         k, v, cache = update_cache(k, v, cache)
-        causal, dropout = mask is None, self.config.attention_dropout
+        (mask, segments), causal, rate = visible, visible.is_causal, self.config.attention_dropout
         window = self.config.sliding_window if causal and self.config.layer_types is None else None
-        attended = attention(q, k, v, mask=mask, causal=causal, window=window, dropout=dropout, rng=rng)
+        attended = attention(q, k, v, mask=mask, segments=segments, causal=causal, window=window, dropout=rate, rng=rng)
         return self.o_proj(checkpoint_name(attended.reshape(b, t, -1), "attention")), cache
 
 
@@ -170,20 +172,20 @@ class Llama(nnx.Module):
     ) -> Any:
         config, t = self.config, tokens.shape[1]
         cache, segments = reserve(cache, segments, tokens)
-        masks = _masks(config, t, segments, cache)
+        visible = _visible(config, t, segments, cache)
         x = self._embed(tokens)
         cos_sin = rotary_cos_sin(config.rope_parameters, token_positions(positions, t, cache), config.head_dim, x.dtype)
         graphdef, layers = nnx.split(self.layers)
 
         @block
-        def apply(layer: Any, kind: LayerKind, x: jax.Array, cos_sin: Any, masks: Any, *context: Any) -> Any:
-            return nnx.merge(graphdef, layer)(x, _select_cos_sin(cos_sin, kind), _select_mask(masks, kind), *context)
+        def apply(layer: Any, kind: LayerKind, x: jax.Array, cos_sin: Any, visible: Any, *context: Any) -> Any:
+            return nnx.merge(graphdef, layer)(x, _select_cos_sin(cos_sin, kind), _select_mask(visible, kind), *context)
 
         rngs = None if rng is None else jax.random.split(rng, config.num_hidden_layers)
         caches = None if cache is None else cache.layers()
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            x, aux, updated = apply(*layer[:2], x, cos_sin, masks, *layer[2:])
+            x, aux, updated = apply(*layer[:2], x, cos_sin, visible, *layer[2:])
             return x, (aux, updated)
 
         x, (aux, caches) = lax.scan(step, x, (layers, _layer_kinds(config), rngs, caches))
@@ -230,23 +232,24 @@ def _layer_kinds(config: LlamaConfig) -> LayerKind:
     )
 
 
-def _masks(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Any, Any]:
-    """Return (mask of all layers, None), or (mask without the window, mask with it) where layers differ.
+def _visible(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Visible, Any]:
+    """Return (keys of all layers, None), or (keys without the window, mask with it) where layers differ.
 
-    None for the causal mask, with the window of all layers if there is one: `attention` has kernels for them.
+    Causal by themselves only with the window of all layers, if there is one: `attention` has kernels for them.
     """
-    if config.layer_types is None and segments is None and cache is None:
-        return None, None
+    if config.layer_types is None:
+        alone = segments is None and cache is None
+        return Visible() if alone else visible_keys(t, segments, config.sliding_window, cache), None
     narrow = attention_mask(t, segments, config.sliding_window, cache)
-    if config.layer_types is None or narrow is None:
-        return narrow, None
+    if narrow is None:
+        return Visible(), None
     wide = attention_mask(t, segments, None, cache)
-    return sliding_window_mask(t, t, 0, None) if wide is None else wide, narrow
+    return Visible(sliding_window_mask(t, t, 0, None) if wide is None else wide), narrow
 
 
-def _select_mask(masks: tuple[Any, Any], kind: LayerKind) -> Any:
-    wide, narrow = masks
-    return wide if narrow is None else jnp.where(kind.is_sliding, narrow, wide)
+def _select_mask(visible: tuple[Visible, Any], kind: LayerKind) -> Visible:
+    wide, narrow = visible
+    return wide if narrow is None else Visible(jnp.where(kind.is_sliding, narrow, wide.mask))
 
 
 def _select_cos_sin(cos_sin: tuple[jax.Array, jax.Array], kind: LayerKind) -> tuple[jax.Array, jax.Array]:
