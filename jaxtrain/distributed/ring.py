@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.rows import window_sharding
-from jaxtrain.models.attention import blockwise
+from jaxtrain.models.attention import blockwise, cudnn
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import FORWARD, is_long
 
@@ -55,13 +55,18 @@ def find_attention(eqn: JaxprEqn, args: Sequence[Any]) -> Attention | None:
     return Attention(Options(**options), args[0], args[1], args[2], operands)
 
 
+def has_kernel(attention: Attention) -> bool:
+    """Return whether cuDNN has a kernel for this attention, of whole sequences."""
+    return attention.q.dtype in cudnn.LOW and cudnn.is_supported(*attention)
+
+
 def is_ring(attention: Attention, mesh: Mesh) -> bool:
     """Return whether `ring_attention` computes this attention on a mesh."""
     options, q, k, _, operands = attention
     n, (given, _) = sequence_parallel_size(mesh.shape), operands.split()
-    chunks = 2 * n if _is_zigzag(options) else n
-    divisible = q.shape[1] == k.shape[1] and q.shape[1] % chunks == 0 and q.shape[0] % data_parallel_size(mesh.shape) == 0
-    return is_long(q, k) and divisible and {*given} <= _SERVED
+    (rows, t), s, chunks = q.shape[:2], k.shape[1], 2 * n if _is_zigzag(options) else n
+    divisible = t == s and t % chunks == 0 and rows % data_parallel_size(mesh.shape) == 0
+    return is_long(t, s) and divisible and {*given} <= _SERVED
 
 
 def ring_attention(attention: Attention, mesh: Mesh) -> jax.Array:
@@ -122,9 +127,7 @@ class _Ring:
         return attend(q, k, v, *others)
 
     def _map(self, fn: Callable[..., Any], in_specs: Sequence[P], out_specs: Sequence[P]) -> Callable[..., Any]:
-        return jax.shard_map(
-            fn, mesh=self._mesh, in_specs=tuple(in_specs), out_specs=tuple(out_specs), check_vma=False
-        )
+        return jax.shard_map(fn, mesh=self._mesh, in_specs=tuple(in_specs), out_specs=tuple(out_specs), check_vma=False)
 
     def _operand_spec(self, name: str, x: jax.Array) -> P:
         rows = self._rows if x.shape[0] > 1 else None
