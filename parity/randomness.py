@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxtrain.errors import UserError
+from jaxtrain.models.attention import drawn_mask, draws_mask
 from jaxtrain.step import LossFn, micro_batch_key, validated
 from jaxtrain.transforms.jaxpr import Run, bind, evaluate_inner, inner_jaxprs, is_call, transform, unroll_scan
 from parity.case import Case
@@ -100,6 +101,10 @@ def dropout_mask_fn(
 
         def rule(eqn: JaxprEqn, args: list[Any], run: Run) -> Sequence[Any]:
             if not _draws(eqn):
+                return bind(eqn, args)
+            if draws_mask(eqn):
+                drawn(eqn)
+                found.append(drawn_mask(eqn, args))
                 return bind(eqn, args)
             if _is_draw(eqn):
                 drawn(eqn)
@@ -201,7 +206,8 @@ def _is_draw(eqn: JaxprEqn) -> bool:
 
 
 def _draws(eqn: JaxprEqn) -> bool:
-    return _is_draw(eqn) or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
+    drawing = _is_draw(eqn) or draws_mask(eqn)
+    return drawing or any(_draws(inner) for body in inner_jaxprs(eqn) for inner in body.eqns)
 
 
 def _inlined(eqn: JaxprEqn, args: list[Any], run: Run) -> list[Any]:

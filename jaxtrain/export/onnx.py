@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtrain.errors import UserError
 from jaxtrain.export.onnx_graph import IR_VERSION, OPSET, Graph, Value, constant, element_type
 from jaxtrain.export.onnx_operators import OPERATORS, unsupported
+from jaxtrain.models.attention import FORWARD, as_formula
 from jaxtrain.transforms.jaxpr import bind, scan_sizes
 
 MAX_BYTES = 2**31 - 1
@@ -166,6 +167,9 @@ def _convert_equation(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[
     if name in _CALLS:
         body = eqn.params[_CALLS[name]]
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+        return _convert(graph, closed.jaxpr, closed.consts, inputs)
+    if name == FORWARD.name:
+        closed = as_formula(eqn)
         return _convert(graph, closed.jaxpr, closed.consts, inputs)
     if name == "scan":
         return _unroll_scan(graph, eqn, inputs)

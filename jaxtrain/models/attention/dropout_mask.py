@@ -74,6 +74,12 @@ def kept(
     return uniform < dtype.type(1.0 - rate)
 
 
+def kept_of_rows(rate: float, rng: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+    """Return the whole mask, bool [B, N, T, S]; the arguments are those of `kept`, for the counters of all rows."""
+    heads, queries, keys = np.ix_(*(np.arange(n, dtype=np.uint32) for n in shape))
+    return jax.vmap(lambda row: kept(row, rate, shape, heads, queries, keys))(rng)
+
+
 def _product(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
     """Return the high and the low word of x · y, uint32 each."""
     half, low = np.uint32(16), np.uint32(0xFFFF)

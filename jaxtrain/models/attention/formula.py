@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.attention.dropout_mask import kept
+from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.dropout import dropout as _dropout
 
@@ -41,7 +41,7 @@ def formula(
         weights = jnp.where(attended, weights, 0)  # the softmax of a fully masked row is uniform
     weights = weights.astype(v.dtype)
     if operands.rng is not None:
-        keep = _kept(options, operands.rng, (n, t, s))
+        keep = kept_of_rows(options.dropout, operands.rng, (n, t, s))
         weights = jnp.where(keep, weights / (1.0 - options.dropout), jnp.zeros_like(weights))
     weights = _dropout(weights, options.dropout, rng).reshape(b, heads, n // heads, t, s)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, v.shape[-1])
@@ -130,8 +130,3 @@ def _may_see_nothing(options: Options, operands: Operands, t: int, s: int) -> bo
     """Return whether a query may attend to no key, which causality alone does not cause."""
     given = operands.mask, operands.q_segments, operands.q_positions, operands.k_positions
     return any(x is not None for x in given) or (options.window is not None and t > s)
-
-
-def _kept(options: Options, rng: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-    heads, queries, keys = np.ix_(*(np.arange(n, dtype=np.uint32) for n in shape))
-    return jax.vmap(lambda row: kept(row, options.dropout, shape, heads, queries, keys))(rng)

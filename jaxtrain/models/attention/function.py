@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import cudnn
@@ -80,22 +81,30 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dropping = rng is not None and dropout > 0.0
     options = Options(scale, causal, window, softcap, dropout if dropping else 0.0)
-    rows = None if sinks is None else sinks[None]
-    operands = Operands(mask, bias, rows, *((None, None) if segments is None else segments))
-    if is_long(q.shape[1], k.shape[1]) and (rng is None or not dropping or is_counter_based(rng)):
-        if rng is not None and dropping:
-            operands = operands._replace(rng=counters(rng, len(q)))
-        common = jnp.promote_types(q.dtype, k.dtype)
-        q, k = q.astype(common), k.astype(common)
-        given, others = operands.split()
-        return _long(options, given)(q, k, v, *others)
-    operands = operands._replace(
-        mask=combined_mask(mask, operands.q_segments, operands.k_segments), q_segments=None, k_segments=None
-    )
-    if not dropping and cudnn.is_supported(options, q, k, v, operands):
+    q_segments, k_segments = (None, None) if segments is None else segments
+    operands = Operands(mask, bias, None if sinks is None else sinks[None], q_segments, k_segments)
+    key = rng if dropping else None
+    if is_long(q.shape[1], k.shape[1]) and (key is None or is_counter_based(key)):
+        return _attend_long(options, q, k, v, operands, key)
+    operands = operands._replace(mask=combined_mask(mask, q_segments, k_segments), q_segments=None, k_segments=None)
+    if key is None and cudnn.is_supported(options, q, k, v, operands):
         given, others = operands.split()
         return _fused_on_cuda(options, given)(q, k, v, *others)
-    return formula(options, q, k, v, operands, rng if dropping else None)
+    return formula(options, q, k, v, operands, key)
+
+
+def _attend_long(
+    options: Options, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, rng: jax.Array | None
+) -> jax.Array:
+    mask, common = operands.mask, jnp.promote_types(q.dtype, k.dtype)
+    if mask is not None and operands.q_segments is None and mask.shape[1:] == (1, 1, k.shape[1]):
+        # Blocks of padding are not computed.
+        ones = jnp.ones((1, q.shape[1]), np.int32)
+        operands = operands._replace(mask=None, q_segments=ones, k_segments=mask[:, 0, 0].astype(np.int32))
+    if rng is not None:
+        operands = operands._replace(rng=counters(rng, len(q)))
+    given, others = operands.split()
+    return _in_low_precision(options, given)(q.astype(common), k.astype(common), v, *others)
 
 
 @functools.cache
@@ -109,8 +118,8 @@ def _fused_on_cuda(options: Options, given: tuple[str, ...]) -> Callable[..., ja
 
 
 @functools.cache
-def _long(options: Options, given: tuple[str, ...]) -> Callable[..., jax.Array]:
-    """Return attention in low precision on every platform: nothing in it has the shape of the scores."""
+def _in_low_precision(options: Options, given: tuple[str, ...]) -> Callable[..., jax.Array]:
+    """Return attention as one operation of autocast's low-precision list on every platform."""
     return low_operation(_of_arrays(fused_attention, options, given))
 
 

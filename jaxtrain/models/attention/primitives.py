@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxtrain.models.attention import blockwise, cudnn
+from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.formula import formula, log_sum_exp
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.transforms import jax_internals
@@ -105,6 +106,31 @@ def _explicit_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...
     _, vjp = jax.vjp(compute, q, k, v, operands.differentiable())
     dq, dk, dv, others = vjp(cotangent)
     return [dq, dk, dv, *others.values()]
+
+
+def draws_mask(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is the forward primitive with dropout, whose mask is not in its results."""
+    return eqn.primitive is FORWARD and "rng" in eqn.params["given"]
+
+
+def drawn_mask(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:
+    """Return the dropout mask of such an equation, bool [B, N, T, S]."""
+    (_, t, n, _), s = args[0].shape, args[1].shape[1]
+    rng = Operands.joined(eqn.params["given"], args[3:])[0].rng
+    assert rng is not None
+    return kept_of_rows(eqn.params["dropout"], rng, (n, t, s))
+
+
+def as_formula(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the formula of an equation of the forward primitive; its statistics are 0."""
+
+    def compute(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
+        options = {name: x for name, x in eqn.params.items() if name != "given"}
+        operands, _ = Operands.joined(eqn.params["given"], rest)
+        statistics: Any = eqn.outvars[1].aval
+        return [formula(Options(**options), q, k, v, operands), jnp.zeros(statistics.shape, statistics.dtype)]
+
+    return jax.make_jaxpr(compute)(*(v.aval for v in eqn.invars))
 
 
 def _cudnn_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:

@@ -1,0 +1,206 @@
+"""The arrays of attention in blocks, and the scores and the masks of a pair of blocks."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.models.attention.blocks import Pairs, Sizes
+from jaxtrain.models.attention.dropout_mask import kept
+from jaxtrain.models.attention.options import Operands, Options
+
+
+class At(NamedTuple):
+    """A pair of blocks: its row, its numbers in the row, and those among the blocks of all rows."""
+
+    row: jax.Array
+    q_number: jax.Array
+    k_number: jax.Array
+    q: jax.Array
+    k: jax.Array
+    used: jax.Array | None
+
+
+class Scores(NamedTuple):
+    """Scores of a pair of blocks, -inf where masked, and the derivative of their soft cap."""
+
+    masked: jax.Array
+    slope: jax.Array | None
+
+
+class BlockArrays:
+    """The blocks of arrays: of queries [B · blocks, K, N / K · Q, H], of keys [B · blocks, K, S, H]."""
+
+    def __init__(
+        self, options: Options, sizes: Sizes, pairs: Pairs, count: Any, operands: Operands, q: jax.Array, k: jax.Array
+    ) -> None:
+        self.options, self.sizes, self.pairs = options, sizes, pairs
+        self.index = jnp.asarray(pairs.index)
+        self.is_partly_used = count is not pairs.count
+        self.rows, _, self.heads, _ = q.shape
+        self.groups = k.shape[2]
+        q_extra, k_extra = sizes.q_blocks * sizes.q - sizes.t, sizes.k_blocks * sizes.k - sizes.s
+
+        def padded(x: jax.Array | None, *extra: int) -> jax.Array | None:
+            if x is None or not any(extra):
+                return x
+            axes = range(x.ndim - len(extra), x.ndim)
+            widths = [(0, n if x.shape[axis] > 1 else 0) for axis, n in zip(axes, extra, strict=True)]
+            return jnp.pad(x, [(0, 0)] * (x.ndim - len(extra)) + widths)
+
+        both = q_extra, k_extra
+        self.operands = operands._replace(
+            mask=padded(operands.mask, *both),
+            bias=padded(operands.bias, *both),
+            q_segments=padded(operands.q_segments, q_extra),
+            k_segments=padded(operands.k_segments, k_extra),
+            q_positions=padded(operands.q_positions, q_extra),
+            k_positions=padded(operands.k_positions, k_extra),
+        )
+
+    def at(self, i: Any) -> At:
+        """Return the pair number i."""
+        row, q, k = lax.dynamic_index_in_dim(self.index, i, keepdims=False)
+        used = i < self.pairs.count if self.is_partly_used else None
+        return At(row, q, k, row * self.sizes.q_blocks + q, row * self.sizes.k_blocks + k, used)
+
+    def split_queries(self, x: jax.Array, padding: float = 0.0) -> jax.Array:
+        """Return [B, T, N, H] as [B · blocks, K, N / K · Q, H]."""
+        size, count = self.sizes.q, self.sizes.q_blocks
+        x = jnp.pad(x, ((0, 0), (0, size * count - x.shape[1]), (0, 0), (0, 0)), constant_values=padding)
+        x = x.reshape(self.rows, count, size, self.groups, -1, x.shape[-1])
+        return x.transpose(0, 1, 3, 4, 2, 5).reshape(self.rows * count, self.groups, -1, x.shape[-1])
+
+    def joined_queries(self, x: jax.Array) -> jax.Array:
+        """Undo `split_queries`."""
+        size, count = self.sizes.q, self.sizes.q_blocks
+        x = x.reshape(self.rows, count, self.groups, -1, size, x.shape[-1])
+        return x.transpose(0, 1, 4, 2, 3, 5).reshape(self.rows, count * size, -1, x.shape[-1])[:, : self.sizes.t]
+
+    def split_keys(self, x: jax.Array) -> jax.Array:
+        """Return [B, S, K, H] as [B · blocks, K, size, H]."""
+        size, count = self.sizes.k, self.sizes.k_blocks
+        x = jnp.pad(x, ((0, 0), (0, size * count - x.shape[1]), (0, 0), (0, 0)))
+        x = x.reshape(self.rows, count, size, self.groups, x.shape[-1])
+        return x.swapaxes(2, 3).reshape(self.rows * count, self.groups, size, x.shape[-1])
+
+    def joined_keys(self, x: jax.Array) -> jax.Array:
+        """Undo `split_keys`."""
+        size, count = self.sizes.k, self.sizes.k_blocks
+        x = x.reshape(self.rows, count, self.groups, size, x.shape[-1]).swapaxes(2, 3)
+        return x.reshape(self.rows, count * size, self.groups, x.shape[-1])[:, : self.sizes.s]
+
+    def scores(self, at: At, queries: jax.Array, keys: jax.Array) -> Scores:
+        """Compute the scores [K, N / K · Q, S] of a pair of blocks."""
+        scores = product(block_of(queries, at.q), block_of(keys, at.k), 2) * self.options.scale
+        slope = None
+        if (cap := self.options.softcap) is not None:
+            curve = jnp.tanh(scores / cap)
+            scores, slope = cap * curve, 1 - curve * curve
+        if (bias := self.operands.bias) is not None:
+            scores = scores + self._by_head(self._cut(bias, at)).astype(scores.dtype)
+        if (attended := self._attended(at)) is not None:
+            scores = jnp.where(attended, scores, -jnp.inf)
+        return Scores(scores, slope)
+
+    def _attended(self, at: At) -> jax.Array | None:
+        """Return which keys the queries attend to, broadcastable to [K, N / K · Q, S]; None for all."""
+        sizes, given, parts = self.sizes, self.operands, []
+        if sizes.s % sizes.k:
+            parts.append((self._numbers(at.k_number, sizes.k) < sizes.s)[None])
+        if self.options.causal:
+            own, other = (
+                self._numbers(number, size)
+                if positions is None
+                else self._cut_tokens(positions, at.row, number, size).astype(np.int32)
+                for positions, number, size in (
+                    (given.q_positions, at.q_number, sizes.q),
+                    (given.k_positions, at.k_number, sizes.k),
+                )
+            )
+            distance = own[:, None] - other[None]
+            parts.append(distance >= 0)
+            parts += [] if self.options.window is None else [distance < self.options.window]
+        if given.q_segments is not None and given.k_segments is not None:
+            own = self._cut_tokens(given.q_segments, at.row, at.q_number, sizes.q)
+            other = self._cut_tokens(given.k_segments, at.row, at.k_number, sizes.k)
+            parts.append(own[:, None] == other[None])
+        parts += [] if at.used is None else [at.used[None, None]]
+        parts = [part[None] for part in parts]
+        parts += [] if given.mask is None else [self._cut(given.mask, at)]
+        return self._by_head(functools.reduce(operator.and_, parts)) if parts else None
+
+    def dropped(self, at: At, x: jax.Array) -> jax.Array:
+        """Set the dropped elements of [K, N / K · Q, S] to 0 and scale the others."""
+        rng, rate, sizes = self.operands.rng, self.options.dropout, self.sizes
+        if rng is None or rate == 0.0:
+            return x
+        heads = np.arange(self.heads, dtype=np.uint32)[:, None, None]
+        queries, keys = self._numbers(at.q_number, sizes.q), self._numbers(at.k_number, sizes.k)
+        q_positions, k_positions = self.operands.q_positions, self.operands.k_positions
+        if self.options.whole is not None and q_positions is not None and k_positions is not None:
+            queries = self._cut_tokens(q_positions, at.row, at.q_number, sizes.q)
+            keys = self._cut_tokens(k_positions, at.row, at.k_number, sizes.k)
+        own, whole = lax.dynamic_index_in_dim(rng, at.row, keepdims=False), self.options.whole or (sizes.t, sizes.s)
+        keep = kept(own, rate, (self.heads, *whole), heads, queries[None, :, None], keys[None, None])
+        return jnp.where(keep.reshape(x.shape), x / (1.0 - rate), 0)
+
+    def bias_with(self, at: At, gradient: jax.Array, of_scores: jax.Array) -> jax.Array:
+        """Add the gradient of a pair of blocks to that of the bias."""
+        start, shape = self._place(gradient, at)
+        added = of_scores.reshape(1, self.heads, self.sizes.q, self.sizes.k)
+        axes = tuple(i for i in range(1, 4) if shape[i] == 1)
+        added = added.sum(axes, keepdims=True) if axes else added
+        old = lax.dynamic_slice(gradient, start, shape)
+        return lax.dynamic_update_slice(gradient, old + added, start)
+
+    def _cut(self, x: jax.Array, at: At) -> jax.Array:
+        """Return the part of [1 or B, 1 or N, 1 or T, 1 or S] for a pair of blocks, without the first axis."""
+        return lax.dynamic_slice(x, *self._place(x, at))[0]
+
+    def _place(self, x: jax.Array, at: At) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        zero = np.int32(0)
+        rows, heads, t, s = x.shape
+        starts = (
+            at.row if rows > 1 else zero,
+            zero,
+            at.q_number * self.sizes.q if t > 1 else zero,
+            at.k_number * self.sizes.k if s > 1 else zero,
+        )
+        return starts, (1, heads, self.sizes.q if t > 1 else 1, self.sizes.k if s > 1 else 1)
+
+    def _cut_tokens(self, x: jax.Array, row: jax.Array, number: jax.Array, size: int) -> jax.Array:
+        start = row if len(x) > 1 else np.int32(0), number * size
+        return lax.dynamic_slice(x, start, (1, size))[0]
+
+    def _by_head(self, x: jax.Array) -> jax.Array:
+        """Return [1 or N, 1 or Q, 1 or S] broadcastable to [K, N / K · Q, S]."""
+        heads, q, s = x.shape
+        if self.heads == self.groups or heads == q == 1:
+            return x
+        x = jnp.broadcast_to(x, (self.heads, self.sizes.q, s))
+        return x.reshape(self.groups, -1, s)
+
+    @staticmethod
+    def _numbers(number: jax.Array, size: int) -> jax.Array:
+        return number * size + np.arange(size, dtype=np.int32)
+
+
+def wide(x: jax.Array) -> Any:
+    """Return the dtype of sums of products of `x`: float32 at least."""
+    return np.promote_types(x.dtype, np.float32)
+
+
+def block_of(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Return one block of [blocks, ...]."""
+    return lax.dynamic_index_in_dim(x, number, keepdims=False)
+
+
+def product(x: jax.Array, y: jax.Array, axis: int, transposed: bool = False) -> jax.Array:
+    """Return the product of [K, m, n], or its transpose, with [K, ...], contracted over that axis of `y`."""
+    numbers = (((1 if transposed else 2,), (axis,)), ((0,), (0,)))
+    return lax.dot_general(x, y, numbers, preferred_element_type=wide(x))
