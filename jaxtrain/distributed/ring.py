@@ -156,23 +156,21 @@ class _OnDevice:
         q, k, v = map(self._to_ring, (q, k, v))
         operands = self._operands(given, others)
 
-        def attend(i: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
-            k, v, segments = keys
-            return blockwise.forward(
-                self.options, q, k, v, self._operands_of(operands, i, segments), blocks=self.blocks
-            )
-
-        def step(i: Any, carry: Any) -> Any:
+        def attend(i: Any, carry: Any) -> Any:
             keys, sums = carry
-            return _pass_on(keys, self.devices), _combined(sums, attend(i, keys))
+            k, v, segments = keys
+            given = self._operands_of(operands, i, segments)
+            return keys, _combined(sums, blockwise.forward(self.options, q, k, v, given, blocks=self.blocks))
 
-        keys = k, v, operands.k_segments
-        sums = attend(np.int32(0), keys)
-        if self.steps > 1:
-            keys, sums = lax.fori_loop(
-                np.int32(1), np.int32(self.steps - 1), step, (_pass_on(keys, self.devices), sums)
-            )
-            sums = _combined(sums, attend(np.int32(self.steps - 1), keys))
+        def attend_and_pass(i: Any, carry: Any) -> Any:
+            keys, sums = attend(i, carry)
+            return _pass_on(keys, self.devices), sums
+
+        (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
+        sums = jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)
+        carry = (k, v, operands.k_segments), sums
+        carry = lax.fori_loop(np.int32(0), np.int32(self.steps - 1), attend_and_pass, carry)
+        _, sums = attend(np.int32(self.steps - 1), carry)
         out, lse = sums
         return self._to_order(out.astype(v.dtype)), q, k, v, lse
 
@@ -191,24 +189,21 @@ class _OnDevice:
         out, cotangent = self._to_ring(out), self._to_ring(cotangent)
         operands = self._operands(given, others)
 
-        def step(i: Any, carry: Any) -> Any:
+        def differentiate(i: Any, carry: Any) -> Any:
             keys, of_q, of_keys = carry
             k, v, segments = keys
-            grads = blockwise.backward(
-                self.options,
-                *(q, k, v, self._operands_of(operands, i, segments), out, lse, cotangent),
-                blocks=self.blocks,
-            )
+            saved = self._operands_of(operands, i, segments), out, lse, cotangent
+            grads = blockwise.backward(self.options, q, k, v, *saved, blocks=self.blocks)
             return keys, of_q + grads.q, (of_keys[0] + grads.k, of_keys[1] + grads.v)
 
-        def step_and_pass(i: Any, carry: Any) -> Any:
-            keys, of_q, of_keys = step(i, carry)
+        def differentiate_and_pass(i: Any, carry: Any) -> Any:
+            keys, of_q, of_keys = differentiate(i, carry)
             return _pass_on(keys, self.devices), of_q, _pass_on(of_keys, self.devices)
 
         of_q, of_k, of_v = (jnp.zeros(x.shape, np.promote_types(x.dtype, np.float32)) for x in (q, k, v))
         carry = (k, v, operands.k_segments), of_q, (of_k, of_v)
-        carry = lax.fori_loop(np.int32(0), np.int32(self.steps - 1), step_and_pass, carry)
-        _, of_q, of_keys = step(np.int32(self.steps - 1), carry)
+        carry = lax.fori_loop(np.int32(0), np.int32(self.steps - 1), differentiate_and_pass, carry)
+        _, of_q, of_keys = differentiate(np.int32(self.steps - 1), carry)
         of_k, of_v = _pass_on(of_keys, self.devices, 1 - self.steps)  # to the device that they belong to
         return tuple(self._to_order(g.astype(x.dtype)) for g, x in zip((of_q, of_k, of_v), (q, k, v), strict=True))
 
