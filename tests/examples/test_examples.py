@@ -106,7 +106,7 @@ def test_every_example_with_a_recipe_is_tested():
 all_examples = pytest.mark.parametrize("example", EXAMPLES)
 
 
-@pytest.mark.slow  # the run that is killed shows the same of resuming
+@pytest.mark.sampled(1)
 @all_examples
 def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example, chain, tmp_path):
     run = chain(example)
@@ -118,7 +118,7 @@ def test_an_example_interrupted_and_resumed_equals_the_uninterrupted_run(example
     assert resumed.sample == run.whole.sample
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # by default, runs of a recipe are killed: tests/soak/test_kills.py
 @pytest.mark.parametrize(("example", "kill"), [*zip(EXAMPLES, itertools.cycle(KILLS), strict=False)])
 def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kill, chain, server, tmp_path):
     run = chain(example)
@@ -133,14 +133,14 @@ def test_an_example_killed_and_resumed_equals_the_uninterrupted_run(example, kil
     assert logged(resumed) == logged(run.whole)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # tests/cli/test_own_run.py replays a step of a user's run by default
 @all_examples
 def test_replay_repeats_a_step_of_an_example(example, chain, capsys):
     assert jaxtrain.cli.main(["replay", str(chain(example).whole.run.path), str(STEPS)]) == 0
     assert "all values are finite" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @all_examples
 def test_report_shows_an_example(example, chain, capsys):
     run = chain(example).whole.run

@@ -19,6 +19,7 @@ def test_retrieval_beats_chance_after_a_short_training(tmp_path):
     assert last["eval_top5"] > 40 / names
 
 
+@pytest.mark.slow
 def test_micro_batches_have_fewer_negatives_and_a_lower_loss():
     task = load("two_tower.py::Docstrings", width=8).task()
     batch = next(training_batches(task.train, 64, 0))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import jaxtrain
 from jaxtrain.errors import UserError
+from jaxtrain.models.attention import attention
 from parity import torch_side
 from parity.case import Case
 from parity.cases import bert, cnn_bn, gpt2, llama, mlp, t5, vit
@@ -96,6 +97,16 @@ def test_masks_are_found_inside_calls_and_vmap() -> None:
         np.testing.assert_array_equal(masks_of(inside), [keep(KEY)])
     keys = jax.random.split(KEY, 3)
     np.testing.assert_array_equal(masks_of(lambda _: jax.vmap(keep)(keys)), [[keep(key) for key in keys]])
+
+
+def test_the_mask_of_attention_block_by_block_is_found() -> None:
+    def loss_fn(params: Any, batch: Any, rng: jax.Array) -> Any:
+        x = params * batch
+        return jaxtrain.Loss(attention(x, x, x, dropout=0.5, rng=rng).sum(), 1), {}
+
+    batch, key = jnp.ones((2, 1024, 2, 1)), jax.random.key(1)
+    (mask,) = jax.jit(dropout_mask_fn(loss_fn))(1.0, batch, key, None)
+    np.testing.assert_array_equal(mask, jax.random.bernoulli(key, 0.5, (2, 2, 1024, 1024)))
 
 
 def test_flaxs_dropout_masks_are_found() -> None:

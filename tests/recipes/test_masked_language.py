@@ -80,6 +80,7 @@ def test_rows_of_a_table_are_enclosed_and_padded(write_table) -> None:
     assert max(weights) == (tokens < 256).sum()
 
 
+@pytest.mark.slow
 def test_a_sample_shows_the_text_before_and_after(task: Task) -> None:
     assert task.sample is not None
     state = train_step(task.loss_fn, optax.sgd(0.0)).init(task.params)

@@ -23,9 +23,6 @@ Q_BLOCK, K_BLOCK = 128, 128
 forward and backward take 72 ms of processor time (blocks of 64 × 64: 76, 128 × 256: 82, 256 × 256: 101); the formula
 takes 729, PyTorch 56."""
 
-LOOPS = 2
-"""Loops over the rows of a CPU's program, each of which runs on a core of its own."""
-
 
 class Gradients(NamedTuple):
     """Gradients of q, k and v, and of the bias and the sinks; None for those that are not given."""
@@ -126,28 +123,10 @@ def _sum_rows(x: jax.Array, rows: int) -> jax.Array:
 def _over_rows(
     fn: Callable[..., Any], options: Options, sizes: Sizes, operands: Operands, by_row: bool, rows: int
 ) -> Callable[..., Any]:
-    """Return `fn` of all rows: in a few loops, or as one row's loop under vmap."""
-    return _under_vmap(fn, options, sizes, operands, rows) if by_row else _in_loops(fn, options, sizes, rows)
-
-
-def _in_loops(fn: Callable[..., Any], options: Options, sizes: Sizes, rows: int) -> Callable[..., Any]:
-    parts = np.array_split(np.arange(rows), min(LOOPS, rows))
-
-    def compute(operands: Operands, *arrays: jax.Array) -> Any:
-        outs = []
-        for part in parts:
-            own = slice(part[0], part[-1] + 1)
-            given = Operands(*(x if x is None or len(x) == 1 < rows else x[own] for x in operands))
-            pairs = visible_pairs(options, sizes, len(part), given)
-            outs.append(fn(options, sizes, pairs, pairs.count, given, *(x[own] for x in arrays)))
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *outs)
-
-    return compute
-
-
-def _under_vmap(
-    fn: Callable[..., Any], options: Options, sizes: Sizes, operands: Operands, rows: int
-) -> Callable[..., Any]:
+    """Return `fn` of all rows: in one loop, or as one row's loop under vmap."""
+    if not by_row:
+        pairs = visible_pairs(options, sizes, rows, operands)
+        return lambda operands, *arrays: fn(options, sizes, pairs, pairs.count, operands, *arrays)
     pairs = visible_pairs_by_row(options, sizes, rows, operands)
     # The loop runs for the row with the most pairs: a batched trip count would copy what the loop carries.
     count = pairs.count.max()
