@@ -127,7 +127,10 @@ class _Ring:
         return attend(q, k, v, *others)
 
     def _map(self, fn: Callable[..., Any], in_specs: Sequence[P], out_specs: Sequence[P]) -> Callable[..., Any]:
-        return jax.shard_map(fn, mesh=self._mesh, in_specs=tuple(in_specs), out_specs=tuple(out_specs), check_vma=False)
+        specs: dict[str, Any] = {"in_specs": tuple(in_specs), "out_specs": tuple(out_specs)}
+        # Jitted, it keeps its constants: those of a function with its own derivative become arguments, and transforms
+        # of jaxprs cannot rebuild its rule then.
+        return jax.jit(jax.shard_map(fn, mesh=self._mesh, check_vma=False, **specs))
 
     def _operand_spec(self, name: str, x: jax.Array) -> P:
         rows = self._rows if x.shape[0] > 1 else None
