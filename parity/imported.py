@@ -1,12 +1,14 @@
 """The case of an imported module, with what its model knows filled in."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain import optim
 from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss, LossFn
@@ -50,7 +52,7 @@ def imported_case(
         loss_fn=_without_frozen(loss_fn or _loss_fn(model, example), model.frozen),
         batch=batch or example.batch,
         rows=rows or example.rows or 1,
-        optimizer=_frozen_too(optimizer or AdamW(lr=1e-3), model.frozen),
+        optimizer=_frozen_too(optimizer or _decaying_matrices(AdamW(lr=1e-3), model), model.frozen),
         clip_norm=clip_norm,
     )
 
@@ -100,6 +102,23 @@ def _without_frozen(loss_fn: LossFn, frozen: Frozen) -> LossFn:
         return loss_fn({key: jax.lax.stop_gradient(x) if frozen(key) else x for key, x in params.items()}, *rest)
 
     return with_constants
+
+
+def _decaying_matrices(adamw: AdamW, model: "ImportedModel") -> Optimizer:
+    """Return an optimizer with two parameter groups, of which only that of the matrices decays, as in runs."""
+
+    def groups(params: Any) -> "torch.optim.Optimizer":
+        from torch.optim import AdamW
+
+        named = list(params)
+        parts: list[dict[str, Any]] = [
+            {"params": [x for x in named if x[1].ndim >= 2]},
+            {"params": [x for x in named if x[1].ndim < 2], "weight_decay": 0.0},
+        ]
+        return AdamW(parts, **asdict(adamw))
+
+    ours = optim.adamw(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, mask=optim.all_but(model.no_decay))
+    return Optimizer(adamw.name, groups, ours, adamw.moments)
 
 
 def _frozen_too(optimizer: AdamW | Optimizer, frozen: Frozen) -> AdamW | Optimizer:

@@ -43,6 +43,7 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
 
 
 def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> CheckpointMetadata:
+    excluded = task.no_decay or no_decay
     scaled = isinstance(state.loss_scale, LossScaleState)
     return new_metadata(
         optimizer_expression(recipe),
@@ -52,5 +53,5 @@ def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -
         count=int(applied_updates(state)),
         lr=recipe.lr,
         scaler=state_dict(loss_scale(recipe) or dynamic_loss_scale(), state.loss_scale) if scaled else {},
-        decays=lambda path: not no_decay(path),
+        decays=lambda path: not excluded(path),
     )

@@ -16,6 +16,7 @@ from jaxtrain.interop.names import (
     linear_to_heads,
 )
 from jaxtrain.interop.names import LAYER as LAYER
+from jaxtrain.interop.names import OUT_IN as OUT_IN
 from jaxtrain.interop.names import Layout as Layout
 from jaxtrain.interop.names import leaves as leaves
 from jaxtrain.interop.names import unflatten as unflatten

@@ -38,6 +38,8 @@ class Layout:
 AS_IS = Layout(lambda x: x, lambda x: x, "AS_IS")
 LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR")
 """Weight of `torch.nn.Linear`: [out, in] in PyTorch, [in, out] in JAX."""
+OUT_IN = Layout(lambda x: x, lambda x: x, "OUT_IN")
+"""Weight of `torch.nn.Linear` that is [out, in] in JAX too, as in an imported module."""
 CONV = Layout(lambda x: np.moveaxis(x, (0, 1), (-1, -2)), lambda x: np.moveaxis(x, (-1, -2), (0, 1)), "CONV")
 """Weight of `torch.nn.Conv1d`, `Conv2d` and `Conv3d`: [out, in, ...] in PyTorch, [..., in, out] in JAX."""
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.names import AS_IS, LINEAR, NameTable
+from jaxtrain.interop.names import AS_IS, LINEAR, OUT_IN, NameTable
 from jaxtrain.optim import OPTIMIZERS, Call, Expression, build_expression
 
 Names = NameTable | Mapping[str, str] | Callable[[str], str | None]
@@ -364,7 +364,7 @@ def _layout(kind: str, paths: list[str], names: NameTable) -> dict[str, Any]:
     axes = set()
     for path in paths:
         param = names.params[path]
-        if param.is_stack or (param.layout is not AS_IS and param.layout is not LINEAR):
+        if param.is_stack or param.layout not in (AS_IS, LINEAR, OUT_IN):
             raise UserError(
                 f"{path} does not have the layout of {param.name}, which {kind} needs: use another group for it"
             )

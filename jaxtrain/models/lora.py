@@ -3,7 +3,7 @@
 A kernel W [in, out] stays fixed, and two thin kernels A [in, r] and B [r, out] are trained: x W becomes
 x W + α/r · (x A) B. The model is not changed. Its jaxpr is evaluated with an adapted kernel in place of W, through
 scans and rematerialized blocks. A product by W adds the second product, so that no gradient of the size of W is
-computed; any other operation uses W + α/r · A B.
+computed; any other operation uses W + α/r · A B. A kernel may also be stored [out, in], as in PyTorch.
 """
 
 import math
@@ -38,6 +38,8 @@ class LoraConfig:
       alpha: Numerator of the scale.
       dropout: Dropout rate on the inputs of the adapters.
       rslora: Whether the scale is α/√r (Kalajdzievski 2023) instead of α/r.
+      out_in: Regular expression that matches the whole paths of kernels stored [out, in], as in `torch.nn.Linear`;
+        `ImportedModel.lora_config` fills it in.
 
     Raises:
       UserError: The rank is not positive or the dropout rate is not in [0, 1).
@@ -52,6 +54,7 @@ class LoraConfig:
     alpha: float = 8.0
     dropout: float = 0.0
     rslora: bool = False
+    out_in: str = ""
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -64,13 +67,18 @@ class LoraConfig:
         """Factor of the product of the adapters."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
+    def is_out_in(self, path: str) -> bool:
+        """Return whether the kernel at a path is stored [out, in]."""
+        return bool(self.out_in) and re.fullmatch(self.out_in, path) is not None
+
 
 def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
     """Create adapters for the targeted kernels, initialized as in `peft`: A uniform within ±1/√in, B zero.
 
     Args:
       key: Key of the initial values.
-      params: Parameters of the model. A kernel is [in, out], or [layers, in, out] where layers are stacked.
+      params: Parameters of the model. A kernel is [in, out], or [out, in] where `config` says so, with a first axis for
+        layers that are stacked.
       config: Configuration, whose `targets` select the kernels.
 
     Returns:
@@ -87,7 +95,7 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
     """
     adapters = {}
     for i, (path, kernel) in enumerate(_targets(params, config)):
-        *layers, n, m = kernel.shape
+        *layers, n, m = _in_out(kernel.shape, config.is_out_in(path))
         bound = 1 / math.sqrt(n)
         a = jax.random.uniform(jax.random.fold_in(key, i), (*layers, n, config.r), kernel.dtype, -bound, bound)
         adapters[path] = {"a": a, "b": jnp.zeros((*layers, config.r, m), kernel.dtype)}
@@ -100,19 +108,32 @@ def frozen(path: str) -> bool:
     return path.startswith("base/")
 
 
-def sharding(rules: Mapping[str, P]) -> dict[str, P]:
+def sharding(rules: Mapping[str, P], config: LoraConfig | None = None) -> dict[str, P]:
     """Return sharding rules of {"base": params, "lora": adapters} from the rules of `params`.
 
-    A is sharded as the rows of its kernel, B as the columns.
+    A is sharded as the inputs of its kernel, B as the outputs.
+
+    Args:
+      rules: Rules of the parameters.
+      config: Configuration of the adapters; needed for kernels stored [out, in].
 
     Example:
       >>> sharding({"fc/kernel": P("fsdp", "tensor")})["lora/(fc/kernel)/b"]
       P(None, 'tensor')
     """
     base = {f"base/({pattern})": spec for pattern, spec in rules.items()}
-    a = {f"lora/({pattern})/a": P(*spec[:-1], None) for pattern, spec in rules.items()}
-    b = {f"lora/({pattern})/b": P(*spec[:-2], None, *spec[-1:]) for pattern, spec in rules.items()}
-    return base | a | b
+    out_in = {} if config is None or not config.out_in else _half_rules(rules, f"(?=({config.out_in})/.$)", (-1, -2))
+    return base | out_in | _half_rules(rules, "", (-2, -1))
+
+
+def _half_rules(rules: Mapping[str, P], only: str, axes: tuple[int, int]) -> dict[str, P]:
+    """Return rules of A and B from the axes of inputs and of outputs of their kernels."""
+    found = {}
+    for pattern, spec in rules.items():
+        layers, (n, m) = spec[:-2], (spec[axis] if len(spec) >= 2 else None for axis in axes)
+        found[f"lora/{only}({pattern})/a"] = P(*layers, n, None)
+        found[f"lora/{only}({pattern})/b"] = P(*layers, None, m)
+    return found
 
 
 def with_adapters(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
@@ -168,7 +189,7 @@ def unmerge(params: Any, adapters: Any, config: LoraConfig) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Adapted:
-    """A kernel [in, out], or a stack [L, in, out], with its adapters; a pytree, so that scans slice it by layer."""
+    """A kernel, or a stack of kernels, with its adapters; a pytree, so that scans slice it by layer."""
 
     kernel: Any
     a: Any
@@ -177,6 +198,7 @@ class _Adapted:
     name: str = field(metadata={"static": True})
     scale: float = field(metadata={"static": True})
     rate: float = field(metadata={"static": True})
+    out_in: bool = field(metadata={"static": True})
 
 
 def _is_adapted(x: Any) -> bool:
@@ -194,11 +216,12 @@ def _with_adapters(params: Any, adapters: Any, config: LoraConfig, rng: jax.Arra
             return kernel
         unplaced.difference_update({f"{name}/a", f"{name}/b"})
         a, b = halves[f"{name}/a"], halves[f"{name}/b"]
-        _check_fits(name, kernel, a, b)
+        out_in = config.is_out_in(name)
+        _check_fits(name, kernel, a, b, out_in)
         key = None if rng is None or config.dropout == 0.0 else jax.random.fold_in(rng, next(names))
         if key is not None and a.ndim > 2:
             key = jax.random.split(key, a.shape[0])
-        return _Adapted(kernel, a, b, key, name, config.scale, config.dropout)
+        return _Adapted(kernel, a, b, key, name, config.scale, config.dropout, out_in)
 
     tree = jax.tree_util.tree_map_with_path(leaf, params)
     if unplaced:
@@ -206,8 +229,14 @@ def _with_adapters(params: Any, adapters: Any, config: LoraConfig, rng: jax.Arra
     return tree
 
 
-def _check_fits(name: str, kernel: Any, a: Any, b: Any) -> None:
-    *layers, n, m = kernel.shape
+def _in_out(shape: Sequence[int], out_in: bool) -> tuple[int, ...]:
+    """Return the shape of a kernel or of a stack as [..., in, out]."""
+    *layers, n, m = shape
+    return (*layers, m, n) if out_in else (*layers, n, m)
+
+
+def _check_fits(name: str, kernel: Any, a: Any, b: Any, out_in: bool) -> None:
+    *layers, n, m = _in_out(kernel.shape, out_in)
     if a.shape != (*layers, n, a.shape[-1]) or b.shape != (*layers, a.shape[-1], m):
         shapes = f"{list(a.shape)} and {list(b.shape)}"
         raise UserError(f"the adapters of {name} {list(kernel.shape)} are {shapes}: use the model they belong to")
@@ -223,6 +252,7 @@ def _merged(x: Any) -> Any:
     if x.key is not None:
         raise UserError(f"{x.name} is used otherwise than in x @ W, so its adapters must have dropout 0")
     delta = x.scale * jnp.matmul(x.a, x.b, precision="highest")
+    delta = jnp.swapaxes(delta, -1, -2) if x.out_in else delta
     return x.kernel + delta.astype(x.kernel.dtype)
 
 
@@ -249,6 +279,9 @@ class _Rule:
             n_consts, n_carry = jaxpr.scan_sizes(eqn)
             carry = map(_merged, args[n_consts : n_consts + n_carry])
             return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
+        if name == "transpose" and eqn.params["permutation"] == (1, 0):
+            (kernel,) = jaxpr.bind(eqn, [args[0].kernel])
+            return [replace(args[0], kernel=kernel, out_in=not args[0].out_in)]
         if name == "dot_general" and _multiplies_by(eqn, args):
             return self._product(eqn, *args)
         args = [*map(_merged, args)]
@@ -282,19 +315,20 @@ def _equations(traced: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _multiplies_by(eqn: JaxprEqn, args: list[Any]) -> bool:
-    """Whether the equation multiplies activations [..., in] by an adapted kernel [in, out]."""
+    """Whether the equation multiplies activations by an adapted kernel along its inputs."""
     x, kernel = args
     (_, contracted), batch = eqn.params["dimension_numbers"]
     if _is_adapted(x) or kernel.a.ndim != 2:
         return False
-    return contracted == (0,) and batch == ((), ())
+    return contracted == (int(kernel.out_in),) and batch == ((), ())
 
 
 def _adapter_product(eqn: JaxprEqn, x: jax.Array, adapted: _Adapted) -> jax.Array:
     """Return scale · (x A) B, after dropout of x."""
     x = dropout(x.astype(adapted.a.dtype), adapted.rate, adapted.key)
     precision = eqn.params["precision"]
-    thin = lax.dot_general(x, adapted.a, eqn.params["dimension_numbers"], precision=precision)
+    (contracted, _), batch = eqn.params["dimension_numbers"]
+    thin = lax.dot_general(x, adapted.a, ((contracted, (0,)), batch), precision=precision)
     return adapted.scale * jnp.matmul(thin, adapted.b, precision=precision)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import AS_IS, LAYER, LINEAR, NameTable, TorchParam, leaves
+from jaxtrain.interop import AS_IS, LAYER, LINEAR, OUT_IN, NameTable, TorchParam, leaves
+from jaxtrain.models import lora
 from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models.lora import LoraConfig
 
@@ -52,7 +52,8 @@ def torch_names(adapters: Any, names: NameTable) -> NameTable:
         if (LAYER in of.name) != (leaf.ndim == 3):
             raise UserError(f"the kernel {kernel} of {of.name} is not [in, out]: peft has no adapters for it")
         # Both halves are torch.nn.Linear, the inputs of A in the order of the kernel's. Only Conv1D stores [in, out].
-        table[path] = TorchParam(_half(of, half), of.layout if half == "a" and of.layout is not AS_IS else LINEAR)
+        layout = of.layout if half == "a" and of.layout not in (AS_IS, OUT_IN) else LINEAR
+        table[path] = TorchParam(_half(of, half), layout, of.layers)
     return NameTable(table)
 
 
@@ -71,7 +72,6 @@ def save_adapters(folder: Path | str, adapters: Any, config: LoraConfig, names: 
     """
     table = torch_names(adapters, names)
     kernels = {path.rpartition("/")[0] for path in table.params}
-    modules = sorted(names.params[kernel].name.removesuffix(".weight") for kernel in kernels)
     write_tensors(Path(folder), [table.to_torch(adapters)], WEIGHTS)
     values = {
         "peft_type": "LORA",
@@ -80,7 +80,7 @@ def save_adapters(folder: Path | str, adapters: Any, config: LoraConfig, names: 
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
-        "target_modules": "|".join(re.escape(module).replace(re.escape(LAYER), r"\d+") for module in modules),
+        "target_modules": "|".join(sorted(_module_pattern(names.params[kernel]) for kernel in kernels)),
         "fan_in_fan_out": any(names.params[kernel].layout is AS_IS for kernel in kernels),
         "bias": "none",
         "inference_mode": True,
@@ -110,21 +110,23 @@ def load_adapters(path: Path | str, params: Any, names: NameTable) -> tuple[dict
     adapted = {
         name: kernel
         for name, kernel in leaves(params)
-        if re.sub(re.escape(LAYER), "0", _half(names.params[name], "a")) in tensors
+        if _half(replace(names.params[name], name=names.params[name].names(1)[0]), "a") in tensors
     }
-    like = unflatten_dict(
-        {
-            name: {
-                "a": jax.ShapeDtypeStruct((*kernel.shape[:-1], config.r), kernel.dtype),
-                "b": jax.ShapeDtypeStruct((*kernel.shape[:-2], config.r, kernel.shape[-1]), kernel.dtype),
-            }
-            for name, kernel in adapted.items()
-        },
-        sep="/",
+    config = replace(
+        config,
+        targets="|".join(map(re.escape, adapted)),
+        out_in="|".join(re.escape(name) for name in adapted if names.params[name].layout is OUT_IN),
     )
+    like = jax.eval_shape(lambda: lora.init(jax.random.key(0), params, config)) if adapted else {}
     table = torch_names(like, names)
     adapters = table.to_jax(tensors, like, put=lambda array, leaf: jnp.asarray(array.astype(leaf.dtype, copy=False)))
-    return adapters, replace(config, targets="|".join(map(re.escape, adapted)))
+    return adapters, config
+
+
+def _module_pattern(kernel: TorchParam) -> str:
+    """Return the regular expression of the modules of a kernel."""
+    layers = r"\d+" if kernel.layers is None else f"({'|'.join(map(str, kernel.layers))})"
+    return re.escape(kernel.name.removesuffix(".weight")).replace(re.escape(LAYER), layers)
 
 
 def _half(kernel: TorchParam, half: str) -> str:

@@ -121,6 +121,9 @@ class Task:
     """`continue_text(params, prompt, length=, temperature=, seed=)` yields chunks of text, the prompt first."""
     frozen: Frozen | None = None
     """Predicate on a parameter's path: whether it is not trained, besides those of the setting `frozen`."""
+    no_decay: Callable[[str], bool] | None = None
+    """Predicate on a parameter's path: whether it does not decay, if the optimizer has one group; None for
+    `jaxtrain.optim.no_decay`, biases and scales."""
     names: NameTable | None = None
     """PyTorch's parameter names, in the order of its model; required for importing and exporting checkpoints."""
     buffers: NameTable | None = None

@@ -47,7 +47,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
     """
     return train_step(
         task.loss_fn,
-        optimizer(recipe),
+        optimizer(recipe, task.no_decay or no_decay),
         precision=recipe.precision,
         accumulate=recipe.accumulate,
         clip_norm=recipe.clip_norm,
@@ -129,11 +129,16 @@ def defines_optimizer(recipe: Recipe) -> bool:
     return type(recipe).make_optimizer is not Recipe.make_optimizer
 
 
-def optimizer(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
-    """Build the recipe's optimizer. By default no parameter called bias or scale decays."""
+def optimizer(recipe: Recipe, exempt: Callable[[str], bool] = no_decay) -> optax.GradientTransformationExtraArgs:
+    """Build the recipe's optimizer.
+
+    Args:
+      recipe: The settings of the run.
+      exempt: Predicate on paths: whether a parameter does not decay, if the setting does not say.
+    """
     if defines_optimizer(recipe):
         return optax.with_extra_args_support(_made(recipe))
-    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(no_decay)})
+    return build_expression(optimizer_expression(recipe), OPTIMIZERS, {"mask": all_but(exempt)})
 
 
 def _made(recipe: Recipe) -> optax.GradientTransformation:

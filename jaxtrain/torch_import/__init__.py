@@ -8,6 +8,7 @@ capture   PyTorch's module to a graph; the only importer of PyTorch
 graph     the graph: operations, shapes, dtypes, lines of PyTorch code
 layers    finds layers that differ in their parameters alone
 repeat    loops over such layers and their stacked parameters
+linear_weights  finds the weights of linear layers
 interpret evaluates a graph in JAX
 source    writes a graph as readable JAX
 ops       the table of operations, a file a family

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.torch_import.graph import RECOMPUTED, REPEAT, Graph, Input, Node, Ref, Spec, references
 
-_LINEAR = frozenset({"add", "sub", "neg", "rsub"})
+_LINEAR = frozenset({"add", "sub", "neg", "rsub", "float32"})
 _SCALED = frozenset({"mul", "div"})
 
 
@@ -59,7 +59,7 @@ def _users(graph: Graph) -> Mapping[str, set[str]]:
 
 
 def _is_elementwise(node: Node) -> bool:
-    return node.promoted is not None and isinstance(node.spec, Spec)
+    return node.promoted is not None and isinstance(node.spec, Spec) and not node.in_float32
 
 
 def _is_nonlinear(node: Node) -> bool:

@@ -1,21 +1,28 @@
 """A captured module as a function of its parameters, whose graphs come from a capture or from a file."""
 
+import functools
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import NameTable, TorchParam
+from jaxtrain.interop import AS_IS, OUT_IN, Layout, NameTable, TorchParam
 from jaxtrain.paths import Frozen, none_frozen
 from jaxtrain.step import Loss
 from jaxtrain.torch_import.graph import Captured, Graph, Spec
 from jaxtrain.torch_import.interpret import interpret
+from jaxtrain.torch_import.linear_weights import linear_weights
 from jaxtrain.torch_import.repeat import Stacks
+from jaxtrain.torch_import.sharding import sharding_rules
 
 if TYPE_CHECKING:
+    from jaxtrain.models import LoraConfig
     from jaxtrain.run import Task
 
 Params = dict[str, jax.Array]
@@ -76,6 +83,58 @@ class GraphModel:
         """
         found = {x for x in self.params if not self._frozen_tensors.isdisjoint(self._torch_param(x).names(0))}
         return found.__contains__ if found else none_frozen
+
+    def no_decay(self, name: str) -> bool:
+        """Return whether a parameter usually does not decay, for `optim.all_but`.
+
+        These are parameters with less than two axes in PyTorch: biases, and scales of norms.
+
+        Example:
+          >>> import torch
+          >>> from jaxtrain.torch_import import from_torch
+          >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
+          >>> [name for name in model.params if model.no_decay(name)]
+          ['bias']
+        """
+        return self.params[name].ndim - self._torch_param(name).is_stack < 2
+
+    @property
+    def sharding(self) -> dict[str, PartitionSpec]:
+        """Sharding rules of the parameters for `jaxtrain.distributed.shard`, with names as regular expressions.
+
+        `fsdp` shards the longest axis of each parameter, `tensor` the linear layers as Megatron-LM does, the first of
+        two along its outputs and the second along its inputs, and the vocabulary of embeddings.
+        """
+        graph = next(iter(self._captured.values())).graph
+        return sharding_rules(graph, self.params, self._stacks, self._linear)
+
+    def lora_config(self, targets: str, **settings: Any) -> "LoraConfig":
+        """Return the configuration of low-rank adapters of this model, for `jaxtrain.models.lora`.
+
+        Args:
+          targets: Regular expression that matches the whole names of weights of linear layers, such as
+            ".*(q_proj|v_proj).weight". They are stored [out, in] in `torch.nn.Linear`, [in, out] in `Conv1D` of
+            transformers.
+          **settings: `r`, `alpha`, `dropout` and `rslora`, as of `LoraConfig`.
+
+        Returns:
+          The configuration.
+
+        Raises:
+          UserError: `targets` match nothing, or a parameter that is not the weight of linear layers alone.
+        """
+        from jaxtrain.models import LoraConfig
+
+        found = [name for name in self.params if re.fullmatch(targets, name)]
+        if wrong := [name for name in found if name not in self._linear]:
+            raise UserError(
+                f"LoRA targets {targets!r} match {wrong[0]} {list(self.params[wrong[0]].shape)}, which is not the "
+                "weight of a linear layer alone: exclude it"
+            )
+        if not found:
+            raise UserError(f"LoRA targets {targets!r} match no whole name: the model has {', '.join(self._linear)}")
+        out_in = "|".join(re.escape(name) for name in found if self._linear[name] is OUT_IN)
+        return LoraConfig(targets, **settings, out_in=out_in)
 
     def __call__(
         self, params: Params, batch: Any, rng: jax.Array | None = None, state: Params | None = None
@@ -175,7 +234,8 @@ class GraphModel:
             names=self.names,
             state_names=self.state_names,
             frozen=self.frozen,
-            fields=fields,
+            no_decay=self.no_decay,
+            fields={"sharding": self.sharding, **fields},
         )
 
     def _leaves(self, batch: Any) -> list[jax.Array]:
@@ -202,7 +262,12 @@ class GraphModel:
         return Key(train, dtypes.pop() if len(dtypes) == 1 else None, specs, structure)
 
     def _torch_param(self, name: str) -> TorchParam:
-        return self._stacks.get(name, TorchParam(name))
+        return replace(self._stacks.get(name, TorchParam(name)), layout=self._linear.get(name, AS_IS))
+
+    @functools.cached_property
+    def _linear(self) -> Mapping[str, Layout]:
+        """The layouts of the weights of linear layers, by name."""
+        return linear_weights(next(iter(self._captured.values())).graph, self._stacks)
 
 
 def _check_values(graph: Graph, buffers: Mapping[str, Any]) -> None:

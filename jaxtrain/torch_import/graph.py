@@ -16,7 +16,7 @@ import numpy as np
 
 GETITEM = "getitem"
 """Operation that selects one of several results."""
-DETACH = "aten.detach.default"
+DETACH, SELECT, STACK = "aten.detach.default", "aten.select.int", "aten.stack.default"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
 number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
@@ -72,6 +72,7 @@ class Node:
       promoted: Dtype that an elementwise operation converts its arguments to; None for other operations.
       module: Path of the module that calls it, as "encoder.layers.0"; "" for the outermost.
       source: Line of the user's PyTorch code, as "model.py:12: y = F.gelu(x)"; "" if unknown.
+      in_float32: Whether autocast is disabled around it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Node:
     promoted: str | None = None
     module: str = ""
     source: str = ""
+    in_float32: bool = False
 
 
 @dataclass(frozen=True)

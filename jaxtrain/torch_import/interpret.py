@@ -11,7 +11,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, RECOMPUTED, REPEAT, Graph, Node, Spec, dtype_of, resolved
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal
-from jaxtrain.transforms import block, recomputed
+from jaxtrain.transforms import autocast_disabled, block, recomputed
 
 Values = Mapping[str, Any]
 
@@ -84,7 +84,8 @@ def _interpret(
             # Each operation has a stream of its own, the same one in a loop over layers as without it.
             kwargs["rng"] = None if rng is None else jax.random.fold_in(rng, drawn)
             drawn += 1
-        with jax.named_scope(node.module.replace(".", "/") or node.name):
+        disabled = autocast_disabled() if node.in_float32 else contextlib.nullcontext()
+        with jax.named_scope(node.module.replace(".", "/") or node.name), disabled:
             values[node.name] = _checked(_called(table[node.op], node, args, kwargs), node)
     return resolved(graph.outputs, values.__getitem__), {name: values[ref.name] for name, ref in graph.state.items()}
 

@@ -150,7 +150,7 @@ class _Finder:
             return "outside", self._kind(ref.name)
 
         nodes = [
-            (x.op, mapped((x.args, x.kwargs), described), x.spec, x.promoted)
+            (x.op, mapped((x.args, x.kwargs), described), x.spec, x.promoted, x.in_float32)
             for x in self._nodes[start : start + length]
         ]
         # As text, in which 1 is not True.

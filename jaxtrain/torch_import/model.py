@@ -131,7 +131,7 @@ class ImportedModel(GraphModel):
           batch: As `parity.Case.batch`; None draws batches like the example (`parity.example_batches`).
           rows: Rows of a batch; None for those of the example.
           torch_model: As `parity.Case.torch_model`; None for copies with the imported weights.
-          optimizer: As `parity.Case.optimizer`; None for AdamW with a learning rate of 1e-3.
+          optimizer: As `parity.Case.optimizer`; None for AdamW with a learning rate of 1e-3, of which matrices decay.
           clip_norm: As `parity.Case.clip_norm`; 1 by default.
 
         Returns:

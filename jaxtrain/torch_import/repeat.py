@@ -8,13 +8,24 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.interop import LAYER, TorchParam
-from jaxtrain.torch_import.graph import GETITEM, REPEAT, Graph, Input, Node, Ref, Spec, references, without_unused
+from jaxtrain.torch_import.graph import (
+    GETITEM,
+    REPEAT,
+    SELECT,
+    STACK,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    Spec,
+    references,
+    without_unused,
+)
 from jaxtrain.torch_import.layers import Run, find_runs, mapped
 
 Stacks = Mapping[str, TorchParam]
 """Stacked parameters and buffers by name: "transformer.h.*.ln_1.weight" for all layers, "layers.1:12.norm.weight" for
 some of them, in Python's notation of slices."""
-SELECT, STACK = "aten.select.int", "aten.stack.default"
 Equal = Callable[[Sequence[str]], bool]
 """Whether buffers, given by name, are the same."""
 
@@ -48,7 +59,7 @@ def repeated(graph: Graph, stacks: Stacks, frozen: Collection[str], equal: Equal
     Args:
       graph: The graph.
       stacks: Result of `find_stacks` for the graph of training. Layers that do not repeat in this graph take their
-        parameters from the stacks.
+        parameters from the stacks; parameters of layers that repeat otherwise are stacked from these.
       frozen: As for `find_stacks`.
       equal: Whether the buffers of these names are the same; such are not stacked.
     """
@@ -56,8 +67,7 @@ def repeated(graph: Graph, stacks: Stacks, frozen: Collection[str], equal: Equal
         return graph
     rewriting = _Rewriting(graph, stacks, equal)
     for run in find_runs(graph, frozen):
-        if rewriting.takes(run):
-            rewriting.add(run)
+        rewriting.add(run)
     return rewriting.graph()
 
 
@@ -164,15 +174,6 @@ class _Rewriting:
             for name in references(value):
                 self._users.setdefault(name, []).append(i)
 
-    def takes(self, run: Run) -> bool:
-        """Return whether the parameters of the layers are stacks, and their buffers no part of others."""
-        return all(
-            slot.role != "scanned"
-            or self._targets(names) in self._stack_names
-            or all(self._inputs[x].kind == "constant" and self._inputs[x].target not in self._place for x in names)
-            for slot, names in zip(run.slots, _columns(self._given, run), strict=True)
-        )
-
     def add(self, run: Run) -> None:
         """Replace a run."""
         before: list[Node] = []
@@ -214,7 +215,7 @@ class _Rewriting:
         return without_unused(graph, {node.op for node in self._given.nodes} - {GETITEM, SELECT})
 
     def _arguments(self, run: Run, before: list[Node]) -> _Arguments:
-        """Return what the loop takes; `before` receives the nodes that stack buffers."""
+        """Return what the loop takes; `before` receives the nodes that stack what is no stack."""
         found = _Arguments()
         for slot, names in zip(run.slots, _columns(self._given, run), strict=True):
             targets = self._targets(names)
@@ -222,11 +223,14 @@ class _Rewriting:
                 found.carry(names[0], slot.result)
             elif targets in self._stack_names:
                 found.scan(self._stacked_input(targets, self._inputs[names[0]].kind))
-            elif slot.role == "closed" or self._equal(targets):
+            elif slot.role == "closed" or self._are_equal(names):
                 found.close(names[0])
             else:
                 found.scan(self._stack_of(names, before))
         return found
+
+    def _are_equal(self, names: Sequence[str]) -> bool:
+        return all(self._inputs[name].kind == "constant" for name in names) and self._equal(self._targets(names))
 
     def _targets(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(self._inputs[name].target for name in names if name in self._inputs)

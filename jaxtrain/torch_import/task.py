@@ -1,6 +1,6 @@
 """The task of a training run on an imported module."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ def task_of(
     names: NameTable,
     state_names: NameTable | None,
     frozen: Frozen,
+    no_decay: Callable[[str], bool],
     fields: Mapping[str, Any],
 ) -> Task:
     """Return the task of an imported module, as `ImportedModel.task`.
@@ -33,6 +34,7 @@ def task_of(
       names: Table of the parameters.
       state_names: Table of the state, or None.
       frozen: Predicate of the parameters that are not trained.
+      no_decay: Predicate of the parameters that do not decay.
       fields: Further fields of the task.
     """
     whole = {**(state or {}), **constants}
@@ -51,6 +53,7 @@ def task_of(
         "init": init,
         "loss_fn": with_constants if whole and state is None else loss_fn,
         "frozen": None if frozen is none_frozen else frozen,
+        "no_decay": no_decay,
         "names": names,
         "buffers": NameTable({**moving, **{name: TorchParam(name) for name in constants}}) if whole else None,
     }

@@ -1,6 +1,8 @@
 """Transforms of functions through their jaxprs: precision, rematerialization, unrolling, hooks; unaware of training."""
 
 from jaxtrain.transforms.bias import biased_products as biased_products
+from jaxtrain.transforms.casts import in_float32 as in_float32
+from jaxtrain.transforms.casts import widen as widen
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
@@ -16,7 +18,6 @@ from jaxtrain.transforms.precision import LOSS as LOSS
 from jaxtrain.transforms.precision import autocast, autocast_disabled, kernel
 from jaxtrain.transforms.precision import low_operation as low_operation
 from jaxtrain.transforms.precision import low_precision as low_precision
-from jaxtrain.transforms.precision import widen as widen
 from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block

@@ -351,6 +351,9 @@ def _gradients(returned: Any) -> list[Any]:
     return [x if isinstance(x, arrays) else np.zeros(x.aval.shape, x.aval.dtype) for x in returned]
 
 
+CALLS = ("jit", "pjit")
+"""Primitives that call a jitted function."""
+
 HIGHER_ORDER: dict[str, Callable[[JaxprEqn, list[Any], Run], list[Any]]] = {
     "jit": _jit,
     "pjit": _jit,

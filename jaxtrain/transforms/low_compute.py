@@ -23,17 +23,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
-from jaxtrain.transforms.precision import (
-    DISABLED,
-    KERNEL,
-    LOSS,
-    autocast_disabled,
-    is_array,
-    low_unrounded,
-    product_params,
-    to_dtype,
-    widen,
-)
+from jaxtrain.transforms.casts import is_array, to_dtype, widen
+from jaxtrain.transforms.precision import DISABLED, KERNEL, LOSS, autocast_disabled, low_unrounded, product_params
 from jaxtrain.transforms.promoted_products import warn_promoted_products
 
 _LOW = (jnp.bfloat16, jnp.float16)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.transforms.casts import is_array, is_float, to_dtype
 from jaxtrain.transforms.low_compute import compute_in
-from jaxtrain.transforms.precision import autocast, autocast_disabled, is_array, is_float, to_dtype
+from jaxtrain.transforms.precision import autocast, autocast_disabled
 
 
 @dataclass(frozen=True)

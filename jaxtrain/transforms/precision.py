@@ -23,12 +23,23 @@ from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.autocast_lists import LISTS, Dtype
 from jaxtrain.transforms.bias import biased_products
 from jaxtrain.transforms.biased_product import KERNEL, biased_product
+from jaxtrain.transforms.casts import (
+    IN_FLOAT32,
+    LOWER_FLOATS,
+    Casts,
+    is_array,
+    is_float,
+    is_limit,
+    is_low,
+    to_dtype,
+    to_widest,
+    widen,
+    widest,
+)
 from jaxtrain.transforms.recompute import recompute, recompute_call, recomputes, rounded_results
 
 # These handle operands of different dtypes: widening one would add conversions that PyTorch does not have.
 _INDEPENDENT = frozenset({"sort", "gather", "dynamic_slice", "convert_element_type", "stop_gradient", "copy"})
-_LOWER_FLOATS = (jnp.bfloat16, jnp.float16)
-_LOW_FLOATS = (*_LOWER_FLOATS, np.float32)
 DISABLED = "autocast_disabled"
 LOSS = "float32_loss"
 _LOW_OPERATION = "autocast_low_operation"
@@ -42,7 +53,8 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
 
     Matrix products and convolutions, with the bias of a linear layer, run in `dtype`; the operations of the device's
     float32 list in float32; every other operation in the widest dtype of its inputs. float64 is unchanged. Scalars and
-    literals do not widen. Loops preserve the dtypes of their carries.
+    literals do not widen; the least and the largest float32, with which masks are filled, become those of the dtype
+    that they meet. Loops preserve the dtypes of their carries.
 
     Args:
       fn: A function of arrays.
@@ -72,19 +84,24 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
         biases = {match.total: match.bias for match in biased}
         unrounded = {match.product for match in biased}
         rounded = set(rounded_results(closed.jaxpr, _is_low_product))
-        casts: WeakKeyDictionary[jaxpr.Run, _Casts] = WeakKeyDictionary()
+        casts: WeakKeyDictionary[jaxpr.Run, Casts] = WeakKeyDictionary()
 
         def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-            name, to = eqn.primitive.name, casts.setdefault(run, _Casts())
+            name, to = eqn.primitive.name, casts.setdefault(run, Casts())
             args = [_weaken(v, x) for v, x in zip(eqn.invars, args, strict=True)]
             if jaxpr.in_scope(eqn, DISABLED):
                 return jaxpr.bind_as_traced(eqn, args)
             if jaxpr.is_call(eqn, KERNEL):
                 return _rounded_to_first(eqn, args)
+            if jaxpr.is_call(eqn, IN_FLOAT32):
+                return [to(np.float32, args[0])]
             if recomputes(eqn):
                 return recompute_call(eqn, args, run, dtype if eqn.outvars[0] in rounded else None)
             if (on_cuda := low_precision_operation(eqn)) and _is_cast(eqn, args):
                 return _on_cuda(on_cuda, eqn, args, dtype, run)
+            if name in jaxpr.CALLS and any(map(is_limit, args)):
+                # As an argument of a call the number would be unknown.
+                return jaxpr.evaluate_inner(eqn.params["jaxpr"], args, run)
             if name in jaxpr.HIGHER_ORDER:
                 return jaxpr.HIGHER_ORDER[name](eqn, args, run)
             if eqn.outvars[0] in biases:
@@ -96,12 +113,14 @@ def autocast(fn: Callable[..., Any], dtype: Any, device: str = "cuda") -> Callab
                 return _LISTED[lists[name]](eqn, args, dtype, to)
             if name == "convert_element_type" and _only_weakens(eqn):
                 return [eqn.primitive.bind(*args, **{**eqn.params, "weak_type": True})]
+            if name == "broadcast_in_dim" and is_limit(args[0]):
+                return to.limit(args[0], jaxpr.bind(eqn, args))
             if name in _INDEPENDENT:
                 return jaxpr.bind(eqn, args)
             if name == "bitcast_convert_type" or jaxpr.inner_jaxprs(eqn):
                 return jaxpr.bind_as_traced(eqn, args)
             with _within_kernel():
-                return jaxpr.bind(eqn, _widen(args, to))
+                return jaxpr.bind(eqn, to_widest(args, to))
 
         with jax.named_scope(DISABLED):  # an inner autocast takes precedence, as PyTorch's
             return jaxpr.interpret(closed.jaxpr, closed.consts, leaves, rule)
@@ -151,16 +170,11 @@ def _kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     def autocast_kernel(*args: Any) -> Any:
         # Under autocast `fn` is traced in float32, so that this changes nothing.
         first, *others = jax.tree.leaves(out := fn(*map(widen, args)))
-        if (dtype := getattr(args[0], "dtype", None)) in _LOWER_FLOATS:
+        if (dtype := getattr(args[0], "dtype", None)) in LOWER_FLOATS:
             first = to_dtype(dtype, first)
         return jax.tree.unflatten(jax.tree.structure(out), [first, *others])
 
     return autocast_kernel
-
-
-def widen(x: Any) -> Any:
-    """Convert a bfloat16 or float16 array to float32."""
-    return to_dtype(np.float32, x) if getattr(x, "dtype", None) in _LOWER_FLOATS else x
 
 
 def low_precision(fn: Callable[..., jax.Array], on_cuda: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -223,7 +237,7 @@ class _LowOperation:
 
     def __call__(self, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         def autocast_low_operation(*args: Any) -> jax.Array:
-            if any(is_float(x) and x.dtype not in _LOWER_FLOATS for x in args):
+            if any(is_float(x) and x.dtype not in LOWER_FLOATS for x in args):
                 return fn(*args)
             computed: jax.Array = lax.platform_dependent(*args, cuda=self.on_cuda, default=fn)
             return computed
@@ -236,7 +250,7 @@ class _LowOperation:
 def _is_cast(eqn: JaxprEqn, args: list[Any]) -> bool:
     """Return whether autocast converts arguments of an operation traced in float32, none of them being float64."""
     traced = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, np.floating)]  # type: ignore[attr-defined]
-    return np.float32 in traced and all(_is_low(x) for x in args if is_float(x))
+    return np.float32 in traced and all(is_low(x) for x in args if is_float(x))
 
 
 def _on_cuda(
@@ -253,24 +267,9 @@ def _on_cuda(
     return lax.platform_dependent(*args, cuda=low, default=lambda *args: run(body.jaxpr, body.consts, args))
 
 
-class _Casts:
-    """The conversions within one jaxpr. A low-precision value is widened once, however many operations use it in
-    float32, so that its gradients are summed before they are rounded."""
-
-    def __init__(self) -> None:
-        self._widened: dict[int, tuple[Any, Any]] = {}
-
-    def __call__(self, dtype: Any, x: Any) -> Any:
-        if dtype != np.float32 or not is_array(x) or x.dtype == np.float32:
-            return to_dtype(dtype, x)
-        if id(x) not in self._widened:
-            self._widened[id(x)] = x, to_dtype(dtype, x)
-        return self._widened[id(x)][1]
-
-
-def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
+def _low(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
     operands, sizes = args[:2], args[2:]  # sizes: of the groups of a grouped product
-    if not all(_is_low(x) for x in operands):
+    if not all(is_low(x) for x in operands):
         return jaxpr.bind_as_traced(eqn, args)
     params = product_params(eqn, dtype)
     return [eqn.primitive.bind(*(to(dtype, x) for x in operands), *sizes, **params)]
@@ -282,15 +281,15 @@ def product_params(eqn: JaxprEqn, result: Any) -> dict[str, Any]:
     return {**eqn.params, "precision": default, "preferred_element_type": np.dtype(result)}
 
 
-def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
+def _float32(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
     del dtype
-    return jaxpr.bind(eqn, _widen([to(np.float32, x) if _is_low(x) else x for x in args], to))
+    return jaxpr.bind(eqn, to_widest([to(np.float32, x) if is_low(x) else x for x in args], to))
 
 
-def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: _Casts) -> list[Any]:
-    widest = _widest(args)
+def _rounded(eqn: JaxprEqn, args: list[Any], dtype: Any, to: Casts) -> list[Any]:
+    result = widest(args)
     with _within_kernel():
-        return [to_dtype(widest, out) if _is_low(out) else out for out in _float32(eqn, args, dtype, to)]
+        return [to_dtype(result, out) if is_low(out) else out for out in _float32(eqn, args, dtype, to)]
 
 
 _LISTED = {Dtype.LOW: _low, Dtype.FLOAT32: _float32, Dtype.ROUNDED: _rounded}
@@ -302,7 +301,7 @@ def _is_low_product(eqn: JaxprEqn) -> bool:
 
 def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     """Compute a product of low-precision operands in float32; its derivative is that of the rounded product."""
-    if not all(_is_low(x) for x in args):
+    if not all(is_low(x) for x in args):
         return jaxpr.bind_as_traced(eqn, args)
 
     @jax.custom_jvp
@@ -311,7 +310,7 @@ def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
-        parts = [_low(eqn, ab, dtype, _Casts())[0] for ab in ([dx, y], [x, dy]) if not any(map(_is_zero, ab))]
+        parts = [_low(eqn, ab, dtype, Casts())[0] for ab in ([dx, y], [x, dy]) if not any(map(_is_zero, ab))]
         with _within_kernel():
             return product(x, y), to_dtype(np.float32, functools.reduce(lax.add, parts))
 
@@ -331,21 +330,21 @@ class _Product(NamedTuple):
 
 
 def _awaits_bias(eqn: JaxprEqn, args: list[Any]) -> bool:
-    return eqn.primitive.name == "dot_general" and all(_is_low(x) and is_array(x) for x in args)
+    return eqn.primitive.name == "dot_general" and all(is_low(x) and is_array(x) for x in args)
 
 
-def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: _Casts) -> list[Any]:
+def _add_bias(eqn: JaxprEqn, args: list[Any], which: int, dtype: Any, to: Casts) -> list[Any]:
     """Add a bias and round once. The bias's gradient is summed in float32 and then rounded, as in PyTorch's kernel."""
     product, bias = args[1 - which], args[which]
     if isinstance(product, _Product):
         out: Any = eqn.outvars[0].aval
-        if _is_low(bias) and bias.shape == (1,) * (out.ndim - 1) + out.shape[-1:]:
+        if is_low(bias) and bias.shape == (1,) * (out.ndim - 1) + out.shape[-1:]:
             x, kernel, bias = (to_dtype(dtype, operand) for operand in (*product.args, bias))
             return [biased_product(x, kernel, bias, product.eqn.params["dimension_numbers"])]
         product = product.unrounded(dtype)
         args = [product, bias] if which else [bias, product]
-    if not (_is_low(product) and _is_low(bias)):
-        return jaxpr.bind(eqn, _widen(args, to))
+    if not (is_low(product) and is_low(bias)):
+        return jaxpr.bind(eqn, to_widest(args, to))
     bias = to_dtype(dtype, bias)
     with _within_kernel():
         bias = lax.broadcast_in_dim(to_dtype(np.float32, bias), product.shape, range(product.ndim))
@@ -377,41 +376,13 @@ def _within_kernel() -> AbstractContextManager[None]:
     return jax.named_scope(KERNEL)
 
 
-def _widen(args: list[Any], to: _Casts) -> list[Any]:
-    """Convert floating-point `args` to the widest dtype among them."""
-    widest = _widest(args)
-    return args if widest is None else [to(widest, x) if is_float(x) else x for x in args]
-
-
-def _widest(args: list[Any]) -> Any:
-    """Return the widest floating dtype of the arrays with dimensions, else of the scalars; None without any."""
-    strong = [x for x in args if is_float(x) and not getattr(x, "weak_type", isinstance(x, float))]
-    deciding = [x for x in strong if np.ndim(x)] or strong
-    return functools.reduce(_wider, (x.dtype for x in deciding)) if deciding else None
-
-
-def _wider(a: Any, b: Any) -> Any:
-    # Neither bfloat16 nor float16 contains the other: float32 contains both.
-    return a if a == b else np.promote_types(np.promote_types(a, np.float32), b)
-
-
 def _weaken(invar: Any, x: Any) -> Any:
     """Convert a float literal to a Python number, so that neither it nor its broadcasts widen other operands."""
     return float(x) if isinstance(invar, Literal) and is_float(x) else x
 
 
-def to_dtype(dtype: Any, x: Any) -> Any:
-    """Convert `x` to `dtype` unless it has it."""
-    return x if getattr(x, "dtype", None) == dtype else lax.convert_element_type(x, dtype)
-
-
 def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-
-
-def is_float(x: Any) -> bool:
-    """Return whether `x` is a floating-point number or array."""
-    return isinstance(x, float) or jnp.issubdtype(getattr(x, "dtype", np.int32), np.floating)
 
 
 def _only_weakens(eqn: JaxprEqn) -> bool:
@@ -419,12 +390,3 @@ def _only_weakens(eqn: JaxprEqn) -> bool:
     x: Any = eqn.invars[0].aval
     strips = x.weak_type and x.dtype == eqn.params["new_dtype"]
     return jnp.issubdtype(eqn.params["new_dtype"], np.floating) and (strips or (x.ndim == 0 and not is_float(x)))
-
-
-def is_array(x: Any) -> bool:
-    """Return whether `x` is a floating-point array, rather than a number or an array of integers."""
-    return is_float(x) and not isinstance(x, float)
-
-
-def _is_low(x: Any) -> bool:
-    return isinstance(x, float) or getattr(x, "dtype", None) in _LOW_FLOATS

@@ -291,10 +291,10 @@ FAMILIES: dict[str, Family] = {
         **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]},
         **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 2], "mlp_ratios": [2, 2]},
     ),
-    # Large enough that BatchNorm has more than two values a channel.
+    # With two rows BatchNorm's last layers have few values: PyTorch's own runs from weights one ulp off part.
     "mobilenet_v2": _transformer(
         *("MobileNetV2ForImageClassification", "MobileNetV2Config"),
-        lambda seed: {"pixel_values": _normal(seed, ROWS, 3, 64, 64)},
+        lambda seed: {"pixel_values": _normal(seed, 4 * ROWS, 3, 64, 64)},
         **{"depth_multiplier": 0.25, "image_size": 64},
     ),
     "hubert": _transformer(

@@ -89,6 +89,36 @@ def test_a_loop_over_layers_computes_what_unrolled_layers_compute() -> None:
                 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), ours, theirs)
 
 
+class Alternating(nn.Module):
+    """Layers of which every second one differs for longer sequences, as those with a sliding window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            hidden = layer(x)
+            x = x + (hidden.cumsum(0) if i % 2 and len(x) > 3 else hidden)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3)])
+def test_layers_that_repeat_otherwise_for_another_shape_are_a_loop(lengths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    module, (example, x) = Alternating().double(), (batch_of(n, WIDTH) for n in lengths)
+    with jax.enable_x64():
+        model, unrolled = jt.from_torch(module, example), jt.from_torch(module, example, unroll=True)
+        ours, theirs = (
+            m.names.to_torch(jax.jit(jax.grad(lambda p, m=m: weighted(m(p, x)[:1], jax.numpy)))(m.params))
+            for m in (model, unrolled)
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), ours, theirs)
+        nodes = model._capture(model.params, x, train=False).graph.nodes
+    assert [node.kwargs["length"] for node in nodes if node.op == REPEAT] == [2 if lengths[0] == 3 else 4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scales", "frozen", "lengths", "name"),

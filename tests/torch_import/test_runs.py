@@ -139,9 +139,14 @@ def test_a_resumed_run_has_the_same_bits_and_goes_on_in_pytorch(classifier) -> N
     ours, theirs = (torch.load(f"{name}.pt", weights_only=True) for name in ("again", "run"))
     for name, x in theirs["model"].items():
         np.testing.assert_array_equal(ours["model"][name], x)
-    module, optimizer, _ = parts(classifier)
+    module, *_ = parts(classifier)
     module.load_state_dict(theirs["model"], strict=True)
+    groups = [[p for p in module.parameters() if (p.ndim < 2) == is_exempt] for is_exempt in (False, True)]
+    optimizer = torch.optim.AdamW([{"params": params} for params in groups])
     optimizer.load_state_dict(theirs["optimizer"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for param, slots in optimizer.state.items():
+        assert slots["exp_avg"].shape == param.shape
     assert len(optimizer.state) == len([p for p in module.parameters() if p.requires_grad])
 
 

@@ -112,6 +112,17 @@ def test_float16_and_bfloat16_are_promoted_to_float32():
         assert out.dtype == np.float32
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_least_float32_is_the_least_number_of_a_lower_dtype(dtype):
+    def filled(low, f32):
+        return [jnp.where(MASK, x, number) for x in (low, f32) for number in (jnp.finfo(x.dtype).min, -jnp.inf)]
+
+    found = autocast(lambda x: filled(x @ x, x), dtype)(F32)
+    assert [x.dtype for x in found] == [dtype, dtype, np.float32, np.float32]
+    expected = [float(jnp.finfo(x.dtype).min) for x in found]
+    assert [float(x[0, 3]) for x in found] == [expected[0], -np.inf, expected[2], -np.inf]
+
+
 def test_float64_is_unchanged():
     with jax.enable_x64(True):
         x = jnp.ones((4, 4), np.float64)

@@ -5,6 +5,7 @@ tracing    how `torch.export` traces
 functions  functions that are traced in another form
 export     the capture
 no_grad    regions without gradient
+autocast   conversions to float32 and regions without autocast
 pretrained models of transformers in folders
 convert    PyTorch's graph to ours
 origins    where operations come from

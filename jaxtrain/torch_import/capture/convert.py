@@ -10,9 +10,11 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 
 from jaxtrain.data import tensor_to_numpy
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.autocast import MARKS, unmarked
 from jaxtrain.torch_import.capture.origins import origins_of
 from jaxtrain.torch_import.capture.structure import dtype_name
 from jaxtrain.torch_import.graph import CUSTOM, GETITEM, Captured, Dtype, Graph, Input, Node, Ref, Spec
+from jaxtrain.torch_import.layers import mapped
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -46,12 +48,13 @@ def converted(
       The graph, with the tensors that are neither parameters nor buffers, and the calls around each operation.
     """
     inputs, constants = _inputs(exported, aliases)
-    nodes = [
+    given = [
         _custom(node, functions) if key_of(node.target) == CUSTOM else _node(node, known)
         for node in _needed(exported.graph_module.graph)
         if node.op == "call_function"
     ]
-    state, outputs = _results(exported)
+    nodes, values = unmarked(given)
+    state, outputs = mapped(_results(exported), lambda ref: Ref(values.get(ref.name, ref.name)))
     return Captured(Graph(inputs, tuple(nodes), _filled(result, outputs), state), constants, origins_of(exported))
 
 
@@ -77,7 +80,7 @@ def _inputs(
     return tuple(inputs), constants
 
 
-def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], list[Any]]:
+def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Return the new values of the buffers that change, and the flat outputs."""
     node = exported.graph_module.graph.output_node()
     state, outputs = {}, []
@@ -88,7 +91,7 @@ def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], li
             outputs.append(_argument(value, node))
         else:
             raise refusal(f"the module changes its input or parameter {spec.target!r} in place", "change a clone")
-    return state, outputs
+    return state, tuple(outputs)
 
 
 def _filled(result: Any, outputs: Sequence[Any]) -> Any:
@@ -130,7 +133,7 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
-    if key not in known and key != GETITEM:
+    if key not in known and key not in (GETITEM, *MARKS):
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
     return Node(
         node.name,

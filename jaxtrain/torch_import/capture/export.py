@@ -6,12 +6,14 @@ operations in place into pure ones. Operations without an entry in our table are
 
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.autocast import calls_under_autocast, marked, without_marks_of_changed
 from jaxtrain.torch_import.capture.convert import Leaf, converted, key_of, spec_of
 from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, recorded_calls
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
@@ -56,16 +58,28 @@ def capture(
         result = _plain(call(module, leaves), tensors)
         return tuple(tensors)
 
-    forward = _Forward(in_mode(structure, train, dtype), flat)
+    def forward() -> _Forward:
+        return _Forward(in_mode(structure, train, dtype), flat)
+
+    given = _fakes(inputs, structure)
     try:
-        with tracing(), recorded_calls() as calls:
-            exported = _exported(forward, _fakes(inputs, structure), known)
+        # Other dtypes are those of a run without autocast.
+        under_autocast = (
+            calls_under_autocast(partial(_run, forward(), given, structure)) if dtype == "float32" else None
+        )
+        with tracing(), recorded_calls() as calls, marked(under_autocast):
+            exported = _exported(forward(), given, known)
         functions = _custom_functions(exported, calls, structure, known)
     except UserError:
         raise
     except Exception as error:
         raise _export_refusal(error, structure.module) from error
     return converted(exported, result, structure.aliases, known, functions)
+
+
+def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Structure) -> None:
+    with tracing(), structure.mode:
+        forward(*leaves)
 
 
 def _fakes(specs: Sequence[Spec], structure: Structure) -> tuple[torch.Tensor, ...]:
@@ -79,6 +93,7 @@ def _exported(
     """Return the pure program of a module, of the operations that are known."""
     exported = torch.export.export(module, leaves, strict=False)
     detach_regions_without_gradient(exported)
+    without_marks_of_changed(exported)
     return exported.run_decompositions(_decompositions(known))
 
 

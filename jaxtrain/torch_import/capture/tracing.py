@@ -20,10 +20,10 @@ from jaxtrain.torch_import.refusals import refusal, source_line
 def tracing() -> Iterator[None]:
     """Trace as this module describes while entered."""
     # Checks of values, which a graph cannot contain.
-    unchecked = _replaced(torch.distributions.Distribution, "_validate_args", False)
+    unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
         for name, function in FUNCTIONS.items():
-            patches.enter_context(_replaced(torch.nn.functional, name, function))
+            patches.enter_context(replaced(torch.nn.functional, name, function))
         yield
 
 
@@ -51,7 +51,7 @@ def _whole_stack_traces() -> Iterator[None]:
         first = next((i for i, frame in enumerate(frames) if frame.name == "forward"), len(frames))
         return traceback.StackSummary.from_list(frames[first:])
 
-    with _replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", from_forward):
+    with replaced(torch.fx.proxy.TracerBase, "_filter_traceback_frames", from_forward):
         yield
 
 
@@ -70,12 +70,13 @@ def _without_python_randomness() -> Iterator[None]:
         for module, label in ((random, "random"), (np.random, "numpy.random")):
             for name in ("random", "randint", "uniform", "choice", "shuffle", "rand", "randn", "normal"):
                 if hasattr(module, name):
-                    patches.enter_context(_replaced(module, name, refusing(f"{label}.{name}")))
+                    patches.enter_context(replaced(module, name, refusing(f"{label}.{name}")))
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute while entered."""
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
     try:

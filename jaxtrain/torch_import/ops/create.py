@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.transforms import in_float32
 
 ops(
     {
@@ -39,6 +40,9 @@ ops(
         "triu_indices.default": lambda row, col, offset=0, **_: jnp.stack(jnp.triu_indices(row, offset, col)),
     }
 )
+
+
+op("float32.default", library="jaxtrain")(in_float32)
 
 
 @op("arange.default", "arange.start", "arange.start_step")

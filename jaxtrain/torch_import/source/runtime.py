@@ -1,12 +1,13 @@
 """What emitted models call besides operations."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
+from jaxtrain.transforms import autocast_disabled
 
 
 def keys_of(rng: jax.Array | None) -> Iterator[jax.Array | None]:
@@ -14,6 +15,12 @@ def keys_of(rng: jax.Array | None) -> Iterator[jax.Array | None]:
     if rng is None:
         return itertools.repeat(None)
     return (jax.random.fold_in(rng, i) for i in itertools.count())
+
+
+def without_autocast(fn: Callable[[], jax.Array]) -> jax.Array:
+    """Call a function with autocast disabled, as under `torch.autocast(enabled=False)`."""
+    with autocast_disabled():
+        return fn()
 
 
 def of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:

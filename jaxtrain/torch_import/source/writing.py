@@ -46,6 +46,9 @@ class Writing:
         called = re.match(r"(\w+)\(|(TABLE)\[", expr.text)
         if called is not None and (name := called[1] or called[2]) in self._callable:
             self.imports[name] = self._callable[name]
+        if node.in_float32:
+            self.imports["without_autocast"] = "jaxtrain.torch_import.source.runtime"
+            expr = call("without_autocast", Expr(f"lambda: {expr}"))
         spec = node.spec
         if isinstance(spec, tuple):
             spec = spec[places[0]] if len(places) == 1 else None
