@@ -22,6 +22,7 @@ from jaxtrain.distributed.ring import find_attention, has_kernel, is_ring, ring_
 from jaxtrain.distributed.sharding import Rules, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
+from jaxtrain.models.attention import is_long
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
@@ -77,7 +78,7 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                             lambda *x: jaxpr.HIGHER_ORDER["custom_vjp_call"](eqn, [*x], _evaluate_unchanged), args
                         )
                     return [ring_attention(attention, mesh)] if is_ring(attention, mesh) else None
-                if on_gpu and precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
+                if on_gpu and precision.low_precision_operation(eqn) and _is_short_attention(args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
                     )
@@ -94,6 +95,10 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
 
 def _is_on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "gpu"
+
+
+def _is_short_attention(args: Sequence[Any]) -> bool:
+    return all(x.ndim == 4 for x in args) and not is_long(args[0].shape[1], args[1].shape[1])
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
