@@ -5,6 +5,7 @@ operation of our own instead; its two passes are traced afterwards.
 """
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -91,6 +92,16 @@ class Call:
         self._saved: list[bool] = []
         self._attributes: dict[str, Any] = {}
 
+    def names(self) -> dict[str, Any]:
+        """Return the names of the class, of the tensors that `forward` takes and of the gradients of `backward`."""
+        plain = self.function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
+        arguments = _names(self.function.forward, len(self._others) + plain, "x")[plain:]
+        return {
+            "function": f"{self.function.__module__}.{self.function.__qualname__}",
+            "arguments": tuple(arguments[place] for place in self._places),
+            "gradients": tuple(_names(self.function.backward, self.outputs + 1, "grad")[1:]),
+        }
+
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the outputs, then the tensors that `backward` needs."""
         args = list(self._others)
@@ -125,6 +136,12 @@ class Call:
         grads = tuple(grads[place] for place in self._places)
         self.has_gradient = [isinstance(grad, torch.Tensor) for grad in grads]
         return tuple(grad.clone() for grad in grads if grad is not None)
+
+
+def _names(method: Any, count: int, default: str) -> list[str]:
+    """Return the names of a method's first arguments."""
+    given = [name for name, x in inspect.signature(method).parameters.items() if x.kind == x.POSITIONAL_OR_KEYWORD]
+    return [*given[:count], *[default] * (count - len(given))]
 
 
 class _Context:

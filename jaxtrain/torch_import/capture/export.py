@@ -19,9 +19,11 @@ from jaxtrain.torch_import.capture.custom_gradients import Call, inlined_calls, 
 from jaxtrain.torch_import.capture.no_grad import detach_regions_without_gradient
 from jaxtrain.torch_import.capture.structure import Structure, in_mode
 from jaxtrain.torch_import.capture.tracing import tracing
-from jaxtrain.torch_import.graph import Captured, Graph, Spec
+from jaxtrain.torch_import.graph import Captured, Graph, ModuleCall, Spec
 from jaxtrain.torch_import.ops import RANDOM, TABLE
 from jaxtrain.torch_import.refusals import first_line, refusal, source_line
+
+Origins = Mapping[str, tuple[ModuleCall, ...]]
 
 
 def capture(
@@ -69,12 +71,13 @@ def capture(
         )
         with tracing(), recorded_calls() as calls, marked(under_autocast):
             exported = _exported(forward(), given, known)
-        functions = _custom_functions(exported, calls, structure, known)
+        functions, origins = _custom_functions(exported, calls, structure, known)
     except UserError:
         raise
     except Exception as error:
         raise _export_refusal(error, structure.module) from error
-    return converted(exported, result, structure.aliases, known, functions)
+    captured = converted(exported, result, structure.aliases, known, functions)
+    return captured._replace(origins={**captured.origins, **origins})
 
 
 def _run(forward: "_Forward", leaves: tuple[torch.Tensor, ...], structure: Structure) -> None:
@@ -99,26 +102,29 @@ def _exported(
 
 def _custom_functions(
     exported: torch.export.ExportedProgram, calls: Sequence[Call], structure: Structure, known: Collection[str]
-) -> dict[int, dict[str, Any]]:
-    """Return the keyword arguments of each `CUSTOM` node, by the number of its call."""
-    functions = {}
+) -> tuple[dict[int, dict[str, Any]], Origins]:
+    """Return the keyword arguments of each `CUSTOM` node, by the number of its call, and the origins of its passes."""
+    functions, origins = {}, dict[str, tuple[ModuleCall, ...]]()
     operation = torch.ops.jaxtrain.custom_function.default
     for node in exported.graph_module.graph.find_nodes(op="call_function", target=operation):
         call = calls[node.args[0]]
         given = [spec_of(x.meta["val"], x) for x in node.args[1]]
         with tracing(), inlined_calls():
-            forward = _pass(call.forward, given, structure, known)
+            forward, forward_origins = _pass(call.forward, given, structure, known)
             specs = {x.name: x.spec for x in forward.nodes if isinstance(x.spec, Spec)}
             outputs = [specs[ref.name] for ref in forward.outputs]
             grads = [spec for spec, floating in zip(outputs, call.floating, strict=False) if floating]
-            backward = _pass(call.backward, [*outputs[call.outputs :], *grads], structure, known)
+            backward, backward_origins = _pass(call.backward, [*outputs[call.outputs :], *grads], structure, known)
         functions[node.args[0]] = {
             "forward": forward,
             "backward": backward,
             "outputs": call.outputs,
             "has_gradient": tuple(call.has_gradient),
+            **call.names(),
         }
-    return functions
+        for name, found in (("forward", forward_origins), ("backward", backward_origins)):
+            origins |= {f"{node.name}.{name}.{operation}": calls for operation, calls in found.items()}
+    return functions, origins
 
 
 def _pass(
@@ -126,14 +132,14 @@ def _pass(
     given: Sequence[Spec],
     structure: Structure,
     known: Collection[str],
-) -> Graph:
-    """Return the graph of a function of tensors."""
+) -> tuple[Graph, Origins]:
+    """Return the graph of a function of tensors, and where its operations come from."""
     exported = _exported(_Forward(torch.nn.Module(), lambda _, leaves: fn(leaves)), _fakes(given, structure), known)
     places = tuple(Leaf(i) for i, _ in enumerate(exported.graph_signature.user_outputs))
-    graph, constants, _ = converted(exported, places, {}, known, {})
+    graph, constants, origins = converted(exported, places, {}, known, {})
     if constants or any(node.op in RANDOM for node in graph.nodes):
         raise refusal("an autograd.Function has tensors or random numbers of its own", "pass them as arguments")
-    return graph
+    return graph, origins
 
 
 class _Forward(torch.nn.Module):
