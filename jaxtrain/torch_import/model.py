@@ -50,13 +50,15 @@ class ImportedModel(GraphModel):
         frozen: frozenset[str],
         example: Any,
         call: Call,
+        fixed: Mapping[str, Any],
         ops: Mapping[str, Callable[..., Any]],
         unroll: bool,
     ) -> None:
         from jaxtrain.torch_import.capture import as_array, as_arrays, persistent_buffers, shape_of
 
         self._structure, self._ops = structure, dict(ops)
-        self.example, self.call = example, call
+        self.example, self._fixed = example, dict(fixed)
+        self.call = (lambda module, batch: call(module, {**batch, **fixed})) if fixed else call
         self._keys = tuple(example) if isinstance(example, Mapping) else None
         self._frozen_tensors = frozen
         self._tied = {name: first for name, first in structure.aliases.items() if name != first}
@@ -304,7 +306,8 @@ def from_torch(
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
         without code from the folder.
       example_batch: Arrays or tensors that the module takes: a dict of keyword arguments, a tuple of positional ones,
-        or one array. Only shapes and dtypes matter.
+        or one array. Only shapes and dtypes matter. Python numbers, flags and strings in a dict are constants of the
+        model, which batches leave out.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
       unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
@@ -332,8 +335,12 @@ def from_torch(
         module = pretrained(module)
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
+    fixed = {}
+    if isinstance(example_batch, Mapping):
+        fixed = {key: x for key, x in example_batch.items() if type(x) in (bool, int, float, str)}
+        example_batch = {key: x for key, x in example_batch.items() if key not in fixed}
     example = jax.tree.map(as_array, example_batch)
-    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {}, unroll)
+    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll)
 
 
 def _call(module: Any, batch: Any) -> Any:

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from jaxtrain.torch_import.graph import CUSTOM
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -35,6 +36,8 @@ def recorded_calls() -> Iterator[list["Call"]]:
 
     def apply(cls: Any, *args: Any) -> Any:
         stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return _checkpointed(*args, source=source_line(stack))
         calls.append(Call(cls, args, source_line(stack)))
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         outputs = torch.ops.jaxtrain.custom_function(len(calls) - 1, tensors)
@@ -46,6 +49,17 @@ def recorded_calls() -> Iterator[list["Call"]]:
             yield calls
     finally:
         _CALLS.reset(token)
+
+
+def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any, source: str) -> Any:
+    """Return the result of a checkpoint with `use_reentrant=True`, whose backward pass computes it again."""
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        raise refusal(
+            "torch.utils.checkpoint with use_reentrant=True has no gradient for an input without one",
+            "pass use_reentrant=False",
+            source,
+        )
+    return function(*args)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,9 @@ def _split_at_bracket(text: str, indent: int) -> list[str]:
     opened, closed = (reached or brackets[:1])[-1]
     head, body, tail = text[: opened + 1], text[opened + 1 : closed], text[closed:]
     inner = "    " * (indent + 1)
-    if len(inner + body) <= WIDTH and not body.endswith(","):
+    # A call's arguments may share a line, the items of a tuple, list or dict may not.
+    is_literal = opened == 0 or not (text[opened - 1].isalnum() or text[opened - 1] in "_)]")
+    if len(inner + body) <= WIDTH and not body.endswith(",") and not (is_literal and _commas(body)):
         return [space + head, inner + body, space + tail]
     return [space + head, *_items(body, indent + 1), space + tail]
 
