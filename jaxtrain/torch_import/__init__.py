@@ -12,6 +12,7 @@ repeat    loops over such layers and their stacked parameters
 linear_weights  finds the weights of linear layers
 interpret evaluates a graph in JAX
 source    writes a graph as readable JAX
+functional PyTorch's operations by name, for such source
 ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """

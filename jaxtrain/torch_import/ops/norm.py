@@ -259,6 +259,6 @@ def _normalized(x: jax.Array, mean: Any, var: Any, weight: Optional, bias: Optio
 
 @op("_weight_norm.default")
 def weight_norm(v: jax.Array, g: jax.Array, dim: int = 0) -> jax.Array:
-    """v scaled to the norms g, each over all axes but one."""
-    axes = tuple(i for i in range(v.ndim) if i != dim % v.ndim)
+    """v scaled to the norms g, each over all axes but one, or over all with the dim -1."""
+    axes = tuple(i for i in range(v.ndim) if i != dim)
     return v * (g / jnp.sqrt(jnp.square(v).sum(axes, keepdims=True)))
