@@ -72,7 +72,8 @@ def _imported(module: torch.nn.Module, arrays: Any, differentiable: list[bool]) 
     def run(floats: Any) -> Any:
         given = iter(floats)
         batch = tuple(next(given) if wanted else x for x, wanted in zip(arrays, differentiable, strict=True))
-        outputs = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
+        leaves = jax.tree.leaves(model({}, batch, jax.random.key(0), model.state)[0])
+        outputs = [y for y in leaves if isinstance(y, jax.Array)]
         return _loss([y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)], jnp), outputs
 
     floats = tuple(jnp.asarray(x) for x, wanted in zip(arrays, differentiable, strict=True) if wanted)
