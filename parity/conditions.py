@@ -71,6 +71,8 @@ def _tied(given: Arguments) -> Tensor:
     x, dim = given["input"], given.get("dim")
     if not isinstance(dim, int):
         x, dim = x.flatten(), 0
+    if not x.numel():
+        return torch.zeros(())
     largest = x == x.amax(dim, keepdim=True)
     return (largest.sum(dim) > 1).sum()
 
@@ -179,11 +181,14 @@ def cases_that_meet(case: Case, seed: int = 0) -> Iterator[tuple[str, Case]]:
                 yield how, changed
 
 
+_POSITIONS = {"masked_fill": ("input", "mask"), "topk": ("input", "k", "dim")}
+
+
 def _arguments(name: str, args: Any, kwargs: Any) -> Arguments:
     try:
         return bound(called(name), args, kwargs)
     except (ValueError, TypeError):  # a builtin without a signature, called by position
-        return {**dict(zip(("input", "dim" if name != "masked_fill" else "mask"), args, strict=False)), **kwargs}
+        return {**dict(zip(_POSITIONS.get(name, ("input", "dim")), args, strict=False)), **kwargs}
 
 
 def _constant(x: np.ndarray) -> bool:

@@ -5,6 +5,7 @@ floating-point outputs from fixed targets: the cosines of 1, 2, 3, … along the
 element of a row then has a gradient of its own, and rows can be reordered.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,11 @@ def in_torch(outputs: Any, rows: int | None) -> Any:
     import torch
     from torch.utils import _pytree
 
-    own = _own(outputs)
+    own = _own(_fields(outputs))
     if own is not None:
         return own
-    floating = [x for x in _pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    leaves = _pytree.tree_leaves(_fields(outputs))
+    floating = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
     wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in floating]
     return _distance(wide, rows, lambda targets, like: torch.tensor(targets, dtype=like.dtype))
 
@@ -45,6 +47,17 @@ def in_jax(outputs: Any, rows: int | None) -> Any:
     leaves = [x for x in jax.tree.leaves(outputs) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, np.floating)]
     wide = [x.astype(jnp.promote_types(x.dtype, np.float32)) for x in leaves]
     return _distance(wide, rows, lambda targets, like: jnp.asarray(targets, like.dtype))
+
+
+def _fields(value: Any) -> Any:
+    """Return a result with dicts in place of dataclasses."""
+    if isinstance(value, Mapping):
+        return {key: _fields(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_fields(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _fields(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
 
 
 def _own(outputs: Any) -> Any:

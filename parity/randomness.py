@@ -31,8 +31,8 @@ Masks = list[np.ndarray]
 """Dropout masks of one micro-batch: boolean, True where an element stays, in the order drawn and in JAX's layouts.
 Other random numbers are floats."""
 
-DRAWS = ("_bernoulli", "_uniform", "_normal")
-"""Names of the functions that `jax.random.bernoulli`, `uniform` and `normal` call under jit."""
+DRAWS = ("_bernoulli", "_uniform", "_normal", "_exponential", "_randint")
+"""Names of the functions that `jax.random.bernoulli` and the functions of these numbers call under jit."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"})
 """Equations that only evaluate their one jaxpr."""
@@ -121,7 +121,8 @@ def dropout_mask_fn(
 _DRAWS = {
     **{aten.bernoulli_.float: "mask", aten.bernoulli.default: "mask", aten.bernoulli.p: "mask"},
     **{aten.rand.default: "numbers", aten.rand_like.default: "numbers", aten.uniform_.default: "numbers"},
-    **{aten.randn.default: "numbers", aten.randn_like.default: "numbers"},
+    **{aten.randn.default: "numbers", aten.randn_like.default: "numbers", aten.normal_.default: "numbers"},
+    **{aten.exponential_.default: "numbers", aten.randint.default: "numbers", aten.randint.low: "numbers"},
 }
 """PyTorch's operations whose results are replaced, with the kind of their result."""
 
@@ -160,11 +161,12 @@ class GivenMasks(TorchDispatchMode):
             if self.drawn > len(self.masks):
                 return out
             torch.set_rng_state(before)
-            return _fill(out, self.masks[self.drawn - 1], func)
+            return _scaled(_fill(out, self.masks[self.drawn - 1], func), func, *args[1:], **(kwargs or {}))
         # Attention without dropout has the tag but draws nothing.
         if random and not torch.equal(before, torch.get_rng_state()):
             raise UserError(
-                f"the PyTorch model draws random numbers by {func}: only dropout, rand and randn can use those of JAX"
+                f"the PyTorch model draws random numbers by {func}: only dropout, rand, randn, randint and exponential "
+                "numbers can use those of JAX"
             )
         return out
 
@@ -176,6 +178,21 @@ class GivenMasks(TorchDispatchMode):
                 f"the JAX model drew {len(self.masks)} dropout masks, the PyTorch model {self.drawn}: "
                 f"apply dropout at the same places in both{'; JAX draws at ' if lines else ''}{'; '.join(lines)}"
             )
+
+
+def _scaled(numbers: torch.Tensor, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return standard numbers with the parameters of a draw, in place."""
+    if func is aten.normal_.default:
+        return _normal(numbers, *args, **kwargs)
+    return _exponential(numbers, *args, **kwargs) if func is aten.exponential_.default else numbers
+
+
+def _normal(numbers: torch.Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> torch.Tensor:
+    return numbers.mul_(std).add_(mean)
+
+
+def _exponential(numbers: torch.Tensor, lambd: float = 1.0, **_: Any) -> torch.Tensor:
+    return numbers.div_(lambd)
 
 
 def permute_masks(masks: Masks, order: np.ndarray) -> Masks:

@@ -15,6 +15,7 @@ import torch
 
 from jaxtrain.errors import UserError
 from parity.case import Case
+from parity.checkpoints import without_recomputation
 from parity.oracle.caches import clear_caches
 from parity.oracle.constants import recompute_constants
 from parity.oracle.in_torch import InFloat64
@@ -136,7 +137,8 @@ def _run(
         window_loss, weights = torch.zeros([]), set()
         for micro_batch, mask in window:
             with InFloat64() if precision == "fp64" else nullcontext():
-                with autocast, nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case)):
+                masked = nullcontext() if mask is None else GivenMasks(mask, partial(mask_lines, case))
+                with autocast, without_recomputation(), masked:
                     total, weight = _checked(case.torch_loss(copied.model if copied else model, micro_batch))
                     loss = total / weight / accumulate
                 scaler.scale(loss).backward()

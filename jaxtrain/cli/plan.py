@@ -24,11 +24,12 @@ from jaxtrain.cli.plan_gpu import plan_for_gpu
 from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_tables import ScalingTables, columns
 from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
-from jaxtrain.distributed import parse_mesh
+from jaxtrain.distributed import parse_mesh, sequence_parallel_size
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning import (
     MAX_DEVICES,
     Candidate,
+    Context,
     DeviceShare,
     Plan,
     Scaling,
@@ -146,8 +147,9 @@ def _plan_mesh(name: str, recipe: Recipe, options: PlanOptions) -> int:
                 failed = error
         own = jax.local_devices()[0]
         device, limits = known or (own.device_kind, ceilings(own))
-        tables = _scaling_tables(Scaling(recipe, devices, limits), spec, report)
-    tables = dataclasses.replace(tables, device=device, memory=memory, bandwidth=bandwidth)
+        scaling = Scaling(recipe, devices, limits)
+        tables, contexts = _scaling_tables(scaling, spec, report), _contexts(scaling, recipe, memory, report)
+    tables = dataclasses.replace(tables, contexts=contexts, device=device, memory=memory, bandwidth=bandwidth)
     if options.json:
         _write_json({"recipe": name, **tables.as_json(), "command": command("train", name, recipe)})
     if found is not None:
@@ -167,6 +169,15 @@ def _fitting(recipe: Recipe, memory: int, devices: Sequence[Any], report: Callab
         lambda candidate: report(f"compiling {format_settings(candidate)}"),
         devices=None if own else devices,
     )
+
+
+def _contexts(scaling: Scaling, recipe: Recipe, memory: int | None, report: Callable[[str], None]) -> Sequence[Context]:
+    """Return the memory of a device by context length, if the mesh divides sequences."""
+    shape = parse_mesh(str(recipe.mesh))
+    if sequence_parallel_size(shape) == 1 or not hasattr(recipe, "seq_len"):
+        return ()
+    report("compiling for longer contexts")
+    return [*scaling.contexts(shape, memory)]
 
 
 def _scaling_tables(scaling: Scaling, spec: str, report: Callable[[str], None]) -> ScalingTables:

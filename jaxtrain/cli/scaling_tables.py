@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cost import format_bytes
+from jaxtrain.distributed import sequence_parallel_size
 from jaxtrain.observe import format_count
-from jaxtrain.planning import DeviceShare, first_axis
+from jaxtrain.planning import Context, DeviceShare, first_axis
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ScalingTables:
       own: A device's share on that mesh.
       shares: A device's share on each mesh of the series, in order of size.
       why: Why the series ends where it ends; None if it is complete.
+      contexts: Memory on that mesh by context length, if it divides sequences.
       device: Device type that compute time is estimated for.
       memory: Memory of a device in bytes; None for no limit.
       bandwidth: Bandwidth of a device's links in bytes/s; None if unknown.
@@ -33,11 +35,12 @@ class ScalingTables:
     own: DeviceShare
     shares: Sequence[DeviceShare]
     why: str | None
+    contexts: Sequence[Context] = ()
     device: str = ""
     memory: int | None = None
     bandwidth: float | None = None
 
-    def fits(self, share: DeviceShare) -> bool:
+    def fits(self, share: DeviceShare | Context) -> bool:
         """Return whether the share fits in a device's memory."""
         return self.memory is None or share.memory.peak <= self.memory
 
@@ -61,6 +64,11 @@ class ScalingTables:
             "own": self._row(self.own),
             "rows": [self._row(share) for share in self.shares],
             "ends": self.why,
+            "contexts": [
+                {"length": c.length, "temporaries_bytes": c.memory.temporaries, "peak_bytes": c.memory.peak}
+                | {"fits": self.fits(c)}
+                for c in self.contexts
+            ],
         }
 
     def _row(self, share: DeviceShare) -> dict[str, Any]:
@@ -95,6 +103,21 @@ class ScalingTables:
         console.print(self._growth_table())
         for note in self._notes():
             console.print(note, markup=False, soft_wrap=True)
+        if self.contexts:
+            console.print(self._context_table())
+
+    def _context_table(self) -> Table:
+        table = columns(("context", "tokens per device", "temporaries", "memory"), left=())
+        n = sequence_parallel_size(self.own.mesh)
+        for context in self.contexts:
+            fits, memory = self.fits(context), context.memory
+            cells = (
+                f"{context.length:,}",
+                f"{context.length // n:,}",
+                *map(format_bytes, (memory.temporaries, memory.peak)),
+            )
+            table.add_row(*map(Text, (" " if fits else "✗", *cells)), style="" if fits else "dim")
+        return table
 
     def _traffic_table(self) -> Table:
         headings = ("sent per step", "over", "times", "bytes")

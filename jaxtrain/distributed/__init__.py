@@ -10,6 +10,7 @@ from jaxtrain.distributed.mesh import data_parallel_size, make_mesh, run_mesh, r
 from jaxtrain.distributed.mesh import describe_devices as describe_devices
 from jaxtrain.distributed.mesh import parse_mesh as parse_mesh
 from jaxtrain.distributed.mesh import run_devices as run_devices
+from jaxtrain.distributed.mesh import sequence_parallel_size as sequence_parallel_size
 from jaxtrain.distributed.processes import is_first as is_first
 from jaxtrain.distributed.processes import process_group as process_group
 from jaxtrain.distributed.program import constrain_shardings

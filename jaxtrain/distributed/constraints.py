@@ -73,19 +73,27 @@ class ShardingConstraints:
         """Apply `run`, a fused kernel for whole sequences, to queries, keys and values [B, T, N, H] sharded by heads.
 
         As in DeepSpeed-Ulysses (Jacobs et al. 2023). If the heads are not divisible, every device computes all of them.
-        A fourth argument is a mask [B, N, T, S], of which every device has all heads and tokens.
+        Further arguments, such as a mask [B, N, T, S], are replicated except for their rows.
         """
-        args, masks = args[:3], [self._constrain_axes(x, {1: None, 2: None, 3: None}) for x in args[3:]]
-        heads = math.gcd(*(x.shape[2] for x in args))
-        heads_spec = fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
+        args, others = args[:3], [self._constrain_axes(x, dict.fromkeys(range(1, x.ndim))) for x in args[3:]]
+        heads_spec = self._heads_spec(args)
         sharded_by_heads = [
             self._constrain_axes(self._constrain_axes(x, {1: SEQUENCE}), {1: None, 2: heads_spec, 3: None})
             for x in args
         ]
         return [
             self._constrain_axes(self._constrain_axes(y, {1: None, 2: heads_spec, 3: None}), {1: SEQUENCE})
-            for y in run(*sharded_by_heads, *masks)
+            for y in run(*sharded_by_heads, *others)
         ]
+
+    def divides_heads(self, args: Sequence[Any]) -> bool:
+        """Return whether `run_fused` divides the heads of queries, keys and values over all devices of `sequence`."""
+        spec = self._heads_spec(args[:3])
+        return SEQUENCE in (spec if isinstance(spec, tuple) else (spec,))
+
+    def _heads_spec(self, args: Sequence[Any]) -> Any:
+        heads = math.gcd(*(x.shape[2] for x in args))
+        return fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
 
     def moves_less_than(self, table: Any, indices: Any) -> bool:
         """Return whether every device looks up fewer rows than `table` has, by `indices` [B, …, 1]."""

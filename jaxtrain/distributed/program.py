@@ -3,8 +3,9 @@
 The compiler propagates the shardings of the inputs through the program (GSPMD, Xu et al. 2021). Without constraints it
 may shard activations like the weights. Rows, and tokens, are therefore constrained at the batch and at the entry and
 exit of every marked block (`jaxtrain.block`). In between, the compiler gathers weights, one layer of a scan at a time,
-and reduces gradients into the shard of each device. Within blocks, sequences are constrained only in attention, whose
-queries stay sharded so that keys and values are gathered, and in products.
+and reduces gradients into the shard of each device. Within blocks, sequences are constrained only in products and in
+attention. Long attention is replaced by ring attention (`jaxtrain.distributed.ring`). In other attention the queries
+stay sharded so that keys and values are gathered, or the heads are sharded for cuDNN's kernel.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,11 @@ from jax.sharding import Mesh
 
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
+from jaxtrain.distributed.ring import find_attention, has_kernel, is_ring, ring_attention
 from jaxtrain.distributed.sharding import Rules, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
+from jaxtrain.models.attention import is_long
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
@@ -69,7 +72,13 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                     return jaxpr.bind(*product) if outs is None else outs
                 if not constraints.lengths:
                     return None
-                if on_gpu and precision.low_precision_operation(eqn) and all(x.ndim == 4 for x in args):
+                if (attention := find_attention(eqn, args)) is not None:
+                    if on_gpu and has_kernel(attention) and constraints.divides_heads(args):
+                        return constraints.run_fused(
+                            lambda *x: jaxpr.HIGHER_ORDER["custom_vjp_call"](eqn, [*x], _evaluate_unchanged), args
+                        )
+                    return [ring_attention(attention, mesh)] if is_ring(attention, mesh) else None
+                if on_gpu and precision.low_precision_operation(eqn) and _is_short_attention(args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
                     )
@@ -86,6 +95,10 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
 
 def _is_on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "gpu"
+
+
+def _is_short_attention(args: Sequence[Any]) -> bool:
+    return all(x.ndim == 4 for x in args) and not is_long(args[0].shape[1], args[1].shape[1])
 
 
 def _evaluate_unchanged(traced: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Models in flax.nnx, one file or folder per family. Dtypes follow the parameters and inputs."""
 
 from jaxtrain.models import attention as attention
+from jaxtrain.models import batch_norm as batch_norm
 from jaxtrain.models import dropout as dropout
 from jaxtrain.models import layer_norm as layer_norm
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups

@@ -50,10 +50,10 @@ class BatchNorm(nnx.Module):
             mean, var = self.mean[...].reshape(shape), self.var[...].reshape(shape)
             return _normalize(x, mean, var, scale, bias, self.epsilon)
         if self.groups == 1:
-            y, mean, var = _normalize_by_batch(x, scale, bias, self.epsilon)
+            y, mean, var = normalize_by_batch(x, scale, bias, self.epsilon)
         else:
             grouped = self._split_groups(x)
-            y, means, variances = jax.vmap(lambda x: _normalize_by_batch(x, scale, bias, self.epsilon))(grouped)
+            y, means, variances = jax.vmap(lambda x: normalize_by_batch(x, scale, bias, self.epsilon))(grouped)
             y, mean, var = y.reshape(x.shape), means[0], variances[0]
         self._update_running_statistics(mean.reshape(-1), var.reshape(-1), n=x.size // x.shape[-1] // self.groups)
         return y
@@ -110,7 +110,23 @@ def _with_statistics_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) ->
     return (y, mean, var), (factor * dx + standard * slope + shift, dmean, 2 * root * along)
 
 
-_normalize_by_batch = kernel(_with_statistics)
+@kernel
+def normalize_by_batch(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalize [..., features] by the statistics of the batch.
+
+    Args:
+      x: Array [..., features].
+      scale: Factors [features].
+      bias: Summands [features].
+      epsilon: Term added to the variance.
+
+    Returns:
+      A tuple (normalized batch, its mean, its biased variance); the last two are [1, ..., features].
+    """
+    normalized: tuple[jax.Array, jax.Array, jax.Array] = _with_statistics(x, scale, bias, epsilon)
+    return normalized
 
 
 def set_batch_norm_groups(model: M, groups: int) -> M:

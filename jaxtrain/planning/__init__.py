@@ -10,6 +10,7 @@ from jaxtrain.planning.plan import candidate_rows as candidate_rows
 from jaxtrain.planning.plan import choice_notes as choice_notes
 from jaxtrain.planning.plan import plan as plan
 from jaxtrain.planning.scaling import MAX_DEVICES as MAX_DEVICES
+from jaxtrain.planning.scaling import Context as Context
 from jaxtrain.planning.scaling import DeviceShare as DeviceShare
 from jaxtrain.planning.scaling import Scaling as Scaling
 from jaxtrain.planning.scaling import check_mesh_size as check_mesh_size

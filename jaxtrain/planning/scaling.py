@@ -9,10 +9,10 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,6 +26,7 @@ from jaxtrain.runner import training_step
 
 MAX_DEVICES = 1024
 """Number of devices of the largest mesh that `plan` compiles for."""
+_DOUBLINGS, _DOUBLINGS_WITHOUT_LIMIT = 12, 4
 # The program is not run, and memory and collectives do not depend on LLVM's optimizations.
 _WITHOUT_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -82,6 +83,13 @@ class DeviceShare:
     def rows(self) -> int:
         """Number of rows of a micro-batch on one device."""
         return self.recipe.batch_size // self.recipe.accumulate // data_parallel_size(self.mesh)
+
+
+class Context(NamedTuple):
+    """A context length, and the memory of one device for rows of that many tokens."""
+
+    length: int
+    memory: DeviceMemory
 
 
 def virtual_devices(count: int) -> Sequence[Any]:
@@ -192,22 +200,43 @@ class Scaling:
             self._done[str(recipe.mesh)] = self._compile(recipe, shape)
         return self._done[str(recipe.mesh)]
 
+    def contexts(self, shape: Mapping[str, int], memory: int | None) -> Iterator[Context]:
+        """Yield the context lengths of a recipe with a `seq_len`: its own, twice, four times as long, and so on.
+
+        Args:
+          shape: The mesh, on which every device keeps its number of rows.
+          memory: Memory of a device in bytes; the last length yielded is the first that does not fit. None for the
+            lengths up to eight times the recipe's.
+
+        Yields:
+          The lengths; fewer if the recipe rejects one.
+        """
+        recipe = recipe_on_mesh(self._recipe, shape)
+        for doublings in range(_DOUBLINGS_WITHOUT_LIMIT if memory is None else _DOUBLINGS):
+            length = recipe.seq_len << doublings  # type: ignore[attr-defined]
+            longer: Any = {"seq_len": length}
+            try:
+                found, _ = self._program(dataclasses.replace(recipe, **longer), shape)
+            except UserError:
+                return
+            yield Context(length, found)
+            if memory is not None and found.peak > memory:
+                return
+
     def _compile(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
+        memory, sent = self._program(recipe, shape)
+        # Axes that do not shard rows shard the arithmetic of each row.
+        flops, roofline = (x / (math.prod(shape.values()) // data_parallel_size(shape)) for x in self._unsharded_cost)
+        return DeviceShare(recipe, shape, memory, sent, flops, roofline, time.perf_counter() - begin)
+
+    def _program(self, recipe: Recipe, shape: Mapping[str, int]) -> tuple[DeviceMemory, Communication]:
+        """Compile a step and return its memory and communication."""
         task, mesh = recipe.task(), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
         step, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
-        # Axes that do not shard rows shard the arithmetic of each row.
-        flops, roofline = (x / (mesh.size // data_parallel_size(shape)) for x in self._unsharded_cost)
-        return DeviceShare(
-            recipe,
-            shape,
-            _memory(state, partition(state.params, step.parts.frozen)[0], window, program),
-            communication(program.as_text(), mesh.shape),
-            flops,
-            roofline,
-            time.perf_counter() - begin,
-        )
+        memory = _memory(state, partition(state.params, step.parts.frozen)[0], window, program)
+        return memory, communication(program.as_text(), mesh.shape)
 
     @cached_property
     def _unsharded_cost(self) -> tuple[int, float]:

@@ -14,7 +14,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (?:\([^=]*?\)|\S+) ([\w-
 _CALLS = re.compile(r"\bcalls=%?([\w.-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 # Functions whose matrix products and elementwise operations count as attention.
-ATTENTION = {"attention", "dot_product_attention", "_forward_rows", "_backward_rows"}
+ATTENTION = {"attention", "dot_product_attention", "formula", "_forward_rows", "_backward_rows"}
 
 
 @dataclass(frozen=True)

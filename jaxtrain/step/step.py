@@ -6,6 +6,7 @@ a window one by one.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import optax
 from jax import lax
 
 from jaxtrain.cpu.products import loop_convolutions
+from jaxtrain.cpu.short_rows import as_vectors
 from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, merge, partition
 from jaxtrain.step.accumulate import (
@@ -212,6 +214,13 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
 
 def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
     """Unscale, check, clip, update, rescale."""
+    if parts.loss.is_on_mesh:  # where a vector is not divided as the array is
+        return _update(parts, state, gradient)
+    zero = jnp.minimum(state.step, 0)  # of a number that is never negative
+    return as_vectors(partial(_update, parts), zero, parts.loss.platform)(state, gradient)
+
+
+def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
     grads, loss_scale = parts.scaler.update(gradient.grads, state.loss_scale)  # unscales, checks and rescales
     skip = found_inf(loss_scale)
     nonfinite = gradient.nonfinite

@@ -6,11 +6,13 @@ saved     the model as a folder, and `load_imported`
 task      the task of a training run
 capture   PyTorch's module to a graph; the only importer of PyTorch
 graph     the graph: operations, shapes, dtypes, lines of PyTorch code
+channels_last  keeps values between convolutions with the channels on the last axis
 layers    finds layers that differ in their parameters alone
 repeat    loops over such layers and their stacked parameters
 linear_weights  finds the weights of linear layers
 interpret evaluates a graph in JAX
 source    writes a graph as readable JAX
+functional PyTorch's operations by name, for such source
 ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """

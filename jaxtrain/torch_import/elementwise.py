@@ -4,7 +4,7 @@ A module that writes out an activation, such as the tanh approximation of GELU, 
 which keeps an array for the backward pass. A library's activation keeps its input alone, and so do these formulas.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,11 +15,12 @@ _LINEAR = frozenset({"add", "sub", "neg", "rsub", "float32"})
 _SCALED = frozenset({"mul", "div"})
 
 
-def with_recomputed_formulas(graph: Graph) -> Graph:
+def with_recomputed_formulas(graph: Graph, chosen: Callable[[Sequence[Node]], bool] = lambda _: True) -> Graph:
     """Replace elementwise formulas by functions that the backward pass computes again, in low precision.
 
     Args:
       graph: The graph.
+      chosen: Whether to replace the formula of these operations.
 
     Returns:
       The same graph with a `RECOMPUTED` node for each formula of several operations that depends on no more arrays than
@@ -34,17 +35,19 @@ def with_recomputed_formulas(graph: Graph) -> Graph:
             continue
         formula = _formula(node, nodes, specs, users)
         if len(formula) > 1 and any(map(_is_nonlinear, formula)):
-            placed.update(dict.fromkeys(part.name for part in formula))
-            placed[node.name] = _recomputed(formula, specs)
+            is_chosen = chosen(formula)
+            placed.update((part.name, None if is_chosen else part) for part in formula)
+            if is_chosen:
+                placed[node.name] = _recomputed(formula, specs)
     new = [placed.get(node.name, node) for node in graph.nodes]
-    return replace(graph, nodes=tuple(_with_body(node) for node in new if node is not None))
+    return replace(graph, nodes=tuple(_with_body(node, chosen) for node in new if node is not None))
 
 
-def _with_body(node: Node) -> Node:
+def _with_body(node: Node, chosen: Callable[[Sequence[Node]], bool]) -> Node:
     """Return a loop over layers with the formulas of its body replaced; any other node as it is."""
     if node.op != REPEAT:
         return node
-    return replace(node, kwargs={**node.kwargs, "body": with_recomputed_formulas(node.kwargs["body"])})
+    return replace(node, kwargs={**node.kwargs, "body": with_recomputed_formulas(node.kwargs["body"], chosen)})
 
 
 def _users(graph: Graph) -> Mapping[str, set[str]]:

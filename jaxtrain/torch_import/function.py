@@ -52,6 +52,7 @@ class GraphModel:
     _buffers: dict[str, Any]
     _changed: frozenset[str]
     _captured: dict[Any, Captured]
+    _fixed: dict[str, Any]
     _frozen_tensors: frozenset[str]
     _keys: tuple[str, ...] | None
     _ops: dict[str, Callable[..., Any]]
@@ -249,6 +250,13 @@ class GraphModel:
             raise UserError(
                 f"the batch has no {missing[0]!r}: the example batch had {', '.join(map(repr, self._keys))}"
             )
+        for key, value in self._fixed.items():
+            given = batch.get(key, value)
+            if isinstance(given, jax.core.Tracer) or not np.array_equal(given, value):
+                raise UserError(
+                    f"{key!r} is the constant {value!r} of the imported module, of its example batch: leave it out of "
+                    "batches, or import the module again for another value"
+                )
         return {key: batch[key] for key in self._keys}
 
     def _capture(self, params: Params, batch: Any, *, train: bool) -> Captured:

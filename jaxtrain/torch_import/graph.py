@@ -19,7 +19,8 @@ GETITEM = "getitem"
 DETACH, SELECT, STACK = "aten.detach.default", "aten.select.int", "aten.stack.default"
 CUSTOM = "jaxtrain.custom_function.default"
 """A call of `torch.autograd.Function`. Its keyword arguments are the graphs `forward` and `backward`, `outputs`, the
-number of results of `forward` before what it saves, and `has_gradient`, for each argument."""
+number of results of `forward` before what it saves, `has_gradient`, for each argument, and names: that of the class,
+`function`, those of the `arguments` of `forward`, and of the `gradients` that `backward` takes."""
 REPEAT = "jaxtrain.repeat.default"
 """Layers with the same operations. Its arguments are three tuples: initial values that each layer replaces, arrays of
 which each layer takes its slice along the first axis, and values that all layers take. Its keyword arguments are the

@@ -110,7 +110,7 @@ def _repeated(node: Node, args: Any, rng: jax.Array | None, table: Values, drawn
         return layer(drawn + i * draws if draws else 0, rng if draws else None, carry, slices, closed)
 
     length, draws = node.kwargs["length"], sum(map(_draws, body.nodes))
-    carry, results = jax.lax.scan(step, init, (jnp.arange(length), stacks), length=length)
+    carry, results = jax.lax.scan(step, init, (jnp.arange(length) if draws else None, stacks), length=length)
     return (*carry, *results)
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.torch_import.channels_last import with_channels_last
 from jaxtrain.torch_import.elementwise import with_recomputed_formulas
 from jaxtrain.torch_import.function import GraphModel, Key, Params
-from jaxtrain.torch_import.graph import Graph, without_gradient
+from jaxtrain.torch_import.graph import Graph, Node, without_gradient
 from jaxtrain.torch_import.grouped_queries import with_grouped_queries
 from jaxtrain.torch_import.masks import with_causal_attention
 from jaxtrain.torch_import.repeat import Stacks, find_stacks, repeated
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.torch_import.capture import Structure
     from jaxtrain.torch_import.graph import Captured
+    from jaxtrain.torch_import.source import Pass
     from parity import Case
 
 Call = Callable[[Any, Any], Any]
@@ -48,13 +50,15 @@ class ImportedModel(GraphModel):
         frozen: frozenset[str],
         example: Any,
         call: Call,
+        fixed: Mapping[str, Any],
         ops: Mapping[str, Callable[..., Any]],
         unroll: bool,
     ) -> None:
         from jaxtrain.torch_import.capture import as_array, as_arrays, persistent_buffers, shape_of
 
         self._structure, self._ops = structure, dict(ops)
-        self.example, self.call = example, call
+        self.example, self._fixed = example, dict(fixed)
+        self.call = (lambda module, batch: call(module, {**batch, **fixed})) if fixed else call
         self._keys = tuple(example) if isinstance(example, Mapping) else None
         self._frozen_tensors = frozen
         self._tied = {name: first for name, first in structure.aliases.items() if name != first}
@@ -154,11 +158,11 @@ class ImportedModel(GraphModel):
     def source(self) -> str:
         """Return the model as readable JAX, one function for each class of modules.
 
-        The text defines `model(params, batch, rng=None, state=None)` for the shapes and dtypes of the example batch.
-        Parameters and state have PyTorch's names and shapes, with one tensor for each layer: `names.to_torch(params)`
-        returns these, and `from_torch(…, unroll=True)` imports them. The jaxprs of outputs and gradients equal those of
-        the captured graph. This object evaluates the same graph by loops over layers, and in low precision its backward
-        pass computes elementwise formulas again: results are equal up to rounding.
+        The text defines `model(params, batch, rng=None, state=None)` for the shapes and dtypes of the example batch,
+        with the parameters and the state of this object: those of repeated layers are stacked, and the function
+        `stacked` of the text converts PyTorch's. `from_torch(…, unroll=True)` gives each layer its own. The jaxprs of
+        outputs and gradients equal those of the captured graph. In low precision the backward pass of this object
+        computes elementwise formulas again: results are equal up to rounding.
 
         Tensors that are no parameters and too large to be written out are read from `buffers.safetensors` beside the
         file; `save_source` writes both.
@@ -167,14 +171,14 @@ class ImportedModel(GraphModel):
           The text of a Python file, formatted as by `ruff format`.
 
         Raises:
-          UserError: The module calls a `torch.autograd.Function`, a buffer that it reads is on the "meta" device, or
+          UserError: A buffer that the module reads is on the "meta" device, a function of `ops` cannot be imported, or
             the source would not compute the same.
 
         Example:
           >>> import torch
           >>> model = from_torch(torch.nn.Linear(3, 2), np.ones((4, 3), np.float32))
           >>> print(model.source().splitlines()[-1])
-              return linear(batch, params["weight"], params["bias"]), state
+              return F.linear(batch, params["weight"], params["bias"]), state
         """
         return self._source()[0]
 
@@ -182,7 +186,7 @@ class ImportedModel(GraphModel):
         """Write `source` to a file, and the arrays that go with it to its folder.
 
         Args:
-          path: The file. `params.safetensors` beside it holds the parameters, one for each layer, and
+          path: The file. `params.safetensors` beside it holds the parameters, as in `params`, and
             `buffers.safetensors` the buffers that the source reads, if there are any.
 
         Returns:
@@ -198,29 +202,49 @@ class ImportedModel(GraphModel):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        arrays = {"params": self.names.to_torch(self.params), **({"buffers": buffers} if buffers else {})}
+        arrays = {"params": self.params, **({"buffers": buffers} if buffers else {})}
         for name, tensors in arrays.items():
             save_file(jax.tree.map(jnp.asarray, tensors), path.with_name(f"{name}.safetensors"))
         return [path, *(path.with_name(f"{name}.safetensors") for name in arrays)]
 
     def _source(self) -> tuple[str, dict[str, jax.Array]]:
         """Return the source with the buffers that it reads."""
-        from jaxtrain.torch_import.source import Pass, source_of
+        from jaxtrain.torch_import.source import source_of
 
         keys = [self._key(self.params, self.example, train=train) for train in (True, False)]
-        train, evaluation = (self._exported(key) for key in keys)
+        (train, *written), (evaluation, *evaluated) = map(self._pass, keys)
 
         def model(params: Params, batch: Any, rng: jax.Array | None, state: Params | None) -> Any:
             return self._run(train if rng is not None else evaluation, params, batch, rng, state)
 
         return source_of(
             type(self._structure.module).__name__,
-            *(Pass(x.graph, x.origins, {**self._buffers, **x.constants}) for x in (train, evaluation)),
+            *(*written, *evaluated),
             model=model,
             batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), self.example),
             classes={name: type(part) for name, part in self._structure.module.named_modules()},
             ops=self._ops,
+            stacks=self._stacks,
         )
+
+    def _pass(self, key: Key) -> "tuple[Captured, Pass]":
+        """Return a pass as it is evaluated and as it is written.
+
+        Formulas that are computed again are those of whole modules: others would be functions without a name.
+        """
+        from jaxtrain.torch_import.source import Pass, calls_in, without_identities
+
+        exported = self._exported(key)
+        looped = self._looped(exported._replace(graph=without_identities(exported.graph)))
+        calls, found = calls_in(looped.graph, looped.origins), set[frozenset[str]]()
+
+        def chosen(formula: Sequence[Node]) -> bool:
+            names = frozenset(node.name for node in formula)
+            found.update({names} & calls)
+            return names in calls
+
+        evaluated = looped._replace(graph=with_recomputed_formulas(looped.graph, chosen))
+        return evaluated, Pass(looped.graph, looped.origins, {**self._buffers, **looped.constants}, found)
 
     def _require_weights(self) -> None:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in (*self.params.values(), *self._buffers.values())):
@@ -248,7 +272,13 @@ class ImportedModel(GraphModel):
         return captured._replace(graph=with_grouped_queries(graph, self._ops))
 
     def _finished(self, exported: "Captured") -> "Captured":
-        """Return a graph that takes the stacked parameters, and computes cheap formulas again."""
+        """Return a graph that takes the stacked parameters, has channels last and computes cheap formulas again."""
+        # After the loops: a formula of a layer has names of its own, by which layers would differ.
+        looped = self._looped(exported)
+        return looped._replace(graph=with_recomputed_formulas(with_channels_last(looped.graph, self._ops)))
+
+    def _looped(self, exported: "Captured") -> "Captured":
+        """Return a graph that takes the stacked parameters."""
         tensors = {**self._buffers, **exported.constants}
 
         def equal(names: Sequence[str]) -> bool:
@@ -256,9 +286,7 @@ class ImportedModel(GraphModel):
             known = self._changed.isdisjoint(names) and not isinstance(first, jax.ShapeDtypeStruct)
             return known and all(np.array_equal(first, x) for x in others)
 
-        # After the loops: a formula of a layer has names of its own, by which layers would differ.
-        looped = repeated(exported.graph, self._stacks, self._frozen_tensors, equal)
-        return exported._replace(graph=with_recomputed_formulas(looped))
+        return exported._replace(graph=repeated(exported.graph, self._stacks, self._frozen_tensors, equal))
 
 
 def from_torch(
@@ -278,7 +306,8 @@ def from_torch(
       module: The module, which is not modified, or a folder of a model of `transformers`, which loads it in float32 and
         without code from the folder.
       example_batch: Arrays or tensors that the module takes: a dict of keyword arguments, a tuple of positional ones,
-        or one array. Only shapes and dtypes matter.
+        or one array. Only shapes and dtypes matter. Python numbers, flags and strings in a dict are constants of the
+        model, which batches leave out.
       call: From (module, batch of tensors) to the result, for a module that takes the batch in another way.
       ops: JAX functions of operations that have none here, by overload, as in `{"mylib::op.default": fn}`.
       unroll: Whether each layer has its own parameters and operations. By default, consecutive layers of a `ModuleList`
@@ -306,8 +335,12 @@ def from_torch(
         module = pretrained(module)
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     frozen = frozenset(name for name, param in module.named_parameters() if not param.requires_grad)
+    fixed = {}
+    if isinstance(example_batch, Mapping):
+        fixed = {key: x for key, x in example_batch.items() if type(x) in (bool, int, float, str)}
+        example_batch = {key: x for key, x in example_batch.items() if key not in fixed}
     example = jax.tree.map(as_array, example_batch)
-    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, ops or {}, unroll)
+    return ImportedModel(structure_of(module), tensors, frozen, example, call or _call, fixed, ops or {}, unroll)
 
 
 def _call(module: Any, batch: Any) -> Any:

@@ -16,7 +16,9 @@ def source_line(stack_trace: str | None) -> str:
     ''
     """
     frames = [match.groupdict() for match in _FRAME.finditer(stack_trace or "")]
-    own = [frame for frame in frames if not _is_internal(frame["file"])] or frames
+    own = [frame for frame in frames if not _is_internal(frame["file"])]
+    # Of a module that consists of PyTorch's own parts alone, the line in one of these.
+    own = own or [frame for frame in frames if "/torch/nn/" in frame["file"]]
     if not own:
         return ""
     return f"{format_location(own[-1]['file'], int(own[-1]['line']))}: {own[-1]['code'].strip()}"

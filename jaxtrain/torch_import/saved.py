@@ -56,7 +56,7 @@ class SavedModel(GraphModel):
         self.params = {name: parts["param"][name] for name in contents["params"]}
         self._buffers = parts["buffer"]
         self.state = {name: self._buffers[name] for name in contents["state"]} or None
-        self._keys = contents["keys"]
+        self._keys, self._fixed = contents["keys"], contents.get("fixed", {})
         self._tied, self._persistent = contents["tied"], contents["persistent"]
         self._changed, self._frozen_tensors = frozenset(contents["changed"]), frozenset(contents["frozen"])
         self._stacks = {
@@ -94,6 +94,7 @@ def save(model: GraphModel, folder: Path) -> None:
         "params": [*model.params],
         "state": [*(model.state or {})],
         "keys": model._keys,
+        "fixed": model._fixed,
         "tied": dict(model._tied),
         "persistent": model._persistent,
         "changed": sorted(model._changed),

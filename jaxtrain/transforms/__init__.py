@@ -18,6 +18,7 @@ from jaxtrain.transforms.precision import LOSS as LOSS
 from jaxtrain.transforms.precision import autocast, autocast_disabled, kernel
 from jaxtrain.transforms.precision import low_operation as low_operation
 from jaxtrain.transforms.precision import low_precision as low_precision
+from jaxtrain.transforms.recompute import RECOMPUTED as RECOMPUTED
 from jaxtrain.transforms.recompute import recomputed as recomputed
 from jaxtrain.transforms.remat import BLOCK as BLOCK
 from jaxtrain.transforms.remat import block

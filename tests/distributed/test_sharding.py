@@ -87,6 +87,14 @@ def test_indivisible_axes_are_replicated(spec, shape, kept):
     assert fit_spec(spec, shape, make_mesh("fsdp=2,tensor=2")) == kept
 
 
+def test_adapters_are_sharded_along_the_inputs_and_outputs_of_their_kernel():
+    rules = lora.sharding({"fc.*": P(None, "tensor", "fsdp")}, lora.LoraConfig("fc.*", out_in="fc.w"))
+    halves = {"a": jax.ShapeDtypeStruct((2, 8, 4), np.float32), "b": jax.ShapeDtypeStruct((2, 4, 8), np.float32)}
+    found = param_shardings({"lora": {"fc.w": halves, "fc.v": halves}}, make_mesh("fsdp=2,tensor=2"), rules)["lora"]
+    assert [found["fc.w"][half].spec for half in "ab"] == [P(None, "fsdp", None), P(None, None, "tensor")]
+    assert [found["fc.v"][half].spec for half in "ab"] == [P(None, "tensor", None), P(None, None, "fsdp")]
+
+
 @pytest.mark.parametrize(("optimizer", "moments"), [(adamw(1e-3), 2), (adafactor(1e-3), 0)])
 def test_moments_and_averages_are_sharded_like_their_parameter(optimizer, moments):
     run, mesh = RUNS["gpt2"](), make_mesh("fsdp=2,tensor=2")

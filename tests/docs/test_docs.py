@@ -26,13 +26,15 @@ SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "jt.Reci
     [pytest.param(page, marks=[pytest.mark.nightly] * (page.name == "tutorial.md")) for page in PAGES],
     ids=lambda page: page.name,
 )
-def test_the_python_of_a_page_runs_from_top_to_bottom(page):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    names: dict[str, object] = {}
+def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_shows(page, capsys):
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.S)
+    names: dict[str, object] = {"__name__": "__main__"}
     # The defaults of JAX, not the strict modes of the tests.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        for i, block in enumerate(blocks, start=1):
+        for i, (block, printed) in enumerate(blocks, start=1):
+            capsys.readouterr()
             exec(compile(block, f"{page.name}, block {i}", "exec"), names)
+            assert not printed or capsys.readouterr().out.strip() == printed.strip()
 
 
 @pytest.mark.slow

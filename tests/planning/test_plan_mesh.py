@@ -349,6 +349,22 @@ def test_the_reason_why_a_mesh_cannot_grow_is_printed(capsys, monkeypatch):
     assert "data=4 and larger: too many: take fewer" in out.splitlines()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("up_to_four_devices")
+def test_contexts_are_doubled_up_to_the_first_that_does_not_fit(capsys):
+    flags = "gpt-stdlib --n-layer 1 --n-embd 8 --n-head 2 --seq-len 16 --batch-size 4 --mesh sequence=4"
+    status, out, _ = run_command(capsys, f"plan {flags} --json")
+    assert status == 0
+    contexts = json.loads(out)["contexts"]
+    assert [c["length"] for c in contexts] == [16, 32, 64, 128]
+    temporaries = [c["temporaries_bytes"] for c in contexts]
+    assert temporaries == sorted(temporaries)
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], n_layer=1, n_embd=8, n_head=2, seq_len=16, batch_size=4)
+    scaling = Scaling(dataclasses.replace(recipe, mesh="sequence=4"), jax.devices(), CPU)
+    limited = scaling.contexts(parse_mesh("sequence=4"), contexts[0]["peak_bytes"])
+    assert [(c.length, c.memory.peak) for c in limited] == [(c["length"], c["peak_bytes"]) for c in contexts[:2]]
+
+
 def test_bandwidths_and_devices():
     assert parse_bandwidth("50GB/s") == parse_bandwidth("400 Gbit/s") == 50e9
     assert parse_bandwidth("1.5GiB/s") == 1.5 * 2**30

@@ -155,25 +155,24 @@ def _forward_rows(
     block = BlockArrays(options, sizes, pairs, count, operands, q, k)
     queries, keys, values = block.split_queries(q), block.split_keys(k), block.split_keys(v)
     dtype, lead = wide(q), queries.shape[:-1]
-    lowest = jnp.finfo(dtype).min
-    init = (
-        jnp.full((*lead, 1), lowest, dtype),
-        jnp.zeros((*lead, 1), dtype),
-        jnp.zeros((*lead, v.shape[-1]), dtype),
-    )
+    # The largest score and the sum of a query are one array: of two, XLA would copy the first in every step.
+    start = jnp.array([jnp.finfo(dtype).min, 0], dtype)
+    init = jnp.broadcast_to(start.reshape(1, 1, 1, 2), (*lead, 2)), jnp.zeros((*lead, v.shape[-1]), dtype)
 
-    def step(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at = block.at(i)
         scores = block.scores(at, queries, keys).masked
-        largest, total, summed = (block_of(x, at.q) for x in carry)
+        (statistics, summed) = (block_of(x, at.q) for x in carry)
+        largest, total = statistics[..., :1], statistics[..., 1:]
         new = jnp.maximum(largest, scores.max(-1, keepdims=True))
         weights, old = jnp.exp(scores - new), jnp.exp(largest - new)
-        total = total * old + weights.sum(-1, keepdims=True)
+        statistics = jnp.concatenate([new, total * old + weights.sum(-1, keepdims=True)], axis=-1)
         dropped = block.dropped(at, weights).astype(v.dtype)
         summed = summed * old + product(dropped, block_of(values, at.k), 1)
-        return tuple(_updated(x, y, at.q) for x, y in zip(carry, (new, total, summed), strict=True))
+        return _updated(carry[0], statistics, at.q), _updated(carry[1], summed, at.q)
 
-    largest, total, summed = lax.fori_loop(0, count, step, init)
+    statistics, summed = lax.fori_loop(0, count, step, init)
+    largest, total = statistics[..., :1], statistics[..., 1:]
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
     out = summed / jnp.where(total == 0, 1, total)
     return block.joined_queries(out), block.joined_queries(lse)[..., 0].swapaxes(1, 2)

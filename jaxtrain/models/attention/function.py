@@ -43,9 +43,10 @@ def attention(
     are a multiple of 8 up to 128 (256 from 9.0 on); with a `mask` or segments for even T and S; with a `bias`
     [1 or B, 1 or N, T, S] for even T and S from 9.0 on; without dropout, soft cap and sinks.
 
-    Every other program stores all scores of short sequences, and computes those with T · S ≥ 2²⁰ block by block, in
-    memory linear in T and S. Blocks that causality, the window or the segments mask entirely are not computed. The
-    dropout masks are the same. Second derivatives store all scores.
+    Every other program stores all scores of short sequences, and computes long ones block by block, in memory linear in
+    T and S: on CPUs from T · S = 2¹⁶ on, on GPUs from 2²⁰. Blocks that causality, the window, the segments or a `mask`
+    [1 or B, 1, 1, S] hide entirely are not computed. The dropout masks are the same. Second derivatives store all
+    scores.
 
     Args:
       q: Queries [B, T, N, H].
@@ -84,7 +85,8 @@ def attention(
     q_segments, k_segments = (None, None) if segments is None else segments
     operands = Operands(mask, bias, None if sinks is None else sinks[None], q_segments, k_segments)
     key = rng if dropping else None
-    if is_long(q.shape[1], k.shape[1]) and (key is None or is_counter_based(key)):
+    has_sizes = all(isinstance(n, int) for n in (*q.shape, *k.shape))  # those of an export may be symbols
+    if has_sizes and is_long(q.shape[1], k.shape[1]) and (key is None or is_counter_based(key)):
         return _attend_long(options, q, k, v, operands, key)
     operands = operands._replace(mask=combined_mask(mask, q_segments, k_segments), q_segments=None, k_segments=None)
     if key is None and cudnn.is_supported(options, q, k, v, operands):

@@ -3,6 +3,10 @@
 structure  the module without its weights
 tracing    how `torch.export` traces
 functions  functions that are traced in another form
+packed     packed sequences, which stay padded
+finite     checks for finite numbers
+in_float64 code that asks for float32, in float64
+attributes what forward assigns besides buffers
 export     the capture
 no_grad    regions without gradient
 autocast   conversions to float32 and regions without autocast

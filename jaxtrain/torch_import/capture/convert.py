@@ -86,11 +86,20 @@ def _results(exported: torch.export.ExportedProgram) -> tuple[dict[str, Any], tu
     state, outputs = {}, []
     for spec, value in zip(exported.graph_signature.output_specs, node.args[0], strict=True):
         if spec.kind.name == "BUFFER_MUTATION":
+            if "/torch/utils/checkpoint.py" in (value.meta.get("stack_trace") or ""):
+                raise refusal(
+                    f"buffer {_own_name(spec.target)!r} changes inside torch.utils.checkpoint, which changes it twice",
+                    "leave the checkpoint out, as train_step(remat=…) has it",
+                    source_of(value),
+                )
             state[_own_name(spec.target)] = _argument(value, node)
         elif spec.kind.name == "USER_OUTPUT":
             outputs.append(_argument(value, node))
         else:
-            raise refusal(f"the module changes its input or parameter {spec.target!r} in place", "change a clone")
+            name = _own_name(spec.target)
+            raise refusal(
+                f"the module changes its input or parameter {name!r} in place", "change a clone", source_of(value)
+            )
     return state, tuple(outputs)
 
 
@@ -131,9 +140,18 @@ def _node(node: torch.fx.Node, known: Collection[str]) -> Node:
     key, source = key_of(node.target), source_line(node.meta.get("stack_trace"))
     if key == "aten.instance_norm.default" and node.args[3] is not None and node.args[5]:
         raise refusal("torch.instance_norm with running statistics", "use F.instance_norm", source)
+    if key.startswith("aten.linalg") and len({x.meta["val"].dtype for x in node.all_input_nodes}) > 1:
+        # Shapes alone are computed without an error.
+        raise RuntimeError(f"{key} of tensors of different dtypes ({source})")
     if key.startswith("aten.as_strided") and not _is_whole(node.all_input_nodes[0].meta["val"]):
         raise refusal("as_strided of a view", "call contiguous() first", source)
-    if key not in known and key not in (GETITEM, *MARKS):
+    is_operation = isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+    is_known = key in known or key in (GETITEM, *MARKS)
+    if not is_known and not is_operation:
+        raise refusal(
+            "a tensor's value is used as a Python number", "use tensors, or pass the number by itself", source
+        )
+    if not is_known:
         raise refusal(f"{key} has no JAX counterpart", 'pass ops={"' + key + '": function}', source)
     return Node(
         node.name,

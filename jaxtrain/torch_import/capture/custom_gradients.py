@@ -5,12 +5,14 @@ operation of our own instead; its two passes are traced afterwards.
 """
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from jaxtrain.torch_import.graph import CUSTOM
 from jaxtrain.torch_import.refusals import refusal, source_line
@@ -34,6 +36,8 @@ def recorded_calls() -> Iterator[list["Call"]]:
 
     def apply(cls: Any, *args: Any) -> Any:
         stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return _checkpointed(*args, source=source_line(stack))
         calls.append(Call(cls, args, source_line(stack)))
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         outputs = torch.ops.jaxtrain.custom_function(len(calls) - 1, tensors)
@@ -45,6 +49,17 @@ def recorded_calls() -> Iterator[list["Call"]]:
             yield calls
     finally:
         _CALLS.reset(token)
+
+
+def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any, source: str) -> Any:
+    """Return the result of a checkpoint with `use_reentrant=True`, whose backward pass computes it again."""
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        raise refusal(
+            "torch.utils.checkpoint with use_reentrant=True has no gradient for an input without one",
+            "pass use_reentrant=False",
+            source,
+        )
+    return function(*args)
 
 
 @contextlib.contextmanager
@@ -91,6 +106,16 @@ class Call:
         self._saved: list[bool] = []
         self._attributes: dict[str, Any] = {}
 
+    def names(self) -> dict[str, Any]:
+        """Return the names of the class, of the tensors that `forward` takes and of the gradients of `backward`."""
+        plain = self.function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
+        arguments = _names(self.function.forward, len(self._others) + plain, "x")[plain:]
+        return {
+            "function": f"{self.function.__module__}.{self.function.__qualname__}",
+            "arguments": tuple(arguments[place] for place in self._places),
+            "gradients": tuple(_names(self.function.backward, self.outputs + 1, "grad")[1:]),
+        }
+
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the outputs, then the tensors that `backward` needs."""
         args = list(self._others)
@@ -125,6 +150,12 @@ class Call:
         grads = tuple(grads[place] for place in self._places)
         self.has_gradient = [isinstance(grad, torch.Tensor) for grad in grads]
         return tuple(grad.clone() for grad in grads if grad is not None)
+
+
+def _names(method: Any, count: int, default: str) -> list[str]:
+    """Return the names of a method's first arguments."""
+    given = [name for name, x in inspect.signature(method).parameters.items() if x.kind == x.POSITIONAL_OR_KEYWORD]
+    return [*given[:count], *[default] * (count - len(given))]
 
 
 class _Context:

@@ -1,9 +1,14 @@
-"""Functions of `torch.nn.functional` in a form that a graph can contain."""
+"""Functions of PyTorch in a form that a graph can contain."""
 
 import math
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+
+from jaxtrain.torch_import.capture.packed import PACKED
+from jaxtrain.torch_import.refusals import refusal, source_line
 
 _LIBRARY = torch.library.Library("jaxtrain", "FRAGMENT")
 _LIBRARY.define(
@@ -93,5 +98,79 @@ def _ctc_loss(
     return loss
 
 
-FUNCTIONS = {"instance_norm": _instance_norm, "gaussian_nll_loss": _gaussian_nll_loss, "ctc_loss": _ctc_loss}
-"""Replacements while a module is traced, by name."""
+def _is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """`_detect_is_causal_mask` without a look at the mask, which is applied as it is."""
+    return is_causal is True
+
+
+def _fill_diagonal_(self: torch.Tensor, value: float, wrap: bool = False) -> torch.Tensor:
+    """`Tensor.fill_diagonal_` as an assignment to a view."""
+    if wrap:
+        raise refusal("fill_diagonal_ with wrap=True", "assign to a diagonal")
+    diagonal = self
+    while diagonal.ndim > 1:
+        # The diagonal of the first two axes goes to the end.
+        diagonal = diagonal.diagonal() if diagonal.ndim == 2 else diagonal.diagonal(0, 0, 1).movedim(-1, 0)
+    diagonal.fill_(value)
+    return self
+
+
+def _converted(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """`Module._apply`, as by `self.head.to(dtype)` in `forward`, where it converts nothing."""
+    tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+    if any((x.dtype, x.device) != (y.dtype, y.device) for x, y in zip(tensors, map(fn, tensors), strict=True)):
+        raise refusal("a module is converted to another dtype or device", "convert it before the import")
+    return self
+
+
+def _batch_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """`_BatchNorm.forward`, with a mean of the statistics of all batches (momentum=None) as tensors."""
+    if self.momentum is not None or not (self.training and self.track_running_stats):
+        plain: torch.Tensor = _forward(self, input)
+        return plain
+    self._check_input_dim(input)
+    mean, var = self.running_mean.clone(), self.running_var.clone()
+    y = torch.nn.functional.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+    self.num_batches_tracked.add_(1)
+    share = 1.0 / self.num_batches_tracked.double()
+    self.running_mean.copy_((1 - share) * self.running_mean + share * mean)
+    self.running_var.copy_((1 - share) * self.running_var + share * var)
+    return y
+
+
+_forward = torch.nn.modules.batchnorm._BatchNorm.forward
+
+
+def _gradient(*_: Any, **__: Any) -> Any:
+    stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
+    raise refusal(
+        "torch.autograd.grad inside forward", "compute the gradient in the loss, by jax.grad", source_line(stack)
+    )
+
+
+class _Data:
+    """`Tensor.data`: the tensor itself without its gradient, and an assignment to it."""
+
+    def __get__(self, tensor: torch.Tensor | None, owner: Any) -> Any:
+        return self if tensor is None else tensor.detach()
+
+    def __set__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise refusal("the data of a tensor is replaced by another shape or dtype", "make a new tensor")
+        tensor.detach().copy_(value.detach())
+
+
+FUNCTIONS: tuple[tuple[Any, str, Any], ...] = (
+    (torch.nn.functional, "instance_norm", _instance_norm),
+    (torch.nn.functional, "gaussian_nll_loss", _gaussian_nll_loss),
+    (torch.nn.functional, "ctc_loss", _ctc_loss),
+    (torch.nn.modules.transformer, "_detect_is_causal_mask", _is_causal),
+    (torch.nn.Module, "_apply", _converted),
+    (torch.Tensor, "fill_diagonal_", _fill_diagonal_),
+    (torch.Tensor, "data", _Data()),
+    (torch.autograd, "grad", _gradient),
+    (torch.nn.modules.batchnorm._BatchNorm, "forward", _batch_norm),
+    (torch.nn.modules.rnn, "_VF", PACKED),
+    (torch.nn.utils.rnn, "_VF", PACKED),
+)
+"""Replacements while a module is traced: owner, name and value."""

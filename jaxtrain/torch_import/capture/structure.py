@@ -36,6 +36,10 @@ def structure_of(module: torch.nn.Module) -> Structure:
     Raises:
       UserError: The module has hooks on its gradients, which a graph cannot contain, or cannot be copied.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise refusal(f"{type(module).__name__} is compiled by torch.jit", "import the module that it was made from")
+    if any(torch.nn.parameter.is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+        raise refusal(f"{type(module).__name__} has lazy parameters", "call it once before the import")
     _refuse_hooks(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from jaxtrain.errors import UserError
+from jaxtrain.torch_import.capture.finite import AssumedFinite
 from jaxtrain.torch_import.capture.functions import FUNCTIONS
 from jaxtrain.torch_import.refusals import refusal, source_line
 
@@ -22,8 +24,9 @@ def tracing() -> Iterator[None]:
     # Checks of values, which a graph cannot contain.
     unchecked = replaced(torch.distributions.Distribution, "_validate_args", False)
     with _quiet(), _whole_stack_traces(), _without_python_randomness(), unchecked, contextlib.ExitStack() as patches:
-        for name, function in FUNCTIONS.items():
-            patches.enter_context(replaced(torch.nn.functional, name, function))
+        for owner, name, function in FUNCTIONS:
+            patches.enter_context(replaced(owner, name, function))
+        patches.enter_context(AssumedFinite())
         yield
 
 
@@ -62,7 +65,12 @@ def _without_python_randomness() -> Iterator[None]:
     def refusing(name: str) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
             stack = "".join(traceback.format_list(traceback.extract_stack()[:-1]))
-            raise refusal(f"{name} would be drawn once, at the import", "use torch.rand or dropout", source_line(stack))
+            error = refusal(
+                f"{name} would be drawn once, at the import", "use torch.rand or dropout", source_line(stack)
+            )
+            if (name in _UNIT and not args) or (name in _UNIFORM and args == (0, 1)):
+                return _Drawn(error)
+            raise error
 
         return draw
 
@@ -74,12 +82,42 @@ def _without_python_randomness() -> Iterator[None]:
         yield
 
 
+_UNIT = ("random.random", "numpy.random.random", "numpy.random.rand", "numpy.random.uniform")
+_UNIFORM = ("random.uniform", "numpy.random.uniform")
+
+
+class _Drawn:
+    """A number in [0, 1) that only comparisons with 0 and 1 may read, as LayerDrop's with a rate of 0."""
+
+    def __init__(self, error: UserError) -> None:
+        self._error = error
+
+    def __lt__(self, other: Any) -> bool:
+        if isinstance(other, int | float) and not 0 < other < 1:
+            return other >= 1
+        raise self._error
+
+    def __gt__(self, other: Any) -> bool:
+        if isinstance(other, int | float) and other >= 1:
+            return False
+        raise self._error
+
+    def _refused(self, *_: Any) -> Any:
+        raise self._error
+
+    __float__ = __bool__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __le__ = __ge__ = _refused
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute while entered."""
+    inherited = isinstance(owner, type) and name not in vars(owner)
     before = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,4 +1,4 @@
-"""Convolutions, with the channels on the second axis."""
+"""Convolutions, with the channels of the images on the second or the last axis."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,10 @@ def conv(
     padding: int | str | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    *,
+    channels_last: bool = False,
 ) -> jax.Array:
-    """Convolve [N, C, ...] or [C, ...] with [O, C / groups, ...]."""
+    """Convolve [N, C, ...], [C, ...] or, with `channels_last`, [N, ..., C] with [O, C / groups, ...]."""
     rank = weight.ndim - 2
     dilation = per_axis(dilation, rank)
     y = lax.conv_general_dilated(
@@ -34,9 +36,10 @@ def conv(
         per_axis(stride, rank),
         _widths(padding, weight.shape[2:], dilation),
         rhs_dilation=dilation,
+        dimension_numbers=_axes(rank, channels_last),
         feature_group_count=groups,
     )
-    return _finished(y, bias, x.ndim == rank + 2)
+    return _finished(y, bias, x.ndim == rank + 2, channels_last)
 
 
 def _widths(
@@ -50,8 +53,16 @@ def _widths(
     return [(p, p) for p in per_axis(padding, len(kernel))]
 
 
-def _finished(y: jax.Array, bias: jax.Array | None, batched: bool) -> jax.Array:
-    y = y if bias is None else y + bias.reshape(-1, *(1,) * (y.ndim - 2))
+def _axes(rank: int, channels_last: bool) -> lax.ConvDimensionNumbers:
+    """Return the axes of rows, channels and space in images, of outputs, inputs and space in a kernel."""
+    standard = tuple(range(rank + 2))
+    images = (0, rank + 1, *range(1, rank + 1)) if channels_last else standard
+    return lax.ConvDimensionNumbers(images, standard, images)
+
+
+def _finished(y: jax.Array, bias: jax.Array | None, batched: bool, channels_last: bool) -> jax.Array:
+    if bias is not None:
+        y = y + (bias if channels_last else bias.reshape(-1, *(1,) * (y.ndim - 2)))
     return y if batched else y[0]
 
 
@@ -65,6 +76,8 @@ def conv_transpose(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    *,
+    channels_last: bool = False,
 ) -> jax.Array:
     """Convolve transposed: the gradient of a convolution, with a weight [C, O / groups, ...]."""
     rank = weight.ndim - 2
@@ -79,9 +92,10 @@ def conv_transpose(
         [(n - p, n - p + o) for n, p, o in extra],
         lhs_dilation=strides,
         rhs_dilation=dilations,
+        dimension_numbers=_axes(rank, channels_last),
         feature_group_count=groups,
     )
-    return _finished(y, bias, x.ndim == rank + 2)
+    return _finished(y, bias, x.ndim == rank + 2, channels_last)
 
 
 @op("convolution.default")

@@ -36,9 +36,13 @@ ops(
 def embedding(
     weight: jax.Array, indices: jax.Array, padding_idx: int = -1, scale_grad: bool = False, sparse: bool = False
 ) -> jax.Array:
-    """Rows of a table. The row at `padding_idx` receives no gradient."""
-    del scale_grad, sparse
+    """Rows of a table. The row at `padding_idx` receives no gradient; others, with `scale_grad`, the mean of theirs."""
+    del sparse
     rows = weight[indices]
+    if scale_grad:
+        times = jnp.zeros(len(weight), rows.dtype).at[indices].add(1)[indices]
+        constant = lax.stop_gradient(rows)
+        rows = constant + (rows - constant) / times[..., None]
     if padding_idx < 0:
         return rows
     return jnp.where((indices == padding_idx)[..., None], lax.stop_gradient(rows), rows)

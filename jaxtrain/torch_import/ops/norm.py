@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.models.batch_norm import normalize_by_batch
 from jaxtrain.models.layer_norm import layer_norm as last_axis_norm
 from jaxtrain.torch_import.ops.registry import as_kernel, of_vectors, op
 
@@ -151,7 +152,8 @@ def instance_norm(
     """Normalization of every channel of every example. The capture writes the running statistics out."""
     del momentum, cudnn_enabled
     if not use_input_stats:
-        return _by_statistics(x, running_mean, running_var, weight, bias, eps)
+        x = jnp.moveaxis(x, 1, -1)
+        return jnp.moveaxis(_by_statistics(x, running_mean, running_var, weight, bias, eps), -1, 1)
     y: jax.Array = as_kernel(_instance_norm, x, weight, bias, eps=eps)
     return y
 
@@ -172,10 +174,14 @@ def batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
+    *,
+    channels_last: bool = False,
 ) -> jax.Array:
     """Batch normalization where nobody reads the new statistics."""
     del cudnn_enabled
-    y: jax.Array = batch_norm_with_statistics(x, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+    y: jax.Array = batch_norm_with_statistics(
+        x, weight, bias, running_mean, running_var, training, momentum, eps, channels_last=channels_last
+    )[0]
     return y
 
 
@@ -189,13 +195,19 @@ def batch_norm_with_statistics(
     training: bool,
     momentum: float,
     eps: float,
+    *,
+    channels_last: bool = False,
 ) -> Any:
     """Batch normalization, with (mean, inverse standard deviation, new running mean, new running variance)."""
+    axis = -1 if channels_last else 1
+    x = jnp.moveaxis(x, axis, -1)
     if not training:
         y = _by_statistics(x, running_mean, running_var, weight, bias, eps)
-        return y, running_mean, running_var, running_mean, running_var
-    y, mean, var = as_kernel(_by_batch, x, weight, bias, eps=eps)
-    count = x.size // x.shape[1]
+        return jnp.moveaxis(y, -1, axis), running_mean, running_var, running_mean, running_var
+    scale = jnp.ones(x.shape[-1], x.dtype) if weight is None else weight
+    y, mean, var = normalize_by_batch(x, scale, jnp.zeros_like(scale) if bias is None else bias, eps)
+    y, mean, var = jnp.moveaxis(y, -1, axis), mean.reshape(-1), var.reshape(-1)
+    count = x.size // x.shape[-1]
     new_mean, new_var = _moved(running_mean, mean, momentum), _moved(running_var, var * count / (count - 1), momentum)
     # PyTorch has no gradient of the statistics that it saves for its own backward pass.
     return y, lax.stop_gradient(mean), lax.stop_gradient(lax.rsqrt(var + eps)), new_mean, new_var
@@ -218,9 +230,13 @@ def batch_norm_in_evaluation(
     running_var: Optional,
     momentum: float,
     eps: float,
+    *,
+    channels_last: bool = False,
 ) -> Any:
     """Batch normalization by the running statistics, with the two empty tensors that a backward pass would save."""
-    y, *_ = batch_norm_with_statistics(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    y, *_ = batch_norm_with_statistics(
+        x, weight, bias, running_mean, running_var, False, momentum, eps, channels_last=channels_last
+    )
     return y, jnp.zeros(0, y.dtype), jnp.zeros(0, y.dtype)
 
 
@@ -232,25 +248,17 @@ def _moved(running: Optional, new: jax.Array, momentum: float) -> Optional:
 
 
 def _by_statistics(x: jax.Array, mean: Any, var: Any, weight: Optional, bias: Optional, eps: float) -> jax.Array:
+    """Normalize [..., C] by given statistics [C]."""
     y: jax.Array = as_kernel(_normalized, x, mean, var, weight, bias, eps=eps)
     return y
 
 
 def _normalized(x: jax.Array, mean: Any, var: Any, weight: Optional, bias: Optional, *, eps: float) -> jax.Array:
-    mean, var, weight, bias = (_per_channel(values, x) for values in (mean, var, weight, bias))
     return _scaled((x - mean) * lax.rsqrt(var + eps), weight, bias)
-
-
-def _by_batch(x: jax.Array, weight: Optional, bias: Optional, *, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the normalized batch, its mean and its biased variance."""
-    axes = (0, *range(2, x.ndim))
-    mean = x.mean(axes)
-    var = jnp.square(x - x.mean(axes, keepdims=True)).mean(axes)
-    return _normalized(x, mean, var, weight, bias, eps=eps), mean, var
 
 
 @op("_weight_norm.default")
 def weight_norm(v: jax.Array, g: jax.Array, dim: int = 0) -> jax.Array:
-    """v scaled to the norms g, each over all axes but one."""
-    axes = tuple(i for i in range(v.ndim) if i != dim % v.ndim)
+    """v scaled to the norms g, each over all axes but one, or over all with the dim -1."""
+    axes = tuple(i for i in range(v.ndim) if i != dim)
     return v * (g / jnp.sqrt(jnp.square(v).sum(axes, keepdims=True)))

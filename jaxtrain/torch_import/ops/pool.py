@@ -1,5 +1,6 @@
 """Pooling."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +47,21 @@ def _reduced(x: jax.Array, init: Any, fn: Any, k: Any, s: Any, p: Any, d: Any) -
     )
 
 
+def _of_images(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Let a function of the last axes of [N, C, ...] take [N, ..., C] with `channels_last`."""
+
+    @functools.wraps(fn)
+    def call(x: jax.Array, *args: Any, channels_last: bool = False, **kwargs: Any) -> jax.Array:
+        if not channels_last:
+            return fn(x, *args, **kwargs)
+        y: jax.Array = jax.vmap(lambda x: fn(x, *args, **kwargs), -1, -1)(x)
+        return y
+
+    return call
+
+
 def _max_pool(rank: int) -> Callable[..., jax.Array]:
+    @_of_images
     def max_pool(
         x: jax.Array,
         kernel_size: Sizes,
@@ -83,6 +98,7 @@ def _elements(x: jax.Array, k: Any, s: Any, p: Any, d: Any) -> list[jax.Array]:
 
 
 def _avg_pool(rank: int) -> Callable[..., jax.Array]:
+    @_of_images
     def avg_pool(
         x: jax.Array,
         kernel_size: Sizes,
@@ -113,6 +129,7 @@ def _counts(sizes: Any, k: Any, s: Any, p: Any, padding: Any, include_pad: bool)
 
 
 def _adaptive_avg_pool(rank: int) -> Callable[..., jax.Array]:
+    @_of_images
     def adaptive_avg_pool(x: jax.Array, output_size: Sizes) -> jax.Array:
         """Means over as many windows as the output has elements."""
         sizes = per_axis(output_size, rank)

@@ -89,12 +89,18 @@ def _moments(x: jax.Array, dim: Dims) -> tuple[tuple[int, ...], int]:
     return chosen, count
 
 
-@op("var.correction", "var.dim")
+@op("var.correction")
 def var(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> jax.Array:
     """Variance, by default the unbiased one."""
     chosen, count = _moments(x, dim)
     centered = x - jnp.mean(x, chosen, keepdims=True)
     return jnp.square(centered).sum(chosen, keepdims=keepdim) / (count - (1 if correction is None else correction))
+
+
+@op("var.dim")
+def var_dim(x: jax.Array, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> jax.Array:
+    """Variance with a flag for the unbiased one."""
+    return var(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
 @op("std.correction")

@@ -1,7 +1,13 @@
 """The source of an imported model: one function for each class of modules, in JAX.
 
 emit          the file and its proof
-functions     one function a class: arguments, results, text
+file          the text around the functions
+functions     one function a class
+signatures    what functions take and return, types, docstrings
+loops         layers that repeat, as a scan
+custom        `torch.autograd.Function`
+scope         the tensors that a function's code can read
+identities    operations that do nothing
 names         names of functions, arguments and tensors
 body          statements of a function, with PyTorch's names
 blocks        operations by the calls of modules they belong to
@@ -13,9 +19,11 @@ constants     constant tensors
 layout        lines as `ruff format` lays them out
 pytorch_code  names in the user's PyTorch code
 compare       equality of jaxprs
-runtime       what emitted models call besides operations
+runtime       what the files contain besides the modules' functions
 """
 
+from jaxtrain.torch_import.source.blocks import calls_in
 from jaxtrain.torch_import.source.emit import Pass, source_of
+from jaxtrain.torch_import.source.identities import without_identities
 
-__all__ = ["Pass", "source_of"]
+__all__ = ["Pass", "calls_in", "source_of", "without_identities"]

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxtrain.torch_import.graph import GETITEM, Graph, ModuleCall, Node, references
+from jaxtrain.torch_import.graph import GETITEM, REPEAT, SELECT, Graph, ModuleCall, Node, Spec, references
 
 Origins = Mapping[str, tuple[ModuleCall, ...]]
 
@@ -41,7 +42,7 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
         if node.op == GETITEM:
             continue
         # An operation that a rewrite of the graph adds belongs to the call of the one before.
-        calls = origins.get(node.name) or tuple(x._replace(lines=()) for x in calls)
+        calls = calls_of(node, origins) or tuple(x._replace(lines=()) for x in calls)
         depth = 1
         while depth < min(len(stack), len(calls)) and keys[depth] == calls[depth].key:
             depth += 1
@@ -55,6 +56,18 @@ def tree_of(graph: Graph, origins: Origins) -> Block:
     return root
 
 
+def calls_of(node: Node, origins: Origins) -> tuple[ModuleCall, ...]:
+    """Return the calls around an operation, outermost first; for a loop those around the container of its layers."""
+    if node.op == SELECT and not node.source:  # of the stacked results of a loop
+        return ()
+    if node.op != REPEAT:
+        return origins.get(node.name, ())
+    first = next((origins[x.name] for x in node.kwargs["body"].nodes if x.name in origins), ())
+    prefix = f"{node.module}." if node.module else ""
+    inside = [call.path is not None and call.path != node.module and call.path.startswith(prefix) for call in first]
+    return first[: inside.index(True)] if True in inside else first
+
+
 def results_of(graph: Graph, live: Collection[str]) -> dict[str, dict[int, str]]:
     """Return the names of the results of each operation that are used, by their places; 0 for a single result."""
     found: dict[str, dict[int, str]] = {}
@@ -64,4 +77,27 @@ def results_of(graph: Graph, live: Collection[str]) -> dict[str, dict[int, str]]
                 found.setdefault(next(references(node.args)), {})[node.args[1]] = node.name
         elif not isinstance(node.spec, tuple):
             found.setdefault(node.name, {})[0] = node.name
+    return found
+
+
+def calls_in(graph: Graph, origins: Origins) -> set[frozenset[str]]:
+    """Return the names of the operations of each call of a module in a graph and in the layers of its loops."""
+    found = set()
+    pending = [tree_of(graph, origins)]
+    while pending:
+        block = pending.pop()
+        found.add(frozenset(node.name for node in block.nodes()))
+        pending += [item for item in block.items if isinstance(item, Block)]
+    bodies = [node.kwargs["body"] for node in graph.nodes if node.op == REPEAT]
+    return found.union(*(calls_in(body, origins) for body in bodies))
+
+
+def specs_of(graph: Graph) -> dict[str, Spec]:
+    """Return shapes and dtypes of all values of a graph and of the layers of its loops."""
+    found: dict[str, Any] = {x.name: x.spec for x in graph.inputs}
+    for node in graph.nodes:
+        for inner in node.kwargs.values():
+            found |= specs_of(inner) if isinstance(inner, Graph) else {}
+        if node.spec is not None:
+            found[node.name] = node.spec
     return found

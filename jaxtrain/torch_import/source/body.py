@@ -1,6 +1,7 @@
 """The statements of a function: which values are assigned, under which names, and which are written in place."""
 
 import keyword
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,11 +44,15 @@ class Item:
       count: Number of results that the expression has; 1 for a value that is no tuple.
       statements: PyTorch's statements being executed, outermost first.
       hint: Name for a result whose statement has none.
+      called: Name of the module that computes it, for a result whose statement names another value; "" for none.
       new_state: Key of `new_state` for the new buffers, the last result; "" for all of it, None without.
       draws: Whether it takes a key.
       names: Names of the results in the function that is called.
       parameters: Names of the operands in it.
       named: Operands that are not written in place, as the expression reads them several times.
+      before: Statements that come first, such as the definition of a function that the expression calls.
+      after: A statement that follows; "" for none.
+      packed: From the targets to the left side of the assignment.
     """
 
     build: Callable[[Resolve], Expr]
@@ -56,11 +61,15 @@ class Item:
     count: int = 1
     statements: list[Statement] = field(default_factory=list)
     hint: str = "x"
+    called: str = ""
     new_state: str | None = None
     draws: bool = False
     names: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
+    before: Callable[[Resolve], list[str]] | None = None
+    after: str = ""
+    packed: Callable[[list[str]], str] = ", ".join
 
     def names_for(self, place: int, is_target: Callable[[Statement], bool]) -> list[str]:
         """Return the names that PyTorch's code suggests for a result, best first.
@@ -96,6 +105,10 @@ class Body:
         outer: Resolve,
         reserved: Collection[str],
         aliases: Sequence[tuple[int, str, str]],
+        *,
+        indent: int = 1,
+        kept: Collection[str] = (),
+        keys: str = "keys",
     ) -> None:
         """Start a body.
 
@@ -104,10 +117,15 @@ class Body:
           outer: Expressions of values that have no name, such as parameters.
           reserved: Names that no value may have.
           aliases: (line, new name, old name) of PyTorch's assignments of one name to another.
+          indent: Indentation of the statements.
+          kept: Names that are never given to another value, as those that a nested function reads from outside.
+          keys: Name of the keys.
         """
         self._bound = dict(bound)
         self._names = {value: name for name, value in bound.items()}
-        self._outer, self._reserved, self._aliases = outer, reserved, aliases
+        self._outer, self._aliases = outer, aliases
+        self._reserved = {*reserved, *kept}
+        self._indent, self._keys = indent, keys
         self._pending: dict[str, Item] = {}
         self._uses: Counter[str] = Counter()
         self._read_twice: frozenset[str] = frozenset()
@@ -131,7 +149,7 @@ class Body:
         for i, item in enumerate(items):
             consumer = self._consumer(item, items[i + 1 :], end)
             is_returned = consumer is end and i == len(items) - 1 and len(returned) == 1
-            is_short = is_returned and len(laid_out(f"return {item.build(self.resolve)}", 1)) <= 3
+            is_short = is_returned and len(self._laid_out(f"return {self._built(item)}")) <= 3
             if is_short or (consumer is not None and self._is_inlined(item, consumer, items[i + 1 :])):
                 self._pending[item.results[0]] = item
             elif item.results or item.new_state is not None or item.draws:
@@ -139,16 +157,24 @@ class Body:
                 self._assign(item)
         if result is not None:
             self._assign_before(end)
-            self._shorten(end, "return ")
-            self.lines += laid_out(f"return {end.build(self.resolve)}", 1)
+            only = self._pending.get(returned[0]) if len(returned) == 1 else None
+            self._shorten(only or end, "return ")
+            self.lines += self._laid_out(f"return {self._built(end)}")
 
     def resolve(self, value: str) -> Expr:
         """Return the expression of a value."""
         if value in self._pending:
-            return self._pending[value].build(self.resolve).like(self._outer(value))
+            return self._built(self._pending[value]).like(self._outer(value))
         if value in self._names:
             return Expr(self._names[value]).like(self._outer(value))
         return self._outer(value)
+
+    def _built(self, item: Item) -> Expr:
+        expr = item.build(self.resolve)
+        return expr if self._keys == "keys" else expr._replace(text=re.sub(r"\bkeys\b", self._keys, expr.text))
+
+    def _laid_out(self, statement: str) -> list[str]:
+        return laid_out(statement, self._indent)
 
     def name_of(self, value: str) -> str:
         """Return the name of a value; "" if it has none."""
@@ -168,7 +194,7 @@ class Body:
     def _is_inlined(self, item: Item, consumer: Item, later: Sequence[Item]) -> bool:
         if item.draws and (not later or later[0] is not consumer):
             return False
-        text = item.build(self.resolve).text
+        text = self._built(item).text
         if text.isidentifier():
             return True
         if len(text) > _LONGEST_OPERAND or item.results[0] in consumer.named:
@@ -178,15 +204,23 @@ class Body:
         return bool(consumer.statements) and consumer.statements[-1].place == item.statements[-1].place
 
     def _assign_before(self, item: Item) -> None:
-        """Assign what comes before an item and is not a part of it: the order of evaluation is PyTorch's."""
-        for value in self._parts(item, [v for x in self._pending.values() for v in x.operands]):
-            if value in self._pending and not self.resolve(value).text.isidentifier():
+        """Assign what comes before an item and is not a part of it: the order of evaluation is PyTorch's.
+
+        Gradients of a value that is read several times are added in this order.
+        """
+        others = self._not_read([*self._pending], [*item.operands])
+        if not others:
+            return
+        order = [*self._pending]
+        # Parts of the item that come before one of these are evaluated before it, too.
+        for value in self._not_read(order[: order.index(others[-1]) + 1], []):
+            if value in self._pending:
                 self._assign(self._pending.pop(value))
 
-    def _parts(self, item: Item, read: Collection[str]) -> list[str]:
-        """Return the pending values that belong neither to an item nor to another pending value."""
-        own = set(item.operands)
-        return [value for value in self._pending if value not in own and value not in read]
+    def _not_read(self, values: Sequence[str], read: Sequence[str]) -> list[str]:
+        """Return the pending values among some that are neither read by others of them nor by an item."""
+        inside = {*read, *(name for value in values for name in self._pending[value].operands)}
+        return [x for x in values if x not in inside and not self.resolve(x).text.isidentifier()]
 
     def _forget_parts(self, item: Item) -> None:
         """Forget the pending values of an item that was written."""
@@ -203,7 +237,7 @@ class Body:
 
     def _shorten(self, item: Item, target: str) -> None:
         """Assign operands until the statement fits into a line, if it has any."""
-        while len(f"    {target}{item.build(self.resolve)}") > WIDTH:
+        while len(f"{'    ' * self._indent}{target}{self._built(item)}") > WIDTH:
             operands = [value for value in item.operands if value in self._pending]
             operands = [value for value in operands if not self.resolve(value).text.isidentifier()]
             if not operands:
@@ -217,7 +251,8 @@ class Body:
         self._shorten(item, f"{longest} = " if item.count == 1 else f"{', '.join([longest] * len(item.results))} = ")
         # An alias is written before the statement that gives its name to another value.
         names = {place: self._free_name(item, suggested[place]) for place in item.results}
-        text = item.build(self.resolve).text
+        text = self._built(item).text
+        before = [] if item.before is None else item.before(self.resolve)
         self._uses.subtract(self._leaves(item))
         self._forget_parts(item)
         targets = []
@@ -225,7 +260,7 @@ class Body:
             if place not in item.results:
                 targets.append("_")
                 continue
-            name = self._name(names[place], suggested[place], targets)
+            name = self._name(names[place], [*suggested[place], *[item.called] * (item.called != "")], targets)
             value = item.results[place]
             self._bound[name], self._names[value] = value, name
             targets.append(name)
@@ -235,7 +270,10 @@ class Body:
             at = f'new_state["{item.new_state}"]' if item.new_state else "new_state"
             targets = [*(targets if item.results else []), at]
         # The statement's own reads may have had a name that it assigns: the text was built before.
-        self.lines += laid_out(f"{', '.join(targets)} = {text}" if targets else text, 1)
+        self.lines += before
+        if targets != [text]:
+            self.lines += self._laid_out(f"{item.packed(targets)} = {text}" if targets else text)
+        self.lines += self._laid_out(item.after) if item.after else []
 
     def _suggested(self, item: Item, place: int) -> list[str]:
         """Return names for a result, best first: PyTorch's, then that of the operand that it replaces."""
@@ -279,7 +317,7 @@ class Body:
             if old == best and number < line and self._allowed(new) == new and new != best:
                 holder = self._bound.get(new)
                 if holder is None or self._left(holder, item) <= 0:
-                    self.lines += laid_out(f"{new} = {best}", 1)
+                    self.lines += self._laid_out(f"{new} = {best}")
                     self._bound[new], self._names[value] = value, new
                     del self._bound[best]
                     return best

@@ -1,52 +1,106 @@
-"""Equality of jaxprs, up to the names of variables and the order of independent equations."""
+"""Equality of jaxprs, up to names and the order of independent equations and of what calls and loops take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxtrain.transforms import BLOCK, RECOMPUTED
 
 Program = Any
 """A closed jaxpr."""
+
+_CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+"""Primitives whose results are those of a jaxpr with the same operands."""
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def fingerprint(program: Program) -> tuple[tuple[int, ...], int]:
     """Return numbers that are equal for equal programs: one for each output, and that of the equations they need.
 
-    Names of variables and functions, source lines and unused equations do not count.
+    Names of variables and functions, source lines, unused equations, and the order of the operands of calls and of what
+    loops carry do not count. Names that mark blocks for rematerialization and formulas to compute again do.
     """
-    needed: set[int] = set()
-    outputs = _outputs(program.jaxpr, program.consts, [hash(("input", i)) for i, _ in enumerate(program.jaxpr.invars)])
-    _collect(program.jaxpr, needed)
-    return tuple(outputs), len(needed)
+    jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    inputs = [hash(("input", i)) for i, _ in enumerate(jaxpr.invars)]
+    return tuple(_outputs(jaxpr, program.consts, inputs)), _count(jaxpr)
 
 
 def _outputs(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int]) -> list[int]:
+    """Return the numbers of a jaxpr's outputs, given those of its inputs."""
     values: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
     values |= {var: _constant(x) for var, x in zip(jaxpr.constvars, consts, strict=True)}
 
     def read(atom: Any) -> int:
-        return values[atom] if atom in values else _constant(atom.val)
-
-    def read_any(atom: Any) -> int:
-        return _constant(atom.val) if hasattr(atom, "val") else read(atom)
+        return _constant(atom.val) if hasattr(atom, "val") else values[atom]
 
     for eqn in jaxpr.eqns:
-        operands = tuple(read_any(atom) for atom in eqn.invars)
-        given = tuple(sorted((name, _parameter(value)) for name, value in eqn.params.items() if name != "name"))
-        key = (eqn.primitive.name, operands, given)
-        for i, var in enumerate(eqn.outvars):
-            values[var] = hash((key, i))
-    return [read_any(atom) for atom in jaxpr.outvars]
+        results = _results(eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
-def _collect(jaxpr: Any, needed: set[int]) -> None:
-    """Add the equations that the outputs need."""
-    used = {var for var in jaxpr.outvars if not hasattr(var, "val")}
-    for i, eqn in reversed([*enumerate(jaxpr.eqns)]):
-        if any(var in used for var in eqn.outvars):
-            needed.add(i)
-            used.update(var for var in eqn.invars if not hasattr(var, "val"))
+def _results(eqn: Any, operands: list[int]) -> list[int]:
+    """Return the numbers of an equation's results."""
+    name = eqn.primitive.name
+    if name == "iota":
+        return [_constant(_positions(eqn.params))]
+    if name == "scan":
+        return _scanned(eqn.params, operands)
+    if name in _CALLS:
+        body, consts = _closed(next(eqn.params[key] for key in _CALLED if key in eqn.params))
+        mark = _mark(eqn.params["name"]) if name == "jit" else ""
+        return [hash((name, mark, x)) for x in _outputs(body, consts, operands)]
+    given = tuple(sorted((key, _parameter(value)) for key, value in eqn.params.items() if key != "name"))
+    return [hash((name, tuple(operands), given, i)) for i, _ in enumerate(eqn.outvars)]
+
+
+def _positions(params: Any) -> np.ndarray:
+    """Return the array of an `iota`, which is the same as a constant."""
+    axis, shape = params["dimension"], params["shape"]
+    along = np.arange(shape[axis], dtype=params["dtype"]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return np.broadcast_to(along, shape)
+
+
+def _mark(name: str) -> str:
+    """Return what the name of a jitted function says about it."""
+    return next((mark for mark in (BLOCK, RECOMPUTED) if name.startswith(mark)), "")
+
+
+def _scanned(params: Any, operands: Sequence[int]) -> list[int]:
+    """Return the numbers of a scan's results.
+
+    A carried value has the number of its initial value and of what replaces it, which depends on the others': two of
+    them are the same if no number of steps tells them apart.
+    """
+    (body, consts), first, count = _closed(params["jaxpr"]), params["num_consts"], params["num_carry"]
+    closed, start, slices = operands[:first], operands[first : first + count], operands[first + count :]
+    whole = (params["length"], params["reverse"], params["unroll"])
+    carried = [hash(("carry", x)) for x in start]
+    for _ in range(count + 1):
+        results = _outputs(body, consts, [*closed, *carried, *(hash(("slice", x)) for x in slices)])
+        carried = [hash(pair) for pair in zip(carried, results, strict=False)]
+    return [hash(("scan", whole, x)) for x in (*carried, *results[count:])]
+
+
+def _closed(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, [])
+
+
+def _count(jaxpr: Any) -> int:
+    """Return the number of equations in a jaxpr and those inside it, without calls and constants."""
+    inner = sum(_count(x) for eqn in jaxpr.eqns for x in _inner(tuple(eqn.params.values())))
+    return inner + sum(eqn.primitive.name not in (*_CALLS, "iota") for eqn in jaxpr.eqns)
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    if hasattr(value, "eqns"):
+        yield _closed(value)[0]
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _inner(item)
 
 
 def _constant(value: Any) -> int:

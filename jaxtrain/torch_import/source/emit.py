@@ -1,30 +1,33 @@
 """The file of a model: its functions, its constants, and the proof that it computes what the imported model does."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.torch_import.graph import CUSTOM, Graph, Input, dtype_of, without_unused
+from jaxtrain.interop import TorchParam
+from jaxtrain.torch_import.graph import CUSTOM, REPEAT, SELECT, Graph, Input, Spec, dtype_of, without_unused
 from jaxtrain.torch_import.interpret import pytorchs_promotion
 from jaxtrain.torch_import.ops import RANDOM
 from jaxtrain.torch_import.refusals import refusal
-from jaxtrain.torch_import.source.blocks import Origins
+from jaxtrain.torch_import.source.blocks import Origins, specs_of
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.constants import inline
+from jaxtrain.torch_import.source.custom import custom_item, with_own_names
 from jaxtrain.torch_import.source.expressions import Expr, literal
-from jaxtrain.torch_import.source.functions import Functions, Module, specs_of
+from jaxtrain.torch_import.source.file import LOADING, file_of
+from jaxtrain.torch_import.source.functions import Module, Special
 from jaxtrain.torch_import.source.layout import laid_out
+from jaxtrain.torch_import.source.loops import loop_item
+from jaxtrain.torch_import.source.signatures import Functions
 from jaxtrain.torch_import.source.writing import Writing
 
 Model = Callable[..., Any]
 """`model(params, batch, rng, state)`, as `ImportedModel.__call__`."""
-
-_RUNTIME = "jaxtrain.torch_import.source.runtime"
-_HELPERS = ("batch_norm", "joined", "keys_of", "of")
 
 
 class Pass(NamedTuple):
@@ -34,11 +37,13 @@ class Pass(NamedTuple):
       graph: Its graph.
       origins: Where its operations come from.
       buffers: Buffers and constants by name.
+      recomputed: Names of the operations of each call that the backward pass computes again.
     """
 
     graph: Graph
     origins: Origins
     buffers: Mapping[str, Any]
+    recomputed: Collection[frozenset[str]]
 
 
 @pytorchs_promotion()
@@ -51,6 +56,7 @@ def source_of(
     batch: Any,
     classes: Mapping[str, type],
     ops: Mapping[str, Callable[..., Any]],
+    stacks: Mapping[str, TorchParam],
 ) -> tuple[str, dict[str, Any]]:
     """Return the text of a file that defines `model`, with the buffers that it reads.
 
@@ -58,42 +64,46 @@ def source_of(
       name: Name of the module's class.
       train: The pass in training mode.
       evaluation: The pass in evaluation mode.
-      model: What the file shall compute: the two passes, by PyTorch's parameters.
+      model: What the file shall compute: the two passes.
       batch: Shapes of a batch.
       classes: Classes of the modules by path.
       ops: Functions of operations that the table lacks.
+      stacks: Stacked parameters and buffers by name.
 
     Raises:
-      UserError: The module calls a `torch.autograd.Function`, a buffer has no values, or the file would not compute
+      UserError: A buffer has no values, or the file would not compute
         what the model does.
     """
     _check(train)
     _check(evaluation)
     params, state = (_shapes(train.graph, kind) for kind in ("param", "state"))
-    writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state))
+    writer = _Writer(name, classes, ops, batch, frozenset(train.graph.state), stacks)
     wanted = [_program(model, params, state or None, batch, train=flag) for flag in (True, False)]
-    text = writer.file(train, None)
-    for last in (False, True):
+    for both in ((train, None), (train, evaluation)):
+        text = writer.file(*both)
         buffers = {**train.buffers, **evaluation.buffers}
         used = {key: buffers[key] for key in sorted(writer.large)} if "BUFFERS" in text else {}
-        own = loaded(text, used)
-        found = [_program(own, params, state or None, batch, train=flag) for flag in (True, False)]
+        found = _programs(loaded(text, used), params, state or None, batch)
         if found == wanted:
             return text, used
-        if last or found[0] != wanted[0]:
+        if found[0] != wanted[0]:
             break
-        text = writer.file(train, evaluation)
     raise UserError(
         f"the source of {name} would not compute what the imported model does: keep the imported model, and report this"
     )
 
 
+def _programs(model: Model, params: Any, state: Any, batch: Any) -> list[Any]:
+    """Return what an emitted model computes in both modes; None for evaluation if it needs the key."""
+    training = _program(model, params, state, batch, train=True)
+    try:
+        return [training, _program(model, params, state, batch, train=False)]
+    except (TypeError, ValueError, AttributeError):
+        return [training, None]
+
+
 def _check(captured: Pass) -> None:
     """Raise an error for what cannot be written."""
-    for node in captured.graph.nodes:
-        if node.op == CUSTOM:
-            problem = "a torch.autograd.Function cannot be written as source"
-            raise refusal(problem, "keep the imported model, or write it without one", node.source)
     for x in captured.graph.inputs:
         if x.kind == "constant" and isinstance(captured.buffers[x.target], jax.ShapeDtypeStruct):
             raise refusal(
@@ -110,24 +120,27 @@ def _shapes(graph: Graph, kind: str) -> dict[str, jax.ShapeDtypeStruct]:
 def loaded(text: str, buffers: Mapping[str, Any]) -> Model:
     """Return the function `model` of an emitted file, with its buffers."""
     namespace: dict[str, Any] = {"__name__": "model", "__file__": "model.py"}
-    if _LOADING in text:
-        text = text.replace(_LOADING, "BUFFERS = _BUFFERS")
+    if LOADING in text:
+        text = text.replace(LOADING, "BUFFERS = _BUFFERS")
         namespace["_BUFFERS"] = dict(buffers)
     exec(compile(text, "model.py", "exec", dont_inherit=True), namespace)
     model: Model = namespace["model"]
     return model
 
 
-_LOADING = 'BUFFERS = load_file(Path(__file__).with_name("buffers.safetensors"))'
-
-
 class _Writer:
     """Writes files."""
 
     def __init__(
-        self, name: str, classes: Mapping[str, type], ops: Mapping[str, Any], batch: Any, state: frozenset[str]
+        self,
+        name: str,
+        classes: Mapping[str, type],
+        ops: Mapping[str, Any],
+        batch: Any,
+        state: frozenset[str],
+        stacks: Mapping[str, TorchParam],
     ) -> None:
-        self._name, self._classes, self._ops, self._batch = name, classes, ops, batch
+        self._name, self._classes, self._ops, self._batch, self._stacks = name, classes, ops, batch, stacks
         self._constants: dict[str, str] = {}  # name -> expression
         self._state, self.large = state, {*state}  # buffers that are not written out
 
@@ -139,34 +152,36 @@ class _Writer:
         parts = []
         if evaluation is not None:
             lines = self._body(evaluation, functions, imports)
-            parts.append(["def evaluate(params, batch, state=None):", *self._start(lines), *lines])
+            doc = f'    """{self._name} in evaluation mode."""'
+            parts.append([*laid_out(_EVALUATE, 0), doc, *lines])
             main = ["    if rng is None:", "        return evaluate(params, batch, state)", *main]
-        doc = f'    """{self._name}, as `jaxtrain.ImportedModel`: (outputs, new state)."""'
-        parts.append(["def model(params, batch, rng=None, state=None):", doc, *main])
-        text = "\n\n\n".join([*functions.texts.values(), *("\n".join(part) for part in parts)])
-        used = {name: value for name, value in self._constants.items() if re.search(rf"\b{name}\b", text)}
-        constants = [line for name, value in used.items() for line in laid_out(f"{name} = {value}", 0)]
-        return self._head("\n".join([*constants, text]), imports, constants) + text + "\n"
+        doc = f'    """{self._name}: (outputs, new state)."""'
+        parts.append([*laid_out(_MODEL, 0), doc, *main])
+        return file_of(
+            self._name,
+            [*functions.texts.values(), *("\n".join(part) for part in parts)],
+            self._constants,
+            self._stacks,
+            imports,
+            has_loss=isinstance(train.graph.outputs, dict) and "loss" in train.graph.outputs,
+            has_state=bool(train.graph.state),
+        )
 
     def _body(self, captured: Pass, functions: Functions, imports: dict[str, str]) -> list[str]:
-        kept = without_unused(captured.graph, RANDOM)
+        kept = _with_layers(_prepared(captured.graph), self._stacks)
         writing = Writing(self._ops, specs_of(kept))
         writing.keyed = _draws(kept, self._ops, captured.buffers)
-        writing.imports.update(dict.fromkeys(_HELPERS, _RUNTIME))
-        module = Module(
-            kept,
-            captured.origins,
-            self._classes,
-            self._constant(captured),
-            _inputs(self._batch, kept),
-            writing,
-            functions,
-        )
+        inputs = _inputs(self._batch, kept)
+        constants = self._constant(captured)
+        how = (writing, functions, captured.recomputed, _SPECIAL)
+        module = Module(kept, captured.origins, self._classes, constants, inputs, *how)
         lines = module.write()
         imports.update(writing.imports)
         if kept.state:
             lines[-1:] = _with_state(lines[-1])
-        return [*self._start(lines), *lines]
+        added = {x.kind for x in kept.inputs[len(captured.graph.inputs) :]}
+        layers = [f"    {name} = unstacked({name})" for kind, name in _DICTS.items() if kind in added]
+        return [*self._start(lines), *layers, *lines]
 
     def _constant(self, captured: Pass) -> Callable[[Input], Expr | None]:
         def expression(given: Input) -> Expr | None:
@@ -189,38 +204,43 @@ class _Writer:
         """Return the statements that define what a body of `model` reads."""
         text, start = "\n".join(lines), []
         if re.search(r"\bkeys\b", text):
-            start.append("    keys = keys_of(rng)")
+            start.append("    keys = Keys(rng)")
         if re.search(r"\btrain\b", text):
             start.append("    train = rng is not None")
         if re.search(r"\bbuffers\b", text):
             start.append("    buffers = BUFFERS if state is None else {**BUFFERS, **state}")
         return start
 
-    def _head(self, text: str, imports: Mapping[str, str], constants: list[str]) -> str:
-        """Return the docstring, the imports and the buffers of a file."""
-        has_buffers = "BUFFERS" in text
-        needed = {name for name in imports if re.search(rf"(?<![\w.\"]){name}\b(?=[(.\[])", text)}
-        modules: dict[str, list[str]] = {}
-        for name in sorted(needed):
-            modules.setdefault(imports[name], []).append(name)
-        lines = [f'"""{self._name} in JAX, written by `jaxtrain from-torch`."""', ""]
-        lines += ["from pathlib import Path", ""] if has_buffers else []
-        lines += [f"import {full}" for full, name in _LIBRARIES.items() if re.search(rf"(?<![\w.]){name}\.", text)]
-        functions = [f"from {module} import {', '.join(names)}" for module, names in modules.items()]
-        functions += ["from safetensors.flax import load_file"] if has_buffers else []
-        for line in sorted(functions):
-            lines += laid_out(line, 0) if len(line) <= 88 else _long_import(line)
-        constants = [*([_LOADING] if has_buffers else []), *constants]
-        lines += ["", *constants] if constants else []
-        return "\n".join(lines) + "\n\n\n"
+
+_SPECIAL: Special = {REPEAT: loop_item, CUSTOM: custom_item}
+_DICTS = {"param": "params", "state": "buffers"}
+_RESULT = "tuple[Any, Tensors | None]"
+_MODEL = f"def model(params: Tensors, batch: Any, rng: Array | None = None, state: Tensors | None = None) -> {_RESULT}:"
+_EVALUATE = f"def evaluate(params: Tensors, batch: Any, state: Tensors | None = None) -> {_RESULT}:"
 
 
-_LIBRARIES = {"jax": "jax", "jax.numpy as jnp": "jnp", "numpy as np": "np"}
+def _prepared(graph: Graph) -> Graph:
+    """Return a graph without unused operations, also in the layers of its loops, and with different names of values."""
+    nodes = []
+    for node in without_unused(graph, RANDOM).nodes:
+        if node.op == REPEAT:
+            node = replace(node, kwargs={**node.kwargs, "body": _prepared(node.kwargs["body"])})
+        nodes.append(with_own_names(node) if node.op == CUSTOM else node)
+    return replace(graph, nodes=tuple(nodes))
 
 
-def _long_import(line: str) -> list[str]:
-    start, names = line.split(" import ")
-    return [f"{start} import (", *(f"    {name}," for name in names.split(", ")), ")"]
+def _with_layers(graph: Graph, stacks: Mapping[str, TorchParam]) -> Graph:
+    """Return a graph that takes the tensors of layers outside of loops by PyTorch's names, not slices of the stacks."""
+    given = {x.name: x for x in graph.inputs}
+    inputs, nodes = [], []
+    for node in graph.nodes:
+        stack = given.get(node.args[0].name) if node.op == SELECT and not node.source else None
+        if stack is None or stack.target not in stacks or not isinstance(node.spec, Spec):
+            nodes.append(node)
+            continue
+        name = stacks[stack.target].names(0)[node.args[2]]
+        inputs.append(Input(node.name, "param" if stack.kind == "param" else "state", name, node.spec))
+    return replace(graph, inputs=(*graph.inputs, *inputs), nodes=tuple(nodes))
 
 
 def _with_state(returned: str) -> list[str]:
@@ -262,11 +282,12 @@ def _depends_on_first(jaxpr: Any) -> bool:
 def _inputs(batch: Any, graph: Graph) -> list[str]:
     """Return the expressions of a batch's leaves, in the dtypes that PyTorch's module takes."""
     wanted = {int(x.target): dtype_of(x.spec.dtype) for x in graph.inputs if x.kind == "input"}
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    return [
-        f"batch{_subscripts(path)}" + ("" if wanted.get(i, x.dtype) == x.dtype else f".astype({literal(wanted[i])})")
-        for i, (path, x) in enumerate(leaves)
-    ]
+    found = []
+    for i, (path, x) in enumerate(jax.tree_util.tree_flatten_with_path(batch)[0]):
+        given = dtype_of(x.dtype.name)
+        cast = "" if wanted.get(i, given) == given else f".astype({literal(wanted[i])})"
+        found.append(f"batch{_subscripts(path)}{cast}")
+    return found
 
 
 def _subscripts(path: Any) -> str:

@@ -1,9 +1,12 @@
 """Python expressions as text, with parentheses where they are needed."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxtrain.torch_import.graph import Ref
 
 ATOM = 10
 """Precedence of names, calls, subscripts and literals."""
@@ -94,3 +97,15 @@ def _number(value: int | float) -> str:
 
 def _is_simple(text: str) -> bool:
     return text.lstrip("-").replace(".", "").replace("_", "").isalnum()
+
+
+def structure(value: Any, resolve: Callable[[str], Expr]) -> Expr:
+    """Return the module's result as an expression."""
+    if isinstance(value, Ref):
+        return resolve(value.name)
+    if isinstance(value, dict):
+        items = ", ".join(f"{literal(key)}: {structure(item, resolve)}" for key, item in value.items())
+        return Expr(f"{{{items}}}")
+    if isinstance(value, tuple):
+        return literal(tuple(structure(item, resolve) for item in value))
+    return literal(value)

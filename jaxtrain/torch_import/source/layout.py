@@ -16,14 +16,22 @@ def laid_out(statement: str, indent: int) -> list[str]:
     space = "    " * indent
     if len(space + statement) <= WIDTH:
         return [space + statement]
-    assigned = re.match(r"[^=(\[{]*(?:\[[^\]]*\][^=(\[{]*)* = |return ", statement)
-    head, value = (assigned[0], statement[assigned.end() :]) if assigned else ("", statement)
+    head, value = _head(statement)
     operators = _top_level_operators(value)
     if operators and (head or value.startswith("(")):
         return _parenthesized(head, value, operators, indent)
     if head and _commas(value):
         return [f"{space}{head}(", *_items(value, indent + 1), f"{space})"]
     return _split_at_bracket(statement, indent)
+
+
+def _head(statement: str) -> tuple[str, str]:
+    """Return the left side of an assignment, or "return ", and the expression."""
+    if statement.startswith("return "):
+        return "return ", statement.removeprefix("return ")
+    places = (i + 3 for i, _, depth in _depths(statement) if depth == 0 and statement[i : i + 3] == " = ")
+    end = next(places, 0)
+    return statement[:end], statement[end:]
 
 
 def _parenthesized(head: str, value: str, operators: list[int], indent: int) -> list[str]:
@@ -41,23 +49,20 @@ def _split_if_long(text: str, indent: int) -> list[str]:
 
 
 def _split_at_bracket(text: str, indent: int) -> list[str]:
-    """Split at the last bracket that is open at the top level."""
+    """Split at the last bracket at the top level that the line reaches; a definition at its parameters."""
     space = "    " * indent
     brackets = [(i, j) for i, j in _brackets(text) if j - i > 1]
     if not brackets:
         return [space + text]
-    opened, closed = brackets[-1]
+    reached = [(i, j) for i, j in brackets if len(space) + i < WIDTH and not text.startswith("def ")]
+    opened, closed = (reached or brackets[:1])[-1]
     head, body, tail = text[: opened + 1], text[opened + 1 : closed], text[closed:]
     inner = "    " * (indent + 1)
-    if len(inner + body) <= WIDTH and not body.endswith(",") and not _is_definition(text):
-        return [space + head, inner + body, space + tail]
-    if len(inner + body) <= WIDTH and _is_definition(text):
+    # A call's arguments may share a line, the items of a tuple, list or dict may not.
+    is_literal = opened == 0 or not (text[opened - 1].isalnum() or text[opened - 1] in "_)]")
+    if len(inner + body) <= WIDTH and not body.endswith(",") and not (is_literal and _commas(body)):
         return [space + head, inner + body, space + tail]
     return [space + head, *_items(body, indent + 1), space + tail]
-
-
-def _is_definition(text: str) -> bool:
-    return text.startswith("def ")
 
 
 def _items(body: str, indent: int) -> list[str]:

@@ -1,64 +1,64 @@
-"""What emitted models call besides operations."""
+"""What the files of models contain besides the modules' functions; the emitter copies it, with these line lengths."""
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
-from jaxtrain.transforms import autocast_disabled
-
-
-def keys_of(rng: jax.Array | None) -> Iterator[jax.Array | None]:
-    """Return the keys of a pass, one for each operation that draws random numbers; without `rng` all are None."""
-    if rng is None:
-        return itertools.repeat(None)
-    return (jax.random.fold_in(rng, i) for i in itertools.count())
+Array = jax.Array
+Tensors = dict[str, Any]
 
 
-def without_autocast(fn: Callable[[], jax.Array]) -> jax.Array:
-    """Call a function with autocast disabled, as under `torch.autocast(enabled=False)`."""
-    with autocast_disabled():
-        return fn()
+def of(tensors: Tensors, path: str) -> Tensors:
+    """Return the tensors of a submodule, by their names in it."""
+    start = f"{path}."
+    return {k[len(start) :]: x for k, x in tensors.items() if k.startswith(start)}
 
 
-def of(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the parameters or buffers of a submodule.
-
-    >>> of({"mlp.fc.weight": 1, "norm.weight": 2}, "mlp")
-    {'fc.weight': 1}
-    """
-    return {name[len(path) + 1 :]: x for name, x in tree.items() if name.startswith(f"{path}.")}
-
-
-def joined(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts as one, with the keys joined by dots.
-
-    >>> joined({"mlp": {"norm": {"mean": 1}}, "count": 2})
-    {'mlp.norm.mean': 1, 'count': 2}
-    """
-    found = {}
-    for name, x in tree.items():
-        inner = {f"{name}.{key}": value for key, value in joined(x).items()} if isinstance(x, Mapping) else {name: x}
-        found.update(inner)
+def joined(tensors: Tensors) -> Tensors:
+    """Return nested dicts as one, with the keys joined by dots."""
+    found: Tensors = {}
+    for name, x in tensors.items():
+        inner = joined(x) if isinstance(x, dict) else {"": x}
+        found |= {f"{name}.{key}".strip("."): value for key, value in inner.items()}
     return found
 
 
-def batch_norm(
-    params: Mapping[str, jax.Array],
-    state: Mapping[str, jax.Array],
-    x: jax.Array,
-    train: bool,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`torch.nn.BatchNorm` and its new statistics, which are empty in evaluation mode."""
-    mean, var = state["running_mean"], state["running_var"]
-    y, _, _, new_mean, new_var = batch_norm_with_statistics(
-        x, params.get("weight"), params.get("bias"), mean, var, train, momentum, eps
-    )
-    if not train:
-        return y, {}
-    count = state["num_batches_tracked"] + 1
-    return y, {"num_batches_tracked": count, "running_mean": new_mean, "running_var": new_var}
+class Keys:
+    """Keys of a pass, one for each operation that draws random numbers."""
+
+    def __init__(self, rng: Array | None, drawn: Any = 0) -> None:
+        self.rng, self.drawn = rng, drawn
+
+    def __next__(self) -> Array | None:
+        key = None if self.rng is None else jax.random.fold_in(self.rng, self.drawn)
+        self.drawn = self.drawn + 1
+        return key
+
+    def layer(self, i: Array, count: int) -> "Keys":
+        """Return the keys of layer i of a loop whose layers take `count` keys each."""
+        return Keys(self.rng, self.drawn + i * count)
+
+
+LAYERS: dict[str, tuple[str, range]] = {}
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """Return PyTorch's parameters or buffers with those of repeated layers stacked."""
+    tensors = {name: jnp.asarray(x) for name, x in tensors.items()}
+    for path, (layer, numbers) in LAYERS.items():
+        for name in of(tensors, layer.format(numbers[0])):
+            parts = [tensors.pop(f"{layer.format(i)}.{name}") for i in numbers]
+            tensors[f"{path}.{name}"] = jnp.stack(parts)
+    return tensors
+
+
+def unstacked(tensors: Tensors) -> Tensors:
+    """Return tensors, and those of each repeated layer by PyTorch's names."""
+    found = dict(tensors)
+    for path, (layer, numbers) in LAYERS.items():
+        for name, x in of(tensors, path).items():
+            for i, number in enumerate(numbers):
+                part = jax.lax.index_in_dim(x, i, keepdims=False)
+                found[f"{layer.format(number)}.{name}"] = part
+    return found

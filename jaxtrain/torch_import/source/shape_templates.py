@@ -210,8 +210,9 @@ template("scalar_tensor.default")(lambda value, dtype=None: call("jnp.asarray", 
 def _arange(start: Any, end: Any = None, step: Any = 1, dtype: Any = None) -> list[Expr]:
     given = [start] if end is None else [start, end] if step == 1 else [start, end, step]
     return [
+        call("jnp.arange", *given),
+        call("jnp.arange", *given, dtype=dtype),
         call("jnp.asarray", call("np.arange", *given), *([] if dtype is None else [dtype])),
-        call("np.arange", *given),
     ]
 
 

@@ -22,20 +22,6 @@ Template = Callable[..., Expr | list[Expr]]
 F = TypeVar("F", bound=Template)
 TEMPLATES: dict[str, Template] = {}
 
-IMPORTED = {
-    "dropout": "jaxtrain.models.dropout",
-    "layer_norm": "jaxtrain.models.layer_norm",
-    "scaled_dot_product_attention": "jaxtrain.torch_import.ops.attention",
-    "conv": "jaxtrain.torch_import.ops.convolution",
-    "cross_entropy": "jaxtrain.torch_import.ops.loss",
-    "embedding": "jaxtrain.torch_import.ops.index",
-    "gelu": "jaxtrain.torch_import.ops.elementwise",
-    "group_norm": "jaxtrain.torch_import.ops.norm",
-    "rms_norm": "jaxtrain.torch_import.ops.norm",
-    "subgradients": "jaxtrain.losses",
-}
-"""Modules of the functions that templates call."""
-
 KEY = Expr("next(keys)")
 
 
@@ -85,7 +71,7 @@ template("erf.default")(_named("jax.lax.erf"))
 template("logical_not.default", "bitwise_not.default")(lambda x: [unary("~", x), call("jnp.logical_not", x)])
 template("neg.default")(lambda x: unary("-", x))
 template("reciprocal.default")(lambda x: binary("/", 1, x))
-template("abs.default")(lambda x: [call("jnp.abs", x), call("subgradients.abs", x)])
+template("abs.default")(lambda x: [call("jnp.abs", x), call("F.abs", x)])
 template("max.other")(_named("jnp.maximum"))
 template("min.other")(_named("jnp.minimum"))
 template("detach.default")(_named("jax.lax.stop_gradient"))
@@ -126,7 +112,10 @@ def _pow_of_number(x: Any, exponent: Any) -> Expr:
 @template("gelu.default")
 def _gelu(x: Any, approximate: str = "none") -> list[Expr]:
     by_tanh = approximate == "tanh"
-    return [call("jax.nn.gelu", x, approximate=by_tanh), call("gelu", x, approximate=approximate if by_tanh else None)]
+    return [
+        call("jax.nn.gelu", x, approximate=by_tanh),
+        call("F.gelu", x, approximate=approximate if by_tanh else None),
+    ]
 
 
 @template("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
@@ -158,7 +147,7 @@ def _addmm(added: Any, x: Any, y: Any) -> Expr:
 
 @template("embedding.default")
 def _embedding(weight: Any, indices: Any, padding_idx: int = -1, *_: Any) -> Expr:
-    return subscript(weight, indices) if padding_idx < 0 else call("embedding", weight, indices, padding_idx)
+    return subscript(weight, indices) if padding_idx < 0 else call("F.embedding", weight, indices, padding_idx)
 
 
 @template("softmax.int", "_softmax.default")
@@ -185,22 +174,22 @@ def _converted(x: Any, dtype: Any) -> Any:
 def _layer_norm(x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> list[Expr]:
     if weight is None or bias is None or len(shape) > 1:
         return []
-    return [call("layer_norm", x, weight, bias, eps)]
+    return [call("F.layer_norm", x, weight, bias, eps)]
 
 
 @template("rms_norm.default")
 def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Expr:
-    return call("rms_norm", x, shape, weight, **({} if eps is None else {"eps": eps}))
+    return call("F.rms_norm", x, shape, weight, **({} if eps is None else {"eps": eps}))
 
 
 @template("group_norm.default")
 def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Expr:
-    return call("group_norm", x, groups, weight, bias, eps=None if eps == 1e-5 else eps)
+    return call("F.group_norm", x, groups, weight, bias, eps=None if eps == 1e-5 else eps)
 
 
 @template("native_dropout.default", "dropout.default")
 def _dropout(x: Any, p: float, train: Any = True) -> list[Expr]:
-    return [call("dropout", x, p, KEY)]
+    return [call("F.dropout", x, p, KEY)]
 
 
 @template("scaled_dot_product_attention.default")
@@ -218,7 +207,7 @@ def _attention(
 ) -> Expr:
     rng = KEY if dropout_p else None
     return call(
-        "scaled_dot_product_attention",
+        "F.scaled_dot_product_attention",
         *(query, key, value),
         *([] if attn_mask is None else [attn_mask]),
         dropout_p=dropout_p or None,
@@ -241,7 +230,7 @@ def _conv(
 ) -> Expr:
     options = {"stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1), "groups": (groups, 1)}
     given = {name: _one(value) for name, (value, default) in options.items() if _one(value) != default}
-    return call("conv", x, weight, *([] if bias is None else [bias]), **given)
+    return call("F.conv", x, weight, *([] if bias is None else [bias]), **given)
 
 
 def _one(value: Any) -> Any:
@@ -254,7 +243,7 @@ def _cross_entropy(
     logits: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, smoothing: float = 0.0
 ) -> Expr:
     return call(
-        "cross_entropy",
+        "F.cross_entropy",
         *(logits, target),
         weight=weight,
         reduction=None if reduction == 1 else reduction,

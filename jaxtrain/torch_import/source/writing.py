@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.torch_import import functional
 from jaxtrain.torch_import.graph import GETITEM, Graph, Input, Node, Ref, Spec, dtype_of, references, resolved
 from jaxtrain.torch_import.interpret import interpret
 from jaxtrain.torch_import.ops import RANDOM, TABLE
@@ -17,18 +18,20 @@ from jaxtrain.torch_import.refusals import refusal
 from jaxtrain.torch_import.source import shape_templates
 from jaxtrain.torch_import.source.compare import fingerprint
 from jaxtrain.torch_import.source.expressions import Expr, call, method, subscript
-from jaxtrain.torch_import.source.templates import IMPORTED, KEY, TEMPLATES
+from jaxtrain.torch_import.source.templates import KEY, TEMPLATES
 
 assert shape_templates
 
 Resolve = Callable[[str], Expr]
+_NAMES = {id(fn): name for name, fn in reversed(functional.FUNCTIONS.items())}
+"""Names of the table's functions."""
 
 
 class Writing:
     """Expressions of the operations of a graph.
 
     Attributes:
-      imports: Modules of the functions that the expressions call, by name.
+      imports: Modules of the user's functions that the expressions call, by name.
       keyed: Whether the pass draws random numbers.
     """
 
@@ -36,19 +39,18 @@ class Writing:
         self._ops, self._specs = ops, specs
         self._chosen: dict[Any, int] = {}
         self._callable: dict[str, str] = {}  # functions of the table that an expression may call
-        self.imports: dict[str, str] = dict(IMPORTED)
+        self.imports: dict[str, str] = {}
         self.keyed = False
 
     def expression(self, node: Node, places: Sequence[int], resolve: Resolve) -> Expr:
         """Return the expression of an operation: of its one used result, or of the tuple of all its results."""
         choice = self._choice(node, tuple(places))
         expr = self._candidates(node, places, resolve)[choice]
-        called = re.match(r"(\w+)\(|(TABLE)\[", expr.text)
-        if called is not None and (name := called[1] or called[2]) in self._callable:
-            self.imports[name] = self._callable[name]
+        called = re.match(r"(\w+)\(", expr.text)
+        if called is not None and called[1] in self._callable:
+            self.imports[called[1]] = self._callable[called[1]]
         if node.in_float32:
-            self.imports["without_autocast"] = "jaxtrain.torch_import.source.runtime"
-            expr = call("without_autocast", Expr(f"lambda: {expr}"))
+            expr = call("F.without_autocast", Expr(f"lambda: {expr}"))
         spec = node.spec
         if isinstance(spec, tuple):
             spec = spec[places[0]] if len(places) == 1 else None
@@ -89,24 +91,21 @@ class Writing:
         yield call(self._function(node), *args, **kwargs)
 
     def _function(self, node: Node) -> str:
-        """Return the name of the function of an operation, to be imported."""
-        fn = self._ops.get(node.op, TABLE.get(node.op))
+        """Return the name of the function of an operation."""
+        fn = self._ops.get(node.op)
+        if fn is None:
+            return f"F.{_NAMES[id(TABLE[node.op])]}"
         module = getattr(fn, "__module__", None) or "builtins"
-        is_own = module.startswith("jaxtrain") or (node.op in self._ops and module not in ("__main__", "builtins"))
-        public = vars(importlib.import_module(module)) if is_own else {}
+        public = vars(importlib.import_module(module)) if module not in ("__main__", "builtins") else {}
         name = next((name for name, value in public.items() if value is fn and name.isidentifier()), None)
-        is_free = name is not None and self.imports.get(name, module) == self._callable.get(name, module) == module
-        if name is not None and is_free and not name.startswith("_"):
-            self._callable[name] = module
-            return name
-        if node.op in self._ops:
+        if name is None or name.startswith("_") or self._callable.get(name, module) != module:
             raise refusal(
                 f"the function of {node.op} cannot be imported by the emitted file",
                 "define it at the top level of a module",
                 node.source,
             )
-        self._callable["TABLE"] = "jaxtrain.torch_import.ops"
-        return f'TABLE["{node.op}"]'
+        self._callable[name] = module
+        return name
 
     def _choice(self, node: Node, places: tuple[int, ...]) -> int:
         """Return the number of the first way of writing that is equal to the interpreted operation."""
@@ -151,7 +150,7 @@ class Writing:
         """Return the names that expressions may use."""
         modules = {**self._callable, **self.imports}
         functions = {name: getattr(importlib.import_module(module), name) for name, module in modules.items()}
-        return {"jax": jax, "jnp": jnp, "np": np, **functions}
+        return {"jax": jax, "jnp": jnp, "np": np, "F": functional, **functions}
 
 
 def _selected(fn: Callable[..., Any], node: Node, places: Sequence[int]) -> Callable[..., Any]:

@@ -1,0 +1,75 @@
+"""PyTorch's operations as functions of arrays, by their names there, as in `F.linear(x, weight, bias)`.
+
+The source of an imported model calls them where JAX's own functions differ from PyTorch's in values, gradients or
+subgradients. Arguments are PyTorch's, with a key `rng` for those that draw random numbers; `layer_norm` and `dropout`
+are those of `jaxtrain.models`.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.models.dropout import dropout
+from jaxtrain.models.layer_norm import layer_norm
+from jaxtrain.torch_import import ops
+from jaxtrain.torch_import.ops.norm import batch_norm_with_statistics
+from jaxtrain.torch_import.ops.registry import TABLE
+from jaxtrain.transforms import autocast_disabled
+
+
+def batch_norm(
+    params: dict[str, Any],
+    buffers: dict[str, Any],
+    x: Any,
+    train: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Any, dict[str, Any]]:
+    """`torch.nn.BatchNorm` with its new statistics, which are empty in evaluation mode.
+
+    Args:
+      params: Its `weight` and `bias`, if it has them.
+      buffers: Its `running_mean`, `running_var` and `num_batches_tracked`.
+      x: Input [batch, channels, …].
+      train: Whether to normalize by the statistics of the batch.
+      momentum: Weight of the batch in the new statistics.
+      eps: Number added to the variance.
+    """
+    mean, var = buffers["running_mean"], buffers["running_var"]
+    y, _, _, new_mean, new_var = batch_norm_with_statistics(
+        x, params.get("weight"), params.get("bias"), mean, var, train, momentum, eps
+    )
+    if not train:
+        return y, {}
+    count = buffers["num_batches_tracked"] + 1
+    return y, {"num_batches_tracked": count, "running_mean": new_mean, "running_var": new_var}
+
+
+def without_autocast(fn: Callable[[], Any]) -> Any:
+    """Call a function with autocast disabled, as under `torch.autocast(enabled=False)`."""
+    with autocast_disabled():
+        return fn()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "batch_norm": batch_norm,
+    "dropout": dropout,
+    "layer_norm": layer_norm,
+    "without_autocast": without_autocast,
+}
+"""The functions of this module by name: their own, or that of PyTorch's overload."""
+
+
+def _add(name: str, fn: Callable[..., Any]) -> None:
+    FUNCTIONS.setdefault(name, fn)
+
+
+for _module in ops.__all__:
+    for _name, _fn in vars(importlib.import_module(f"{ops.__name__}.{_module}")).items():
+        if _name[0] != "_" and any(_fn is known for known in TABLE.values()):
+            _add(_name, _fn)
+for _overload, _fn in TABLE.items():
+    if all(_fn is not known for known in FUNCTIONS.values()):
+        _, _packet, _kind = _overload.split(".")
+        _add(_packet.strip("_") if _packet.strip("_") not in FUNCTIONS else f"{_packet.strip('_')}_{_kind}", _fn)
+globals().update(FUNCTIONS)

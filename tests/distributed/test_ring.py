@@ -1,0 +1,115 @@
+"""Ring attention equals the formula on one device, and its devices compute equally much."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.distributed import make_mesh, memory_per_device, ring
+from jaxtrain.models.attention import blockwise, primitives
+from jaxtrain.models.attention.blocks import Sizes, visible_pairs
+from jaxtrain.models.attention.dropout_mask import counters
+from jaxtrain.models.attention.formula import formula
+from jaxtrain.models.attention.options import Operands, Options
+from tests.distributed.deep import ROWS, deep
+from tests.distributed.test_sharding_step import NEAR, run_with_devices
+
+B, T, HEADS, SHARED, WIDTH = 2, 32, 4, 2, 8
+FAMILIES = ["gpt2", "lora", "llama", "packed", "mixtral", "bert", "t5"]
+
+
+def operands(*names):
+    """Return these operands of attention, packed into segments or masked at random."""
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(1, 4, (B, T)), axis=1)
+    arrays = {
+        "mask": jnp.asarray(rng.random((B, 1, T, T)) < 0.7),
+        "q_segments": jnp.asarray(segments),
+        "k_segments": jnp.asarray(segments),
+        "rng": counters(jax.random.key(3), B),
+    }
+    return Operands(**{name: arrays[name] for name in names})
+
+
+SEGMENTS = "q_segments", "k_segments"
+DROPPED = Options(0.3, causal=True, dropout=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "names", "spec"),
+    [
+        (DROPPED, (*SEGMENTS, "rng"), "sequence=4"),
+        (DROPPED._replace(window=9, softcap=5.0), ("rng",), "sequence=4"),
+        (DROPPED, ("mask", "rng"), "sequence=2,tensor=2"),
+        (Options(0.3), ("mask",), "data=2,sequence=2"),
+    ],
+    ids=["packed", "window", "heads", "bidirectional"],
+)
+def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, double):
+    given, mesh = operands(*names), make_mesh(spec)
+    shapes = [(B, T, n, width) for n, width in ((HEADS, WIDTH), (SHARED, WIDTH), (SHARED, 6), (HEADS, 6))]
+    q, k, v, cotangent = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+    def gradients(attend):
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(cotangent)
+
+    def on_ring(q, k, v):
+        return ring.ring_attention(ring.Attention(options, q, k, v, given), mesh)
+
+    expected = jax.jit(lambda: gradients(lambda *x: formula(options, *x, given)))()
+    for one, other in zip(expected, jax.jit(lambda: gradients(on_ring))(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_devices_compute_equally_many_pairs_of_blocks(monkeypatch):
+    """Of causal attention the last of four devices would compute seven times as many as the first in order."""
+    work = pairs_per_device("sequence=4", 512, monkeypatch)
+    assert work.max() <= 1.1 * work.min(), work
+    assert work.sum() == sum(range(1, 9))  # of 8 chunks, each of one block: those at or below the diagonal
+
+
+def pairs_per_device(spec, tokens, monkeypatch):
+    """Return the number of pairs of blocks that each device computes, with its count in place of each part's output."""
+
+    def counted(options, q, k, v, operands, blocks):
+        pairs = visible_pairs(options, Sizes.divided(q.shape[1], k.shape[1], *blocks), len(q), operands)
+        return jnp.full(q.shape, pairs.count, q.dtype), jnp.zeros((len(q), q.shape[2], q.shape[1]))
+
+    monkeypatch.setattr(ring.blockwise, "forward", counted)
+    mesh, x = make_mesh(spec), jnp.ones((1, tokens, 1, 8))
+    n = mesh.shape["sequence"]
+    # The parts have the same weight, so that the output is the mean over the steps of the ring.
+    attend = jax.jit(
+        lambda x: ring.ring_attention(ring.Attention(Options(1.0, causal=True), x, x, x, Operands()), mesh)
+    )
+    by_chunk = n * np.asarray(attend(x))[0, :, 0, 0].reshape(2 * n, -1).mean(1)
+    np.testing.assert_allclose(by_chunk, by_chunk[::-1], rtol=1e-6)  # chunks i and 2n - 1 - i are on one device
+    return by_chunk[:n].round(3)
+
+
+@pytest.mark.parametrize(
+    ("family", "specs"),
+    [
+        pytest.param("packed", ["sequence=8"], marks=pytest.mark.slow),
+        *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in FAMILIES),
+    ],
+)
+def test_twenty_steps_equal_those_of_one_device(family, specs):
+    distances = json.loads(run_with_devices(8, "-m", "tests.distributed.on_rings", family, *specs, double=True))
+    assert distances.keys() == {*specs}
+    assert {spec: d for spec, d in distances.items() if not d < NEAR} == {}
+
+
+@pytest.mark.nightly
+def test_temporaries_decrease_with_the_number_of_devices(monkeypatch):
+    monkeypatch.setattr(primitives, "LONG", 0)
+    monkeypatch.setattr(blockwise, "Q_BLOCK", 64)
+    monkeypatch.setattr(blockwise, "K_BLOCK", 64)
+    tokens = {"tokens": np.zeros((2 * ROWS, 1024), np.int32)}
+    steps = [deep(f"sequence={n}", positions=1024) for n in (1, 2, 4)]
+    one, two, four = (memory_per_device(step, make, tokens).temporaries for step, make in steps)
+    assert four < 0.6 * two < 0.36 * one, (one, two, four)

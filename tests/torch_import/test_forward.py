@@ -1,0 +1,239 @@
+"""What `forward` does besides computing: PyTorch's values, gradients and buffers, or a refusal with the line."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import jaxtrain as jt
+from jaxtrain import UserError
+from parity import check
+from tests.torch_import.reference import Function, batch_of, compared
+
+F64 = {"dtype": torch.float64}
+
+
+class Average(nn.Module):
+    """A moving average that is assigned to a buffer in one of the ways people write."""
+
+    def __init__(self, write: Callable[[nn.Module, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("mean", torch.zeros(3, **F64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self, self.mean * 0.9 + x.detach().mean(0) * 0.1)
+        return x * self.mean
+
+
+def assign(part: Any, new: torch.Tensor) -> None:
+    part.mean = new
+
+
+def assign_data(part: Any, new: torch.Tensor) -> None:
+    part.mean.data = new
+
+
+@torch.no_grad()
+def copy_to_data(part: Any, new: torch.Tensor) -> None:
+    part.mean.data.mul_(0).add_(new)
+
+
+def fill_diagonal(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return ((x * module.w).T @ x).fill_diagonal_(5.0) * module.w
+
+
+def packed(module: Any, x: torch.Tensor) -> Any:
+    sequences = pack_padded_sequence(
+        (x * module.w)[..., None], torch.tensor([2, 3, 1, 3]), batch_first=True, enforce_sorted=False
+    )
+    outputs, (hidden, cell) = module.rnn(sequences)
+    padded, _ = pad_packed_sequence(outputs, batch_first=True, padding_value=0.5)
+    return padded, hidden, cell
+
+
+def only_if_finite(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    assert not torch.isnan(y).any()
+    if torch.rand([]) < 0.0 or random.random() < 0.0:
+        return x
+    assert y.isinf().sum() == 0
+    return y if torch.isfinite(y).all() else y.clamp(-1, 1)
+
+
+def integers_without_gradient(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    places = y.argmax(1)
+    with torch.no_grad():
+        places[0] = 1
+    return y[:, places]
+
+
+def converted(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.layer = module.layer.to(x.dtype)
+    return module.layer(x * module.w)
+
+
+def dense(*shape: int) -> nn.Linear:
+    return nn.Linear(*shape, **F64)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "assigned_buffer": lambda: Function(lambda m, x: m.part(x * m.w), part=Average(assign)),
+    "assigned_data": lambda: Function(lambda m, x: m.part(x * m.w), part=Average(assign_data)),
+    "changed_data": lambda: Function(lambda m, x: m.part(x * m.w), part=Average(copy_to_data)),
+    "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(dense(3, 4)), dense(4, 2)),
+    "weight_norm_of_all": lambda: parametrizations.weight_norm(dense(3, 4), dim=None),
+    "cumulative_batch_norm": lambda: nn.BatchNorm1d(3, momentum=None, **F64),
+    "fill_diagonal": lambda: Function(fill_diagonal),
+    "packed": lambda: Function(packed, rnn=nn.LSTM(1, 2, 2, batch_first=True, bidirectional=True, **F64)),
+    "projected": lambda: Function(lambda m, x: m.rnn(x * m.w), rnn=nn.LSTM(3, 4, proj_size=2, **F64)),
+    "checkpoint": lambda: Function(
+        lambda m, x: checkpoint(m.layer, x * m.w, use_reentrant=True), layer=nn.Sequential(dense(3, 3), nn.Tanh())
+    ),
+    "scaled_embedding": lambda: Function(
+        lambda m, x: m.part(torch.tensor([[1, 2], [1, 1]])) * m.w,
+        part=nn.Embedding(4, 3, scale_grad_by_freq=True, **F64),
+    ),
+    "variance": lambda: Function(lambda m, x: torch.var(x * m.w, dim=1, unbiased=False)),
+    "only_if_finite": lambda: Function(only_if_finite),
+    "integers_without_gradient": lambda: Function(integers_without_gradient),
+    "converted": lambda: Function(converted, layer=dense(3, 3)),
+    "masked_transformer": lambda: Function(
+        lambda m, x: m.layer((x * m.w)[None], x[None], torch.ones(4, 4, **F64).triu(1) * -9.0),
+        layer=nn.TransformerDecoder(nn.TransformerDecoderLayer(3, 1, 4, 0.0, batch_first=True, **F64), 1),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_values_gradients_and_buffers_are_pytorchs(name: str) -> None:
+    torch.manual_seed(0)
+    differences, _ = compared(CASES[name](), batch_of(4, 3))
+    assert max(differences) <= 1e-14, differences
+
+
+def changed_by_data(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    y.data[:, 0] *= 2
+    return y
+
+
+def changed_parameter(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.fixed.data = module.fixed * 0.9
+    return x * module.w * module.fixed
+
+
+def reentrant(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(module.layer, x, use_reentrant=True) * module.w
+
+
+def checkpointed_statistics(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda y: module.layer(y), x * module.w, use_reentrant=False)
+
+
+def stateful(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w + module.hidden
+    module.hidden = y.detach().mean(0)
+    return y
+
+
+def gradient(module: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * module.w
+    return torch.autograd.grad(y.sum(), module.w, create_graph=True)[0]
+
+
+def number(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * module.w)[:, : int(x.argmax())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fn", "message", "line"),
+    [
+        (changed_by_data, "changed in place by its data", "y.data[:, 0] *= 2"),
+        (changed_parameter, "changes its input or parameter 'fixed' in place", "module.fixed * 0.9"),
+        (reentrant, "pass use_reentrant=False", "use_reentrant=True) * module.w"),
+        (checkpointed_statistics, "changes inside torch.utils.checkpoint", "module.layer(y)"),
+        (gradient, "compute the gradient in the loss", "torch.autograd.grad(y.sum()"),
+        (number, "depends on a tensor's value", "int(x.argmax())"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_with_its_line(fn: Any, message: str, line: str) -> None:
+    module = Function(fn, layer=nn.BatchNorm1d(3, **F64))
+    module.fixed = nn.Parameter(torch.ones(3, **F64), requires_grad=False)
+    with pytest.raises(UserError) as error:
+        jt.from_torch(module, batch_of(4, 3))
+    assert all(text in str(error.value) for text in (message, line, "test_forward.py:"))
+
+
+@pytest.mark.slow
+def test_an_attribute_that_forward_changes_and_reads_is_refused() -> None:
+    module = Function(stateful)
+    module.hidden = torch.zeros(3, **F64)
+    with pytest.raises(UserError, match="forward changes the attribute 'hidden'"):
+        jt.from_torch(module, batch_of(4, 3))
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    parts: dict[str, torch.Tensor | None]
+
+
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, repeats: int = 1, kind: str = "sum") -> Answer:
+        for _ in range(repeats):
+            x = self.layer(x)
+        return Answer(x, {"total": getattr(x, kind)(-1), "none": None})
+
+
+def test_numbers_and_strings_of_the_example_are_constants() -> None:
+    x = np.ones((2, 3), np.float32)
+    model = jt.from_torch(Options(), {"x": x, "repeats": 2, "kind": "mean"})
+    outputs, _ = model(model.params, {"x": x})
+    with torch.no_grad():
+        theirs = model.call(model.to_torch(), {"x": torch.tensor(x)})
+    np.testing.assert_allclose(outputs["logits"], theirs.logits, rtol=1e-6)
+    np.testing.assert_allclose(outputs["parts"]["total"], theirs.parts["total"], rtol=1e-6)
+    assert outputs["parts"]["none"] is None
+    assert model(model.params, {"x": x, "repeats": 2})
+    with pytest.raises(UserError, match="'repeats' is the constant 2 of the imported module"):
+        model(model.params, {"x": x, "repeats": 3})
+    with pytest.raises(UserError, match="leave it out of batches"):
+        jax.jit(model)(model.params, {"x": x, "repeats": 2})
+
+
+class Noisy(nn.Module):
+    """Normal, exponential and integer draws, dropout inside a checkpoint, and float32 beside the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+        self.steps = nn.Embedding(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.layer, x + self.steps(torch.randint(0, 7, (len(x),))), use_reentrant=False)
+        noise = torch.empty_like(y).normal_(1.0, 2.0) + torch.empty_like(y).exponential_(3.0)
+        largest, _ = torch.topk(nn.functional.linear((y * noise).float(), self.layer[0].weight).flatten(), 5)
+        return largest
+
+
+@pytest.mark.slow
+def test_draws_and_dtypes_are_shared_with_pytorch() -> None:
+    verdict = check(jt.from_torch(Noisy(), np.ones((4, 3), np.float32)).case(), steps=2)
+    assert verdict.passed, verdict.lines
