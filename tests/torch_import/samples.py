@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     detail: str = ""
 
 
-class _Operation(torch.nn.Module):
+class Operation(torch.nn.Module):
     """An operation as a module of the tensors among its arguments; the other arguments are part of it."""
 
     def __init__(self, info: Any, finished: Any, spec: Any, leaves: list[Any]) -> None:
@@ -44,15 +44,21 @@ class _Operation(torch.nn.Module):
 
 def outcomes(info: Any) -> Iterator[Outcome]:
     """Yield the outcome of some samples of an entry of `op_db`."""
-    samples = [*info.sample_inputs("cpu", torch.float64, requires_grad=True)]
-    for i in np.unique(np.linspace(0, len(samples) - 1, SAMPLES).astype(int)) if samples else ():
-        yield outcome(info, samples[i])
+    for sample in chosen_samples(info, torch.float64, requires_grad=True):
+        yield outcome(info, sample)
+
+
+def chosen_samples(info: Any, dtype: torch.dtype, *, requires_grad: bool) -> list[Any]:
+    """Return some samples of an entry of `op_db`, spread over all that it has."""
+    samples = [*info.sample_inputs("cpu", dtype, requires_grad=requires_grad)]
+    chosen = np.unique(np.linspace(0, len(samples) - 1, SAMPLES).astype(int)) if samples else ()
+    return [samples[i] for i in chosen]
 
 
 def outcome(info: Any, sample: Any) -> Outcome:
     """Import one sample and compare its values and the gradients of its floating-point tensors."""
     leaves, spec = _pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    module = _Operation(info, sample.output_process_fn_grad, spec, leaves)
+    module = Operation(info, sample.output_process_fn_grad, spec, leaves)
     tensors = [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
     if any(x.layout != torch.strided or x.is_quantized for x in tensors):
         return Outcome("no reference", "a tensor that is not strided")
@@ -61,7 +67,7 @@ def outcome(info: Any, sample: Any) -> Outcome:
     for floats in _differentiable(tensors):
         try:
             given = [x.detach().clone().requires_grad_(wanted) for x, wanted in zip(tensors, floats, strict=True)]
-            expected = _tensors(module(*given))
+            expected = tensors_of(module(*given))
             grads = _gradients(expected, given, floats)
             break
         except Exception as error:
@@ -91,17 +97,17 @@ def outcome(info: Any, sample: Any) -> Outcome:
     return _judged([*ours, *our_grads], [*(y.detach() for y in expected), *(g for g in grads)])
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
+def tensors_of(result: Any) -> list[torch.Tensor]:
     return [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
 def _weighted(values: Any, numpy: Any) -> Any:
     """Return `weighted` of the values in float64, of complex ones of their parts."""
-    parts = [part for y in values for part in ((y.real, y.imag) if _is_complex(y, numpy) else (y,))]
+    parts = [part for y in values for part in ((y.real, y.imag) if is_complex(y, numpy) else (y,))]
     return weighted([y.astype(np.float64) if numpy is jnp else y.double() for y in parts], numpy)
 
 
-def _is_complex(y: Any, numpy: Any) -> bool:
+def is_complex(y: Any, numpy: Any) -> bool:
     return bool(jnp.iscomplexobj(y)) if numpy is jnp else bool(y.is_complex())
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.scipy import special
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import as_kernel, op, ops
+from jaxtrain.torch_import.ops.registry import as_kernel, broadcast, in_opmath, op, ops
 
 ops(
     {
@@ -66,8 +66,8 @@ ops(
         "sigmoid.default": jax.nn.sigmoid,
         "relu.default": jax.nn.relu,
         "silu.default": jax.nn.silu,
-        "log_sigmoid.default": jax.nn.log_sigmoid,
-        "mish.default": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+        "log_sigmoid.default": in_opmath(jax.nn.log_sigmoid),
+        "mish.default": in_opmath(lambda x: x * jnp.tanh(jax.nn.softplus(x))),
         "relu6.default": lambda x: subgradients.hardtanh(x, 0.0, 6.0),
         "hardtanh.default": subgradients.hardtanh,
         "leaky_relu.default": subgradients.leaky_relu,
@@ -87,7 +87,9 @@ ops(
         "bitwise_xor.Tensor bitwise_xor.Scalar __xor__.Tensor __xor__.Scalar": jnp.bitwise_xor,
         "bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar __lshift__.Scalar": jnp.left_shift,
         "bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar __rshift__.Scalar": jnp.right_shift,
-        "mul.Tensor mul.Scalar": lambda x, y: jnp.logical_and(x, y) if _is_bool(x) and _is_bool(y) else x * y,
+        "mul.Tensor mul.Scalar": broadcast(
+            lambda x, y: jnp.logical_and(x, y) if _is_bool(x) and _is_bool(y) else x * y
+        ),
         "maximum.default max.other": jnp.maximum,
         "minimum.default min.other": jnp.minimum,
         "fmax.default": jnp.fmax,
@@ -118,6 +120,7 @@ def _is_bool(x: Any) -> bool:
 
 
 @op("add.Tensor", "add.Scalar")
+@broadcast
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
     """x + alpha * y, of two bools their disjunction."""
     if _is_bool(x) and _is_bool(y):
@@ -126,6 +129,7 @@ def add(x: Any, y: Any, alpha: Any = 1) -> Any:
 
 
 @op("sub.Tensor", "sub.Scalar")
+@broadcast
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     """x - alpha * y."""
     return x - (y if alpha == 1 else alpha * y)
@@ -138,6 +142,7 @@ def rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
 
 
 @op("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode")
+@broadcast
 def div(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     """x / y, rounded down ("floor") or towards zero ("trunc"): then without gradient, as in PyTorch."""
     if rounding_mode == "floor":
@@ -186,26 +191,39 @@ def gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
     return activated
 
 
+@jax.custom_jvp
+def _expm1(x: jax.Array) -> jax.Array:
+    return jnp.expm1(x)
+
+
+# JAX's derivative, expm1(x) + 1, has no correct digit for very negative x.
+_expm1.defjvps(lambda tangent, _, x: tangent * jnp.exp(x))
+
+
 @op("elu.default")
+@in_opmath
 def elu(x: jax.Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> jax.Array:
     """ELU; `selu` and `celu` are special cases of it."""
-    negative = jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)
+    negative = _expm1(jnp.where(x > 0, 0, x) * input_scale)
     return scale * jnp.where(x > 0, x, alpha * negative)
 
 
 @op("celu.default")
+@in_opmath
 def celu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
     """CELU."""
     return elu(x, alpha, 1, 1 / alpha)
 
 
 @op("selu.default")
+@in_opmath
 def selu(x: jax.Array) -> jax.Array:
     """SELU (Klambauer et al. 2017)."""
     return elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
 @op("softplus.default")
+@in_opmath
 def softplus(x: jax.Array, beta: float = 1, threshold: float = 20) -> jax.Array:
     """Softplus, linear above the threshold."""
     linear = x * beta > threshold
@@ -224,6 +242,7 @@ def hardsigmoid(x: jax.Array) -> jax.Array:
 
 
 @op("hardswish.default")
+@in_opmath
 def hardswish(x: jax.Array) -> jax.Array:
     """Hard swish, with the gradients 0 and 1 at its kinks."""
     return jnp.where(x <= -3, 0, jnp.where(x >= 3, x, x * (x + 3) / 6))
@@ -248,6 +267,7 @@ def threshold(x: jax.Array, threshold: float, value: float) -> jax.Array:
 
 
 @op("logit.default")
+@in_opmath
 def logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     """log(x / (1 - x)), of x bounded to [eps, 1 - eps]."""
     return special.logit(x if eps is None else subgradients.clamp(x, eps, 1 - eps))
@@ -268,6 +288,7 @@ def heaviside(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 @op("where.self", "where.Scalar", "where.ScalarSelf", "where.ScalarOther")
+@broadcast
 def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
     """Select by a condition."""
     return jnp.where(condition, x, y)
@@ -286,6 +307,7 @@ def prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 @op("glu.default")
+@in_opmath
 def glu(x: jax.Array, dim: int = -1) -> jax.Array:
     """Half of x times the sigmoid of the other half."""
     a, b = jnp.split(x, 2, dim)

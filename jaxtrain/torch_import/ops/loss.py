@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain import losses
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.registry import in_opmath, op, ops
 
 _NONE, _MEAN, _SUM = range(3)
 
@@ -19,6 +19,7 @@ def _reduced(values: jax.Array, reduction: int) -> jax.Array:
 def _elementwise(loss: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Return a loss of (prediction, target) with PyTorch's reduction."""
 
+    @in_opmath
     def reduced(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *options: float) -> jax.Array:
         return _reduced(loss(*jnp.broadcast_arrays(x, target), *options), reduction)
 
@@ -37,6 +38,7 @@ ops(
 
 
 @op("cross_entropy_loss.default")
+@in_opmath
 def cross_entropy(
     logits: jax.Array,
     target: jax.Array,
@@ -79,6 +81,7 @@ def _with_probabilities(
 
 
 @op("nll_loss.default", "nll_loss_nd.default", "nll_loss2d.default")
+@in_opmath
 def nll_loss(
     log_probs: jax.Array,
     target: jax.Array,
@@ -93,6 +96,7 @@ def nll_loss(
 
 
 @op("nll_loss_forward.default", "nll_loss2d_forward.default")
+@in_opmath
 def nll_loss_forward(
     log_probs: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, Any]:
@@ -103,6 +107,7 @@ def nll_loss_forward(
 
 
 @op("binary_cross_entropy_with_logits.default")
+@in_opmath
 def binary_cross_entropy_with_logits(
     x: jax.Array,
     target: jax.Array,
@@ -116,6 +121,7 @@ def binary_cross_entropy_with_logits(
 
 
 @op("binary_cross_entropy.default")
+@in_opmath
 def binary_cross_entropy(
     x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = _MEAN
 ) -> jax.Array:
@@ -126,6 +132,7 @@ def binary_cross_entropy(
 
 
 @op("kl_div.default")
+@in_opmath
 def kl_div(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *, log_target: bool = False) -> jax.Array:
     """Kullback-Leibler divergence of log-probabilities."""
     if log_target:

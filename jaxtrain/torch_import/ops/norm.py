@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxtrain.models.batch_norm import normalize_by_batch
 from jaxtrain.models.layer_norm import layer_norm as last_axis_norm
-from jaxtrain.torch_import.ops.registry import as_kernel, of_vectors, op
+from jaxtrain.torch_import.ops.registry import as_kernel, in_opmath, of_vectors, op
 
 Optional = jax.Array | None
 
@@ -19,7 +19,7 @@ Optional = jax.Array | None
 def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     """Softmax along an axis."""
     x = x.astype(dtype) if _is_dtype(dtype) else x
-    return jax.nn.softmax(x, dim)
+    return in_opmath(jax.nn.softmax)(x, dim)
 
 
 @op("log_softmax.int", "_log_softmax.default")
@@ -27,7 +27,7 @@ def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
 def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     """Logarithm of the softmax along an axis."""
     x = x.astype(dtype) if _is_dtype(dtype) else x
-    return jax.nn.log_softmax(x, dim)
+    return in_opmath(jax.nn.log_softmax)(x, dim)
 
 
 @op("_safe_softmax.default")
@@ -114,6 +114,7 @@ def _per_channel(values: Optional, x: jax.Array) -> Optional:
 
 
 @op("native_layer_norm.default")
+@in_opmath
 def native_layer_norm(
     x: jax.Array, normalized_shape: Sequence[int], weight: Optional, bias: Optional, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.torch_import.ops.convolution import per_axis
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.torch_import.ops.registry import in_opmath, op
 
 _FEW = 16
 """Elements of a window whose maximum is computed elementwise."""
@@ -98,6 +98,7 @@ def _elements(x: jax.Array, k: Any, s: Any, p: Any, d: Any) -> list[jax.Array]:
 
 
 def _avg_pool(rank: int) -> Callable[..., jax.Array]:
+    @in_opmath
     @_of_images
     def avg_pool(
         x: jax.Array,
@@ -129,6 +130,7 @@ def _counts(sizes: Any, k: Any, s: Any, p: Any, padding: Any, include_pad: bool)
 
 
 def _adaptive_avg_pool(rank: int) -> Callable[..., jax.Array]:
+    @in_opmath
     @_of_images
     def adaptive_avg_pool(x: jax.Array, output_size: Sizes) -> jax.Array:
         """Means over as many windows as the output has elements."""

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.registry import in_opmath, op, ops
 
 ops(
     {
         "matmul.default mm.default bmm.default mv.default dot.default vdot.default": jnp.matmul,
         "einsum.default": lambda equation, tensors, path=None: jnp.einsum(equation, *tensors),
         "linalg_vecdot.default": lambda x, y, dim=-1: (x * y).sum(dim),
-        "kron.default": jnp.kron,
+        "outer.default": in_opmath(jnp.outer),
+        "kron.default": in_opmath(jnp.kron),
     }
 )
 
@@ -30,7 +31,11 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 @op("addmm.default", "baddbmm.default", "addmv.default")
 def addmm(added: jax.Array, x: jax.Array, y: jax.Array, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     """beta * added + alpha * x y."""
-    product = jnp.matmul(x, y)
+    return _weighted_sum(jnp.matmul(x, y), added, alpha, beta)
+
+
+@in_opmath
+def _weighted_sum(product: jax.Array, added: jax.Array, alpha: Any, beta: Any) -> jax.Array:
     product = product if alpha == 1 else alpha * product
     if beta == 0:
         return product
@@ -45,6 +50,7 @@ def bilinear(x: jax.Array, y: jax.Array, weight: jax.Array, bias: jax.Array | No
 
 
 @op("chain_matmul.default", "linalg_multi_dot.default")
+@in_opmath
 def multi_dot(tensors: Sequence[jax.Array]) -> jax.Array:
     """The product of several matrices."""
     return jnp.linalg.multi_dot(list(tensors))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import of_vectors, op, ops
+from jaxtrain.torch_import.ops.registry import in_opmath, of_vectors, op, ops
 
 Dims = int | Sequence[int] | None
 
@@ -33,49 +33,54 @@ ops(
         "argmin.default": lambda x, dim=None, keepdim=False: jnp.argmin(x, dim, keepdims=keepdim),
         "count_nonzero.dim_IntList": lambda x, dim: jnp.count_nonzero(x, axes(dim)),
         "count_nonzero.default": lambda x, dim=None: jnp.count_nonzero(x, axes(dim)),
-        "cumprod.default": of_vectors(lambda x, dim, dtype=None: jnp.cumprod(x, dim, dtype=dtype)),
+        "cumprod.default": of_vectors(lambda x, dim, dtype=None: in_opmath(jnp.cumprod)(_as(x, dtype), dim)),
         "logcumsumexp.default": of_vectors(lambda x, dim: lax.cumlogsumexp(x, dim % x.ndim)),
         "diff.default": lambda x, n=1, dim=-1, prepend=None, append=None: jnp.diff(x, n, dim, prepend, append),
     }
 )
 
 
+def _as(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x in a dtype; `dtype=` of `jnp.sum` would add in bfloat16 where PyTorch rounds once."""
+    return x if dtype is None else x.astype(dtype)
+
+
 @op("sum.default", "sum.dim_IntList")
 def sum(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     """Sum; of bools and integers as int64."""
-    return jnp.sum(x, axes(dim), keepdims=keepdim, dtype=dtype)
+    return jnp.sum(_as(x, dtype), axes(dim), keepdims=keepdim)
 
 
 @op("nansum.default")
 def nansum(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     """Sum of what is not NaN."""
-    return jnp.sum(jnp.where(jnp.isnan(x), 0, x), axes(dim), keepdims=keepdim, dtype=dtype)
+    return jnp.sum(_as(jnp.where(jnp.isnan(x), 0, x), dtype), axes(dim), keepdims=keepdim)
 
 
 @op("mean.default", "mean.dim")
 def mean(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     """Mean."""
-    return jnp.mean(x, axes(dim), keepdims=keepdim, dtype=dtype)
+    return jnp.mean(_as(x, dtype), axes(dim), keepdims=keepdim)
 
 
 @op("prod.default")
 def prod(x: jax.Array, dtype: Any = None) -> jax.Array:
     """Product of all elements."""
-    return jnp.prod(x, dtype=dtype)
+    return jnp.prod(_as(x, dtype))
 
 
 @op("prod.dim_int")
 @of_vectors
 def prod_dim(x: jax.Array, dim: int, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     """Product along an axis."""
-    return jnp.prod(x, dim, keepdims=keepdim, dtype=dtype)
+    return jnp.prod(_as(x, dtype), dim, keepdims=keepdim)
 
 
 @op("cumsum.default")
 @of_vectors
 def cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
     """Cumulative sum."""
-    return jnp.cumsum(x, dim, dtype=dtype)
+    return in_opmath(jnp.cumsum)(_as(x, dtype), dim)
 
 
 def _moments(x: jax.Array, dim: Dims) -> tuple[tuple[int, ...], int]:
@@ -90,6 +95,7 @@ def _moments(x: jax.Array, dim: Dims) -> tuple[tuple[int, ...], int]:
 
 
 @op("var.correction")
+@in_opmath
 def var(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> jax.Array:
     """Variance, by default the unbiased one."""
     chosen, count = _moments(x, dim)
@@ -98,12 +104,14 @@ def var(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keep
 
 
 @op("var.dim")
+@in_opmath
 def var_dim(x: jax.Array, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> jax.Array:
     """Variance with a flag for the unbiased one."""
     return var(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
 @op("std.correction")
+@in_opmath
 def std(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> jax.Array:
     """Standard deviation, with gradient 0 for a constant."""
     variance = var(x, dim, correction=correction, keepdim=keepdim)
@@ -112,12 +120,14 @@ def std(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keep
 
 
 @op("var_mean.correction")
+@in_opmath
 def var_mean(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """Variance and mean."""
     return var(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axes(dim), keepdims=keepdim)
 
 
 @op("std_mean.correction")
+@in_opmath
 def std_mean(x: jax.Array, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """Standard deviation and mean."""
     return std(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axes(dim), keepdims=keepdim)
@@ -145,6 +155,7 @@ def _selected(x: jax.Array, best: Any, dim: int, keepdim: bool) -> tuple[jax.Arr
 
 @op("logsumexp.default")
 @of_vectors
+@in_opmath
 def logsumexp(x: jax.Array, dim: Dims, keepdim: bool = False) -> jax.Array:
     """Logarithm of a sum of exponentials."""
     return jax.nn.logsumexp(x, axes(dim), keepdims=keepdim)
@@ -153,7 +164,7 @@ def logsumexp(x: jax.Array, dim: Dims, keepdim: bool = False) -> jax.Array:
 @op("linalg_vector_norm.default")
 def vector_norm(x: jax.Array, ord: float = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
     """Vector norm, with gradient 0 for a zero vector."""
-    x = x if dtype is None else x.astype(dtype)
+    x = _as(x, dtype)
     chosen, _ = _moments(x, dim)
     flat = jnp.moveaxis(x, chosen, range(len(chosen)))
     rest = flat.shape[len(chosen) :]
@@ -161,6 +172,7 @@ def vector_norm(x: jax.Array, ord: float = 2, dim: Dims = None, keepdim: bool = 
     return jnp.expand_dims(norm, sorted(chosen)) if keepdim else norm
 
 
+@in_opmath
 def _norm_of_columns(x: jax.Array, ord: float) -> jax.Array:
     if ord == 0:
         return (x != 0).sum(0).astype(x.dtype)

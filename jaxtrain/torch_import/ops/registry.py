@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.transforms import kernel
 
@@ -49,6 +50,45 @@ def of_vectors(fn: F) -> F:
         return jax.tree.map(lambda y: y.reshape(()), fn(x.reshape(1), *args, **kwargs))
 
     return cast(F, call)
+
+
+def in_opmath(fn: F) -> F:
+    """Give a function float32 arrays in place of bfloat16 and float16 ones, in which PyTorch's kernels compute too.
+
+    The interpreter rounds the results. PyTorch's name of the dtype is `at::opmath_type` (`aten/src/ATen/OpMathType.h`).
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(widened, (args, kwargs))
+        return fn(*args, **kwargs)
+
+    return cast(F, call)
+
+
+def broadcast(fn: F) -> F:
+    """Give a function bfloat16 and float16 arrays of one shape, whose gradients are then summed in float32."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        shape = jnp.broadcast_shapes(*(x.shape for x in args if isinstance(x, jax.Array)))
+        return fn(*(_of_shape(x, shape) if is_low(x) else x for x in args), **kwargs)
+
+    return cast(F, call)
+
+
+def _of_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x if x.shape == shape else jnp.broadcast_to(x.astype(jnp.float32), shape).astype(x.dtype)
+
+
+def is_low(x: Any) -> bool:
+    """Return whether a value is a bfloat16 or float16 array."""
+    return isinstance(x, jax.Array) and x.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def widened(x: Any) -> Any:
+    """Return a bfloat16 or float16 array in float32, and other values as they are."""
+    return x.astype(jnp.float32) if is_low(x) else x
 
 
 def as_kernel(fn: Function, *arrays: Any, **options: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.torch_import.ops.registry import op, widened
 
 _SUM, _MEAN, _MAX = range(3)
 
@@ -114,8 +114,9 @@ def embedding_bag(
         raise NotImplementedError("scale_grad_by_freq=True")
     bags = offsets.shape[0] - include_last_offset
     bag = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
-    rows, kept = weight[indices], indices != (padding_idx if padding_idx >= 0 else -1)
-    count = jnp.zeros(bags, weight.dtype).at[bag].add(kept.astype(weight.dtype))[:, None]
+    # The rows are widened and not the table, which may be large.
+    rows, kept = widened(weight[indices]), indices != (padding_idx if padding_idx >= 0 else -1)
+    count = jnp.zeros(bags, rows.dtype).at[bag].add(kept.astype(rows.dtype))[:, None]
     if mode == _MAX:
         return _largest(rows, kept, bag, bags), None, None, None
     rows = jnp.where(kept[:, None], rows if per_sample_weights is None else rows * per_sample_weights[:, None], 0)

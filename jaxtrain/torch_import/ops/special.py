@@ -11,7 +11,7 @@ from jax import lax
 from jax.scipy import special
 
 from jaxtrain.losses import subgradients
-from jaxtrain.torch_import.ops.registry import op, ops
+from jaxtrain.torch_import.ops.registry import in_opmath, op, ops
 
 Recurrence = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 """From (k, x, the polynomial of degree k - 1, that of degree k) to that of degree k + 1."""
@@ -35,7 +35,6 @@ ops(
 )
 
 
-@op("polygamma.default")
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def polygamma(n: int, x: jax.Array) -> jax.Array:
     """The n-th derivative of the digamma function."""
@@ -57,6 +56,9 @@ def _polygamma_jvp(n: int, primals: tuple[jax.Array], tangents: tuple[Any]) -> t
     return polygamma(n, *primals), tangents[0] * polygamma(n + 1, *primals)
 
 
+op("polygamma.default")(in_opmath(polygamma))
+
+
 @op("i0.default")
 @jax.custom_jvp
 def i0(x: jax.Array) -> jax.Array:
@@ -68,6 +70,7 @@ i0.defjvps(lambda tangent, _, x: tangent * special.i1(x))
 
 
 @op("digamma.default")
+@in_opmath
 def digamma(x: jax.Array) -> jax.Array:
     """The digamma function."""
     return polygamma(0, x)
