@@ -294,8 +294,8 @@ FAMILIES: dict[str, Family] = {
     # With two rows BatchNorm's last layers have few values: PyTorch's own runs from weights one ulp off part.
     "mobilenet_v2": _transformer(
         *("MobileNetV2ForImageClassification", "MobileNetV2Config"),
-        lambda seed: {"pixel_values": _normal(seed, 4 * ROWS, 3, 64, 64)},
-        **{"depth_multiplier": 0.25, "image_size": 64},
+        lambda seed: {"pixel_values": _normal(seed, 4 * ROWS, 3, 32, 32)},
+        **{"depth_multiplier": 0.05, "expand_ratio": 2, "image_size": 32},
     ),
     "hubert": _transformer(
         *("HubertForCTC", "HubertConfig", lambda seed: {"input_values": _normal(seed, ROWS, 400)}),

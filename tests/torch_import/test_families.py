@@ -12,8 +12,6 @@ from parity import AdamW, Case, check
 from tests.torch_import.families import FAMILIES
 from tests.torch_import.reference import weighted
 
-STEPS = {"mobilenet_v2": 3}
-"""Steps in float64 of a family in which rounding grows with the steps."""
 SLOW = ("image_network", "gpt2", "llama", "bert", "t5", "vit", "lstm")
 
 
@@ -63,6 +61,6 @@ def test_imported_models_are_as_precise_as_pytorch_in_bfloat16(name: str) -> Non
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_imported_families_train_as_in_pytorch_in_every_precision(name: str) -> None:
     case = case_of(name)
-    hold(case, "fp64", steps=STEPS.get(name, 20))
+    hold(case, "fp64", steps=20)
     hold(case, "fp32")
     hold(case, "bf16")
