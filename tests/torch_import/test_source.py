@@ -260,6 +260,15 @@ def layer():
 
 def nothing():
     return nn.Linear(3, 2)
+
+
+class Own(nn.Module):
+    def forward(self, x):
+        return x.sin() * x
+
+
+def own():
+    return nn.Sequential(Own(), Own()), np.ones((4, 3), np.float32)
 """
 
 
@@ -269,6 +278,8 @@ def test_the_command_writes_the_source_and_the_weights(tmp_path: Path, capsys: p
     assert main(["from-torch", f"{file}::layer", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}, {out.with_name('params.safetensors')}\n"
     assert 'return F.linear(batch, params["weight"], params["bias"]), state' in out.read_text()
+    assert main(["from-torch", f"{file}::own", "--out", str(out)]) == 0
+    assert '"""Own of mine:' in out.read_text()
     assert main(["from-torch", f"{file}::nothing"]) == 2
     assert "nothing returned a Linear: return (module, example_batch)" in capsys.readouterr().err
     assert main(["from-torch", f"{file}::other"]) == 2

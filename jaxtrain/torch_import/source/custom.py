@@ -13,6 +13,7 @@ from jaxtrain.torch_import.source.expressions import Expr, call
 from jaxtrain.torch_import.source.functions import Module
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import identifier, snake_case
+from jaxtrain.torch_import.source.pytorch_code import file_of
 from jaxtrain.torch_import.source.scope import Scope, own
 
 
@@ -73,7 +74,7 @@ def _text(module: Module, node: Node, name: str) -> str:
         [
             "@jax.custom_vjp",
             *laid_out(f"def {name}({given}) -> {outputs}:", 0),
-            f'    """{owner} of {path}."""',
+            f'    """{owner} of {file_of(path)}."""',
             *laid_out(f"return {name}_forward({', '.join(arguments)})[0]", 1),
         ],
         [*laid_out(f"def {name}_forward({given}) -> tuple[{outputs}, Any]:", 0), *forward],

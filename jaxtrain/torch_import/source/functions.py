@@ -13,7 +13,7 @@ from jaxtrain.torch_import.source.body import Body, Item, Resolve
 from jaxtrain.torch_import.source.expressions import Expr, attribute, call, method, structure, subscript
 from jaxtrain.torch_import.source.layout import laid_out
 from jaxtrain.torch_import.source.names import identifier, input_names, mentions, place_of, snake_case
-from jaxtrain.torch_import.source.pytorch_code import forward_of, statements
+from jaxtrain.torch_import.source.pytorch_code import file_of, forward_of, statements
 from jaxtrain.torch_import.source.scope import Scope, own
 from jaxtrain.torch_import.source.signatures import Function, Functions, docstring, result_type, shape_of, typed
 from jaxtrain.torch_import.source.writing import Writing
@@ -313,7 +313,7 @@ class Module:
         returned_type = result_type(["Array"] * len(outputs) + ["Tensors"] * has_new_state)
         shapes = self._shapes([(names[value], value) for value in inputs], outputs)
 
-        file = cls.__module__.rpartition(".")[2]
+        file = file_of(cls.__module__)
         mark = ["@recomputed"] * (frozenset(node.name for node in block.nodes()) in self._recomputed)
 
         def written(name: str, doc: str) -> str:

@@ -4,7 +4,9 @@ import ast
 import functools
 import inspect
 import linecache
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.torch_import.graph import Line
@@ -34,6 +36,12 @@ class Forward(NamedTuple):
 
     parameters: tuple[str, ...]
     aliases: tuple[tuple[int, str, str], ...]
+
+
+def file_of(module: str) -> str:
+    """Return the name of a module's file, without its suffix: a user's file is imported under another name."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return Path(path).stem if path and module != "__main__" else module.rpartition(".")[2]
 
 
 def statements(lines: Sequence[Line]) -> list[Statement]:
