@@ -177,7 +177,7 @@ def test_invalid_settings_raise(settings: dict[str, object], expected: str) -> N
 
 def noisy(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     total, weight = small().torch_loss(model, batch)
-    return total + torch.randint(2, []) * 0, weight
+    return total + torch.randperm(2).sum() * 0, weight
 
 
 def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -188,7 +188,7 @@ def by_row(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[t
 @pytest.mark.parametrize(
     ("torch_loss", "expected"),
     [
-        (noisy, "the PyTorch model draws random numbers by aten.randint"),
+        (noisy, "the PyTorch model draws random numbers by aten.randperm"),
         (by_row, r"torch_loss returned a total of shape \[1\]: return the sum"),
         (
             lambda model, batch: small().torch_loss(model, batch)[0],
