@@ -39,6 +39,7 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("LlamaConfig", "sliding_window"): (None, ABSENT, NOT_OF_LLAMA),
     ("LlamaConfig", "layer_types"): (None, ABSENT, NOT_OF_LLAMA),
     ("LlamaConfig", "no_rope_layers"): (None, ABSENT, NOT_OF_LLAMA),
+    ("LoraConfig", "out_in"): ("", ABSENT, "weights of imported modules: peft reads the layout from the layer"),
     ("LoraConfig", "targets"): (dataclasses.MISSING, None, "required: peft derives it from the model type"),
     ("MixtralConfig", "head_dim"): (128, None, "None stands for hidden_size / num_attention_heads, 128"),
     ("MixtralConfig", "attention_bias"): (False, ABSENT, NOT_OF_LLAMA),

@@ -179,7 +179,8 @@ def test_checking_never_waits_for_the_newest_step():
 @pytest.mark.parametrize("part", ["params", "opt_state", "model_state", "ema"])
 def test_a_nonfinite_state_is_not_saved(part):
     step = training_step(
-        dataclasses.replace(RECIPE, schedule="constant"), SimpleNamespace(loss_fn=lambda *_: None, frozen=None)
+        dataclasses.replace(RECIPE, schedule="constant"),
+        SimpleNamespace(loss_fn=lambda *_: None, frozen=None, no_decay=None),
     )
     state = step.init(PARAMS, model_state={"mean": jnp.zeros(2)})._replace(ema=PARAMS)
     checked = guard()
