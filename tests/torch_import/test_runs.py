@@ -81,7 +81,7 @@ def run(command: str) -> None:
 
 def parts(classifier):
     module = classifier.Classifier()
-    # The gradient of the bias before BatchNorm is rounding noise, 7e-8 in PyTorch too, of which a smaller eps makes steps.
+    # A smaller eps makes steps of the rounding noise (7e-8) that is the gradient of the bias before BatchNorm.
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
     return module, optimizer, LinearLR(optimizer, 0.5, total_iters=10)
 
