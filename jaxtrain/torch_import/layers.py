@@ -14,6 +14,13 @@ MAX_PERIOD = 8
 """Largest number of different layers that alternate; Gemma 3 has 5 with local attention for each with global."""
 
 
+_OF_IMAGES = frozenset(
+    f"aten.{name}"
+    for rank in (2, 3)
+    for name in (f"conv{rank}d.default", f"conv{rank}d.padding", f"conv_transpose{rank}d.input")
+)
+
+
 class Slot(NamedTuple):
     """An argument of a layer's node that comes from outside of the layer.
 
@@ -58,6 +65,9 @@ class Run:
 def find_runs(graph: Graph, frozen: Collection[str]) -> list[Run]:
     """Return the runs of equal layers, in the order of the graph.
 
+    Layers with convolutions of images are not among them: XLA:CPU computes those within a loop four times more slowly
+    (ResNet-18), and on GPUs such a loop moves more bytes.
+
     Args:
       graph: The graph.
       frozen: Names of parameters that are not trained: they do not repeat trained ones.
@@ -66,6 +76,7 @@ def find_runs(graph: Graph, frozen: Collection[str]) -> list[Run]:
     for container in _containers(graph.nodes):
         found = finder.runs(container)
         runs += [run for run in found if not any(run.start < x.stop and x.start < run.stop for x in runs)]
+    runs = [run for run in runs if not any(graph.nodes[i].op in _OF_IMAGES for i in run.layer(0))]
     return sorted(runs, key=lambda run: run.start)
 
 

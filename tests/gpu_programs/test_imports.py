@@ -59,19 +59,29 @@ def _vit(sizes):
     )
 
 
+def _resnet18(sizes):
+    del sizes
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(
+            depths=[2, 2, 2, 2], layer_type="basic", hidden_sizes=[64, 128, 256, 512], num_labels=1000
+        )
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workload", "module"),
+    ("workload", "own_sizes", "module", "calls"),
     [
-        ("gpt2-124m", _gpt2),
-        pytest.param("llama-160m", _llama, marks=pytest.mark.nightly),
-        pytest.param("vit-s", _vit, marks=pytest.mark.nightly),
+        ("gpt2-124m", {"depth": 2}, _gpt2, (2, 2)),
+        ("resnet18", {"side": 128, "rows": 64}, _resnet18, (0, 0)),
+        pytest.param("llama-160m", {"depth": 2}, _llama, (2, 2), marks=pytest.mark.nightly),
+        pytest.param("vit-s", {"depth": 2}, _vit, (2, 2), marks=pytest.mark.nightly),
     ],
 )
-def test_an_imported_module_moves_as_many_bytes_as_the_model_in_jax(workload, module):
+def test_an_imported_module_moves_as_many_bytes_as_the_model_in_jax(workload, own_sizes, module, calls):
     """Within 5%, with as many calls of cuDNN's attention."""
-    case = WORKLOADS[workload].case({"depth": 2})
-    sizes = {**WORKLOADS[workload].sizes, "depth": 2}
+    case = WORKLOADS[workload].case(own_sizes)
+    sizes = {**WORKLOADS[workload].sizes, **own_sizes}
     if "length" in sizes:
         tokens = np.zeros((sizes["rows"], sizes["length"]), np.int32)
         batch = {"input_ids": tokens, "labels": tokens}
@@ -85,5 +95,5 @@ def test_an_imported_module_moves_as_many_bytes_as_the_model_in_jax(workload, mo
     )
     imported = gpu_program(step, model.params, batch, "h100", model_state=model.state)
     written = case_program(case, "h100", unroll=True)
-    assert attention_calls(imported) == attention_calls(written) == (2, 2)
+    assert attention_calls(imported) == attention_calls(written) == calls
     assert imported.moved_bytes <= 1.05 * written.moved_bytes

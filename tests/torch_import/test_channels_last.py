@@ -18,6 +18,15 @@ from tests.torch_import.reference import batch_of, weighted
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(x))
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
         self.conv, self.norm = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
 
     def forward(self, x):
@@ -31,11 +40,12 @@ class Network(nn.Module):
         super().__init__()
         self.stem, self.up = nn.Conv2d(3, 6, 3, padding=1), nn.ConvTranspose2d(12, 2, 2, stride=2)
         self.layers = nn.Sequential(Layer(), Layer())
+        self.convolutions = nn.Sequential(Convolution(), Convolution())
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6).reshape(1, 6, 1, 1))
 
     def forward(self, x):
         x = nn.functional.max_pool2d(self.stem(x), 3, 2, 1) * self.scale
-        x = self.layers(x)
+        x = self.convolutions(self.layers(x))
         y = nn.functional.avg_pool2d(x.flip(1), 3, 1, 1)
         y = self.up(torch.cat([x, y], 1))
         return nn.functional.adaptive_avg_pool2d(y, 2), x.amax((2, 3))
