@@ -304,9 +304,19 @@ def low_unrounded(eqn: JaxprEqn, args: list[Any], dtype: Any) -> list[Any]:
     if not all(is_low(x) for x in args):
         return jaxpr.bind_as_traced(eqn, args)
 
+    def unrounded(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **product_params(eqn, np.float32))
+
+    def rounded(*operands: Any) -> Any:
+        with _within_kernel():
+            return to_dtype(np.float32, eqn.primitive.bind(*operands, **product_params(eqn, dtype)))
+
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return eqn.primitive.bind(*operands, **product_params(eqn, np.float32))
+        if eqn.primitive.name == "conv_general_dilated":
+            # cuDNN has no convolution of low-precision images with a float32 result: XLA would convert the images.
+            return lax.platform_dependent(*operands, cuda=rounded, rocm=rounded, default=unrounded)
+        return unrounded(*operands)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (x, y), (dx, dy) = primals, tangents
