@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.utils import _pytree
 
 from jaxtrain import UserError
 from jaxtrain.data import tensor_to_numpy
@@ -24,9 +23,7 @@ def outcomes(info: Any, dtype: torch.dtype) -> Iterator[Outcome]:
 
 def outcome(info: Any, sample: Any, dtype: torch.dtype) -> Outcome:
     """Import one sample and compare the distances of both sides from float64, of values and of gradients."""
-    leaves, spec = _pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    module = Operation(info, sample.output_process_fn_grad, spec, leaves)
-    tensors = [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
+    module, tensors = Operation.of(info, sample)
     if any(x.layout != torch.strided or x.is_quantized for x in tensors):
         return Outcome("no reference", "a tensor that is not strided")
     arrays = tuple(tensor_to_numpy(x.clone()) for x in tensors)

@@ -35,6 +35,13 @@ class Operation(torch.nn.Module):
         self.wrapper, self.op, self.finished, self.spec = info.gradcheck_wrapper, info.op, finished, spec
         self.slots = [(isinstance(x, torch.Tensor), None if isinstance(x, torch.Tensor) else x) for x in leaves]
 
+    @classmethod
+    def of(cls, info: Any, sample: Any) -> tuple["Operation", list[torch.Tensor]]:
+        """Return the module of a sample, and its tensors."""
+        leaves, spec = _pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+        tensors = [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
+        return cls(info, sample.output_process_fn_grad, spec, leaves), tensors
+
     def forward(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         leaves = [next(given) if is_tensor else other for is_tensor, other in self.slots]
@@ -57,9 +64,7 @@ def chosen_samples(info: Any, dtype: torch.dtype, *, requires_grad: bool) -> lis
 
 def outcome(info: Any, sample: Any) -> Outcome:
     """Import one sample and compare its values and the gradients of its floating-point tensors."""
-    leaves, spec = _pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
-    module = Operation(info, sample.output_process_fn_grad, spec, leaves)
-    tensors = [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
+    module, tensors = Operation.of(info, sample)
     if any(x.layout != torch.strided or x.is_quantized for x in tensors):
         return Outcome("no reference", "a tensor that is not strided")
     # Copies: some operations write to their arguments.

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.transforms import kernel
+from jaxtrain.transforms import kernel, widen
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -60,7 +60,7 @@ def in_opmath(fn: F) -> F:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(widened, (args, kwargs))
+        args, kwargs = jax.tree.map(widen, (args, kwargs))
         return fn(*args, **kwargs)
 
     return cast(F, call)
@@ -72,23 +72,15 @@ def broadcast(fn: F) -> F:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         shape = jnp.broadcast_shapes(*(x.shape for x in args if isinstance(x, jax.Array)))
-        return fn(*(_of_shape(x, shape) if is_low(x) else x for x in args), **kwargs)
+        return fn(*(_of_shape(x, shape) for x in args), **kwargs)
 
     return cast(F, call)
 
 
-def _of_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x if x.shape == shape else jnp.broadcast_to(x.astype(jnp.float32), shape).astype(x.dtype)
-
-
-def is_low(x: Any) -> bool:
-    """Return whether a value is a bfloat16 or float16 array."""
-    return isinstance(x, jax.Array) and x.dtype in (jnp.bfloat16, jnp.float16)
-
-
-def widened(x: Any) -> Any:
-    """Return a bfloat16 or float16 array in float32, and other values as they are."""
-    return x.astype(jnp.float32) if is_low(x) else x
+def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(x, jax.Array) or x.shape == shape or (wide := widen(x)) is x:
+        return x
+    return jnp.broadcast_to(wide, shape).astype(x.dtype)
 
 
 def as_kernel(fn: Function, *arrays: Any, **options: Any) -> Any:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.torch_import.ops.registry import op, widened
+from jaxtrain.torch_import.ops.registry import op
+from jaxtrain.transforms import widen
 
 _SUM, _MEAN, _MAX = range(3)
 
@@ -115,7 +116,7 @@ def embedding_bag(
     bags = offsets.shape[0] - include_last_offset
     bag = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0]), side="right") - 1
     # The rows are widened and not the table, which may be large.
-    rows, kept = widened(weight[indices]), indices != (padding_idx if padding_idx >= 0 else -1)
+    rows, kept = widen(weight[indices]), indices != (padding_idx if padding_idx >= 0 else -1)
     count = jnp.zeros(bags, rows.dtype).at[bag].add(kept.astype(rows.dtype))[:, None]
     if mode == _MAX:
         return _largest(rows, kept, bag, bags), None, None, None
