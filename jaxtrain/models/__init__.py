@@ -19,6 +19,7 @@ from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.models.lora import LoraConfig
 from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
+from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
 from jaxtrain.models.peft import load_adapters, save_adapters
 from jaxtrain.models.pretrained import from_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
@@ -44,6 +45,7 @@ __all__ = [
     "LoraConfig",
     "Mixtral",
     "MixtralConfig",
+    "QuantizedKernel",
     "ResNet",
     "ResNetConfig",
     "Sampling",
@@ -52,6 +54,7 @@ __all__ = [
     "ViTConfig",
     "bert",
     "cnn",
+    "dequantize_params",
     "from_pretrained",
     "functional",
     "functional_loss",
@@ -64,7 +67,9 @@ __all__ = [
     "lora",
     "mixtral",
     "mlp",
+    "nf4",
     "peft",
+    "quantize_params",
     "resnet",
     "running_statistics",
     "save_adapters",
