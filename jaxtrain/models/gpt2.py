@@ -87,6 +87,33 @@ class GPT2(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
+        x, cache = self._decode(tokens, rng, positions, segments, cache)
+        logits = product(x, self.projection)
+        return logits if cache is None else (logits, cache)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the hidden states [B, T, n_embd] whose product with `projection` are the logits."""
+        return self._decode(tokens, rng, positions, segments, None)[0]
+
+    @property
+    def projection(self) -> jax.Array:
+        """Kernel [n_embd, vocab_size] of the language-modeling head."""
+        return self.wte[...].T
+
+    def _decode(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, KVCache | None]:
         config, t = self.config, tokens.shape[1]
         _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
@@ -99,8 +126,7 @@ class GPT2(nnx.Module):
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
         caches = None if cache is None else cache.layers()
         x, caches = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, caches))
-        logits = product(self.ln_f(x), self.wte[...].T)
-        return logits if cache is None or caches is None else (logits, cache.append(caches))
+        return self.ln_f(x), None if cache is None or caches is None else cache.append(caches)
 
     @property
     def context_length(self) -> int:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout
-from jaxtrain.models.parameter_forms import Form, Product, array_of, evaluate, is_form
+from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
 from jaxtrain.paths import path_name
 from jaxtrain.transforms import autocast_disabled
 
@@ -198,7 +198,7 @@ def unmerge(params: Any, adapters: Any, config: LoraConfig) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Adapted(Form):
+class _Adapted(KernelForm):
     """A kernel, or a stack of kernels, with its adapters."""
 
     kernel: Any

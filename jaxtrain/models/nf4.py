@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.parameter_forms import Form, Product, array_of, evaluate, is_form
+from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
 from jaxtrain.paths import path_name
 
 BLOCK = 64
@@ -66,7 +66,7 @@ DYNAMIC_VALUES = _dynamic_values()
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class QuantizedKernel(Form):
+class QuantizedKernel(KernelForm):
     """A kernel, or a stack of kernels, in NF4.
 
     Rows are the outputs if the inputs are whole blocks; otherwise the whole kernel is one row.

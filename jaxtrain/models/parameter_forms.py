@@ -1,4 +1,4 @@
-"""Evaluate a function some of whose parameters have another form than an array: with adapters, quantized.
+"""Evaluate a function some of whose parameters have another form than an array: with adapters, quantized, noisy.
 
 The model is not changed. It is traced with the arrays that the forms stand for, and its jaxpr is evaluated with the
 forms in their places, through scans and rematerialized blocks. A product by a form is computed as the form defines it;
@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
     def __call__(self, x: jax.Array, kernel: Any) -> jax.Array:
         """Multiply by the kernel, an array or a form without an addition, in the equation's layout."""
-        if isinstance(kernel, Form):
+        if isinstance(kernel, KernelForm):
             return kernel.product(self, x)[0]
         (product,) = jaxpr.bind(self.eqn, [x, kernel])
         return product
@@ -63,6 +63,14 @@ class Form:
     def array(self) -> jax.Array:
         """Return the array."""
 
+    def rows(self, found: jax.Array) -> jax.Array:
+        """Return rows that were looked up in the array, as in an embedding."""
+        return found
+
+
+class KernelForm(Form):
+    """The kernel of a linear layer, or a stack of them."""
+
     @property
     @abstractmethod
     def inputs_axis(self) -> int:
@@ -75,10 +83,6 @@ class Form:
     @abstractmethod
     def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return the product of activations, and what is added to it after a bias; None for nothing."""
-
-    def rows(self, found: jax.Array) -> jax.Array:
-        """Return rows that were looked up in the array, as in an embedding."""
-        return found
 
 
 def is_form(x: Any) -> bool:
@@ -138,14 +142,14 @@ class _Rule:
             n_consts, n_carry = jaxpr.scan_sizes(eqn)
             carry = map(array_of, args[n_consts : n_consts + n_carry])
             return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
-        if name == "transpose" and eqn.params["permutation"] == (1, 0):
+        if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
             return [args[0].transpose()]
         if name == "dot_general" and _multiplies_by_form(eqn, args):
             return self._product(eqn, *args)
         outs = _evaluated_with_arrays(eqn, args, run)
         return [args[0].rows(*outs)] if name == "gather" and is_form(args[0]) else outs
 
-    def _product(self, eqn: JaxprEqn, x: jax.Array, form: Form) -> list[Any]:
+    def _product(self, eqn: JaxprEqn, x: jax.Array, form: KernelForm) -> list[Any]:
         product, addition = form.product(Product(eqn), x)
         total = self.totals.get(eqn.outvars[0])
         if addition is None:
@@ -182,6 +186,6 @@ def _multiplies_by_form(eqn: JaxprEqn, args: list[Any]) -> bool:
     """Whether the equation multiplies activations by a form along its inputs."""
     x, kernel = args
     (_, contracted), batch = eqn.params["dimension_numbers"]
-    if is_form(x) or kernel.ndim != 2:
+    if is_form(x) or not isinstance(kernel, KernelForm) or kernel.ndim != 2:
         return False
     return contracted == (kernel.inputs_axis,) and batch == ((), ())

@@ -73,7 +73,7 @@ def _feature_axes(var: Atom, producers: Producers) -> set[int]:
     if eqn.primitive.name in ("remat2", "checkpoint"):
         (body,) = inner_jaxprs(eqn)
         inner = {out: inner_eqn for inner_eqn in body.eqns for out in inner_eqn.outvars}
-        return _feature_axes(body.outvars[eqn.outvars.index(var)], inner)
+        return _feature_axes(next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var), inner)
     if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ()):
         return set(range(_aval(var).ndim))
     return set()

@@ -170,6 +170,33 @@ class Llama(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
+        x, aux, cache = self._decode(tokens, rng, positions, segments, cache)
+        logits = product(x, self.projection)
+        return self.output(logits, aux) if cache is None else (logits, cache)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the hidden states [B, T, hidden_size] whose product with `projection` are the logits."""
+        return self._decode(tokens, rng, positions, segments, None)[0]
+
+    @property
+    def projection(self) -> jax.Array:
+        """Kernel [hidden_size, vocab_size] of the language-modeling head."""
+        return self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
+
+    def _decode(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, Any, KVCache | None]:
         config, t = self.config, tokens.shape[1]
         cache, segments = reserve(cache, segments, tokens)
         visible = _visible(config, t, segments, cache)
@@ -189,9 +216,7 @@ class Llama(nnx.Module):
             return x, (aux, updated)
 
         x, (aux, caches) = lax.scan(step, x, (layers, _layer_kinds(config), rngs, caches))
-        head = self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
-        logits = product(self.norm(x), head)
-        return self.output(logits, aux) if cache is None or caches is None else (logits, cache.append(caches))
+        return self.norm(x), aux, None if cache is None or caches is None else cache.append(caches)
 
     def output(self, logits: jax.Array, aux: Any) -> Any:
         """Return the result of a call without a cache; `aux` stacks the auxiliary outputs of the layers' MLPs."""
