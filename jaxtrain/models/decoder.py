@@ -93,7 +93,7 @@ class KVCache(NamedTuple):
             tokens = slot_tokens(self.length, shape.segments.shape[1])
             source = tokens % slots.segments.shape[1]
             k, v, segments = (jnp.take(x, source, axis=_axis(x)) for x in slots)
-            return Slots(k, v, jnp.where(tokens >= 0, segments, 0))
+            return Slots(k, v, jnp.where(tokens[None] >= 0, segments, 0))
 
         return KVCache(moved(self.full, like.full), moved(self.sliding, like.sliding), self.length)
 
@@ -172,7 +172,7 @@ def visible_keys(tokens: int, segments: jax.Array | None, window: int | None, ca
     keys = slot_tokens(cache.length + np.int32(tokens), slots.k.shape[2])
     if _is_apart(tokens, window):
         keys = jnp.concatenate([slot_tokens(cache.length, slots.k.shape[2]), numbers])
-    mask = _causal_mask(numbers[:, None], keys, window) & (keys >= 0)
+    mask = _causal_mask(numbers, keys, window) & (keys >= 0)[None, None, None]
     mask = mask & segment_mask(segments, _with_new(slots.segments, segments, cache.length, window))
     return Visible(mask, None, slots, cache.length)
 
@@ -212,13 +212,13 @@ def attend(
 def _mask_of(tokens: int, segments: tuple[jax.Array, jax.Array] | None, window: int | None) -> Any:
     """Return bool [1 or B, 1, T, T]."""
     numbers = np.arange(tokens, dtype=np.int32)
-    mask = _causal_mask(numbers[:, None], numbers, window)
+    mask = _causal_mask(numbers, numbers, window)
     return mask if segments is None else mask & segment_mask(*segments)
 
 
 def _causal_mask(queries: Any, keys: Any, window: int | None) -> Any:
-    """Return bool [1, 1, T, S] for the numbers of queries [T, 1] and keys [S]."""
-    distance = queries - keys
+    """Return bool [1, 1, T, S] for the numbers of queries [T] and keys [S]."""
+    distance = queries[:, None] - keys[None]
     mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return mask[None, None]
 
@@ -254,5 +254,5 @@ def _written(old: jax.Array, new: jax.Array, length: Any) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(old, new, length % np.int32(slots), axis)
     numbers = slot_tokens(length + np.int32(tokens), slots) - length
     taken = jnp.take(new, numbers, axis=axis, mode="clip")
-    is_new = jnp.expand_dims(numbers >= 0, range(1, old.ndim - axis))
+    is_new = (numbers >= 0).reshape([-1 if i == axis else 1 for i in range(old.ndim)])
     return jnp.where(is_new, taken, old)
