@@ -2,8 +2,9 @@
 
 `generate` writes a batch of texts in one compiled program; `stream` yields the tokens of one text as they are
 computed. Both read the prompt once, then compute every token from the last one and the cache, and choose tokens as
-`transformers.generate` does. They take any decoder called as `jaxtrain.models.llama.Llama` that has an `empty_cache`;
-`generate` takes a `jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
+`transformers.generate` does. The cache grows in stages, because a token is computed from all of its slots. They take
+any decoder called as `jaxtrain.models.llama.Llama` that has an `empty_cache`; `generate` takes a
+`jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +155,7 @@ def stream(
 
     As long as prompt and text fit into the context, the tokens are those of `generate`. Beyond it, the cache is filled
     again from the last half of the context whenever it is full, so that every token is computed from at least that
-    many. Two programs are compiled, whatever the lengths.
+    many. Programs are compiled for caches of a few sizes, each half as large again as the one before.
 
     Args:
       model: Decoder. Only its structure is used, so the result of `nnx.eval_shape` will do.

@@ -235,7 +235,8 @@ def test_layers_cache_what_they_attend_to():
     for name, expected in slots.items():
         config = dataclasses.replace(DECODERS[name], sliding_window=None if name == "llama" else 128)
         cache = jax.eval_shape(lambda config=config: Llama(config, rngs=nnx.Rngs(0)).empty_cache(3, 4096))
-        assert sum(x.size for x in jax.tree.leaves(cache) if x.ndim > 2) == 2 * 3 * 2 * 8 * sum(expected)
+        width = config.num_key_value_heads * config.head_dim
+        assert sum(x.size for x in jax.tree.leaves(cache) if x.ndim > 2) == 2 * 3 * width * sum(expected)
 
 
 def test_long_sequences_of_mixed_layers_have_no_array_of_queries_by_keys():
