@@ -1,5 +1,6 @@
 """Files of examples to fine-tune on: JSON Lines, JSON, parquet, Arrow and datasets saved by `datasets`."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,8 +65,8 @@ class ExampleFiles:
 
     def identity(self) -> list[str]:
         """Return texts that change whenever the examples may."""
-        rows = f"all {len(self)}" if self.indices is None else f"{self.indices.tobytes().hex()}"
-        return [rows, *map(file_identity, self.files)]
+        rows = "all" if self.indices is None else hashlib.sha256(self.indices.tobytes()).hexdigest()
+        return [f"{rows} {len(self)}", *map(file_identity, self.files)]
 
 
 def read_examples(path: str | os.PathLike[str]) -> ExampleFiles:

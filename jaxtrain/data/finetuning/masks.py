@@ -3,11 +3,14 @@
 A conversation is in the loss where the assistant writes:
 
 - Where the template has `{% generation %}` blocks, the mask is that of `return_assistant_tokens_mask` in
-  `transformers`.
+  `transformers`, to the letter: a block whose first character is in no token, as a space may be if the tokenizer
+  removes spaces from its offsets, is not in the loss, nor are those after it.
 - Otherwise the text of message `i` of the assistant is the difference of two prefixes of the whole text: of messages
   0 to `i` rendered, without that of messages 0 to `i - 1` rendered with the generation prompt. It includes what the
-  template writes after an answer, such as the token that ends the turn. A template whose whole text does not start with
-  both is refused; for instance, one that removes the reasoning from earlier answers.
+  template writes after an answer, such as the token that ends the turn; an `eos_token` that it writes at the end of
+  the text alone belongs to the last answer. A template whose whole text does not start with both is refused; for
+  instance, one that removes the reasoning from earlier answers, or whose generation prompt opens a reasoning that
+  messages lack.
 
 A completion is in the loss from its first character on, and a token with characters of both prompt and completion is.
 Around plain texts, and prompts and completions that are texts, stand the special tokens that the tokenizer adds, and
@@ -126,11 +129,23 @@ def _render_conversation(messages: Messages, tools: list[Any] | None, template: 
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             before = template.render(messages[:i], tools, add_generation_prompt=True)
-            after = text if i + 1 == len(messages) else template.render(messages[: i + 1], tools)
-            if not (text.startswith(after) and after.startswith(before)):
+            after = _stable_prefix(template, messages, i + 1, tools, text)
+            if not after.startswith(before):
                 raise _unstable(template, i + 1)
             spans.append(Span(len(before), len(after)))
     return _Rendered(text, spans, is_whole=True)
+
+
+def _stable_prefix(template: ChatTemplate, messages: Messages, count: int, tools: list[Any] | None, text: str) -> str:
+    """Return the part of the text of all messages that the first ones have."""
+    if count == len(messages):
+        return text
+    prefix = template.render(messages[:count], tools)
+    # Some templates, such as that of Phi-3, end the conversation, and not every answer, with this token.
+    for stable in (prefix, prefix.removesuffix(template.variables.get("eos_token", ""))):
+        if text.startswith(stable):
+            return stable
+    raise _unstable(template, count)
 
 
 def _unstable(template: ChatTemplate, number: int) -> UserError:

@@ -71,7 +71,7 @@ class ModelTokenizer(FileTokenizer):
         super().__init__(inside(self.folder, _TOKENIZER))
         config = read_json(self.folder, _CONFIG) if (self.folder / _CONFIG).is_file() else {}
         self.special_tokens = {name: _content(config[name], name, self.folder) for name in _NAMED if config.get(name)}
-        _add_tokens(self._tokenizer, config, self.special_tokens, self.folder)
+        _add_tokens(self._tokenizer, config, self.folder)
         sources = _template_sources(self.folder, config)
         self._templates = {
             key: ChatTemplate(source, name, self.special_tokens, self.now) for key, (name, source) in sources.items()
@@ -159,29 +159,33 @@ def _content(value: Any, name: str, folder: Path) -> str:
     return content
 
 
-def _add_tokens(tokenizer: Any, config: Mapping[str, Any], special: Mapping[str, str], folder: Path) -> None:
+def _add_tokens(tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None:
     """Add the tokens of the configuration that the tokenizer lacks, in the order of `transformers`."""
-    from tokenizers import AddedToken
-
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    own = [name for name in config if name.endswith("_token") and name not in _NAMED]
     try:
         listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
-        tokens = [AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for _, token in listed]
-        further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        own = [config[name] for name in config if name.endswith("_token") and name not in _NAMED and config[name]]
-        names = [*(further.values() if isinstance(further, Mapping) else further), *filter(_is_token, own)]
+        _add(tokenizer, [_added_token(token) for _, token in listed])
+        # Special ones are recognized in texts even where the vocabulary alone has them.
+        special = [config[name] for name in (*_NAMED, *own) if config.get(name)]
+        special = [token for token in special if isinstance(token, str | Mapping)]
+        special += more.values() if isinstance(more, Mapping) else more
+        _add(tokenizer, [_added_token(token) for token in special])
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{folder / _CONFIG} lists its tokens wrongly ({error}): download it again") from None
+
+
+def _add(tokenizer: Any, tokens: list[Any]) -> None:
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in tokens if token.content not in known])
-    # Special ones are recognized in texts even where the vocabulary alone has them.
-    contents = [*special.values(), *(_content(name, "a special token", folder) for name in names)]
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    missing = [content for content in dict.fromkeys(contents) if content not in known]
-    tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in missing])
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, Mapping) and "content" in value)
+def _added_token(value: str | Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"})
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -211,7 +211,7 @@ TEMPLATES = {
     "llama-3": (LLAMA_3, "<|begin_of_text|>", "<|eot_id|>"),
     "mistral": (MISTRAL, "<s>", "</s>"),
     "gemma": (GEMMA, "<bos>", "<end_of_turn>"),
-    "phi-3": (PHI_3, "<s>", "<|end|>"),
+    "phi-3": (PHI_3, "<s>", "<|endoftext|>"),
     "zephyr": (ZEPHYR, "<s>", "</s>"),
     "qwen-3": (QWEN_3, "<|endoftext|>", "<|im_end|>"),
     "smollm": (SMOLLM, "<|endoftext|>", "<|im_end|>"),
@@ -259,15 +259,48 @@ def byte_level() -> tokenizers.Tokenizer:
     return made
 
 
+def metaspace() -> tokenizers.Tokenizer:
+    """Return a tokenizer of bytes and words that start with "▁", as those of SentencePiece."""
+    vocabulary = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁aeinrstuy", "▁a", "er", "us", "user"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {token: i for i, token in enumerate(vocabulary)},
+            [("▁", "a"), ("e", "r"), ("u", "s"), ("us", "er")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Metaspace(prepend_scheme="first"), tokenizers.decoders.ByteFallback()]
+    )
+    made.add_special_tokens([*SPECIAL[1:7]])
+    return made
+
+
 def write_folder(folder: Path, family: str, made: tokenizers.Tokenizer, **config: Any) -> Path:
     """Write the tokenizer files of a family; even families have their template in a file of its own."""
     template, bos, eos = TEMPLATES[family]
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, **config}
-    if len(family) % 2:
+    if len(family) % 2 or "chat_template" in config:
         config = {"chat_template": template, **config}
     else:
         (folder / "chat_template.jinja").write_text(template)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+TAGGED = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content + '<|im_end|>\\n' }}{%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""A template that marks all of what the assistant writes: its prefix differences are the same texts."""
