@@ -1,5 +1,6 @@
 """Objects in JSON Lines files, or in one JSON file: sources of dicts."""
 
+import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,10 @@ class JsonLines:
             stream.seek(start)
             line = stream.readline()
         try:
-            row = json_value(line.decode("utf-8-sig" if start == 0 else "utf-8"))
+            row = json_value(line.rstrip().decode("utf-8-sig" if start == 0 else "utf-8"))
+        except json.JSONDecodeError as error:
+            why = f"{error.msg}: column {error.colno}"
+            raise UserError(f"{self.location(index)} is not valid JSON ({why}): {_REMEDY}") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.location(index)} is not valid JSON ({error}): {_REMEDY}") from None
         if not isinstance(row, dict):

@@ -170,7 +170,7 @@ def _add_tokens(tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None
         special = [config[name] for name in (*_NAMED, *own) if config.get(name)]
         special = [token for token in special if isinstance(token, str | Mapping)]
         special += more.values() if isinstance(more, Mapping) else more
-        _add(tokenizer, [_added_token(token) for token in special])
+        _add(tokenizer, [_added_token(token, special=True) for token in special])
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{folder / _CONFIG} lists its tokens wrongly ({error}): download it again") from None
 
@@ -180,12 +180,12 @@ def _add(tokenizer: Any, tokens: list[Any]) -> None:
     tokenizer.add_tokens([token for token in tokens if token.content not in known])
 
 
-def _added_token(value: str | Mapping[str, Any]) -> Any:
+def _added_token(value: str | Mapping[str, Any], **flags: bool) -> Any:
     from tokenizers import AddedToken
 
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
-    return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"})
+    return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"} | flags)
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
