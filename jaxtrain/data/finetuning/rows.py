@@ -46,7 +46,7 @@ class RowSummary:
           >>> print(*RowSummary(9, 1000, 2, 30, 1, 70, 400, 8, 128).lines(), sep="\\n")
           9 examples of 1,000 tokens in 8 rows of 128: 400 tokens (40.0%) are in the loss
           2 examples (22.2%) are longer than a row: 30 tokens (3.0%) are cut off at their end
-          1 example (11.1%) is dropped, with 70 tokens (7.0%): none in the loss is within the length of a row
+          1 example (11.1%) is dropped, with 70 tokens (7.0%): no token that fits into a row is in the loss
         """
         lines = [
             f"{_count(self.examples, 'example')} of {_count(self.tokens, 'token')} in {_count(self.rows, 'row')} of"
@@ -60,8 +60,8 @@ class RowSummary:
         if self.dropped_examples:
             dropped = _share(self.dropped_tokens, self.tokens, "token").rpartition(" ")[0]
             lines.append(
-                f"{_share(self.dropped_examples, self.examples, 'example')} dropped, with {dropped}: none in the loss"
-                " is within the length of a row"
+                f"{_share(self.dropped_examples, self.examples, 'example')} dropped, with {dropped}: no token that"
+                " fits into a row is in the loss"
             )
         return lines
 
@@ -176,8 +176,8 @@ def _fit(examples: EncodedExamples, length: int) -> tuple[list[Piece], dict[str,
             pieces += [Piece(i, start, min(start + length, stop)) for start in range(0, stop, length)]
     if not pieces:
         raise UserError(
-            f"no example has a token in the loss within the length of a row, {length:,}: use longer rows, or examples"
-            " with an answer of the assistant"
+            f"no example has a token in the loss that fits into a row of {length:,}: use longer rows, or examples with"
+            " an answer of the assistant"
         )
     names = ("tokens", "cut_examples", "cut_tokens", "dropped_examples", "dropped_tokens", "loss_tokens")
     return pieces, {"examples": len(sizes) // per_example, **{name: counts[name] for name in names}}

@@ -55,7 +55,7 @@ def test_rows_lose_no_token_that_the_summary_does_not_count(
     limit = 99 if kind is PlainText else length
     kept = [mask[: limit + 1] for mask in masks]
     if not any(any(mask[1:]) for mask in kept):
-        with pytest.raises(UserError, match="no example has a token in the loss within the length of a row"):
+        with pytest.raises(UserError, match="no example has a token in the loss that fits into a row"):
             supervised_rows(examples, length, pad=0, packing=packing)
         return
     rows, summary = supervised_rows(examples, length, pad=0, packing=packing)
@@ -63,9 +63,7 @@ def test_rows_lose_no_token_that_the_summary_does_not_count(
     found = [
         (int(token), int(target), bool(weight))
         for row in map(rows.__getitem__, range(len(rows)))
-        for token, target, weight, segment in zip(
-            *(row[n] for n in ("tokens", "targets", "weight", "segments")), strict=True
-        )
+        for token, target, weight, segment in zip(*(row[name] for name in names), strict=True)
         if segment or weight
     ]
     numbers = [(100 * (i + 1), mask) for i, mask in enumerate(kept) if any(mask[1:])]
