@@ -1,8 +1,8 @@
 """Attention as two primitives, forward and backward, whose computation is chosen when a program is lowered.
 
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
-compute capability 8.0 or more (9.0 for heads wider than 128 and for a bias, whose gradient cuDNN computes from there
-on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
+compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
+there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
 Otherwise it computes the formula, or for long sequences the same attention block by block.
 """
 
@@ -223,7 +223,7 @@ def _primitive(
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
         supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
-        if supported and jax_internals.compute_capability(ctx) >= cudnn.needed_capability(q, operands):
+        if supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands):
             return mlir.lower_fun(kernel, multiple_results=True)(ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
