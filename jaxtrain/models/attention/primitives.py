@@ -31,8 +31,8 @@ LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
 
-BLOCKS, BLOCKS_ON_GPU = (blockwise.Q_BLOCK, blockwise.K_BLOCK), (256, 512)
-"""Numbers of queries and keys of a block. Those of GPUs have not been timed."""
+BLOCKS_ON_GPU = (256, 512)
+"""Numbers of queries and keys of a block. They have not been timed."""
 
 
 def is_long(t: int, s: int) -> bool:
@@ -63,7 +63,7 @@ class Target(NamedTuple):
     @property
     def loop(self) -> dict[str, Any]:
         """The arguments of `blockwise`: a GPU computes large blocks of all rows at once."""
-        return {"by_row": self.is_divided or not self.on_cpu, "blocks": BLOCKS if self.on_cpu else BLOCKS_ON_GPU}
+        return {"by_row": self.is_divided or not self.on_cpu, "blocks": None if self.on_cpu else BLOCKS_ON_GPU}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
