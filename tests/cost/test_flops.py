@@ -57,7 +57,9 @@ def test_long_attention_counts_all_pairs_wherever_it_is(options, packed):
             return attention(q, k, v, segments=(segments, segments) if packed else None, **options)
 
         def layer(x, _):
-            return jax.lax.cond(x[0, 0, 0, 0] > 0, lambda: remat(block(attend), "dots", "gpu")(x, k, v), lambda: x), None
+            return jax.lax.cond(
+                x[0, 0, 0, 0] > 0, lambda: remat(block(attend), "dots", "gpu")(x, k, v), lambda: x
+            ), None
 
         return jax.lax.scan(layer, q, length=3)[0].astype(np.float32).sum()
 
