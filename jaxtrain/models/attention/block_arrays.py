@@ -41,6 +41,7 @@ class BlockArrays:
 
     Attributes:
       steps: Number of steps, int or int32 [].
+      most_steps: The largest number of steps.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class BlockArrays:
         self.options, self.sizes, self.pairs, self.parts = options, sizes, pairs, parts
         self.index = jnp.asarray(pairs.index)
         self.is_partly_used = count is not pairs.count
-        self.steps = count * parts
+        self.steps, self.most_steps = count * parts, self.index.shape[0] * parts
         self.rows, _, self.all_heads, _ = q.shape
         self.heads, self.groups = self.all_heads // parts, k.shape[2] // parts
         q_extra, k_extra = sizes.q_blocks * sizes.q - sizes.t, sizes.k_blocks * sizes.k - sizes.s

@@ -17,13 +17,14 @@ from jax import lax
 from jaxtrain.models.attention.block_arrays import BlockArrays, block_of, product, wide
 from jaxtrain.models.attention.blocks import Pairs, Sizes, visible_pairs, visible_pairs_by_row
 from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.transforms import at_most
 
 Q_BLOCK, K_BLOCK = 128, 128
 """Numbers of queries, those of all query heads of a key head, and of keys of a block. Measured on two cores: 4 rows of
 2,048 tokens, 4 heads of 32, causal, forward and backward take 190 to 225 ms of processor time (blocks of 256 × 128: 190
-to 207, 128 × 256: 183 to 240, 256 × 256: 250 to 330), PyTorch 175 to 198. Steps of
-all heads, whose blocks exceed the cache, with gradients of keys and values that are not transposed take 290. The loop
-runs on one core, PyTorch's kernel on all: XLA:CPU divides single operations, and those of a block are too small."""
+to 207, 128 × 256: 183 to 240, 256 × 256: 250 to 330), PyTorch 175 to 198. Steps of all heads, whose blocks exceed the
+cache, with gradients of keys and values that are not transposed take 290. The loop runs on one core, PyTorch's kernel
+on all: XLA:CPU divides single operations, and those of a block are too small."""
 
 
 def block_sizes(q: jax.Array, k: jax.Array) -> tuple[int, int]:
@@ -179,7 +180,8 @@ def _forward_rows(block: BlockArrays, q: jax.Array, k: jax.Array, v: jax.Array) 
         summed = summed * old + product(dropped, block_of(values, at.k), 1)
         return _updated(carry[0], statistics, at.q), _updated(carry[1], summed, at.q)
 
-    statistics, summed = lax.fori_loop(0, block.steps, step, init)
+    with at_most(block.most_steps):
+        statistics, summed = lax.fori_loop(0, block.steps, step, init)
     largest, total = statistics[..., :1], statistics[..., 1:]
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
     out = summed / jnp.where(total == 0, 1, total)
@@ -222,7 +224,8 @@ def _backward_rows(
         dq, dk = product(of_scores, block_of(keys, at.k), 1), product(block_of(turned_queries, at.q), of_scores, 1)
         return [_added(carry[0], dq, at.q), _added(carry[1], dk, at.k), _added(carry[2], dv, at.k), *added]
 
-    dq, dk, dv, *dbias = lax.fori_loop(0, block.steps, step, init)
+    with at_most(block.most_steps):
+        dq, dk, dv, *dbias = lax.fori_loop(0, block.steps, step, init)
     dk, dv = (block.joined_keys(x.swapaxes(-1, -2)) for x in (dk, dv))
     return block.joined_queries(dq), dk, dv, dbias[0][..., : block.sizes.t, : block.sizes.s] if dbias else None
 

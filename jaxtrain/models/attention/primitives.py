@@ -216,15 +216,19 @@ def _primitive(
     explicit: Callable[..., Any],
 ) -> Any:
     def lower(ctx: Any, *args: Any, **options: Any) -> Any:
-        compute = functools.partial(portable, target=Target.of(ctx))
-        return mlir.lower_fun(compute, multiple_results=True)(ctx, *args, **options)
+        return lowered(functools.partial(portable, target=Target.of(ctx)), ctx, *args, **options)
+
+    def lowered(compute: Callable[..., Any], ctx: Any, *args: Any, **options: Any) -> Any:
+        # By this scope the costs of compiled programs find attention.
+        scoped = jax.named_scope(f"{name}_causal" if options["causal"] else name)(compute)
+        return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
 
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
         supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
         if supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands):
-            return mlir.lower_fun(kernel, multiple_results=True)(ctx, *args, given=given, **options)
+            return lowered(kernel, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
