@@ -295,7 +295,7 @@ def _read_prompts(model: Any, prompts: jax.Array, real: jax.Array | None) -> tup
     if real is not None:
         positions, lengths = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0), real.sum(1, dtype=np.int32)
     segments = None if real is None else real.astype(np.int32)
-    features, cache = model.features(prompts, None, positions, segments, model.empty_cache(rows, 0))
+    features, _, cache = model.features(prompts, None, positions, segments, model.empty_cache(rows, 0))
 
     def decode(last: jax.Array, written: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return model(last, None, (lengths + written - 1)[:, None], None, cache)
@@ -357,7 +357,7 @@ def _read_window(
     """Return the token that follows the first `length` tokens of a window int [1, S], and a cache that holds them."""
     model: Any = nnx.merge(graphdef, params)
     real = (jnp.arange(window.shape[1]) < length).astype(np.int32)[None]
-    features, cache = model.features(window, None, None, real, model.empty_cache(1, 0))
+    features, _, cache = model.features(window, None, None, real, model.empty_cache(1, 0))
     last = model.logits(lax.dynamic_slice_in_dim(features, length - 1, 1, axis=1))[:, 0]
     # The tokens to come overwrite the padding.
     cache = cache._replace(length=length).resized(model.empty_cache(*window.shape))

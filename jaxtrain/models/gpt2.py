@@ -79,7 +79,7 @@ class GPT2(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        x, cache = self.features(tokens, rng, positions, segments, cache)
+        x, _, cache = self.features(tokens, rng, positions, segments, cache)
         return self.logits(x) if cache is None else (self.logits(x), cache)
 
     def features(
@@ -89,8 +89,8 @@ class GPT2(nnx.Module):
         positions: jax.Array | None,
         segments: jax.Array | None,
         cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Return the last block's output [B, T, n_embd], from which `logits` are computed, and the updated cache."""
+    ) -> tuple[jax.Array, None, KVCache | None]:
+        """Return what `logits` are computed from, no auxiliary outputs, and the updated cache, as those of a Llama."""
         config, t = self.config, tokens.shape[1]
         _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
@@ -102,10 +102,10 @@ class GPT2(nnx.Module):
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
         numbers = None if cache is None else np.arange(config.n_layer, dtype=np.int32)
         x, keys = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, numbers))
-        return x, None if cache is None else cache.append(keys, segments, np.zeros(config.n_layer, bool))
+        return x, None, None if cache is None else cache.append(keys, segments, np.zeros(config.n_layer, bool))
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Return the logits [B, T, vocab_size] of features [B, T, n_embd]."""
+        """Return the logits [B, T, vocab_size] of the last block's output [B, T, n_embd]."""
         return product(self.ln_f(x), self.wte[...].T)
 
     @property

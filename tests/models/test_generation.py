@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -244,7 +243,7 @@ def test_long_sequences_of_mixed_layers_have_no_array_of_queries_by_keys():
     model, _, params = made(DECODERS["smollm3"])
     tokens, apply, left = np.zeros((1, 300), np.int32), functional(model)[0], np.arange(300)[None] > 7
     train = jax.grad(lambda params: apply(params, tokens, None, None, tokens).sum())
-    texts = [partial(generate, model, prompts=tokens, new_tokens=3, mask=mask) for mask in (None, left)]
+    texts = [functools.partial(generate, model, prompts=tokens, new_tokens=3, mask=mask) for mask in (None, left)]
     for program in (train, *texts):
         found = list(equations(jax.make_jaxpr(program)(params).jaxpr))
         shapes = {getattr(v.aval, "shape", ()) for eqn in found for v in (*eqn.invars, *eqn.outvars)}
