@@ -173,10 +173,11 @@ def assert_as_accurate(training, theirs):
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", MORE_ON_TWO, ids=" ".join)
 def test_more_models_on_two_devices_equal_two_ranks_of_pytorch(more_on_two, key):
-    compare = (
-        assert_as_accurate if "fp16" in key else lambda training, theirs: assert_same(run_jax(training, 2), theirs)
-    )
-    compare(MORE_ON_TWO[key], more_on_two[key])
+    training, theirs = MORE_ON_TWO[key], more_on_two[key]
+    if training.precision == "fp16":
+        assert_as_accurate(training, theirs)
+    else:
+        assert_same(run_jax(training, 2), theirs)
 
 
 @pytest.mark.slow
