@@ -1,0 +1,284 @@
+"""What one device of a ring computes: attention to the keys that it holds, step by step.
+
+A device attends from one chunk of its queries to one chunk of keys at a time, by the primitives of attention. A GPU
+whose cuDNN has the kernel therefore calls it for every chunk. The outputs are combined by their logarithms of sums; the
+backward pass takes those of all keys. Keys and values for the next step are sent while the device computes, and so are
+the gradients of keys and values, which travel with them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtrain.distributed.mesh import SEQUENCE, TENSOR
+from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.primitives import BACKWARD, FORWARD
+
+
+def is_zigzag(options: Options) -> bool:
+    """Return whether device i of n has chunks i and 2n - 1 - i of 2n, instead of chunk i of n."""
+    return options.causal and options.window is None
+
+
+class _Part(NamedTuple):
+    """A chunk of the device's queries and one of the keys that it holds, by their numbers among the device's own.
+
+    Attributes:
+      q: Number of the chunk of queries.
+      k: Number of the chunk of keys.
+      causal: Whether the chunks are the same, or are compared by their positions.
+    """
+
+    q: Any
+    k: Any
+    causal: bool
+
+
+class _Keys(NamedTuple):
+    """What passes along the ring."""
+
+    k: jax.Array
+    v: jax.Array
+    segments: jax.Array | None
+
+
+class RingSteps:
+    """The computation of one device.
+
+    Arrays of tokens [B, T / n, …] are in the ring's order unless the method says otherwise.
+
+    Args:
+      options: What is computed.
+      devices: Number of devices of the ring.
+      lengths: Numbers of queries and of keys of a row.
+      head_shards: Number of devices that the heads are divided over.
+    """
+
+    def __init__(self, options: Options, devices: int, lengths: tuple[int, int], head_shards: int) -> None:
+        self._options = options._replace(whole=lengths)
+        self._devices, self._head_shards = np.int32(devices), head_shards
+        self._is_zigzag = is_zigzag(options)
+        self._chunks = 2 if self._is_zigzag else 1
+        self._q_size, self._k_size = (n // (devices * self._chunks) for n in lengths)
+        window = options.window
+        self._steps = devices if window is None else min(devices, 1 + -(-(window - 1) // self._k_size))
+
+    def to_ring(self, x: jax.Array) -> jax.Array:
+        """Exchange the tokens of [B, T / n, …], which are in order."""
+        return self._exchanged(x, from_order=True) if self._is_zigzag else x
+
+    def to_order(self, x: jax.Array) -> jax.Array:
+        """Undo `to_ring`."""
+        return self._exchanged(x, from_order=False) if self._is_zigzag else x
+
+    def forward(
+        self, given: tuple[str, ...], q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the output [B, T / n, N, V] and the logarithms of sums [B, N, T / n]; the operands are in order."""
+        operands = self._operands(given, others)
+
+        def attend(i: Any, keys: _Keys, sums: Any) -> Any:
+            for part in self._parts(i):
+                arrays, (names, operands_of_part), options = self._arguments(operands, i, part, q, keys)
+                out, lse = FORWARD.bind(*arrays, *operands_of_part, given=names, **options)
+                old = self._chunk_of_queries(sums[0], part, 1), self._chunk_of_queries(sums[1], part, 2)
+                new = _combined(old, (out.astype(old[0].dtype), lse[..., 0]))
+                sums = (
+                    self._updated(sums[0], new[0], part, 1),
+                    self._updated(sums[1], new[1], part, 2),
+                )
+            return sums
+
+        (b, t, n, _), wide = q.shape, _wide(q)
+        sums = jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)
+        out, lse = self._run(attend, _Keys(k, v, operands.k_segments), sums)
+        if operands.sinks is not None:
+            total = jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, :, None])
+            out, lse = out * jnp.exp(lse - total).swapaxes(1, 2)[..., None], total
+        return out.astype(v.dtype), lse
+
+    def backward(
+        self,
+        given: tuple[str, ...],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        out: jax.Array,
+        cotangent: jax.Array,
+        lse: jax.Array,
+        *others: jax.Array,
+    ) -> tuple[Any, ...]:
+        """Return the gradients of q, k and v in order, and a list of those of bias and sinks on this device.
+
+        The cotangent is in order, and so are the operands.
+        """
+        cotangent, operands = self.to_ring(cotangent), self._operands(given, others)
+        saved = out, lse[..., None], cotangent
+
+        def differentiate(i: Any, keys: _Keys, grads: Any) -> Any:
+            of_q, of_keys, of_bias = grads
+            # What the device before has added so far arrives while this one computes.
+            of_keys = of_keys if isinstance(i, int) and i == 0 else self._passed_on(of_keys)
+            for part in self._parts(i):
+                arrays, (names, operands_of_part), options = self._arguments(operands, i, part, q, keys)
+                residuals = (self._chunk_of_queries(x, part, axis) for x, axis in zip(saved, (1, 2, 1), strict=True))
+                dq, dk, dv, *dbias = BACKWARD.bind(*arrays, *operands_of_part, *residuals, given=names, **options)
+                of_q = _added(of_q, dq, {1: part.q * self._q_size})
+                of_keys = [_added(x, y, {1: part.k * self._k_size}) for x, y in zip(of_keys, (dk, dv), strict=True)]
+                if dbias:
+                    of_bias = _added(of_bias, dbias[0], self._place(of_bias, i, part))
+            return of_q, of_keys, of_bias
+
+        zeros = [jnp.zeros(x.shape, _wide(x)) for x in (q, k, v)]
+        of_bias = None if operands.bias is None else jnp.zeros(operands.bias.shape, _wide(operands.bias))
+        grads = zeros[0], zeros[1:], of_bias
+        of_q, of_keys, of_bias = self._run(differentiate, _Keys(k, v, operands.k_segments), grads)
+        of_k, of_v = self._passed_on(of_keys, 1 - self._steps)  # to the device that they belong to
+        in_order = [self.to_order(g.astype(x.dtype)) for g, x in zip((of_q, of_k, of_v), (q, k, v), strict=True)]
+        of_operands = []
+        if operands.bias is not None:
+            of_bias = self._rows_to(of_bias, self.to_order)
+            of_operands.append(of_bias.astype(operands.bias.dtype))
+        if (sinks := operands.sinks) is not None:
+            weighted = jnp.einsum("btnh,btnh->bnt", cotangent.astype(lse.dtype), out.astype(lse.dtype))
+            of_sinks = -(jnp.exp(sinks.astype(lse.dtype)[:, :, None] - lse) * weighted).sum(-1)
+            of_sinks = of_sinks.sum(0, keepdims=True) if len(sinks) == 1 else of_sinks
+            of_operands.append(of_sinks.astype(sinks.dtype))
+        return *in_order, of_operands
+
+    def _run(self, compute: Callable[[Any, _Keys, Any], Any], keys: _Keys, carry: Any) -> Any:
+        """Return `compute(step, keys of the step, carry)` of all steps; the keys of the next are sent meanwhile."""
+
+        def compute_and_pass(i: Any, carry: Any) -> Any:
+            keys, results = carry
+            return self._passed_on(keys), compute(i, keys, results)
+
+        if self._steps == 1:
+            return compute(0, keys, carry)
+        last = np.int32(self._steps - 1)
+        carry = lax.fori_loop(np.int32(1), last, compute_and_pass, compute_and_pass(0, (keys, carry)))
+        return compute(last, *carry)
+
+    def _parts(self, i: Any) -> list[_Part]:
+        """Return what is computed in step i, an int only if it is 0: in zigzag order as much on every device."""
+        zero, one = np.arange(2, dtype=np.int32)
+        if not self._is_zigzag:
+            return [_Part(zero, zero, self._options.causal)]
+        if isinstance(i, int):
+            return [_Part(one, zero, False), _Part(zero, zero, True), _Part(one, one, True)]
+        # Both chunks of queries attend to the first chunk of a device before, the second one to both of one after.
+        number = (self._source(i) > lax.axis_index(SEQUENCE)).astype(np.int32)
+        return [_Part(one, zero, False), _Part(number, number, False)]
+
+    def _arguments(self, operands: Operands, i: Any, part: _Part, q: jax.Array, keys: _Keys) -> Any:
+        """Return queries, keys and values of a part, its operands, split, and its options."""
+        k, v, segments = keys
+        own = Operands(
+            mask=None if operands.mask is None else self._cut(operands.mask, i, part),
+            bias=None if operands.bias is None else self._cut(operands.bias, i, part),
+            q_segments=None if operands.q_segments is None else self._chunk_of_queries(operands.q_segments, part, 1),
+            k_segments=None if segments is None else self._chunk_of_keys(segments, part),
+            rng=operands.rng,
+        )
+        if operands.rng is not None or (part.causal and self._chunks == 1 and not isinstance(i, int)):
+            here, source = lax.axis_index(SEQUENCE), self._source(i)
+            own = own._replace(
+                q_positions=(self._number(here, part.q) * self._q_size + np.arange(self._q_size, dtype=np.int32))[None],
+                k_positions=(self._number(source, part.k) * self._k_size + np.arange(self._k_size, dtype=np.int32))[
+                    None
+                ],
+            )
+        arrays = self._chunk_of_queries(q, part, 1), self._chunk_of_keys(k, part), self._chunk_of_keys(v, part)
+        window = self._options.window if part.causal else None
+        return arrays, own.split(), self._options._replace(causal=part.causal, window=window)._asdict()
+
+    def _operands(self, given: tuple[str, ...], others: Sequence[jax.Array]) -> Operands:
+        """Return the operands of this device, in the ring's order."""
+        operands, _ = Operands.joined(given, others)
+        rng = operands.rng
+        if rng is not None and self._head_shards > 1:
+            # The heads of other devices count as rows: [B, shards, N / shards, T, S].
+            row = rng[:, 2] * np.uint32(self._head_shards) + lax.axis_index(TENSOR).astype(np.uint32)
+            rng = jnp.concatenate([rng[:, :2], row[:, None]], axis=1)
+        mask, bias = (None if x is None else self._rows_to(x, self.to_ring) for x in (operands.mask, operands.bias))
+        segments = [x if x is None else self.to_ring(x) for x in (operands.q_segments, operands.k_segments)]
+        return operands._replace(mask=mask, bias=bias, rng=rng, q_segments=segments[0], k_segments=segments[1])
+
+    @staticmethod
+    def _rows_to(x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Exchange the queries of [1 or B, 1 or N, 1 or T / n, 1 or S]."""
+        return exchange(x.swapaxes(1, 2)).swapaxes(1, 2) if x.shape[2] > 1 else x
+
+    def _cut(self, x: jax.Array, i: Any, part: _Part) -> jax.Array:
+        """Return the part of a mask or bias [1 or B, 1 or N, 1 or T / n, 1 or S]."""
+        sizes = {2: self._q_size, 3: self._k_size}
+        for axis, start in self._place(x, i, part).items():
+            x = lax.dynamic_slice_in_dim(x, start, sizes[axis], axis)
+        return x
+
+    def _place(self, x: jax.Array, i: Any, part: _Part) -> dict[int, Any]:
+        """Return where the part begins, by axis."""
+        starts = {2: part.q * self._q_size, 3: self._number(self._source(i), part.k) * self._k_size}
+        return {axis: start for axis, start in starts.items() if x.shape[axis] > 1}
+
+    def _chunk_of_queries(self, x: jax.Array, part: _Part, axis: int) -> jax.Array:
+        return x if self._chunks == 1 else lax.dynamic_slice_in_dim(x, part.q * self._q_size, self._q_size, axis)
+
+    def _chunk_of_keys(self, x: jax.Array, part: _Part) -> jax.Array:
+        return x if self._chunks == 1 else lax.dynamic_slice_in_dim(x, part.k * self._k_size, self._k_size, 1)
+
+    def _updated(self, x: jax.Array, chunk: jax.Array, part: _Part, axis: int) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, chunk, part.q * self._q_size, axis)
+
+    def _source(self, i: Any) -> Any:
+        """Return the device whose keys this one has in step i."""
+        return (lax.axis_index(SEQUENCE) - i) % self._devices
+
+    def _number(self, device: Any, chunk: Any) -> Any:
+        """Return the number in the row of a device's chunk."""
+        return device if self._chunks == 1 else jnp.where(chunk == 0, device, 2 * self._devices - 1 - device)
+
+    def _passed_on(self, arrays: Any, distance: int = 1) -> Any:
+        """Send arrays to the device that is `distance` further along the ring."""
+        n = int(self._devices)
+        to = [(i, (i + distance) % n) for i in range(n)]
+        return jax.tree.map(lambda x: lax.ppermute(x, SEQUENCE, to), arrays)
+
+    def _exchanged(self, x: jax.Array, *, from_order: bool) -> jax.Array:
+        # Device i has chunks 2i and 2i + 1 in order; of the even chunks one goes to each device, and of the odd ones.
+        n = int(self._devices)
+        holders = [[min(c, 2 * n - 1 - c) for c in range(odd, 2 * n, 2)] for odd in (0, 1)]
+        first, last = jnp.split(x, 2, axis=1)
+        first_is_even = lax.axis_index(SEQUENCE) % 2 == 0  # of the chunks in the ring's order
+        if not from_order:
+            first, last = jnp.where(first_is_even, first, last), jnp.where(first_is_even, last, first)
+        moved = [
+            lax.ppermute(half, SEQUENCE, [(i, holder) if from_order else (holder, i) for i, holder in enumerate(of)])
+            for half, of in zip((first, last), holders, strict=True)
+        ]
+        if from_order:
+            even, odd = moved
+            moved = [jnp.where(first_is_even, even, odd), jnp.where(first_is_even, odd, even)]
+        return jnp.concatenate(moved, axis=1)
+
+
+def _added(x: jax.Array, part: jax.Array, starts: dict[int, Any]) -> jax.Array:
+    """Add a part to an array, at these places of its axes."""
+    at = [starts.get(axis, np.int32(0)) for axis in range(x.ndim)]
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, part.shape) + part.astype(x.dtype), at)
+
+
+def _wide(x: jax.Array) -> Any:
+    return np.promote_types(x.dtype, np.float32)
+
+
+def _combined(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return the output [B, T, N, V] and the logarithms [B, N, T] of attention to two disjoint sets of keys."""
+    total = jnp.logaddexp(one[1], other[1])
+    finite = jnp.where(jnp.isneginf(total), 0, total)  # of a query that attends to no key yet
+    out, more = (out * jnp.exp(lse - finite).swapaxes(1, 2)[..., None] for out, lse in (one, other))
+    return out + more, total
