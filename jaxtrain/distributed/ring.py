@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import SEQUENCE, TENSOR, data_parallel_size, sequence_parallel_size
 from jaxtrain.distributed.ring_steps import RingSteps, is_zigzag
 from jaxtrain.distributed.rows import window_sharding
-from jaxtrain.models.attention import cudnn
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import FORWARD, is_long
 
@@ -38,23 +36,6 @@ class Attention(NamedTuple):
     k: Any
     v: Any
     operands: Operands
-
-
-def find_attention(eqn: JaxprEqn, args: Sequence[Any]) -> Attention | None:
-    """Return the attention that an equation computes; None for every other operation."""
-    if eqn.primitive.name != "custom_vjp_call":
-        return None
-    body = eqn.params["call_jaxpr"].eqns
-    if len(body) != 1 or body[0].primitive is not FORWARD:
-        return None
-    options = dict(body[0].params)
-    operands, _ = Operands.joined(options.pop("given"), args[3:])
-    return Attention(Options(**options), args[0], args[1], args[2], operands)
-
-
-def has_kernel(attention: Attention) -> bool:
-    """Return whether cuDNN has a kernel for this attention, of whole sequences."""
-    return attention.q.dtype in cudnn.LOW and cudnn.is_supported(*attention)
 
 
 def is_ring(attention: Attention, mesh: Mesh) -> bool:
