@@ -127,7 +127,7 @@ class _Ring:
             return P(rows, self._heads)
         if name in ("mask", "bias"):  # every device has all keys
             return P(rows, self._heads if x.shape[1] > 1 else None, SEQUENCE if x.shape[2] > 1 else None)
-        return P(rows, SEQUENCE)
+        return P(rows, SEQUENCE if name == "q_segments" else None)
 
     def _summed(self, spec: P, x: jax.Array) -> jax.Array:
         """Sum the gradient of an operand over the devices that share it."""

@@ -38,14 +38,6 @@ class _Part(NamedTuple):
     causal: bool
 
 
-class _Keys(NamedTuple):
-    """What passes along the ring."""
-
-    k: jax.Array
-    v: jax.Array
-    segments: jax.Array | None
-
-
 class RingSteps:
     """The computation of one device.
 
@@ -81,7 +73,7 @@ class RingSteps:
         """Return the output [B, T / n, N, V] and the logarithms of sums [B, N, T / n]; the operands are in order."""
         operands = self._operands(given, others)
 
-        def attend(i: Any, keys: _Keys, sums: Any) -> Any:
+        def attend(i: Any, keys: jax.Array, sums: Any) -> Any:
             for part in self._parts(i):
                 arrays, (names, operands_of_part), options = self._arguments(operands, i, part, q, keys)
                 out, lse = FORWARD.bind(*arrays, *operands_of_part, given=names, **options)
@@ -95,7 +87,7 @@ class RingSteps:
 
         (b, t, n, _), wide = q.shape, _wide(q)
         sums = jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)
-        out, lse = self._run(attend, _Keys(k, v, operands.k_segments), sums)
+        out, lse = self._run(attend, jnp.concatenate([k, v], axis=-1), sums)
         if operands.sinks is not None:
             total = jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, :, None])
             out, lse = out * jnp.exp(lse - total).swapaxes(1, 2)[..., None], total
@@ -119,7 +111,7 @@ class RingSteps:
         cotangent, operands = self.to_ring(cotangent), self._operands(given, others)
         saved = out, lse[..., None], cotangent
 
-        def differentiate(i: Any, keys: _Keys, grads: Any) -> Any:
+        def differentiate(i: Any, keys: jax.Array, grads: Any) -> Any:
             of_q, of_keys, of_bias = grads
             # What the device before has added so far arrives while this one computes.
             of_keys = of_keys if isinstance(i, int) and i == 0 else self._passed_on(of_keys)
@@ -128,16 +120,18 @@ class RingSteps:
                 residuals = (self._chunk_of_queries(x, part, axis) for x, axis in zip(saved, (1, 2, 1), strict=True))
                 dq, dk, dv, *dbias = BACKWARD.bind(*arrays, *operands_of_part, *residuals, given=names, **options)
                 of_q = _added(of_q, dq, {1: part.q * self._q_size})
-                of_keys = [_added(x, y, {1: part.k * self._k_size}) for x, y in zip(of_keys, (dk, dv), strict=True)]
+                of_keys = _added(of_keys, jnp.concatenate([dk, dv], axis=-1), {1: part.k * self._k_size})
                 if dbias:
                     of_bias = _added(of_bias, dbias[0], self._place(of_bias, i, part))
             return of_q, of_keys, of_bias
 
-        zeros = [jnp.zeros(x.shape, _wide(x)) for x in (q, k, v)]
+        keys = jnp.concatenate([k, v], axis=-1)
+        zeros = [jnp.zeros(x.shape, _wide(x)) for x in (q, keys)]
         of_bias = None if operands.bias is None else jnp.zeros(operands.bias.shape, _wide(operands.bias))
-        grads = zeros[0], zeros[1:], of_bias
-        of_q, of_keys, of_bias = self._run(differentiate, _Keys(k, v, operands.k_segments), grads)
-        of_k, of_v = self._passed_on(of_keys, 1 - self._steps)  # to the device that they belong to
+        grads = *zeros, of_bias
+        of_q, of_keys, of_bias = self._run(differentiate, keys, grads)
+        of_keys = self._passed_on(of_keys, 1 - self._steps)  # to the device that they belong to
+        of_k, of_v = of_keys[..., : k.shape[-1]], of_keys[..., k.shape[-1] :]
         in_order = [self.to_order(g.astype(x.dtype)) for g, x in zip((of_q, of_k, of_v), (q, k, v), strict=True)]
         of_operands = []
         if operands.bias is not None:
@@ -150,8 +144,11 @@ class RingSteps:
             of_operands.append(of_sinks.astype(sinks.dtype))
         return *in_order, of_operands
 
-    def _run(self, compute: Callable[[Any, _Keys, Any], Any], keys: _Keys, carry: Any) -> Any:
-        """Return `compute(step, keys of the step, carry)` of all steps; the keys of the next are sent meanwhile."""
+    def _run(self, compute: Callable[[Any, jax.Array, Any], Any], keys: jax.Array, carry: Any) -> Any:
+        """Return `compute(step, keys and values of the step, carry)` of all steps.
+
+        Those of the next step are sent meanwhile, as one array: a GPU overlaps one transfer with one computation.
+        """
 
         def compute_and_pass(i: Any, carry: Any) -> Any:
             keys, results = carry
@@ -174,14 +171,13 @@ class RingSteps:
         number = (self._source(i) > lax.axis_index(SEQUENCE)).astype(np.int32)
         return [_Part(one, zero, False), _Part(number, number, False)]
 
-    def _arguments(self, operands: Operands, i: Any, part: _Part, q: jax.Array, keys: _Keys) -> Any:
+    def _arguments(self, operands: Operands, i: Any, part: _Part, q: jax.Array, keys: jax.Array) -> Any:
         """Return queries, keys and values of a part, its operands, split, and its options."""
-        k, v, segments = keys
         own = Operands(
             mask=None if operands.mask is None else self._cut(operands.mask, i, part),
             bias=None if operands.bias is None else self._cut(operands.bias, i, part),
             q_segments=None if operands.q_segments is None else self._chunk_of_queries(operands.q_segments, part, 1),
-            k_segments=None if segments is None else self._chunk_of_keys(segments, part),
+            k_segments=None if operands.k_segments is None else self._cut_segments(operands.k_segments, i, part),
             rng=operands.rng,
         )
         if operands.rng is not None or (part.causal and self._chunks == 1 and not isinstance(i, int)):
@@ -192,7 +188,8 @@ class RingSteps:
                     None
                 ],
             )
-        arrays = self._chunk_of_queries(q, part, 1), self._chunk_of_keys(k, part), self._chunk_of_keys(v, part)
+        keys, width = self._chunk_of_keys(keys, part), q.shape[-1]
+        arrays = self._chunk_of_queries(q, part, 1), keys[..., :width], keys[..., width:]
         window = self._options.window if part.causal else None
         return arrays, own.split(), self._options._replace(causal=part.causal, window=window)._asdict()
 
@@ -205,8 +202,8 @@ class RingSteps:
             row = rng[:, 2] * np.uint32(self._head_shards) + lax.axis_index(TENSOR).astype(np.uint32)
             rng = jnp.concatenate([rng[:, :2], row[:, None]], axis=1)
         mask, bias = (None if x is None else self._rows_to(x, self.to_ring) for x in (operands.mask, operands.bias))
-        segments = [x if x is None else self.to_ring(x) for x in (operands.q_segments, operands.k_segments)]
-        return operands._replace(mask=mask, bias=bias, rng=rng, q_segments=segments[0], k_segments=segments[1])
+        segments = None if operands.q_segments is None else self.to_ring(operands.q_segments)
+        return operands._replace(mask=mask, bias=bias, rng=rng, q_segments=segments)
 
     @staticmethod
     def _rows_to(x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -224,6 +221,10 @@ class RingSteps:
         """Return where the part begins, by axis."""
         starts = {2: part.q * self._q_size, 3: self._number(self._source(i), part.k) * self._k_size}
         return {axis: start for axis, start in starts.items() if x.shape[axis] > 1}
+
+    def _cut_segments(self, x: jax.Array, i: Any, part: _Part) -> jax.Array:
+        """Return the part of the segments [1 or B, S] of all keys."""
+        return lax.dynamic_slice_in_dim(x, self._number(self._source(i), part.k) * self._k_size, self._k_size, 1)
 
     def _chunk_of_queries(self, x: jax.Array, part: _Part, axis: int) -> jax.Array:
         return x if self._chunks == 1 else lax.dynamic_slice_in_dim(x, part.q * self._q_size, self._q_size, axis)
