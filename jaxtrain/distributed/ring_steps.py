@@ -18,6 +18,9 @@ from jaxtrain.distributed.mesh import SEQUENCE, TENSOR
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import BACKWARD, FORWARD
 
+_LARGE = 1e30
+"""A logarithm of a sum beside which every weight is 0."""
+
 
 def is_zigzag(options: Options) -> bool:
     """Return whether device i of n has chunks i and 2n - 1 - i of 2n, instead of chunk i of n."""
@@ -25,17 +28,35 @@ def is_zigzag(options: Options) -> bool:
 
 
 class _Part(NamedTuple):
-    """A chunk of the device's queries and one of the keys that it holds, by their numbers among the device's own.
+    """Some of the device's queries and some of the keys that it holds, each a range of tokens in the ring's order.
 
     Attributes:
-      q: Number of the chunk of queries.
-      k: Number of the chunk of keys.
-      causal: Whether the chunks are the same, or are compared by their positions.
+      q: Number of the first query.
+      k: Number of the first key.
+      sizes: Numbers of queries and of keys.
+      causal: Whether a query attends only to keys at its own place in the range and before, or by their positions.
+      is_reversed: Whether the ranges are taken from last to first.
+      is_hidden: Whether no query attends to any key, bool []; None for no.
     """
 
     q: Any
     k: Any
+    sizes: tuple[int, int]
     causal: bool
+    is_reversed: bool = False
+    is_hidden: Any = None
+
+    def queries(self, x: jax.Array, axis: int) -> jax.Array:
+        """Return the part of an array of the device's queries."""
+        return self.turned(_range(x, self.q, self.sizes[0], axis), axis)
+
+    def keys(self, x: jax.Array, axis: int, start: Any = None) -> jax.Array:
+        """Return the part of an array of the keys that the device holds, or of all keys, of which it is at `start`."""
+        return self.turned(_range(x, self.k if start is None else start, self.sizes[1], axis), axis)
+
+    def turned(self, x: jax.Array, *axes: int) -> jax.Array:
+        """Reverse the tokens of such a part, if they are."""
+        return jnp.flip(x, axes) if self.is_reversed else x
 
 
 class RingSteps:
@@ -54,8 +75,7 @@ class RingSteps:
         self._options = options._replace(whole=lengths)
         self._devices, self._head_shards = np.int32(devices), head_shards
         self._is_zigzag = is_zigzag(options)
-        self._chunks = 2 if self._is_zigzag else 1
-        self._q_size, self._k_size = (n // (devices * self._chunks) for n in lengths)
+        self._q_size, self._k_size = (n // (devices * (2 if self._is_zigzag else 1)) for n in lengths)
         window = options.window
         self._steps = devices if window is None else min(devices, 1 + -(-(window - 1) // self._k_size))
 
@@ -74,19 +94,17 @@ class RingSteps:
         operands = self._operands(given, others)
 
         def attend(i: Any, keys: jax.Array, sums: Any) -> Any:
-            for part in self._parts(i):
+            for part in self._parts(i, operands):
                 arrays, (names, operands_of_part), options = self._arguments(operands, i, part, q, keys)
                 out, lse = FORWARD.bind(*arrays, *operands_of_part, given=names, **options)
-                old = self._chunk_of_queries(sums[0], part, 1), self._chunk_of_queries(sums[1], part, 2)
-                new = _combined(old, (out.astype(old[0].dtype), lse[..., 0]))
-                sums = (
-                    self._updated(sums[0], new[0], part, 1),
-                    self._updated(sums[1], new[1], part, 2),
-                )
+                lse = lse[..., 0] if part.is_hidden is None else jnp.where(part.is_hidden, -jnp.inf, lse[..., 0])
+                old = [part.queries(x, axis) for x, axis in zip(sums, (1, 2), strict=True)]
+                new = zip(sums, _combined(old, (out.astype(old[0].dtype), lse)), (1, 2), strict=True)
+                sums = [lax.dynamic_update_slice_in_dim(x, part.turned(y, axis), part.q, axis) for x, y, axis in new]
             return sums
 
         (b, t, n, _), wide = q.shape, _wide(q)
-        sums = jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)
+        sums = [jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)]
         out, lse = self._run(attend, jnp.concatenate([k, v], axis=-1), sums)
         if operands.sinks is not None:
             total = jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, :, None])
@@ -115,14 +133,18 @@ class RingSteps:
             of_q, of_keys, of_bias = grads
             # What the device before has added so far arrives while this one computes.
             of_keys = of_keys if isinstance(i, int) and i == 0 else self._passed_on(of_keys)
-            for part in self._parts(i):
+            for part in self._parts(i, operands):
                 arrays, (names, operands_of_part), options = self._arguments(operands, i, part, q, keys)
-                residuals = (self._chunk_of_queries(x, part, axis) for x, axis in zip(saved, (1, 2, 1), strict=True))
+                out, lse, cotangent = (part.queries(x, axis) for x, axis in zip(saved, (1, 2, 1), strict=True))
+                if part.is_hidden is not None:
+                    lse = jnp.where(part.is_hidden, _LARGE, lse)  # all weights are 0
+                residuals = out, lse, cotangent
                 dq, dk, dv, *dbias = BACKWARD.bind(*arrays, *operands_of_part, *residuals, given=names, **options)
-                of_q = _added(of_q, dq, {1: part.q * self._q_size})
-                of_keys = _added(of_keys, jnp.concatenate([dk, dv], axis=-1), {1: part.k * self._k_size})
+                of_q = _added(of_q, part.turned(dq, 1), {1: part.q})
+                of_keys = _added(of_keys, part.turned(jnp.concatenate([dk, dv], axis=-1), 1), {1: part.k})
                 if dbias:
-                    of_bias = _added(of_bias, dbias[0], self._place(of_bias, i, part))
+                    place = self._place(of_bias, i, part)
+                    of_bias = _added(of_bias, part.turned(dbias[0], *place), place)
             return of_q, of_keys, of_bias
 
         keys = jnp.concatenate([k, v], axis=-1)
@@ -160,37 +182,52 @@ class RingSteps:
         carry = lax.fori_loop(np.int32(1), last, compute_and_pass, compute_and_pass(0, (keys, carry)))
         return compute(last, *carry)
 
-    def _parts(self, i: Any) -> list[_Part]:
+    def _parts(self, i: Any, operands: Operands) -> list[_Part]:
         """Return what is computed in step i, an int only if it is 0: in zigzag order as much on every device."""
-        zero, one = np.arange(2, dtype=np.int32)
-        if not self._is_zigzag:
-            return [_Part(zero, zero, self._options.causal)]
-        if isinstance(i, int):
-            return [_Part(one, zero, False), _Part(zero, zero, True), _Part(one, one, True)]
-        # Both chunks of queries attend to the first chunk of a device before, the second one to both of one after.
-        number = (self._source(i) > lax.axis_index(SEQUENCE)).astype(np.int32)
-        return [_Part(one, zero, False), _Part(number, number, False)]
+        sizes, zero, window = (self._q_size, self._k_size), np.int32(0), self._options.window
+        if self._is_zigzag:
+            last = np.int32(self._q_size)
+            if isinstance(i, int):
+                return [
+                    _Part(last, zero, sizes, causal=False),
+                    _Part(zero, zero, sizes, causal=True),
+                    _Part(last, last, sizes, causal=True),
+                ]
+            # Both chunks of queries attend to the first chunk of a device before, the second one to both of one after.
+            start = jnp.where(self._source(i) < lax.axis_index(SEQUENCE), zero, last)
+            return [_Part(last, zero, sizes, causal=False), _Part(start, start, sizes, causal=False)]
+        if isinstance(i, int) or window is None or self._compares_positions(i, operands):
+            return [_Part(zero, zero, sizes, self._options.causal)]
+        # Within the window of the first queries are the last keys of the device before, of later queries fewer: in
+        # reverse order this is causal.
+        size, is_first = window - 1, self._source(i) > lax.axis_index(SEQUENCE)
+        first = np.int32(self._k_size - size)
+        return [_Part(zero, first, (size, size), causal=True, is_reversed=True, is_hidden=is_first)]
+
+    def _compares_positions(self, i: Any, operands: Operands) -> bool:
+        """Return whether positions decide which keys a query attends to, or which weights are dropped."""
+        between_devices = self._options.window is not None and not isinstance(i, int)
+        return operands.rng is not None or (between_devices and self._steps > 2)
 
     def _arguments(self, operands: Operands, i: Any, part: _Part, q: jax.Array, keys: jax.Array) -> Any:
         """Return queries, keys and values of a part, its operands, split, and its options."""
+        segments, start = operands.k_segments, self._start_of_keys(i, part)
         own = Operands(
             mask=None if operands.mask is None else self._cut(operands.mask, i, part),
             bias=None if operands.bias is None else self._cut(operands.bias, i, part),
-            q_segments=None if operands.q_segments is None else self._chunk_of_queries(operands.q_segments, part, 1),
-            k_segments=None if operands.k_segments is None else self._cut_segments(operands.k_segments, i, part),
+            q_segments=None if operands.q_segments is None else part.queries(operands.q_segments, 1),
+            k_segments=None if segments is None else part.keys(segments, 1, start),
             rng=operands.rng,
         )
-        if operands.rng is not None or (part.causal and self._chunks == 1 and not isinstance(i, int)):
-            here, source = lax.axis_index(SEQUENCE), self._source(i)
+        if self._compares_positions(i, operands):
+            first = self._start(lax.axis_index(SEQUENCE), part.q, self._q_size)
             own = own._replace(
-                q_positions=(self._number(here, part.q) * self._q_size + np.arange(self._q_size, dtype=np.int32))[None],
-                k_positions=(self._number(source, part.k) * self._k_size + np.arange(self._k_size, dtype=np.int32))[
-                    None
-                ],
+                q_positions=(first + np.arange(part.sizes[0], dtype=np.int32))[None],
+                k_positions=(start + np.arange(part.sizes[1], dtype=np.int32))[None],
             )
-        keys, width = self._chunk_of_keys(keys, part), q.shape[-1]
-        arrays = self._chunk_of_queries(q, part, 1), keys[..., :width], keys[..., width:]
-        window = self._options.window if part.causal else None
+        keys, width = part.keys(keys, 1), q.shape[-1]
+        arrays = part.queries(q, 1), keys[..., :width], keys[..., width:]
+        window = self._options.window if part.causal and not part.is_reversed else None
         return arrays, own.split(), self._options._replace(causal=part.causal, window=window)._asdict()
 
     def _operands(self, given: tuple[str, ...], others: Sequence[jax.Array]) -> Operands:
@@ -212,36 +249,28 @@ class RingSteps:
 
     def _cut(self, x: jax.Array, i: Any, part: _Part) -> jax.Array:
         """Return the part of a mask or bias [1 or B, 1 or N, 1 or T / n, 1 or S]."""
-        sizes = {2: self._q_size, 3: self._k_size}
-        for axis, start in self._place(x, i, part).items():
-            x = lax.dynamic_slice_in_dim(x, start, sizes[axis], axis)
-        return x
+        place = self._place(x, i, part)
+        for axis, start in place.items():
+            x = _range(x, start, part.sizes[axis - 2], axis)
+        return part.turned(x, *place)
 
     def _place(self, x: jax.Array, i: Any, part: _Part) -> dict[int, Any]:
-        """Return where the part begins, by axis."""
-        starts = {2: part.q * self._q_size, 3: self._number(self._source(i), part.k) * self._k_size}
+        """Return where the part of a mask or bias begins, by axis."""
+        starts = {2: part.q, 3: self._start_of_keys(i, part)}
         return {axis: start for axis, start in starts.items() if x.shape[axis] > 1}
 
-    def _cut_segments(self, x: jax.Array, i: Any, part: _Part) -> jax.Array:
-        """Return the part of the segments [1 or B, S] of all keys."""
-        return lax.dynamic_slice_in_dim(x, self._number(self._source(i), part.k) * self._k_size, self._k_size, 1)
+    def _start_of_keys(self, i: Any, part: _Part) -> Any:
+        return self._start(self._source(i), part.k, self._k_size)
 
-    def _chunk_of_queries(self, x: jax.Array, part: _Part, axis: int) -> jax.Array:
-        return x if self._chunks == 1 else lax.dynamic_slice_in_dim(x, part.q * self._q_size, self._q_size, axis)
-
-    def _chunk_of_keys(self, x: jax.Array, part: _Part) -> jax.Array:
-        return x if self._chunks == 1 else lax.dynamic_slice_in_dim(x, part.k * self._k_size, self._k_size, 1)
-
-    def _updated(self, x: jax.Array, chunk: jax.Array, part: _Part, axis: int) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(x, chunk, part.q * self._q_size, axis)
+    def _start(self, device: Any, local: Any, chunk: int) -> Any:
+        """Return the number in the row of a device's token, which in zigzag order begins a chunk."""
+        if not self._is_zigzag:
+            return device * np.int32(chunk) + local
+        return jnp.where(local == 0, device, 2 * self._devices - 1 - device) * np.int32(chunk)
 
     def _source(self, i: Any) -> Any:
         """Return the device whose keys this one has in step i."""
         return (lax.axis_index(SEQUENCE) - i) % self._devices
-
-    def _number(self, device: Any, chunk: Any) -> Any:
-        """Return the number in the row of a device's chunk."""
-        return device if self._chunks == 1 else jnp.where(chunk == 0, device, 2 * self._devices - 1 - device)
 
     def _passed_on(self, arrays: Any, distance: int = 1) -> Any:
         """Send arrays to the device that is `distance` further along the ring."""
@@ -267,6 +296,10 @@ class RingSteps:
         return jnp.concatenate(moved, axis=1)
 
 
+def _range(x: jax.Array, start: Any, size: int, axis: int) -> jax.Array:
+    return x if x.shape[axis] == size else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
 def _added(x: jax.Array, part: jax.Array, starts: dict[int, Any]) -> jax.Array:
     """Add a part to an array, at these places of its axes."""
     at = [starts.get(axis, np.int32(0)) for axis in range(x.ndim)]
@@ -277,7 +310,7 @@ def _wide(x: jax.Array) -> Any:
     return np.promote_types(x.dtype, np.float32)
 
 
-def _combined(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _combined(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Return the output [B, T, N, V] and the logarithms [B, N, T] of attention to two disjoint sets of keys."""
     total = jnp.logaddexp(one[1], other[1])
     finite = jnp.where(jnp.isneginf(total), 0, total)  # of a query that attends to no key yet

@@ -1,6 +1,7 @@
 """Ring attention equals the formula on one device, and its devices compute equally much."""
 
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,19 @@ import numpy as np
 import pytest
 
 from jaxtrain.distributed import make_mesh, memory_per_device, ring, ring_steps
-from jaxtrain.models.attention import blockwise, primitives
+from jaxtrain.distributed.program import constrain_shardings
+from jaxtrain.models.attention import FORWARD, attention, blockwise, primitives
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs
 from jaxtrain.models.attention.dropout_mask import counters
 from jaxtrain.models.attention.formula import formula
 from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.transforms import autocast, block, remat
 from tests.distributed.deep import ROWS, deep
+from tests.distributed.on_rings import RINGS
 from tests.distributed.test_sharding_step import NEAR, run_with_devices
+from tests.models.programs import equations
 
 B, T, HEADS, SHARED, WIDTH = 2, 32, 4, 2, 8
-FAMILIES = ["gpt2", "lora", "llama", "packed", "mixtral", "bert", "t5"]
 
 
 def operands(*names):
@@ -45,12 +49,12 @@ DROPPED = Options(0.3, causal=True, dropout=0.2)
     ("options", "names", "spec"),
     [
         (DROPPED, (*SEGMENTS, "rng", "sinks"), "sequence=4"),
-        (DROPPED._replace(window=9, softcap=5.0), ("rng", "bias"), "sequence=4"),
+        (DROPPED._replace(window=12, softcap=5.0), ("rng", "bias"), "sequence=4"),
         (DROPPED, ("mask", "rng", "bias", "sinks"), "sequence=2,tensor=2"),
         (Options(0.3), ("mask", "row_bias"), "data=2,sequence=2"),
-        (DROPPED, ("bias",), "data=2,sequence=2"),
+        (Options(0.3, causal=True, window=7), ("bias", "sinks", "mask", *SEGMENTS), "data=2,sequence=2"),
     ],
-    ids=["packed", "window", "heads", "bidirectional", "rows"],
+    ids=["packed", "long window", "heads", "bidirectional", "window"],
 )
 def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, double):
     given, mesh = operands(*names), make_mesh(spec)
@@ -94,11 +98,32 @@ def pairs_per_device(spec, segments, monkeypatch):
     return by_chunk[:n] + by_chunk[: n - 1 : -1]  # chunks i and 2n - 1 - i are on one device
 
 
+def test_autocast_and_remat_keep_the_ring_and_its_output(monkeypatch):
+    monkeypatch.setattr(primitives, "LONG", 0)
+    mesh, x = make_mesh("sequence=4"), jnp.ones((B, T, HEADS * WIDTH))
+
+    def layer(x):
+        heads = x.reshape(B, T, HEADS, WIDTH)
+        return attention(jnp.sin(heads), heads, heads, causal=True).reshape(x.shape)
+
+    def calls(policy):
+        loss = constrain_shardings(lambda params, batch: block(layer)(batch * params).sum(), mesh)
+        traced = jax.make_jaxpr(jax.grad(remat(autocast(loss, jnp.bfloat16), policy)))(np.float32(1), x)
+        found = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive in (FORWARD, primitives.BACKWARD)]
+        assert {(eqn.params["whole"], eqn.invars[0].aval.dtype.name) for eqn in found} == {((T, T), "bfloat16")}
+        return Counter(eqn.primitive.name for eqn in found)
+
+    # Three parts in the first step; two in those of the loop and in the last one.
+    once = {"fused_attention": 7, "fused_attention_backward": 7}
+    assert calls("none") == calls("dots") == once
+    assert calls("full") == {**once, "fused_attention": 14}
+
+
 @pytest.mark.parametrize(
     ("family", "specs"),
     [
         pytest.param("packed", ["sequence=8"], marks=pytest.mark.slow),
-        *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in FAMILIES),
+        *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in RINGS),
     ],
 )
 def test_twenty_steps_equal_those_of_one_device(family, specs):
