@@ -67,7 +67,9 @@ class BlockArrays:
             if x is None or not any(extra):
                 return x
             axes = range(x.ndim - len(extra), x.ndim)
-            widths = [(0, n if x.shape[axis] > 1 else 0) for axis, n in zip(axes, extra, strict=True)]
+            # Of a mask or a bias an axis of size 1 is for all tokens, of segments and positions it is for one token.
+            padded_axes = [axis for axis in axes if x.ndim == 2 or x.shape[axis] > 1]
+            widths = [(0, n if axis in padded_axes else 0) for axis, n in zip(axes, extra, strict=True)]
             return jnp.pad(x, [(0, 0)] * (x.ndim - len(extra)) + widths)
 
         both = q_extra, k_extra
