@@ -67,7 +67,9 @@ class BlockArrays:
             if x is None or not any(extra):
                 return x
             axes = range(x.ndim - len(extra), x.ndim)
-            widths = [(0, n if x.shape[axis] > 1 else 0) for axis, n in zip(axes, extra, strict=True)]
+            # Of a mask or a bias an axis of size 1 is for all tokens, of segments and positions it is for one token.
+            padded_axes = [axis for axis in axes if x.ndim == 2 or x.shape[axis] > 1]
+            widths = [(0, n if axis in padded_axes else 0) for axis, n in zip(axes, extra, strict=True)]
             return jnp.pad(x, [(0, 0)] * (x.ndim - len(extra)) + widths)
 
         both = q_extra, k_extra
@@ -82,6 +84,7 @@ class BlockArrays:
 
     def at(self, i: Any) -> At:
         """Return what step i computes."""
+        i = i.astype(np.int32)  # with x64 that of a loop is int64
         pair, part = (i, np.int32(0)) if self.parts == 1 else (i // self.parts, i % self.parts)
         row, q, k = lax.dynamic_index_in_dim(self.index, pair, keepdims=False)
         used = pair < self.pairs.count if self.is_partly_used else None

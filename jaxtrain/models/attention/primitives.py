@@ -106,7 +106,7 @@ def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    if target.is_long(q, k):
+    if target.is_long(q, k) or options["whole"] is not None:
         out, statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
         return out.astype(v.dtype), statistics[..., None]
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
@@ -117,7 +117,7 @@ def _portable_backward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> list[Any]:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    if not target.is_long(q, k):
+    if not target.is_long(q, k) and options["whole"] is None:
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
     residuals = operands, out, statistics[..., 0], cotangent
@@ -233,6 +233,8 @@ def _primitive(
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
         """Differentiate once more, or forward: by the formula, with all scores."""
+        if options["whole"] is not None:
+            raise NotImplementedError("second derivatives of a part of an attention")
         moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
         def compute(*moved: Any) -> list[Any]:

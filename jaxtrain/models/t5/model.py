@@ -206,7 +206,8 @@ class Stack(nnx.Module):
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        distance = np.arange(keys, dtype=np.int32)[None, :] - queries[:, None]
+        # Computed by the program, in which an array [T, S] is no constant and each device computes its own rows.
+        distance = jnp.arange(keys, dtype=np.int32)[None, :] - jnp.asarray(queries)[:, None]
         return self.relative_attention_bias[...][jnp.asarray(buckets)[distance + keys - 1]].transpose(2, 0, 1)[None]
 
 
