@@ -1,5 +1,7 @@
 """Tokenizers: bytes, or a tokenizer.json of the `tokenizers` library."""
 
+import hashlib
+import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +126,11 @@ class FileTokenizer:
                 return int(token)
         raise UserError(f"{self.file} has no {role} token: add one of {', '.join(_NAMES[role])}")
 
+    def identity(self) -> list[str]:
+        """Return texts that change whenever the tokens of a text may."""
+        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return [f"whole texts by tokenizers {importlib.metadata.version('tokenizers')} {digest}"]
+
 
 def tokenizer(file: Path | None) -> Tokenizer:
     """Return the tokenizer of a file, or of bytes if there is none."""
@@ -139,6 +146,9 @@ def _read(file: Path) -> Any:
         raise UserError(f"{file} is not a file: use a tokenizer.json")
     try:
         found = Read.from_file(str(file))
+        # A file may hold those of the program that wrote it; texts are encoded as a whole.
+        found.no_truncation()
+        found.no_padding()
         last = max(found.get_vocab(with_added_tokens=True).values(), default=-1)
     except BaseException as error:  # tokenizers raises Exception itself, and BaseException when its Rust code panics
         if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,16 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
-from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import (
-    KVCache,
-    LayerCache,
-    Visible,
-    reserve,
-    token_positions,
-    update_cache,
-    visible_keys,
-)
+from jaxtrain.models.decoder import KVCache, Visible, attend, token_positions, visible_keys
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
@@ -87,9 +79,34 @@ class GPT2(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        x, cache = self._decode(tokens, rng, positions, segments, cache)
-        logits = product(x, self.projection)
-        return logits if cache is None else (logits, cache)
+        x, _, cache = self.features(tokens, rng, positions, segments, cache)
+        return self.logits(x) if cache is None else (self.logits(x), cache)
+
+    def features(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, None, KVCache | None]:
+        """Return what `logits` are computed from, no auxiliary outputs, and the updated cache, as those of a Llama."""
+        config, t = self.config, tokens.shape[1]
+        _check_length(config, t)
+        embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
+        visible = visible_keys(t, segments, None, cache)
+        x = self.wte[...][tokens] + self.wpe[...][token_positions(positions, t, cache)]
+        x = _dropout(x, config.dropout, embed_rng)
+        graphdef, layers = nnx.split(self.blocks)
+        apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
+        rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
+        numbers = None if cache is None else np.arange(config.n_layer, dtype=np.int32)
+        x, keys = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, numbers))
+        return x, None, None if cache is None else cache.append(keys, segments, np.zeros(config.n_layer, bool))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits [B, T, vocab_size] of the last block's output [B, T, n_embd]."""
+        return product(self.ln_f(x), self.projection)
 
     def hidden(
         self,
@@ -99,34 +116,12 @@ class GPT2(nnx.Module):
         segments: jax.Array | None = None,
     ) -> jax.Array:
         """Return the hidden states [B, T, n_embd] whose product with `projection` are the logits."""
-        return self._decode(tokens, rng, positions, segments, None)[0]
+        return self.ln_f(self.features(tokens, rng, positions, segments, None)[0])
 
     @property
     def projection(self) -> jax.Array:
         """Kernel [n_embd, vocab_size] of the language-modeling head."""
         return self.wte[...].T
-
-    def _decode(
-        self,
-        tokens: jax.Array,
-        rng: jax.Array | None,
-        positions: jax.Array | None,
-        segments: jax.Array | None,
-        cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        config, t = self.config, tokens.shape[1]
-        _check_length(config, t)
-        embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
-        cache, segments = reserve(cache, segments, tokens)
-        visible = visible_keys(t, segments, None, cache)
-        x = self.wte[...][tokens] + self.wpe[...][token_positions(positions, t, cache)]
-        x = _dropout(x, config.dropout, embed_rng)
-        graphdef, layers = nnx.split(self.blocks)
-        apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
-        rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
-        caches = None if cache is None else cache.layers()
-        x, caches = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, caches))
-        return self.ln_f(x), None if cache is None or caches is None else cache.append(caches)
 
     @property
     def context_length(self) -> int:
@@ -137,8 +132,8 @@ class GPT2(nnx.Module):
         """Return a cache for `slots` tokens in each of `rows` rows, in the dtype of the parameters."""
         config = self.config
         _check_length(config, slots)
-        shape = (config.n_layer, rows, slots, config.n_head, config.n_embd // config.n_head)
-        return KVCache.empty(shape, self.wte[...].dtype)
+        shape = (rows, slots, config.n_head, config.n_embd // config.n_head)
+        return KVCache.empty([None] * config.n_layer, shape, self.wte[...].dtype)
 
 
 class Block(nnx.Module):
@@ -157,26 +152,24 @@ class Block(nnx.Module):
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
     def __call__(
-        self, x: jax.Array, visible: Visible, rng: jax.Array | None, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x: jax.Array, visible: Visible, rng: jax.Array | None, layer: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         rate = self.config.dropout
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
-        attended, cache = self.attention(self.ln_1(x), visible, rngs[0], cache)
+        attended, keys = self.attention(self.ln_1(x), visible, rngs[0], layer)
         x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
         hidden = checkpoint_name(_gelu(self.fc(self.ln_2(x))), "hidden")
-        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), cache
+        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), keys
 
     def attention(
-        self, x: jax.Array, visible: Visible, rng: jax.Array | None, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Return causal self-attention of [B, T, n_embd] before its output projection, and the updated cache."""
+        self, x: jax.Array, visible: Visible, rng: jax.Array | None, layer: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Return causal self-attention of [B, T, n_embd] before its output projection, and keys and values to cache."""
         b, t, width = x.shape
         heads = self.config.n_head
         q, k, v = (y.reshape(b, t, heads, width // heads) for y in jnp.split(self.qkv(x), 3, axis=-1))
-        k, v, cache = update_cache(k, v, cache)
-        (mask, segments), causal, rate = visible, visible.is_causal, self.config.dropout
-        attended = attention(q, k, v, mask=mask, segments=segments, causal=causal, dropout=rate, rng=rng)
-        return attended.reshape(b, t, width), cache
+        attended = attend(q, k, v, visible, layer, rng, window=None, dropout=self.config.dropout)
+        return attended.reshape(b, t, width), None if layer is None else (k, v)
 
 
 def _stacked_blocks(config: GPT2Config, rngs: nnx.Rngs) -> Block:

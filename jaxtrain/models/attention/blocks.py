@@ -69,7 +69,7 @@ def visible_pairs(options: Options, sizes: Sizes, rows: int, operands: Operands)
     if isinstance(seen, np.ndarray):
         index = np.argwhere(np.broadcast_to(seen, (rows, *seen.shape[1:]))).astype(np.int32)
         return Pairs(index, len(index))
-    return _listed(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
+    return _listed(jnp.broadcast_to(seen, (rows, *seen.shape[1:])), rows * _most(options, sizes, operands))
 
 
 def visible_pairs_by_row(options: Options, sizes: Sizes, rows: int, operands: Operands) -> Pairs:
@@ -78,12 +78,19 @@ def visible_pairs_by_row(options: Options, sizes: Sizes, rows: int, operands: Op
     if isinstance(seen, np.ndarray):
         index = np.argwhere(seen).astype(np.int32)
         return Pairs(np.broadcast_to(index, (rows, *index.shape)), np.full(rows, len(index), np.int32))
-    return jax.vmap(lambda row: _listed(row[None]))(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
+    most = _most(options, sizes, operands)
+    return jax.vmap(lambda row: _listed(row[None], most))(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
 
 
-def _listed(seen: jax.Array) -> Pairs:
-    index = jnp.stack(jnp.nonzero(seen, size=seen.size, fill_value=0), axis=-1).astype(np.int32)
+def _listed(seen: jax.Array, most: int) -> Pairs:
+    index = jnp.stack(jnp.nonzero(seen, size=most, fill_value=0), axis=-1).astype(np.int32)
     return Pairs(index, seen.sum(dtype=np.int32))
+
+
+def _most(options: Options, sizes: Sizes, operands: Operands) -> int:
+    """Return the number of pairs of a row in which a query may attend to a key, whatever the segments are."""
+    seen = _visible(options, sizes, operands._replace(q_segments=None, k_segments=None))
+    return int(seen.sum()) if isinstance(seen, np.ndarray) else sizes.q_blocks * sizes.k_blocks
 
 
 def _visible(options: Options, sizes: Sizes, operands: Operands) -> Any:

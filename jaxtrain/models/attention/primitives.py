@@ -1,8 +1,8 @@
 """Attention as two primitives, forward and backward, whose computation is chosen when a program is lowered.
 
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
-compute capability 8.0 or more (9.0 for heads wider than 128 and for a bias, whose gradient cuDNN computes from there
-on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
+compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
+there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
 Otherwise it computes the formula, or for long sequences the same attention block by block.
 """
 
@@ -31,8 +31,8 @@ LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
 
-BLOCKS, BLOCKS_ON_GPU = (blockwise.Q_BLOCK, blockwise.K_BLOCK), (256, 512)
-"""Numbers of queries and keys of a block. Those of GPUs have not been timed."""
+BLOCKS_ON_GPU = (256, 512)
+"""Numbers of queries and keys of a block. They have not been timed."""
 
 
 def is_long(t: int, s: int) -> bool:
@@ -63,7 +63,7 @@ class Target(NamedTuple):
     @property
     def loop(self) -> dict[str, Any]:
         """The arguments of `blockwise`: a GPU computes large blocks of all rows at once."""
-        return {"by_row": self.is_divided or not self.on_cpu, "blocks": BLOCKS if self.on_cpu else BLOCKS_ON_GPU}
+        return {"by_row": self.is_divided or not self.on_cpu, "blocks": None if self.on_cpu else BLOCKS_ON_GPU}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,7 +106,7 @@ def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    if target.is_long(q, k):
+    if target.is_long(q, k) or options["whole"] is not None:
         out, statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
         return out.astype(v.dtype), statistics[..., None]
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
@@ -117,7 +117,7 @@ def _portable_backward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> list[Any]:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    if not target.is_long(q, k):
+    if not target.is_long(q, k) and options["whole"] is None:
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
     residuals = operands, out, statistics[..., 0], cotangent
@@ -216,19 +216,25 @@ def _primitive(
     explicit: Callable[..., Any],
 ) -> Any:
     def lower(ctx: Any, *args: Any, **options: Any) -> Any:
-        compute = functools.partial(portable, target=Target.of(ctx))
-        return mlir.lower_fun(compute, multiple_results=True)(ctx, *args, **options)
+        return lowered(functools.partial(portable, target=Target.of(ctx)), ctx, *args, **options)
+
+    def lowered(compute: Callable[..., Any], ctx: Any, *args: Any, **options: Any) -> Any:
+        # By this scope the costs of compiled programs find attention.
+        scoped = jax.named_scope(f"{name}_causal" if options["causal"] else name)(compute)
+        return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
 
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
         supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
-        if supported and jax_internals.compute_capability(ctx) >= cudnn.needed_capability(q, operands):
-            return mlir.lower_fun(kernel, multiple_results=True)(ctx, *args, given=given, **options)
+        if supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands):
+            return lowered(kernel, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
         """Differentiate once more, or forward: by the formula, with all scores."""
+        if options["whole"] is not None:
+            raise NotImplementedError("second derivatives of a part of an attention")
         moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
         def compute(*moved: Any) -> list[Any]:
