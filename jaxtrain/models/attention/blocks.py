@@ -81,6 +81,28 @@ def visible_pairs_by_row(options: Options, sizes: Sizes, rows: int, operands: Op
     return jax.vmap(lambda row: _listed(row[None]))(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
 
 
+def visible_ranges(options: Options, sizes: Sizes, operands: Operands, *, of_queries: bool = False) -> tuple[Any, Any]:
+    """Return the blocks of keys among which a block of queries finds all that it attends to.
+
+    Args:
+      options: What is computed.
+      sizes: The blocks.
+      operands: The arrays.
+      of_queries: Whether to return the blocks of queries that attend to each block of keys instead.
+
+    Returns:
+      The first block and the one after the last, int32 [1 or B, blocks]; equal where there is none.
+
+    Example:
+      >>> visible_ranges(Options(1.0, causal=True, window=2), Sizes(8, 8, 2, 2), Operands())
+      (array([[0, 0, 1, 2]], dtype=int32), array([[1, 2, 3, 4]], dtype=int32))
+    """
+    seen = _visible(options, sizes, operands)
+    seen = seen.swapaxes(1, 2) if of_queries else seen
+    any_seen, last = seen.any(-1), seen.shape[-1] - seen[..., ::-1].argmax(-1)
+    return (seen.argmax(-1) * any_seen).astype(np.int32), (last * any_seen).astype(np.int32)
+
+
 def _listed(seen: jax.Array) -> Pairs:
     index = jnp.stack(jnp.nonzero(seen, size=seen.size, fill_value=0), axis=-1).astype(np.int32)
     return Pairs(index, seen.sum(dtype=np.int32))
