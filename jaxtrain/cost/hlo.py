@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from jaxtrain.transforms import most_times
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(([^)]*)\)(.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -103,6 +105,11 @@ class Instruction:
         """The known number of iterations of a loop."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
+
+    @property
+    def most_trips(self) -> int | None:
+        """The largest number of iterations of a loop, if it is known or one of its scopes says it."""
+        return most_times(self.op_name) if self.trips is None else self.trips
 
     @property
     def target(self) -> str:

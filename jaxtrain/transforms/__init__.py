@@ -7,6 +7,8 @@ from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
 from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
+from jaxtrain.transforms.loops import at_most as at_most
+from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
 from jaxtrain.transforms.partial_gradients import Groups as Groups
 from jaxtrain.transforms.partial_gradients import Partial as Partial

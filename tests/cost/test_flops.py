@@ -12,7 +12,7 @@ from jaxtrain.models import CNN, GPT2, GPT2Config, functional
 from jaxtrain.models.attention import attention
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import fused_attention
-from jaxtrain.transforms import autocast
+from jaxtrain.transforms import autocast, block, remat
 
 
 def test_flops_of_a_gpt_match_the_closed_form():
@@ -44,6 +44,30 @@ def test_fused_attention_counts_as_its_formula():
     for fn in (formula, fused):
         assert flops(fn, q, k, k) == 4 * 2 * 4 * 6 * 10 * 8
         assert flops(jax.grad(lambda *a, fn=fn: fn(*a).sum(), argnums=(0, 1, 2)), q, k, k) == 12 * 2 * 4 * 6 * 10 * 8
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 8}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_long_attention_counts_all_pairs_wherever_it_is(options, packed):
+    q, k = jax.ShapeDtypeStruct((2, 256, 4, 8), np.float32), jax.ShapeDtypeStruct((2, 256, 2, 8), np.float32)
+    segments = jax.ShapeDtypeStruct((2, 256), np.int32)
+
+    def summed(q, k, v, segments):
+        def attend(q, k, v):
+            return attention(q, k, v, segments=(segments, segments) if packed else None, **options)
+
+        def layer(x, _):
+            return jax.lax.cond(
+                x[0, 0, 0, 0] > 0, lambda: remat(block(attend), "dots", "gpu")(x, k, v), lambda: x
+            ), None
+
+        return jax.lax.scan(layer, q, length=3)[0].astype(np.float32).sum()
+
+    pairs = 3 * 2 * 2 * 4 * 256 * 256 * 8
+    for fn in (summed, autocast(summed, jnp.bfloat16)):
+        assert flops(fn, q, k, k, segments) == 2 * pairs
+        # The output is saved: what is computed again in the backward pass has no products.
+        assert flops(jax.grad(fn, argnums=(0, 1, 2)), q, k, k, segments) == 6 * pairs
 
 
 def test_flops_of_a_convolution_match_the_closed_form():

@@ -197,6 +197,8 @@ def test_buffers_name_the_source_line():
 
 def test_the_host_waits_at_conditionals_and_at_loops_of_unknown_length():
     assert read(LOOP.replace(TRIPS, "")).host_waits == 1
+    bounded = read(LOOP.replace(TRIPS, ', metadata={op_name="jit(step)/at_most_9_times/while"}'))
+    assert (bounded.host_waits, bounded.launch_counts["fusion"]) == (1, 2 * 9)
     branch = entry(
         "%x = bf16[64,32]{1,0} parameter(0)",
         "%p = pred[] constant(true)",
@@ -273,6 +275,36 @@ def test_causal_attention_computes_half_of_its_scores(target, products, mask, sh
         )
     )
     assert [product.flops for product in program.products] == [products * 2 * share * math.prod((2, 4, 128, 128, 64))]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "result", "products"),
+    [
+        ("fused_attention_causal/attend", "(f32[2,4,128]{2,1,0}, bf16[2,128,4,64]{3,2,1,0})", 2),
+        ("fused_attention_backward_causal/differentiate_queries", "bf16[2,128,4,64]{3,2,1,0}", 3),
+        ("fused_attention_backward_causal/differentiate_keys", "(bf16[2,256,1,64]{3,2,1,0}, bf16[2,256,1,64])", 4),
+    ],
+)
+@pytest.mark.parametrize("target", ["__gpu$xla.gpu.triton", "triton_kernel_call_ffi"])
+def test_a_kernel_of_attention_counts_the_products_that_it_computes(kernel, result, products, target):
+    def program(kernel):
+        call = f'custom_call_target="{target}", metadata={{op_name="jit(step)/{kernel}/pallas_call"}}'
+        return read(
+            entry(
+                "%first = s32[2,8]{1,0} parameter(0)",
+                "%q = bf16[2,128,4,64]{3,2,1,0} parameter(1)",
+                "%k = bf16[2,256,1,64]{3,2,1,0} parameter(2)",
+                "%mask = pred[2,1,128,256]{3,2,1,0} parameter(3)",
+                "%lse = f32[2,4,128]{2,1,0} parameter(4)",
+                f"ROOT %y = {result} custom-call(%first, %k, %mask, %q, %lse, %k), {call}",
+            )
+        )
+
+    (product,) = program(kernel).products
+    assert (product.by, product.dtypes) == ("Pallas attention", "bf16×bf16→bf16")
+    assert product.flops == products * 2 * 2 * 4 * 128 * 256 * 64 / 2
+    assert program(kernel.replace("_causal", "")).flops == 2 * product.flops
+    assert program("other").launch_counts == {"Pallas kernel": 1}
 
 
 def test_a_transfer_counts_the_products_between_its_start_and_its_end():

@@ -151,8 +151,9 @@ def test_blocks_without_a_visible_pair_are_not_computed():
     @jax.jit
     def counts(segments):
         packed = Operands(q_segments=segments, k_segments=segments)
-        by_row = visible_pairs_by_row(options, sizes, 1, packed).count
-        return visible_pairs(options, sizes, 1, packed).count, by_row.sum()
+        pairs, by_row = visible_pairs(options, sizes, 1, packed), visible_pairs_by_row(options, sizes, 1, packed)
+        assert len(pairs.index) == by_row.index.shape[1] == 16 * 17 // 2  # the most that there may be
+        return pairs.count, by_row.count.sum()
 
     assert [*map(int, counts(segments))] == [alone, alone]
     # The last block holds the end of a sequence, and padding of segment 0.

@@ -3,7 +3,8 @@
 A launch reads its operands and writes its results in the GPU's memory, other than the operations inside of a fusion.
 Where it takes a slice of an operand, or updates a slice of an array in place, the slice counts, and where it adds rows
 to an array, as the gradient of an embedding does, those rows. A loop counts as often as it runs, one of unknown length
-once, and every branch of a conditional counts.
+as often as its scope says that it may (`jaxtrain.transforms.at_most`), or once, and every branch of a conditional
+counts.
 """
 
 import re
@@ -28,9 +29,12 @@ _LIBRARIES = {
     "__cudnn$fmha": "cuDNN attention",
     "__cudnn$conv": "cuDNN convolution",
     "__triton": "Triton kernel",
+    "__gpu$xla.gpu.triton": "Pallas kernel",
+    "triton_kernel_call": "Pallas kernel",
 }
-PRODUCTS = ("cuBLAS product", "cuDNN attention", "cuDNN convolution")
-"""Kinds of launches that compute a product, a convolution or attention by a library."""
+_ATTENTION = re.compile(r"/fused_attention")
+PRODUCTS = ("cuBLAS product", "cuDNN attention", "cuDNN convolution", "Pallas attention")
+"""Kinds of launches that compute a product, a convolution or attention by a library or a kernel of its own."""
 _COLLECTIVE = re.compile(r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-\w+|ragged-all-to-all")
 
 
@@ -109,7 +113,7 @@ class Program:
         for x in self.computations[name].instructions.values():
             for called in x.called:
                 if called in self.computations:
-                    self._count(called, times * (x.trips or 1), counted)
+                    self._count(called, times * (x.most_trips or 1), counted)
 
     def _find_scheduled(self, name: str, found: set[str]) -> None:
         found.add(name)
@@ -135,7 +139,8 @@ class Program:
 def launch_kind(x: Instruction) -> str:
     """Return what an instruction launches: a library's call, a collective, or the kind of a fusion."""
     if x.opcode == "custom-call":
-        return next((kind for start, kind in _LIBRARIES.items() if x.target.startswith(start)), x.target)
+        kind = next((kind for start, kind in _LIBRARIES.items() if x.target.startswith(start)), x.target)
+        return "Pallas attention" if kind == "Pallas kernel" and _ATTENTION.search(x.op_name) else kind
     if x.opcode == "fusion":
         return "Triton fusion" if _TRITON in x.attributes else "fusion"
     return x.opcode.removesuffix("-start")

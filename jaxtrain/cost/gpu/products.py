@@ -15,6 +15,9 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([\
 _PRECISION = re.compile(r'operand_precision(?:"?:\[|=\{)("?\w+)')
 # Products of cuDNN's attention: 2 forwards, 5 backwards, which computes the scores again (Dao et al. 2022).
 _ATTENTION_PRODUCTS = {False: 2, True: 5}
+# Those of our own kernels, of which the gradients of queries and of keys compute scores and their gradients both.
+_KERNEL_PRODUCTS = {"attend": 2, "differentiate_queries": 3, "differentiate_keys": 4, "differentiate_bias": 2}
+_KERNEL = re.compile(rf"/fused_attention(?:_backward)?(_causal)?/(?:.*/)?({'|'.join(_KERNEL_PRODUCTS)})\b")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Product:
 
     Attributes:
       instruction: The instruction.
-      by: What computes it: "cuBLAS product", "cuDNN attention", "cuDNN convolution", or "fusion" for one in a kernel.
+      by: What computes it: "cuBLAS product", "cuDNN attention", "Pallas attention", "cuDNN convolution", or
+        "fusion" for one in a kernel.
       operands: Dtypes of the two operands in HLO's names.
       result: Dtype of the result.
       flops: FLOPs of one launch.
@@ -57,8 +61,11 @@ def products(program: Program) -> Iterator[Product]:
 
 
 def _product(program: Program, computation: Computation, name: str, x: Instruction, by: str) -> Product:
-    left, right = (computation.instructions[o].results[0] for o in x.operand_names[:2])
-    result = x.results[0]
+    operands = [computation.instructions[o].results[0] for o in x.operand_names if o in computation.instructions]
+    if by == "Pallas attention":
+        queries, flops = _attention_kernel(x, operands)
+        return Product(x, by, (queries.dtype,) * 2, queries.dtype, flops, program.runs[name], queries.dtype == "f32")
+    left, right, result = *operands[:2], x.results[0]
     if by == "cuDNN attention":
         flops = _attention_flops(x, left)
     elif _LABELS.search(x.attributes):
@@ -86,6 +93,19 @@ def _convolution_flops(x: Instruction, left: Array, right: Array, result: Array)
     elif "BackwardFilter" in x.target:
         output, kernel = right, result
     return 2.0 * output.size * kernel.size / kernel.shape[labels.index("o")]
+
+
+def _attention_kernel(x: Instruction, operands: list[Array]) -> tuple[Array, float]:
+    """Return an array [B, T, N, H] of one of our kernels of attention, and its FLOPs."""
+    found = _KERNEL.search(x.op_name)
+    assert found is not None, f"a kernel of attention with unknown products: {x.op_name}"
+    arrays = [array for array in (*operands, *x.results) if array.dtype in ("bf16", "f16", "f32")]
+    _, heads, t = next(array.shape for array in arrays if len(array.shape) == 3)  # the logarithms of sums
+    of_heads = [array for array in arrays if len(array.shape) == 4 and array.shape[2] != t]
+    queries = next(array for array in of_heads if array.shape[1:3] == (t, heads))
+    s = next((array.shape[1] for array in of_heads if array.shape[1:3] != (t, heads)), t)
+    share = 0.5 if found[1] else 1.0
+    return queries, 2.0 * share * queries.size * s * _KERNEL_PRODUCTS[found[2]]
 
 
 def _attention_flops(x: Instruction, query: Array) -> float:

@@ -69,7 +69,7 @@ def visible_pairs(options: Options, sizes: Sizes, rows: int, operands: Operands)
     if isinstance(seen, np.ndarray):
         index = np.argwhere(np.broadcast_to(seen, (rows, *seen.shape[1:]))).astype(np.int32)
         return Pairs(index, len(index))
-    return _listed(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
+    return _listed(jnp.broadcast_to(seen, (rows, *seen.shape[1:])), rows * _most(options, sizes, operands))
 
 
 def visible_pairs_by_row(options: Options, sizes: Sizes, rows: int, operands: Operands) -> Pairs:
@@ -78,7 +78,8 @@ def visible_pairs_by_row(options: Options, sizes: Sizes, rows: int, operands: Op
     if isinstance(seen, np.ndarray):
         index = np.argwhere(seen).astype(np.int32)
         return Pairs(np.broadcast_to(index, (rows, *index.shape)), np.full(rows, len(index), np.int32))
-    return jax.vmap(lambda row: _listed(row[None]))(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
+    most = _most(options, sizes, operands)
+    return jax.vmap(lambda row: _listed(row[None], most))(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
 
 
 def visible_ranges(options: Options, sizes: Sizes, operands: Operands, *, of_queries: bool = False) -> tuple[Any, Any]:
@@ -97,21 +98,29 @@ def visible_ranges(options: Options, sizes: Sizes, operands: Operands, *, of_que
       >>> visible_ranges(Options(1.0, causal=True, window=2), Sizes(8, 8, 2, 2), Operands())
       (array([[0, 0, 1, 2]], dtype=int32), array([[1, 2, 3, 4]], dtype=int32))
     """
-    seen = _visible(options, sizes, operands)
+    seen = _visible(options, sizes, operands, by_bins=False)
     seen = seen.swapaxes(1, 2) if of_queries else seen
-    any_seen, last = seen.any(-1), seen.shape[-1] - seen[..., ::-1].argmax(-1)
-    return (seen.argmax(-1) * any_seen).astype(np.int32), (last * any_seen).astype(np.int32)
+    is_seen = seen.any(-1).astype(np.int32)
+    first, after_last = (x.argmax(-1).astype(np.int32) for x in (seen, seen[..., ::-1]))
+    return first * is_seen, (np.int32(seen.shape[-1]) - after_last) * is_seen
 
 
-def _listed(seen: jax.Array) -> Pairs:
-    index = jnp.stack(jnp.nonzero(seen, size=seen.size, fill_value=0), axis=-1).astype(np.int32)
+def _listed(seen: jax.Array, most: int) -> Pairs:
+    index = jnp.stack(jnp.nonzero(seen, size=most, fill_value=0), axis=-1).astype(np.int32)
     return Pairs(index, seen.sum(dtype=np.int32))
 
 
-def _visible(options: Options, sizes: Sizes, operands: Operands) -> Any:
+def _most(options: Options, sizes: Sizes, operands: Operands) -> int:
+    """Return the number of pairs of a row in which a query may attend to a key, whatever the segments are."""
+    seen = _visible(options, sizes, operands._replace(q_segments=None, k_segments=None))
+    return int(seen.sum()) if isinstance(seen, np.ndarray) else sizes.q_blocks * sizes.k_blocks
+
+
+def _visible(options: Options, sizes: Sizes, operands: Operands, by_bins: bool = True) -> Any:
     """Return bool [1 or B, blocks of queries, blocks of keys]: False where a pair of blocks is known to be masked.
 
-    A NumPy array if it is known when the program is traced.
+    A NumPy array if it is known when the program is traced. By their bins blocks are told apart whose segments overlap
+    but are not in order.
     """
     seen: Any = np.ones((1, sizes.q_blocks, sizes.k_blocks), bool)
     if options.causal:
@@ -128,9 +137,10 @@ def _visible(options: Options, sizes: Sizes, operands: Operands) -> Any:
     if operands.q_segments is not None and operands.k_segments is not None:
         segments = (operands.q_segments, sizes.q), (operands.k_segments, sizes.k)
         (q_low, q_high), (k_low, k_high) = (_bounds(x, block) for x, block in segments)
-        q_bins, k_bins = (_bins(x, block) for x, block in segments)
-        overlapping = (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
-        seen = seen & overlapping & (jnp.einsum("rqb,rkb->rqk", q_bins, k_bins) > 0)
+        seen = seen & (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
+        if by_bins:
+            q_bins, k_bins = (_bins(x, block) for x, block in segments)
+            seen = seen & (jnp.einsum("rqb,rkb->rqk", q_bins, k_bins) > 0)
     return seen
 
 

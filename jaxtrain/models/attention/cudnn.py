@@ -30,9 +30,14 @@ def is_supported(options: Options, q: Any, k: Any, v: Any, operands: Operands) -
     return plain and fits and whole and q.dtype != np.float64 and (even or all(x is None for x in added))
 
 
-def needed_capability(q: Any, operands: Operands) -> tuple[int, int]:
-    """Return the compute capability from which cuDNN has a supported kernel."""
-    return (9, 0) if q.shape[-1] > 128 or operands.bias is not None else (8, 0)
+def is_on(capability: tuple[int, int], q: Any, operands: Operands) -> bool:
+    """Return whether cuDNN has a supported kernel, forward and backward, on GPUs of a compute capability.
+
+    On Blackwell (10 and 12) its backward pass computes heads of at most 128, as on Ampere.
+    """
+    if q.shape[-1] > 128:
+        return capability[0] == 9
+    return capability >= ((9, 0) if operands.bias is not None else (8, 0))
 
 
 def forward(options: Options, q: Any, k: Any, v: Any, operands: Operands) -> tuple[Any, Any]:
@@ -60,7 +65,11 @@ def backward(
 def _arguments(options: Options, q: Any, k: Any, operands: Operands) -> tuple[list[Any], dict[str, Any]]:
     """Return JAX's arguments between q, k, v and the residuals: bias, lengths, offsets, pages; and its parameters."""
     module = jax_internals.fused_attention
-    unused, mask = jnp.zeros(0, q.dtype), _mask(operands)
+    unused, mask, window = jnp.zeros(0, q.dtype), _mask(operands), options.window
+    if window is not None and (mask is not None or operands.bias is not None):
+        # Before 9.10.2 cuDNN takes no array beside a window.
+        inside, window = visible(q.shape[1], k.shape[1], window), None
+        mask = inside if mask is None else mask & inside
     settings = {
         "scale": options.scale,
         "seed": 0,
@@ -68,7 +77,7 @@ def _arguments(options: Options, q: Any, k: Any, operands: Operands) -> tuple[li
         "variadic_args": (mask is not None or operands.bias is not None, operands.bias is not None),
         "mask_type": module.MaskType.CAUSAL if options.causal else module.MaskType.NO_MASK,
         "layout": module.AttentionLayout.BTNH.value,
-        "sliding_window_length": options.window,
+        "sliding_window_length": window,
         **jax_internals.score_setting(),
     }
     return [_additive(q, k, mask, operands.bias), *[unused] * 6], settings

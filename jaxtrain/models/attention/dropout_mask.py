@@ -92,7 +92,7 @@ def threefry2x32(*words: jax.Array) -> tuple[jax.Array, jax.Array]:
       The two words of random bits.
 
     Example:
-      >>> words = [np.uint32(i) for i in range(4)]
+      >>> words = jnp.arange(4, dtype=np.uint32)
       >>> [int(x) for x in threefry2x32(*words)] == [int(x) for x in threefry2x32_p.bind(*words)]
       True
     """

@@ -9,7 +9,6 @@ queries, and one for each block of keys those of the keys and values, so that no
 gradients are the same in every run. A kernel visits the blocks between the first and the last that its own can meet.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +22,6 @@ from jax.experimental.pallas import triton
 from jaxtrain.models.attention.blocks import Sizes, visible_ranges
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.pallas_tiles import Place, Problem, Tiles, loop
-
-DTYPES = ("bfloat16", "float16", "float32")
-WIDEST = 256
-"""Largest width of a head."""
 
 
 class Blocks(NamedTuple):
@@ -48,22 +43,15 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(dtype: Any, width: int) -> Schedule:
-    """Return the blocks for heads of a width. They have not been timed."""
+    """Return the blocks for heads of a width, which have not been timed: those that fit a GPU's registers."""
     if np.dtype(dtype).itemsize > 2:
         size = 32 if width <= 128 else 16
         return Schedule(*[Blocks(size, size)] * 4)
     if width <= 64:
-        return Schedule(Blocks(128, 64, 4, 3), Blocks(128, 32, 4, 3), Blocks(32, 128, 4, 3), Blocks(64, 64))
+        return Schedule(Blocks(128, 64, 8), Blocks(64, 64), Blocks(64, 64), Blocks(64, 64, 8))
     if width <= 128:
-        return Schedule(Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2), Blocks(64, 64))
-    return Schedule(Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32))
-
-
-def is_supported(q: Any, k: Any, v: Any, operands: Operands) -> bool:
-    """Return whether there are kernels, forward and backward, for these shapes and dtypes."""
-    widths = max(q.shape[-1], v.shape[-1]) <= WIDEST
-    bias, whole = operands.bias, (q.shape[1], k.shape[1])
-    return widths and q.dtype.name in DTYPES and q.dtype == k.dtype == v.dtype and (bias is None or bias.shape[2:] == whole)
+        return Schedule(Blocks(128, 64, 8), Blocks(64, 32), Blocks(32, 64), Blocks(64, 64, 8))
+    return Schedule(Blocks(64, 32), Blocks(64, 32, 8), Blocks(32, 64, 8), Blocks(32, 32))
 
 
 def forward(
@@ -74,7 +62,6 @@ def forward(
     operands: Operands,
     *,
     schedule: Schedule | None = None,
-    precision: lax.Precision = lax.Precision.HIGHEST,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention and the logarithm of the sum of the exponentials of every query's scores.
@@ -86,15 +73,14 @@ def forward(
       v: Values [B, S, K, V].
       operands: The other arrays.
       schedule: The blocks; None for those of the dtype and the width.
-      precision: That of products of float32 arrays.
       interpret: Whether JAX computes what the kernel would, on any device.
 
     Returns:
-      The output [B, T, N, V], in the dtype of the values, and the logarithms [B, N, T], in float32 at least. For a query
-      that attends to no key they are 0 and -inf.
+      The output [B, T, N, V], in the dtype of the values, and the logarithms [B, N, T], in float32 at least. For a
+      query that attends to no key they are 0 and -inf.
     """
     schedule = schedule or schedule_of(q.dtype, max(q.shape[-1], v.shape[-1]))
-    run = _runner(options, q, k, v, operands, precision, interpret)
+    run = _runner(options, q, k, v, operands, interpret)
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
     arrays = {"q": q, "k": k, "v": v, **_given(operands)}
     if operands.sinks is not None:
@@ -115,7 +101,6 @@ def backward(
     cotangent: jax.Array,
     *,
     schedule: Schedule | None = None,
-    precision: lax.Precision = lax.Precision.HIGHEST,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Compute the gradients of q, k, v and of the bias and the sinks if given.
@@ -130,11 +115,10 @@ def backward(
       lse: Logarithms [B, N, T].
       cotangent: Gradient of the output [B, T, N, V].
       schedule: As for `forward`.
-      precision: As for `forward`.
       interpret: As for `forward`.
     """
     schedule = schedule or schedule_of(q.dtype, max(q.shape[-1], v.shape[-1]))
-    run = _runner(options, q, k, v, operands, precision, interpret)
+    run = _runner(options, q, k, v, operands, interpret)
     (b, _, n, _), heads = q.shape, k.shape[2]
     weighted = (cotangent.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1).swapaxes(1, 2)
     arrays = {"q": q, "k": k, "v": v, **_given(operands), "cotangent": cotangent.astype(v.dtype), "weighted": weighted}
@@ -159,7 +143,7 @@ def _given(operands: Operands) -> dict[str, jax.Array]:
 
 
 def _runner(
-    options: Options, q: Any, k: Any, v: Any, operands: Operands, precision: lax.Precision, interpret: bool
+    options: Options, q: Any, k: Any, v: Any, operands: Operands, interpret: bool
 ) -> Callable[..., list[jax.Array]]:
     """Return a function that runs a kernel on arrays by name and returns arrays of given shapes and dtypes."""
     (b, t, n, width), (_, s, heads, value_width) = q.shape, v.shape
@@ -174,7 +158,7 @@ def _runner(
 
     def run(kernel: Any, blocks: Blocks, arrays: Any, like: Any, grid: Callable[[Sizes], Any]) -> list[jax.Array]:
         sizes = Sizes(t, s, min(blocks.q, _padded(t)), min(blocks.k, _padded(s)))
-        problem = Problem(options, sizes, b, n, heads, width, value_width, wide, precision)
+        problem = Problem(options, sizes, b, n, heads, width, value_width, wide)
         of_queries = kernel is _differentiate_keys
         first, stop = visible_ranges(options, sizes, operands, of_queries=of_queries)
         arrays = {**arrays, "first": jnp.asarray(first), "stop": jnp.asarray(stop)}
@@ -301,7 +285,7 @@ def _differentiate_keys(tiles: Tiles) -> None:
         return loop(first, stop, step, carry)
 
     init = jnp.zeros(k.shape, problem.wide), jnp.zeros(v.shape, problem.wide)
-    dk, dv = loop(np.int32(0), np.int32(members), of_head, init) if members > 1 else of_head(np.int32(0), init)
+    dk, dv = loop(0, members, of_head, init) if members > 1 else of_head(np.int32(0), init)
     tiles.store_keys("dk", at, dk)
     tiles.store_keys("dv", at, dv)
 
@@ -325,8 +309,8 @@ def _differentiate_bias(tiles: Tiles) -> None:
             return total + _gradients(tiles, here, _Of.queries(tiles, here), k, v)[1]
 
         is_seen = (first <= k_number) & (k_number < stop)
-        return loop(np.int32(0), is_seen.astype(np.int32), add, total)
+        return loop(0, is_seen, add, total)
 
     shared = (1 if rows > 1 else problem.rows) * (1 if heads > 1 else problem.heads)
     init = jnp.zeros((sizes.q, sizes.k), problem.wide)
-    tiles.store_bias(own_row, own_head, at, loop(np.int32(0), np.int32(shared), of_pair, init))
+    tiles.store_bias(own_row, own_head, at, loop(0, shared, of_pair, init))

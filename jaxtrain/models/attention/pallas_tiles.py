@@ -27,7 +27,6 @@ class Problem(NamedTuple):
       width: Width H of queries and keys.
       value_width: Width V of values.
       wide: Dtype of sums.
-      precision: Precision of products.
     """
 
     options: Options
@@ -38,7 +37,6 @@ class Problem(NamedTuple):
     width: int
     value_width: int
     wide: Any
-    precision: lax.Precision
 
 
 class Place(NamedTuple):
@@ -128,8 +126,7 @@ class Tiles:
     def product(self, x: jax.Array, y: jax.Array, axis: int = 0) -> jax.Array:
         """Return a product of matrices, contracted over that axis of `y`."""
         numbers = (((1,), (axis,)), ((), ()))
-        wide, precision = self.problem.wide, self.problem.precision
-        return lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=wide)
+        return lax.dot_general(x, y, numbers, preferred_element_type=self.problem.wide)
 
     def _attended(self, at: Place) -> jax.Array | None:
         """Return which keys of the tile its queries attend to; None for all."""
@@ -198,14 +195,14 @@ class Tiles:
     def _queries(self, name: str, at: Place, of: str) -> tuple[Any, jax.Array | None]:
         """Return the reference to the tile's part of an array [B, T, N, H or V], and which elements there are."""
         ref = self.refs[name]
-        ref = ref.at[at.row, pl.ds(at.q, self.sizes.q), at.head, pl.ds(np.int32(0), ref.shape[3])]
+        ref = ref.at[at.row, pl.ds(at.q, self.sizes.q), at.head, self._whole(ref)]
         return ref, self._inside(self._has_queries(at), ref.shape, of)
 
     def _keys(self, name: str, at: Place) -> tuple[Any, jax.Array | None]:
         """Return the reference to the tile's part of an array [B, S, K, H or V], and which elements there are."""
         key_head = lax.div(at.head, np.int32(self.problem.heads // self.problem.groups))
         ref = self.refs[name]
-        ref = ref.at[at.row, pl.ds(at.k, self.sizes.k), key_head, pl.ds(np.int32(0), ref.shape[3])]
+        ref = ref.at[at.row, pl.ds(at.k, self.sizes.k), key_head, self._whole(ref)]
         return ref, self._inside(self._has_keys(at), ref.shape, "v" if name.endswith("v") else "qk")
 
     def _inside(self, rows: jax.Array | None, shape: tuple[int, ...], of: str) -> jax.Array | None:
@@ -234,6 +231,12 @@ class Tiles:
         return x[:, None] if self.is_transposed else x[None]
 
     @staticmethod
+    def _whole(ref: Any) -> Any:
+        """Return the slice of the last axis, its start of the dtype of the others."""
+        zero: Any = np.int32(0)
+        return pl.ds(zero, ref.shape[3])
+
+    @staticmethod
     def _row(ref: Any, at: Place) -> Any:
         return jnp.minimum(at.row, ref.shape[0] - 1)
 
@@ -242,9 +245,10 @@ class Tiles:
         return triton.load(ref, mask=mask, other=None if mask is None else other)
 
 
-def loop(first: jax.Array, stop: jax.Array, step: Callable[[Any, Any], Any], init: Any) -> Any:
+def loop(first: Any, stop: Any, step: Callable[[Any, Any], Any], init: Any) -> Any:
     """Return `lax.fori_loop`, over int32 also where the default is int64."""
-    return lax.fori_loop(first.astype(np.int32), stop.astype(np.int32), step, init)
+    lower, upper = (np.int32(x) if isinstance(x, int) else x.astype(np.int32) for x in (first, stop))
+    return lax.fori_loop(lower, upper, step, init)
 
 
 def _both(x: jax.Array | None, y: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:

@@ -1,9 +1,10 @@
 """Attention as two primitives, forward and backward, whose computation is chosen when a program is lowered.
 
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
-compute capability 8.0 or more (9.0 for heads wider than 128 and for a bias, whose gradient cuDNN computes from there
-on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
-Otherwise it computes the formula, or for long sequences the same attention block by block.
+compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
+there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
+Where cuDNN has none, kernels of our own serve the same GPUs, on one device and within `jax.shard_map`. Every other
+program computes the formula, or for long sequences the same attention block by block.
 """
 
 import functools
@@ -30,6 +31,9 @@ tokens; the formula takes 10 and 69, without `keep_host_memory`."""
 LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
+
+WIDEST_KERNEL = 256
+"""Width of the widest heads for which there is a kernel of our own."""
 
 BLOCKS, BLOCKS_ON_GPU = (blockwise.Q_BLOCK, blockwise.K_BLOCK), (256, 512)
 """Numbers of queries and keys of a block. Those of GPUs have not been timed."""
@@ -178,6 +182,21 @@ def _cudnn_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], 
     return cudnn.backward(Options(**options), q, k, v, operands, *residuals)
 
 
+def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
+    from jaxtrain.models.attention import pallas_gpu  # costs a program for other devices a tenth of a second
+
+    operands, _ = Operands.joined(given, rest)
+    out, statistics = pallas_gpu.forward(Options(**options), q, k, v, operands)
+    return out, statistics[..., None]
+
+
+def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+    from jaxtrain.models.attention import pallas_gpu
+
+    operands, (out, statistics, cotangent) = Operands.joined(given, rest)
+    return pallas_gpu.backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
+
+
 def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[Any]:
     del k, rest, options
     b, t, n, _ = q.shape
@@ -208,23 +227,40 @@ def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], 
     return outs, [0] * len(outs)
 
 
+def _has_kernel(q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether `pallas_gpu` computes an attention."""
+    widths, whole = (q.shape[-1], v.shape[-1]), (q.shape[1], k.shape[1])
+    same = q.dtype == k.dtype == v.dtype and q.dtype in (*cudnn.LOW, np.float32)
+    of_whole = operands.bias is None or operands.bias.shape[2:] == whole
+    return same and of_whole and max(widths) <= WIDEST_KERNEL and is_long(*whole)
+
+
 def _primitive(
     name: str,
     shapes: Callable[..., Any],
-    kernel: Callable[..., Any],
+    of_cudnn: Callable[..., Any],
+    of_pallas: Callable[..., Any],
     portable: Callable[..., Any],
     explicit: Callable[..., Any],
 ) -> Any:
     def lower(ctx: Any, *args: Any, **options: Any) -> Any:
-        compute = functools.partial(portable, target=Target.of(ctx))
-        return mlir.lower_fun(compute, multiple_results=True)(ctx, *args, **options)
+        return lowered(functools.partial(portable, target=Target.of(ctx)), ctx, *args, **options)
+
+    def lowered(compute: Callable[..., Any], ctx: Any, *args: Any, **options: Any) -> Any:
+        # By this scope the costs of compiled programs find attention.
+        scoped = jax.named_scope(f"{name}_causal" if options["causal"] else name)(compute)
+        with jax.default_matmul_precision(options["precision"]):
+            return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
 
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
         supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
-        if supported and jax_internals.compute_capability(ctx) >= cudnn.needed_capability(q, operands):
-            return mlir.lower_fun(kernel, multiple_results=True)(ctx, *args, given=given, **options)
+        capability = jax_internals.compute_capability(ctx)
+        if supported and cudnn.is_on(capability, q, operands):
+            return lowered(of_cudnn, ctx, *args, given=given, **options)
+        if capability >= (8, 0) and jax_internals.runs_whole(ctx) and _has_kernel(q, k, v, operands):
+            return lowered(of_pallas, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
@@ -257,10 +293,17 @@ def _run(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable
     return jax.jit(lambda *args: primitive.bind(*args, **dict(options)))
 
 
-FORWARD = _primitive("fused_attention", _shapes_forward, _cudnn_forward, _portable_forward, _explicit_forward)
+FORWARD = _primitive(
+    "fused_attention", _shapes_forward, _cudnn_forward, _pallas_forward, _portable_forward, _explicit_forward
+)
 """(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1])."""
 
 BACKWARD = _primitive(
-    "fused_attention_backward", _shapes_backward, _cudnn_backward, _portable_backward, _explicit_backward
+    "fused_attention_backward",
+    _shapes_backward,
+    _cudnn_backward,
+    _pallas_backward,
+    _portable_backward,
+    _explicit_backward,
 )
 """(q, k, v, *operands, out, statistics, cotangent) -> gradients of q, k, v and of the bias and the sinks if given."""
