@@ -46,8 +46,9 @@ def assert_equal(options, given, heads, blocks, seeds):
 
 def test_all_options_together_equal_the_formula():
     with jax.enable_x64(True):
-        options = Options(0.4, causal=True, window=19, softcap=3.0, dropout=0.2)
-        assert_equal(options, EVERYTHING, heads=2, blocks=(16, 16), seeds=range(5))
+        options = Options(0.4, causal=True, window=9, softcap=3.0, dropout=0.2)
+        positions = ("q_positions", None), ("k_positions", None)  # without them, segments and causality hide most
+        assert_equal(options, (*EVERYTHING, *positions), heads=2, blocks=(16, 16), seeds=range(5))
 
 
 @pytest.mark.nightly
