@@ -32,11 +32,8 @@ LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
 
-WIDEST_KERNEL = 256
-"""Width of the widest heads for which there is a kernel of our own."""
-
-BLOCKS, BLOCKS_ON_GPU = (blockwise.Q_BLOCK, blockwise.K_BLOCK), (256, 512)
-"""Numbers of queries and keys of a block. Those of GPUs have not been timed."""
+BLOCKS_ON_GPU = (256, 512)
+"""Numbers of queries and keys of a block. They have not been timed."""
 
 
 def is_long(t: int, s: int) -> bool:
@@ -67,7 +64,7 @@ class Target(NamedTuple):
     @property
     def loop(self) -> dict[str, Any]:
         """The arguments of `blockwise`: a GPU computes large blocks of all rows at once."""
-        return {"by_row": self.is_divided or not self.on_cpu, "blocks": BLOCKS if self.on_cpu else BLOCKS_ON_GPU}
+        return {"by_row": self.is_divided or not self.on_cpu, "blocks": None if self.on_cpu else BLOCKS_ON_GPU}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -110,7 +107,7 @@ def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    if target.is_long(q, k):
+    if target.is_long(q, k) or options["whole"] is not None:
         out, statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
         return out.astype(v.dtype), statistics[..., None]
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
@@ -121,7 +118,7 @@ def _portable_backward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> list[Any]:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    if not target.is_long(q, k):
+    if not target.is_long(q, k) and options["whole"] is None:
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
     residuals = operands, out, statistics[..., 0], cotangent
@@ -182,19 +179,22 @@ def _cudnn_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], 
     return cudnn.backward(Options(**options), q, k, v, operands, *residuals)
 
 
-def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
-    from jaxtrain.models.attention import pallas_gpu  # costs a program for other devices a tenth of a second
+def _pallas() -> Any:
+    """Return the module of the kernels; programs for other devices do not wait for its import."""
+    from jaxtrain.models.attention import pallas_gpu
 
+    return pallas_gpu
+
+
+def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    out, statistics = pallas_gpu.forward(Options(**options), q, k, v, operands)
+    out, statistics = _pallas().forward(Options(**options), q, k, v, operands)
     return out, statistics[..., None]
 
 
-def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
-    from jaxtrain.models.attention import pallas_gpu
-
+def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> Any:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    return pallas_gpu.backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
+    return _pallas().backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
 
 
 def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[Any]:
@@ -227,14 +227,6 @@ def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], 
     return outs, [0] * len(outs)
 
 
-def _has_kernel(q: Any, k: Any, v: Any, operands: Operands) -> bool:
-    """Return whether `pallas_gpu` computes an attention."""
-    widths, whole = (q.shape[-1], v.shape[-1]), (q.shape[1], k.shape[1])
-    same = q.dtype == k.dtype == v.dtype and q.dtype in (*cudnn.LOW, np.float32)
-    of_whole = operands.bias is None or operands.bias.shape[2:] == whole
-    return same and of_whole and max(widths) <= WIDEST_KERNEL and is_long(*whole)
-
-
 def _primitive(
     name: str,
     shapes: Callable[..., Any],
@@ -259,12 +251,16 @@ def _primitive(
         capability = jax_internals.compute_capability(ctx)
         if supported and cudnn.is_on(capability, q, operands):
             return lowered(of_cudnn, ctx, *args, given=given, **options)
-        if capability >= (8, 0) and jax_internals.runs_whole(ctx) and _has_kernel(q, k, v, operands):
-            return lowered(of_pallas, ctx, *args, given=given, **options)
+        is_worth_it = is_long(q.shape[1], k.shape[1]) or options["whole"] is not None
+        if is_worth_it and jax_internals.runs_whole(ctx) and _pallas().is_on(capability):
+            if _pallas().is_supported(q, k, v, operands):
+                return lowered(of_pallas, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
         """Differentiate once more, or forward: by the formula, with all scores."""
+        if options["whole"] is not None:
+            raise NotImplementedError("second derivatives of a part of an attention")
         moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
         def compute(*moved: Any) -> list[Any]:
