@@ -251,10 +251,9 @@ def _primitive(
         capability = jax_internals.compute_capability(ctx)
         if supported and cudnn.is_on(capability, q, operands):
             return lowered(of_cudnn, ctx, *args, given=given, **options)
-        is_worth_it = is_long(q.shape[1], k.shape[1]) or options["whole"] is not None
-        if is_worth_it and jax_internals.runs_whole(ctx) and _pallas().is_on(capability):
-            if _pallas().is_supported(q, k, v, operands):
-                return lowered(of_pallas, ctx, *args, given=given, **options)
+        is_long_enough = is_long(q.shape[1], k.shape[1]) or options["whole"] is not None
+        if is_long_enough and jax_internals.runs_whole(ctx) and _pallas().has_kernel(capability, q, k, v, operands):
+            return lowered(of_pallas, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
