@@ -1,14 +1,18 @@
 """Long attention that cuDNN has no kernel for: kernels of our own, whose traffic is that of their arrays."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax import export
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.cost.gpu import TARGETS, compile_for_gpu
+from jaxtrain.cost.gpu import TARGETS, compile_for_gpu, gpu_devices
+from jaxtrain.distributed import make_mesh
 from jaxtrain.models.attention import attention
 
 pytestmark = pytest.mark.slow
@@ -42,3 +46,43 @@ def test_packed_windows_with_a_soft_cap_are_three_kernels(gpus):
     assert program.moved_bytes <= 1.7 * (forward + backward)
     assert program.temporary_bytes <= 0.1 * forward
     assert not any(array.shape[-2:] == (T, T) for launch in program.launches for array in launch.instruction.results)
+
+
+def test_wide_heads_fit_the_smallest_shared_memory():
+    """Compute capability 8.9 has 99 KiB for a block of threads; XLA refuses a kernel that needs more."""
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    target = dataclasses.replace(TARGETS["a100"], capability=(8, 9), shared_memory=102400)
+    shape = jax.ShapeDtypeStruct(
+        (1, 512, 2, 256), jnp.bfloat16, sharding=SingleDeviceSharding(gpu_devices(target, 1)[0])
+    )
+
+    def loss(q, k, v):
+        return attention(q, k, v, causal=True, softcap=50.0).astype(np.float32).sum()
+
+    program = compile_for_gpu(lambda: jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape), target)
+    assert program.launch_counts[PALLAS] == 3
+
+
+def test_a_mesh_has_kernels_within_shard_map_and_an_export_has_none(gpus):
+    """The compiler cannot divide a kernel, and JAX does not promise that an exported one runs later."""
+    mesh = make_mesh("data=2", gpus(9, count=2))
+    shape = jax.ShapeDtypeStruct((2, 256, 2, H), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    attend = partial(attention, causal=True, softcap=50.0)
+    divided = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    plain, mapped = (jax.jit(fn).lower(shape, shape, shape).as_text() for fn in (attend, divided))
+    shape = jax.ShapeDtypeStruct(shape.shape, shape.dtype)
+    exported = export.export(jax.jit(attend), platforms=["cuda"])(shape, shape, shape).mlir_module()
+    assert ["xla.gpu.triton" in text for text in (plain, mapped, exported)] == [False, True, False]
+
+
+def test_float32_products_have_the_precision_of_the_trace():
+    """A policy sets it while a program is traced, and not while it is lowered."""
+
+    @jax.default_matmul_precision("highest")
+    def attend(q):
+        return attention(q, q, q, causal=True, softcap=50.0)
+
+    traced = jax.jit(attend).trace(jax.ShapeDtypeStruct((1, 1024, 2, H), np.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "precision = [HIGHEST, HIGHEST]" in text
+    assert "precision = [DEFAULT, DEFAULT]" not in text

@@ -54,7 +54,7 @@ def schedule_of(dtype: Any, width: int) -> Schedule:
         return Schedule(Blocks(128, 64, 8), Blocks(64, 64), Blocks(64, 64), Blocks(64, 64, 8))
     if width <= 128:
         return Schedule(Blocks(128, 64, 8), Blocks(64, 32), Blocks(32, 64), Blocks(64, 64, 8))
-    return Schedule(Blocks(64, 32), Blocks(64, 32, 8), Blocks(32, 64, 8), Blocks(32, 32))
+    return Schedule(Blocks(32, 32), Blocks(32, 32), Blocks(32, 32), Blocks(32, 16))
 
 
 def has_kernel(capability: tuple[int, int], q: Any, k: Any, v: Any, operands: Operands) -> bool:

@@ -3,8 +3,8 @@
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
 compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
 there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
-Where cuDNN has none, kernels of our own serve the same GPUs, on one device and within `jax.shard_map`. Every other
-program computes the formula, or for long sequences the same attention block by block.
+Where cuDNN has none, kernels of our own serve the same GPUs, on one device and within `jax.shard_map` with
+`check_vma=False`. Every other program computes the formula, or for long sequences the same attention block by block.
 """
 
 import functools
