@@ -49,7 +49,7 @@ def attention(
     Every other program stores all scores of short sequences, and computes long ones block by block, in memory linear in
     T and S: on CPUs from T · S = 2¹⁶ on, on GPUs from 2²⁰. Blocks that causality, the window, the segments or a `mask`
     [1 or B, 1, 1, S] hide entirely are not computed. The dropout masks are the same. Second derivatives store all
-    scores.
+    scores. Forward mode (`jax.jvp`) of long attention raises a TypeError, as of every `jax.custom_vjp`.
 
     Args:
       q: Queries [B, T, N, H].

@@ -103,15 +103,23 @@ def _backward(options: Options, residuals: tuple[Any, ...], cotangent: jax.Array
 fused_attention.defvjp(_forward, _backward)
 
 
+def _width(q: Any) -> int:
+    """Return how many statistics there are of a query: the logarithm, and what it lacks by rounding.
+
+    In float32 and float64 the rounding of the logarithm would be most of the error of the gradients.
+    """
+    return 1 if q.dtype in cudnn.LOW else 2
+
+
 def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
     if target.is_long(q, k) or options["whole"] is not None:
-        out, statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
-        return out.astype(v.dtype), statistics[..., None]
+        out, *statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
+        return out.astype(v.dtype), jnp.stack(statistics[: _width(q)], axis=-1)
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
-    return formula(Options(**options), q, k, v, operands), jnp.zeros((b, n, t, 1), wide)
+    return formula(Options(**options), q, k, v, operands), jnp.zeros((b, n, t, _width(q)), wide)
 
 
 def _portable_backward(
@@ -121,6 +129,9 @@ def _portable_backward(
     if not target.is_long(q, k) and options["whole"] is None:
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
+    if statistics.shape[-1] > 1:  # the weights are proportional to the exponentials of what the logarithms lack
+        rounding = statistics[..., 1].swapaxes(1, 2)[..., None]
+        cotangent = cotangent * jnp.exp(-rounding).astype(cotangent.dtype)
     residuals = operands, out, statistics[..., 0], cotangent
     grads = blockwise.backward(Options(**options), q, k, v, *residuals, **target.loop)
     return [g.astype(x.dtype) for g, x in zip(grads, like, strict=True) if g is not None]
@@ -128,8 +139,8 @@ def _portable_backward(
 
 def _explicit_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
     operands, _ = Operands.joined(given, rest)
-    statistics = log_sum_exp(Options(**options), q, k, operands)[..., None]
-    return [formula(Options(**options), q, k, v, operands), statistics]
+    statistics = [lse := log_sum_exp(Options(**options), q, k, operands), jnp.zeros_like(lse)]
+    return [formula(Options(**options), q, k, v, operands), jnp.stack(statistics[: _width(q)], axis=-1)]
 
 
 def _explicit_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
@@ -188,8 +199,8 @@ def _pallas() -> Any:
 
 def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    out, statistics = _pallas().forward(Options(**options), q, k, v, operands)
-    return out, statistics[..., None]
+    out, lse = _pallas().forward(Options(**options), q, k, v, operands)
+    return out, jnp.stack([lse, jnp.zeros_like(lse)][: _width(q)], axis=-1)
 
 
 def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> Any:
@@ -201,7 +212,7 @@ def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[
     del k, rest, options
     b, t, n, _ = q.shape
     wide = np.promote_types(q.dtype, np.float32)
-    return [v.update(shape=(b, t, n, v.shape[-1])), q.update(shape=(b, n, t, 1), dtype=np.dtype(wide))]
+    return [v.update(shape=(b, t, n, v.shape[-1])), q.update(shape=(b, n, t, _width(q)), dtype=np.dtype(wide))]
 
 
 def _shapes_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
@@ -291,7 +302,7 @@ def _run(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable
 FORWARD = _primitive(
     "fused_attention", _shapes_forward, _cudnn_forward, _pallas_forward, _portable_forward, _explicit_forward
 )
-"""(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1])."""
+"""(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1 or 2])."""
 
 BACKWARD = _primitive(
     "fused_attention_backward",
