@@ -42,6 +42,10 @@ for name, value in {
 
 import ctypes  # noqa: E402
 import gc  # noqa: E402
+
+# Until all tests are collected: the many imports allocate much, and nothing of it becomes garbage.
+gc.disable()
+
 import platform  # noqa: E402
 from collections import Counter  # noqa: E402
 
@@ -90,6 +94,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

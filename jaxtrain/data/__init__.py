@@ -9,8 +9,11 @@ from jaxtrain.data.dates import dates
 from jaxtrain.data.documents import split_documents, tokenized_rows
 from jaxtrain.data.encoding import distinct_labels, encode_pair, encode_row, encode_text
 from jaxtrain.data.images import ImageFolder, image_folder, split_images
+from jaxtrain.data.json_rows import JsonArray, JsonLines, json_rows
 from jaxtrain.data.kinds import Kind as Kind
 from jaxtrain.data.kinds import kind_of as kind_of
+from jaxtrain.data.model_folder import inside as inside
+from jaxtrain.data.model_folder import read_json as read_json
 from jaxtrain.data.packing import PackedRows, first_fit, pack, pad_tokens
 from jaxtrain.data.pixels import pixels
 from jaxtrain.data.python_statements import KEYWORDS, python_statements
@@ -45,6 +48,8 @@ __all__ = [
     "FileTokenizer",
     "ImageFolder",
     "IndexedSource",
+    "JsonArray",
+    "JsonLines",
     "MappedSource",
     "PackedRows",
     "ParquetRows",
@@ -64,9 +69,11 @@ __all__ = [
     "encode_pair",
     "encode_row",
     "encode_text",
+    "finetuning",
     "first_fit",
     "image_folder",
     "is_table",
+    "json_rows",
     "loader",
     "npz",
     "pack",

@@ -62,12 +62,16 @@ class PackedRows:
     Item `i` is `{"tokens", "targets", "segments", "positions"}`, int32 [length] each: `targets[t]` is the token after
     `tokens[t]` in its document, `segments` numbers the documents of a row from 1, `positions` the tokens of a document
     from 0. Padding is segment 0, and its targets must be masked.
+
+    With `masks`, which tell for every token of every document whether it is in the loss, there is also `"weight"`,
+    float32 [length]: 1 where the target is in the loss, 0 elsewhere and at padding.
     """
 
     documents: Documents
     rows: tuple[tuple[Piece, ...], ...]
     length: int
     pad: int
+    masks: Documents | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -75,8 +79,11 @@ class PackedRows:
     def __getitem__(self, index: int, /) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row = {name: np.zeros(self.length, np.int32) for name in ("tokens", "targets", "segments", "positions")}
+        names = ("tokens", "targets", "segments", "positions")
+        row: Example = {name: np.zeros(self.length, np.int32) for name in names}
         row["tokens"][:] = row["targets"][:] = self.pad
+        if self.masks is not None:
+            row["weight"] = np.zeros(self.length, np.float32)
         end = 0
         for segment, (document, start, stop) in enumerate(self.rows[index], 1):
             tokens = self.documents[document]
@@ -84,6 +91,8 @@ class PackedRows:
             row["tokens"][columns], row["targets"][columns] = tokens[start:stop], tokens[start + 1 : stop + 1]
             # A later piece of a document does not attend to the earlier ones, so its positions start at 0 too.
             row["segments"][columns], row["positions"][columns] = segment, np.arange(stop - start)
+            if self.masks is not None:
+                row["weight"][columns] = self.masks[document][start + 1 : stop + 1]
         return row
 
 
@@ -112,8 +121,7 @@ def pack(documents: Documents, length: int, pad: int) -> PackedRows:
       >>> len(packed)
       3
     """
-    if length < 1:
-        raise UserError(f"the length of a row must be at least 1, got {length}")
+    check_length(length)
     pieces = [
         Piece(d, start, min(start + length, count))
         for d, count in enumerate(len(documents[d]) - 1 for d in range(len(documents)))
@@ -121,8 +129,19 @@ def pack(documents: Documents, length: int, pad: int) -> PackedRows:
     ]
     if not pieces:
         raise UserError(f"none of {len(documents)} texts has two tokens: use longer texts")
+    return PackedRows(documents, pack_pieces(pieces, length), length, pad)
+
+
+def pack_pieces(pieces: Sequence[Piece], length: int) -> tuple[tuple[Piece, ...], ...]:
+    """Return the pieces of every row by first-fit; each has at most `length` predictions."""
     rows = first_fit([stop - start for _, start, stop in pieces], length)
-    return PackedRows(documents, tuple(tuple(pieces[p] for p in row) for row in rows), length, pad)
+    return tuple(tuple(pieces[p] for p in row) for row in rows)
+
+
+def check_length(length: int) -> None:
+    """Raise UserError for a row without predictions."""
+    if length < 1:
+        raise UserError(f"the length of a row must be at least 1, got {length}")
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -42,6 +42,7 @@ class ParquetRows:
       files: Parquet files.
       columns: Columns of a row; None for all.
       cache_bytes: Largest size of the cached row groups; the last one used is always cached.
+      nested: Whether values are Python objects, which may be lists and dicts, instead of converted by `row_value`.
 
     Raises:
       UserError: A file is not parquet, or has no such column; on access, if a row group is damaged or decodes to far
@@ -49,10 +50,14 @@ class ParquetRows:
     """
 
     def __init__(
-        self, files: Sequence[Path], columns: Sequence[str] | None = None, cache_bytes: int = _CACHE_BYTES
+        self,
+        files: Sequence[Path],
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = _CACHE_BYTES,
+        nested: bool = False,
     ) -> None:
         parquet = _pyarrow("parquet")
-        self.files, self.cache_bytes = tuple(files), cache_bytes
+        self.files, self.cache_bytes, self.nested = tuple(files), cache_bytes, nested
         self._groups: list[tuple[Path, int]] = []
         counts: list[int] = []
         for file in self.files:
@@ -78,10 +83,14 @@ class ParquetRows:
             raise IndexError(f"row {index} of {len(self)}")
         group = bisect_right(self._ends, index)
         start = self._ends[group - 1] if group else 0
-        return _row(self._decoded(group), index - start, f"row {index} of {self._groups[group][0]}")
+        return _row(self._decoded(group), index - start, self.location(index), self.nested)
 
     def __reduce__(self) -> Any:
-        return ParquetRows, (self.files, self.columns, self.cache_bytes)
+        return ParquetRows, (self.files, self.columns, self.cache_bytes, self.nested)
+
+    def location(self, index: int) -> str:
+        """Return the name of a row for messages."""
+        return f"row {index} of {self._groups[bisect_right(self._ends, index)][0]}"
 
     def _decoded(self, group: int) -> Any:
         table = self._cached(group)
@@ -117,14 +126,15 @@ class ArrowRows:
     Args:
       files: Arrow files with equal columns and types.
       columns: Columns of a row; None for all.
+      nested: As that of `ParquetRows`.
 
     Raises:
       UserError: A file is not Arrow, has no such column, or differs from the others in its columns.
     """
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None = None) -> None:
+    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None = None, nested: bool = False) -> None:
         arrow = _pyarrow()
-        self.files = tuple(files)
+        self.files, self.nested = tuple(files), nested
         tables = []
         for file in self.files:
             table = _mapped(file)
@@ -145,10 +155,14 @@ class ArrowRows:
     def __getitem__(self, index: int, /) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return _row(self._table, index, f"row {index} of {self.files[0].parent}")
+        return _row(self._table, index, self.location(index), self.nested)
 
     def __reduce__(self) -> Any:
-        return ArrowRows, (self.files, self.columns)
+        return ArrowRows, (self.files, self.columns, self.nested)
+
+    def location(self, index: int) -> str:
+        """Return the name of a row for messages."""
+        return f"row {index} of {self.files[0].parent}"
 
 
 class DatasetRows:
@@ -210,14 +224,14 @@ def row_value(value: Any, where: str) -> str | bytes | NDArray[Any] | np.generic
     return array[()] if array.dtype.kind == "b" else array.astype(np.float32)[()]
 
 
-def _row(table: Any, row: int, where: str) -> Example:
+def _row(table: Any, row: int, where: str, nested: bool) -> Example:
     with _reading(where, "a row"):
         values = {}
         for name in table.schema.names:
             value = table.column(name).slice(row, 1)
             value.validate(full=True)
             values[name] = value[0].as_py()
-    return {name: row_value(value, f"{name!r} in {where}") for name, value in values.items()}
+    return values if nested else {name: row_value(value, f"{name!r} in {where}") for name, value in values.items()}
 
 
 def _row_group(file: Path, number: int, columns: list[str], count: int) -> Any:

@@ -14,10 +14,12 @@ from jaxtrain.errors import UserError
 
 _SAVED = ("dataset_dict.json", "state.json")  # files of datasets.save_to_disk
 _MAX_JSON_BYTES = 2**24
-_VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 
 
-def table(path: str | os.PathLike[str], columns: Sequence[str] | None = None) -> Source:
+def table(
+    path: str | os.PathLike[str], columns: Sequence[str] | None = None, *, nested: bool = False
+) -> ArrowRows | ParquetRows:
     """Open a parquet or Arrow file, a folder of either, or a dataset that `save_to_disk` wrote.
 
         table("reviews.parquet", ["text", "stars"])[0]  # {"text": "…", "stars": np.int32(4)}
@@ -25,6 +27,7 @@ def table(path: str | os.PathLike[str], columns: Sequence[str] | None = None) ->
     Args:
       path: File or folder.
       columns: Columns of a row; None for all.
+      nested: Whether values are Python objects, which may be lists and dicts, instead of text, numbers and arrays.
 
     Returns:
       The rows, a source.
@@ -36,7 +39,7 @@ def table(path: str | os.PathLike[str], columns: Sequence[str] | None = None) ->
     if (root / _SAVED[0]).exists():
         raise UserError(f"{root} has several splits: use one of its sub-folders")
     if (root / _SAVED[1]).exists():
-        return ArrowRows(_files_of_saved(root), columns)
+        return ArrowRows(_files_of_saved(root), columns, nested=nested)
     files = [root] if root.is_file() else files_under(root)
     of_kind = {
         kind: [f for f in files if f.suffix.lower() in suffixes]
@@ -47,7 +50,7 @@ def table(path: str | os.PathLike[str], columns: Sequence[str] | None = None) ->
         what = "both parquet and Arrow files" if found else "no table"
         raise UserError(f"{root} has {what}: use a .parquet or {ARROW_SUFFIXES[0]} file or a folder of one kind")
     (kind, files), *_ = found
-    return kind(files, columns)
+    return kind(files, columns, nested=nested)
 
 
 def split_table(
@@ -63,14 +66,25 @@ def split_table(
     Raises:
       UserError: As `table`; or a saved dataset has splits, but not these.
     """
-    root = Path(path)
-    if not (root / _SAVED[0]).exists():
-        return split_source(table(root, columns), validation_fraction)
-    splits = _read_names(root / _SAVED[0], "splits", root)
-    held_out = next((name for name in _VALIDATION_SPLITS if name in splits), None)
+    splits = saved_splits(Path(path))
+    if splits is None:
+        return split_source(table(path, columns), validation_fraction)
+    return table(splits[0], columns), table(splits[1], columns)
+
+
+def saved_splits(path: Path) -> tuple[Path, Path] | None:
+    """Return the folders of the splits (train, validation) of a saved dataset; None if it has no splits.
+
+    Raises:
+      UserError: It has splits, but not these.
+    """
+    if not (path / _SAVED[0]).exists():
+        return None
+    splits = _read_names(path / _SAVED[0], "splits", path)
+    held_out = next((name for name in VALIDATION_SPLITS if name in splits), None)
     if "train" not in splits or held_out is None:
-        raise UserError(f"{root} has the splits {', '.join(splits)}: name them train and {_VALIDATION_SPLITS[0]}")
-    return table(root / "train", columns), table(root / held_out, columns)
+        raise UserError(f"{path} has the splits {', '.join(splits)}: name them train and {VALIDATION_SPLITS[0]}")
+    return path / "train", path / held_out
 
 
 def split_columns(path: str | os.PathLike[str], columns: Mapping[str, str]) -> tuple[Source, Source]:

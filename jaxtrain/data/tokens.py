@@ -139,6 +139,9 @@ def _read(file: Path) -> Any:
         raise UserError(f"{file} is not a file: use a tokenizer.json")
     try:
         found = Read.from_file(str(file))
+        # A file may hold those of the program that wrote it; texts are encoded as a whole.
+        found.no_truncation()
+        found.no_padding()
         last = max(found.get_vocab(with_added_tokens=True).values(), default=-1)
     except BaseException as error:  # tokenizers raises Exception itself, and BaseException when its Rust code panics
         if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -1,7 +1,8 @@
 """Sharding constraints on the arrays of a program: which of their axes are rows, and which are tokens."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,10 +17,11 @@ from jaxtrain.distributed.sharding import fit_spec
 from jaxtrain.errors import UserError
 
 
+@dataclass(frozen=True)
 class ShardingConstraints:
     """Sharding constraints for the arrays of a program on a mesh.
 
-    Args:
+    Attributes:
       mesh: The mesh.
       count: Number of rows of the batch; None, or a number that is not divisible, disables the constraints.
       lengths: Lengths of the sequences whose tokens are sharded.
@@ -28,13 +30,13 @@ class ShardingConstraints:
       UserError: A length is not divisible by the devices of the sequence axis.
     """
 
-    def __init__(self, mesh: Mesh, count: int | None, lengths: Collection[int] = ()) -> None:
-        self.lengths = lengths
-        self._mesh = mesh
-        self._count = count if count is not None and count % data_parallel_size(mesh.shape) == 0 else None
-        (self._rows,) = window_sharding(mesh, 1).spec
-        n = sequence_parallel_size(mesh.shape)
-        for length in sorted(lengths):
+    mesh: Mesh
+    count: int | None
+    lengths: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        n = sequence_parallel_size(self.mesh.shape)
+        for length in sorted(self.lengths):
             if length % n:
                 raise UserError(
                     f"a sequence of {length} tokens is not divisible by the {n} devices of {SEQUENCE}: "
@@ -51,7 +53,7 @@ class ShardingConstraints:
         """Shard an array of a batch, [B, …] or [B, T, …]."""
         if not self._has_rows(x):
             return x
-        n = sequence_parallel_size(self._mesh.shape)
+        n = sequence_parallel_size(self.mesh.shape)
         divides = n > 1 and x.ndim > 1 and x.shape[1] % n == 0
         return self._constrain(x, {0: self._rows, 1: SEQUENCE} if divides else {0: self._rows}, None)
 
@@ -93,12 +95,12 @@ class ShardingConstraints:
 
     def _heads_spec(self, args: Sequence[Any]) -> Any:
         heads = math.gcd(*(x.shape[2] for x in args))
-        return fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self._mesh)[2]
+        return fit_spec(P(None, None, (TENSOR, SEQUENCE)), (0, 0, heads), self.mesh)[2]
 
     def moves_less_than(self, table: Any, indices: Any) -> bool:
         """Return whether every device looks up fewer rows than `table` has, by `indices` [B, …, 1]."""
-        lookups = math.prod(indices.shape) // data_parallel_size(self._mesh.shape)
-        sharded = self._mesh.shape.get(FSDP, 1) > 1 and not self.lengths and self._has_rows(indices)
+        lookups = math.prod(indices.shape) // data_parallel_size(self.mesh.shape)
+        sharded = self.mesh.shape.get(FSDP, 1) > 1 and not self.lengths and self._has_rows(indices)
         return sharded and lookups < table.shape[0]
 
     def replicate_over_fsdp(self, x: Any, axes: Mapping[int, Any] = MappingProxyType({})) -> Any:
@@ -112,8 +114,14 @@ class ShardingConstraints:
             return x
         return self._constrain(x, {0: self._rows, **axes}, P.UNCONSTRAINED)
 
+    @property
+    def _rows(self) -> Any:
+        (rows,) = window_sharding(self.mesh, 1).spec
+        return rows
+
     def _has_rows(self, x: Any) -> bool:
-        return bool(jax.numpy.ndim(x)) and x.shape[0] == self._count
+        divisible = self.count is not None and self.count % data_parallel_size(self.mesh.shape) == 0
+        return divisible and bool(jax.numpy.ndim(x)) and x.shape[0] == self.count
 
     def _token_axis(self, x: Any) -> dict[int, str]:
         # The last axis before the features, or before the keys of a mask: [B, T, C], [B, T, 1, H], [B, 1, T, S].
@@ -122,4 +130,4 @@ class ShardingConstraints:
 
     def _constrain(self, x: Any, axes: Mapping[int, Any], others: Any) -> Any:
         spec = P(*(axes.get(i, others) for i in range(x.ndim)))
-        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

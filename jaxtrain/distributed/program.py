@@ -4,8 +4,8 @@ The compiler propagates the shardings of the inputs through the program (GSPMD, 
 may shard activations like the weights. Rows, and tokens, are therefore constrained at the batch and at the entry and
 exit of every marked block (`jaxtrain.block`). In between, the compiler gathers weights, one layer of a scan at a time,
 and reduces gradients into the shard of each device. Within blocks, sequences are constrained only in products and in
-attention. Long attention is replaced by ring attention (`jaxtrain.distributed.ring`). In other attention the queries
-stay sharded so that keys and values are gathered, or the heads are sharded for cuDNN's kernel.
+attention. Long attention is divided by `jaxtrain.distributed.attention`. In other attention the queries stay sharded so
+that keys and values are gathered, or the heads are sharded for cuDNN's kernel.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh
 
+from jaxtrain.distributed.attention import divided_attention, find_attention
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
-from jaxtrain.distributed.ring import find_attention, has_kernel, is_ring, ring_attention
 from jaxtrain.distributed.sharding import Rules, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
@@ -53,8 +53,9 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
 
         def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
             layers = {id(v) for v in _scanned_variables(closed.jaxpr)}
+            divides_tokens = sequence_parallel_size(mesh.shape) > 1
             constraints = ShardingConstraints(
-                mesh, count, _lengths(closed.jaxpr, count) if sequence_parallel_size(mesh.shape) > 1 else ()
+                mesh, count, _lengths(closed.jaxpr, count) if divides_tokens else frozenset()
             )
             tables, unmerge_rows = Tables(weights, constraints), UnmergeRows()
             on_gpu = _is_on_gpu(mesh)
@@ -72,12 +73,8 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
                     return jaxpr.bind(*product) if outs is None else outs
                 if not constraints.lengths:
                     return None
-                if (attention := find_attention(eqn, args)) is not None:
-                    if on_gpu and has_kernel(attention) and constraints.divides_heads(args):
-                        return constraints.run_fused(
-                            lambda *x: jaxpr.HIGHER_ORDER["custom_vjp_call"](eqn, [*x], _evaluate_unchanged), args
-                        )
-                    return [ring_attention(attention, mesh)] if is_ring(attention, mesh) else None
+                if (parameters := find_attention(eqn)) is not None:
+                    return [divided_attention(*parameters, constraints, on_gpu)(*args)]
                 if on_gpu and precision.low_precision_operation(eqn) and _is_short_attention(args):
                     return constraints.run_fused(
                         lambda *x: jaxpr.HIGHER_ORDER["jit"](eqn, [*x], _evaluate_unchanged), args
@@ -114,7 +111,7 @@ def _scanned_variables(traced: Jaxpr) -> Iterator[Any]:
             yield from _scanned_variables(inner)
 
 
-def _lengths(traced: Jaxpr, count: int | None) -> set[int]:
+def _lengths(traced: Jaxpr, count: int | None) -> frozenset[int]:
     """Return the sequence lengths T of all arrays [B, T, width] that marked blocks return."""
     lengths = {v.aval.shape[1] for v in _block_outputs(traced) if v.aval.ndim == 3 and v.aval.shape[0] == count}
     if not lengths:
@@ -122,7 +119,7 @@ def _lengths(traced: Jaxpr, count: int | None) -> set[int]:
             f"the mesh axis {SEQUENCE} shards tokens, and no marked block of this model returns any, [rows, tokens, "
             f"width]: put its devices on {DATA} or {FSDP}"
         )
-    return lengths
+    return frozenset(lengths)
 
 
 def _block_outputs(traced: Jaxpr) -> Iterator[Any]:

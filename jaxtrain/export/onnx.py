@@ -173,6 +173,10 @@ def _convert_equation(graph: Graph, eqn: JaxprEqn, inputs: list[Value]) -> list[
         return _convert(graph, closed.jaxpr, closed.consts, inputs)
     if name == "scan":
         return _unroll_scan(graph, eqn, inputs)
+    if name == "cond" and inputs[0].array is not None:
+        # The condition of an unrolled layer, which `lax.cond` has clamped.
+        branch = eqn.params["branches"][int(inputs[0].array)]
+        return _convert(graph, branch.jaxpr, branch.consts, inputs[1:])
     if _is_foldable(eqn, inputs):
         arrays = [graph.expand(x, v.aval.shape).array for x, v in zip(inputs, eqn.invars, strict=True)]  # type: ignore[attr-defined]
         return [constant(np.asarray(out)) for out in bind(eqn, arrays)]

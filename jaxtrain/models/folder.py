@@ -4,7 +4,6 @@ Folders are not trusted: names and links out of the folder are refused, and pick
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data import inside
+from jaxtrain.data import read_json as read_json
 from jaxtrain.errors import UserError
 from jaxtrain.interop import StoredTensor, read_torch
 
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
-_MAX_JSON_BYTES = 100 * 10**6  # the bound of safetensors for its headers
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
 
@@ -45,30 +45,6 @@ def resolve_folder(path: Path | str) -> Path:
         raise UserError(f"{path} is not a folder and cannot be downloaded ({reason}): use a local folder") from error
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Args:
-      folder: Folder.
-      name: File name.
-
-    Raises:
-      UserError: There is no such file, or it does not contain a JSON object.
-    """
-    path = _inside(folder, name)
-    if not path.is_file():
-        raise UserError(f"{folder} has no {name}: use a folder in Hugging Face layout")
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"{path.stat().st_size:,} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse, parse_float=_finite)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}): download it again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} contains a {type(values).__name__}, not an object: download it again")
-    return values
-
-
 def write_json(folder: Path, name: str, values: Mapping[str, Any]) -> None:
     """Write a JSON object as `transformers` does: keys sorted, a newline at the end."""
     (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -80,15 +56,15 @@ def read_tensors(folder: Path, name: str = "model.safetensors") -> dict[str, Sto
     Raises `UserError` if there are none, if the index or a link leads out of the folder, or if two shards share a name.
     """
     index = f"{name}.index.json"
-    if _inside(folder, name).is_file():
+    if inside(folder, name).is_file():
         files = [name]
-    elif _inside(folder, index).is_file():
+    elif inside(folder, index).is_file():
         files = _shards(folder, index)
     else:
         raise UserError(_without_weights(folder, name))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        found = read_torch(_inside(folder, file)).model
+        found = read_torch(inside(folder, file)).model
         if twice := sorted(found.keys() & tensors.keys()):
             raise UserError(f"{', '.join(twice)} is in {file} and in another shard of {folder}: remove one")
         tensors |= found
@@ -139,15 +115,6 @@ def _write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     save_file({name: np.asarray(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _refuse(literal: str) -> float:
-    raise ValueError(f"{literal} is not a JSON number")
-
-
-def _finite(literal: str) -> float:
-    number = float(literal)
-    return number if math.isfinite(number) else _refuse(literal)
-
-
 def _shards(folder: Path, index: str) -> list[str]:
     places = read_json(folder, index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -157,20 +124,6 @@ def _shards(folder: Path, index: str) -> list[str]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise UserError(f"{folder / index} names {file!r}, not a safetensors file in its folder: do not load it")
     return files
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file. Raises `UserError` for a link out of the folder."""
-    path, root = folder / name, folder.resolve()
-    try:
-        target = path.resolve()
-    except (OSError, RuntimeError) as error:  # a link to itself
-        raise UserError(f"{path} is a broken link ({error}): replace it by the file") from error
-    # In the cache of the Hub, files of snapshots/ are links to blobs/.
-    blobs = root.parent.parent / "blobs"
-    if not (target.is_relative_to(root) or (root.parent.name == "snapshots" and target.parent == blobs)):
-        raise UserError(f"{path} links out of its folder, to {target}: replace it by the file")
-    return path
 
 
 def _without_weights(folder: Path, name: str) -> str:

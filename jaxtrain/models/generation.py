@@ -2,8 +2,9 @@
 
 `generate` writes a batch of texts in one compiled program; `stream` yields the tokens of one text as they are
 computed. Both read the prompt once, then compute every token from the last one and the cache, and choose tokens as
-`transformers.generate` does. They take any decoder called as `jaxtrain.models.llama.Llama` that has an `empty_cache`;
-`generate` takes a `jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
+`transformers.generate` does. The cache grows in stages, because a token is computed from all of its slots. They take
+any decoder called as `jaxtrain.models.llama.Llama` that has an `empty_cache`; `generate` takes a
+`jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from jax import lax
 from jaxtrain.errors import UserError
 from jaxtrain.models.decoder import KVCache
 from jaxtrain.models.t5 import T5
+from jaxtrain.models.t5.model import DecoderCache
 
 DecodeStep = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """(last token int32 [B, 1], number of tokens written int32 [], cache) → (logits [B, 1, vocabulary], cache)."""
@@ -135,7 +137,7 @@ def generate(
         _check_left_padding(real)
     graphdef, _ = nnx.split(model)
     options = _Options(new_tokens, sampling, stop, min_new_tokens, pad)
-    return _generate(graphdef, params, tokens, real, jax.random.key(seed), options)
+    return _generate(graphdef, params, tokens, None if real.all() else real, jax.random.key(seed), options)
 
 
 def stream(
@@ -153,7 +155,7 @@ def stream(
 
     As long as prompt and text fit into the context, the tokens are those of `generate`. Beyond it, the cache is filled
     again from the last half of the context whenever it is full, so that every token is computed from at least that
-    many. Two programs are compiled, whatever the lengths.
+    many. Programs are compiled for caches of a few sizes, each half as large again as the one before.
 
     Args:
       model: Decoder. Only its structure is used, so the result of `nnx.eval_shape` will do.
@@ -182,8 +184,7 @@ def stream(
     if not 0 < context <= decoder.context_length:
         raise UserError(f"context must be in [1, {decoder.context_length}], got {context}: use None for the model's")
     graphdef, _ = nnx.split(model)
-    slots = min(context, tokens.size + new_tokens)
-    return _stream(_Program(graphdef, params, slots, sampling), tokens[0].tolist(), new_tokens, stop, seed)
+    return _stream(_Program(graphdef, params, context, sampling), tokens[0].tolist(), new_tokens, stop, seed)
 
 
 class _Options(NamedTuple):
@@ -216,83 +217,129 @@ def _check_left_padding(real: np.ndarray) -> None:
 
 @partial(jax.jit, static_argnums=(0, 5))
 def _generate(
-    graphdef: Any, params: Any, prompts: jax.Array, real: jax.Array, rng: jax.Array, options: _Options
+    graphdef: Any, params: Any, prompts: jax.Array, real: jax.Array | None, rng: jax.Array, options: _Options
 ) -> jax.Array:
     model: Any = nnx.merge(graphdef, params)
     new_tokens, sampling, stop, min_new_tokens, pad = options
     begin = _encode_sources if isinstance(model, T5) else _read_prompts
-    logits, cache, decode = begin(model, prompts, real, new_tokens)
+    logits, cache, decoder = begin(model, prompts, real)
 
     def choose(i: jax.Array, logits: jax.Array, unfinished: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = logits[:, -1]
         if stop is not None and min_new_tokens:
             logits = jnp.where(i < min_new_tokens, logits.at[:, stop].set(-jnp.inf), logits)
         token = jnp.where(unfinished, sampling.choose(logits, jax.random.fold_in(rng, i)), pad)
         return token, unfinished if stop is None else unfinished & (token != stop)
 
-    def condition(state: tuple[Any, ...]) -> jax.Array:
+    def condition(end: int, state: tuple[Any, ...]) -> jax.Array:
         i, _, unfinished, _ = state
-        return (i < new_tokens) & unfinished.any()
+        return (i < end) & unfinished.any()
 
     def step(state: tuple[jax.Array, jax.Array, jax.Array, Any]) -> tuple[Any, ...]:
         i, text, unfinished, cache = state
-        logits, cache = decode(lax.dynamic_slice_in_dim(text, i - 1, 1, axis=1), i, cache)
-        token, unfinished = choose(i, logits, unfinished)
+        logits, cache = decoder.step(lax.dynamic_slice_in_dim(text, i - 1, 1, axis=1), i, cache)
+        token, unfinished = choose(i, logits[:, -1], unfinished)
         return i + 1, lax.dynamic_update_slice_in_dim(text, token[:, None], i, axis=1), unfinished, cache
 
-    token, unfinished = choose(jnp.zeros([], np.int32), logits, jnp.ones(len(prompts), bool))
+    token, unfinished = choose(jnp.zeros([], np.int32), logits[:, -1], jnp.ones(len(prompts), bool))
     text = jnp.full((len(prompts), new_tokens), pad, np.int32).at[:, 0].set(token)
-    _, text, _, _ = lax.while_loop(condition, step, (jnp.ones([], np.int32), text, unfinished, cache))
+    i = jnp.ones([], np.int32)
+    for slots in _stages(decoder.read, decoder.read + new_tokens - 1):
+        cache, end = decoder.resize(cache, slots), slots - decoder.read + 1
+        i, text, unfinished, cache = lax.while_loop(partial(condition, end), step, (i, text, unfinished, cache))
     return text
 
 
-def _read_prompts(
-    model: Any, prompts: jax.Array, real: jax.Array, new_tokens: int
-) -> tuple[jax.Array, Any, DecodeStep]:
+_BLOCK = 256
+"""The slots of a cache are a multiple of this number, or those of the whole text."""
+
+
+def _stages(tokens: int, most: int) -> list[int]:
+    """Return the numbers of slots that the cache of a growing text has in turn, the last of them `most`.
+
+    A token is computed from all slots, used or not. Each number is half as many again, or a block more, so that at most
+    a third of a long text's slots are unused; each takes a loop of its own to compile.
+
+    >>> _stages(9, 100), _stages(1024, 4096)
+    ([100], [1536, 2304, 3456, 4096])
+    """
+    stages = []
+    while tokens < most:
+        tokens = min(_more_slots(tokens), most)
+        stages.append(tokens)
+    return stages
+
+
+def _more_slots(tokens: int) -> int:
+    return _in_blocks(tokens + max(tokens // 2, 1))
+
+
+def _in_blocks(tokens: int) -> int:
+    return -(-tokens // _BLOCK) * _BLOCK
+
+
+class _Decoder(NamedTuple):
+    """How the tokens after the first are computed."""
+
+    read: int
+    """Number of tokens in the cache."""
+    step: DecodeStep
+    resize: Callable[[Any, int], Any]
+    """(cache, slots) -> the cache with that many slots."""
+
+
+def _read_prompts(model: Any, prompts: jax.Array, real: jax.Array | None) -> tuple[jax.Array, Any, _Decoder]:
     """Return the logits of a decoder after its prompts, its cache, and its step."""
     rows, length = prompts.shape
-    lengths = real.sum(axis=1, dtype=np.int32)
-    positions = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0)
-    cache = model.empty_cache(rows, length + new_tokens - 1)
-    logits, cache = model(prompts, None, positions, real.astype(np.int32), cache)
+    positions, lengths = None, jnp.full(rows, length, np.int32)
+    if real is not None:
+        positions, lengths = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0), real.sum(1, dtype=np.int32)
+    segments = None if real is None else real.astype(np.int32)
+    logits, cache = model(prompts, None, positions, segments, model.empty_cache(rows, 0))
 
     def decode(last: jax.Array, written: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return model(last, None, (lengths + written - 1)[:, None], None, cache)
 
-    return logits, cache, decode
+    return logits, cache, _Decoder(length, decode, lambda cache, slots: cache.resized(model.empty_cache(rows, slots)))
 
 
-def _encode_sources(
-    model: T5, sources: jax.Array, real: jax.Array, new_tokens: int
-) -> tuple[jax.Array, Any, DecodeStep]:
+def _encode_sources(model: T5, sources: jax.Array, real: jax.Array | None) -> tuple[jax.Array, Any, _Decoder]:
     """Return the logits of a T5's decoder after its start token, its cache, and its step."""
-    cache = model.init_cache(model.encode(sources, real), real, new_tokens)
-    start = jnp.full((len(sources), 1), model.config.decoder_start_token_id, np.int32)
+    rows = len(sources)
+    cache = model.init_cache(model.encode(sources, real), real, 0)
+    start = jnp.full((rows, 1), model.config.decoder_start_token_id, np.int32)
     logits, cache = model.decode_cached(start, cache)
-    return logits, cache, lambda last, written, cache: model.decode_cached(last, cache)
+
+    def resize(cache: DecoderCache, slots: int) -> DecoderCache:
+        return cache._replace(tokens=cache.tokens.resized(model.empty_cache(rows, slots)))
+
+    return logits, cache, _Decoder(1, lambda last, written, cache: model.decode_cached(last, cache), resize)
 
 
 class _Program(NamedTuple):
-    """A decoder, its parameters, the slots of its cache, and how it chooses tokens."""
+    """A decoder, its parameters, the largest number of tokens that it computes one from, and how it chooses tokens."""
 
     graphdef: Any
     params: Any
-    slots: int
+    context: int
     sampling: Sampling
 
 
 def _stream(program: _Program, text: list[int], new_tokens: int, stop: int | None, seed: int) -> Iterator[int]:
-    graphdef, params, slots, sampling = program
-    key, length = jax.random.key(seed), slots
+    graphdef, params, context, sampling = program
+    key, length, slots = jax.random.key(seed), context, 0
     for i in range(new_tokens):
         rng = jax.random.fold_in(key, i)
-        if length == slots:
-            recent = text[-slots:] if i == 0 else text[-max(slots // 2, 1) :]
+        if length == context:
+            recent = text[-context:] if i == 0 else text[-max(context // 2, 1) :]
             length = len(recent)
+            slots = min(_in_blocks(length), context)
             window = np.zeros((1, slots), np.int32)
             window[0, :length] = recent
             token, cache = _read_window(graphdef, params, window, np.int32(length), rng, sampling)
         else:
+            if length == slots:
+                slots = min(_more_slots(slots), context)
+                cache = _grow(graphdef, params, cache, slots)
             length += 1
             token, cache = _read_token(graphdef, params, np.array([text[-1:]], np.int32), cache, rng, sampling)
         text.append(int(token))
@@ -308,10 +355,18 @@ def _read_window(
     """Return the token that follows the first `length` tokens of a window int [1, S], and a cache that holds them."""
     model: Any = nnx.merge(graphdef, params)
     real = (jnp.arange(window.shape[1]) < length).astype(np.int32)[None]
-    logits, cache = model(window, None, None, real, model.empty_cache(*window.shape))
+    logits, cache = model(window, None, None, real, model.empty_cache(1, 0))
     last = lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
     # The tokens to come overwrite the padding.
-    return sampling.choose(last, rng)[0], cache._replace(length=length)
+    cache = cache._replace(length=length).resized(model.empty_cache(*window.shape))
+    return sampling.choose(last, rng)[0], cache
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _grow(graphdef: Any, params: Any, cache: KVCache, slots: int) -> KVCache:
+    """Return the cache of one row with more slots."""
+    grown: KVCache = cache.resized(nnx.merge(graphdef, params).empty_cache(1, slots))
+    return grown
 
 
 @partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -20,16 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable, TorchParam
-from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import (
-    KVCache,
-    LayerCache,
-    Visible,
-    reserve,
-    token_positions,
-    update_cache,
-    visible_keys,
-)
+from jaxtrain.models.decoder import KVCache, Visible, attend, token_positions, visible_keys
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.hf_config import fields_from_hf, require
 from jaxtrain.models.layer_norm import LayerNorm
@@ -90,17 +82,16 @@ class GPT2(nnx.Module):
         config, t = self.config, tokens.shape[1]
         _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
-        cache, segments = reserve(cache, segments, tokens)
         visible = visible_keys(t, segments, None, cache)
         x = self.wte[...][tokens] + self.wpe[...][token_positions(positions, t, cache)]
         x = _dropout(x, config.dropout, embed_rng)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, *inputs: nnx.merge(graphdef, layer)(*inputs))
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
-        caches = None if cache is None else cache.layers()
-        x, caches = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, caches))
+        numbers = None if cache is None else np.arange(config.n_layer, dtype=np.int32)
+        x, keys = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, numbers))
         logits = product(self.ln_f(x), self.wte[...].T)
-        return logits if cache is None or caches is None else (logits, cache.append(caches))
+        return logits if cache is None else (logits, cache.append(keys, segments, np.zeros(config.n_layer, bool)))
 
     @property
     def context_length(self) -> int:
@@ -111,8 +102,8 @@ class GPT2(nnx.Module):
         """Return a cache for `slots` tokens in each of `rows` rows, in the dtype of the parameters."""
         config = self.config
         _check_length(config, slots)
-        shape = (config.n_layer, rows, slots, config.n_head, config.n_embd // config.n_head)
-        return KVCache.empty(shape, self.wte[...].dtype)
+        shape = (rows, slots, config.n_head, config.n_embd // config.n_head)
+        return KVCache.empty([None] * config.n_layer, shape, self.wte[...].dtype)
 
 
 class Block(nnx.Module):
@@ -131,26 +122,24 @@ class Block(nnx.Module):
         self.mlp_proj = _linear(4 * width, width, into_residual, rngs)
 
     def __call__(
-        self, x: jax.Array, visible: Visible, rng: jax.Array | None, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x: jax.Array, visible: Visible, rng: jax.Array | None, layer: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         rate = self.config.dropout
         rngs = [None] * 3 if rng is None else jax.random.split(rng, 3)
-        attended, cache = self.attention(self.ln_1(x), visible, rngs[0], cache)
+        attended, keys = self.attention(self.ln_1(x), visible, rngs[0], layer)
         x = x + _dropout(self.attn_proj(checkpoint_name(attended, "attention")), rate, rngs[1])
         hidden = checkpoint_name(_gelu(self.fc(self.ln_2(x))), "hidden")
-        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), cache
+        return x + _dropout(self.mlp_proj(hidden), rate, rngs[2]), keys
 
     def attention(
-        self, x: jax.Array, visible: Visible, rng: jax.Array | None, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Return causal self-attention of [B, T, n_embd] before its output projection, and the updated cache."""
+        self, x: jax.Array, visible: Visible, rng: jax.Array | None, layer: jax.Array | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Return causal self-attention of [B, T, n_embd] before its output projection, and keys and values to cache."""
         b, t, width = x.shape
         heads = self.config.n_head
         q, k, v = (y.reshape(b, t, heads, width // heads) for y in jnp.split(self.qkv(x), 3, axis=-1))
-        k, v, cache = update_cache(k, v, cache)
-        (mask, segments), causal, rate = visible, visible.is_causal, self.config.dropout
-        attended = attention(q, k, v, mask=mask, segments=segments, causal=causal, dropout=rate, rng=rng)
-        return attended.reshape(b, t, width), cache
+        attended = attend(q, k, v, visible, layer, rng, window=None, dropout=self.config.dropout)
+        return attended.reshape(b, t, width), None if layer is None else (k, v)
 
 
 def _stacked_blocks(config: GPT2Config, rngs: nnx.Rngs) -> Block:

@@ -63,12 +63,15 @@ def compute_capability(ctx: Any) -> tuple[int, int]:
 
 
 def is_for_one_device(ctx: Any) -> bool:
-    """Return whether a lowering is for one device, without a mesh.
+    """Return whether a lowering is for one device, without a mesh or within a `jax.shard_map` over all of its axes.
 
     Args:
       ctx: The `LoweringRuleContext` of a primitive.
     """
-    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+    context = ctx.module_context.axis_context
+    axes = getattr(getattr(context, "mesh", None), "axis_names", ())
+    is_manual = bool(axes) and {*axes} == {*getattr(context, "manual_axes", ())}
+    return is_manual or getattr(context, "num_devices", None) == 1
 
 
 _ATTENTION = (

@@ -29,7 +29,9 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     compute-intensive operations of PyTorch's selective checkpointing (`torch/_functorch/partitioners.py`).
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
-    return saveable or primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT) or _is_inside(products, params)
+    listed = primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT)
+    named = primitive.name == "name" and params["name"] == FUSED  # of attention on a ring of devices
+    return saveable or listed or named or _is_inside(products, params)
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import Arrays, Example
@@ -29,12 +29,21 @@ SIZES = st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(1
 SEEDS = st.integers(0, 2**40)
 
 
+@st.composite
+def sizes_and_order(draw: st.DrawFn) -> tuple[int, int, bool]:
+    """Draw (length, batch_size, shuffle). Grain takes 30 ms to shuffle an epoch of any length: few are passed."""
+    shuffle = draw(st.booleans())
+    length = draw(st.integers(20, 60) if shuffle else st.integers(1, 20))
+    return length, draw(st.integers(1, length // 4 if shuffle else length)), shuffle
+
+
 @settings(max_examples=12, deadline=None)
-@given(SIZES, SEEDS, st.booleans(), st.integers(0, 30), st.integers(0, 8))
+@given(sizes_and_order(), SEEDS, st.integers(0, 30), st.integers(0, 8))
+@example((5, 2, True), 3, 4, 1)
 def test_resuming_at_any_position_equals_an_uninterrupted_loader(
-    sizes: tuple[int, int], seed: int, shuffle: bool, stop: int, read_past: int
+    sizes: tuple[int, int, bool], seed: int, stop: int, read_past: int
 ) -> None:
-    length, batch_size = sizes
+    length, batch_size, shuffle = sizes
     uninterrupted = labels(Loader(numbered(length), batch_size, seed, shuffle), stop + 8)
     loader = Loader(numbered(length), batch_size, seed, shuffle)
     assert labels(loader, stop) == uninterrupted[:stop]

@@ -157,15 +157,16 @@ def _lora() -> Run:
     return Run(loss_fn, make, _tokens, lora.sharding(gpt2.SHARDING), lora.frozen)
 
 
-def _llama() -> Run:
-    config = llama.LlamaConfig(**LLAMA, tie_word_embeddings=True, attention_dropout=0.1)
+def llama_run(**settings: Any) -> Run:
+    """Return a run of a model of the Llama family with these settings."""
+    config = llama.LlamaConfig(**LLAMA, attention_dropout=0.1, **settings)
     call = lambda apply, params, batch, rng: apply(params, batch["tokens"], rng)  # noqa: E731
     return _stateless(lambda: llama.Llama(config, rngs=nnx.Rngs(0)), call, _tokens, llama.SHARDING)
 
 
-def _packed() -> Run:
-    """Packed rows: several sequences that do not attend to each other."""
-    config = llama.LlamaConfig(**LLAMA, attention_dropout=0.1)
+def packed_run(family: Any = llama, model: Any = llama.Llama, config: Any = llama.LlamaConfig, **settings: Any) -> Run:
+    """Return a run on packed rows: several sequences that do not attend to each other."""
+    config = config(**LLAMA, attention_dropout=0.1, **settings)
 
     def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
         segments = np.sort(rng.integers(1, 4, (ROWS, TOKENS)), axis=1)
@@ -175,7 +176,7 @@ def _packed() -> Run:
     def call(apply: Any, params: Any, batch: Any, rng: Any) -> Any:
         return apply(params, batch["tokens"], rng, batch["positions"], batch["segments"])
 
-    return _stateless(lambda: llama.Llama(config, rngs=nnx.Rngs(0)), call, batch, llama.SHARDING)
+    return _stateless(lambda: model(config, rngs=nnx.Rngs(0)), call, batch, family.SHARDING)
 
 
 def _mixtral() -> Run:
@@ -225,8 +226,8 @@ RUNS: dict[str, Callable[..., Run]] = {
     "resnet": _resnet,
     "gpt2": _gpt2,
     "lora": _lora,
-    "llama": _llama,
-    "packed": _packed,
+    "llama": partial(llama_run, tie_word_embeddings=True),
+    "packed": packed_run,
     "mixtral": _mixtral,
     "bert": _bert,
     "vit": _vit,

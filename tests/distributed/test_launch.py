@@ -9,7 +9,8 @@ import time
 import pytest
 
 from jaxtrain.cli import main
-from jaxtrain.cli.launch import Launch, Processes, _gpus, _settings
+from jaxtrain.cli.launch import Launch, _gpus, _settings
+from jaxtrain.cli.processes import Processes
 from jaxtrain.errors import UserError
 
 LONG = 30
@@ -20,7 +21,7 @@ def launcher(program: str, n: int = 2, grace: float = LONG) -> list[str]:
     """Return a command that launches a Python program `n` times, with the number of the process in `me`."""
     inner = f"import os, signal, sys, time; me = int(os.environ['ME']); {program}"
     outer = (
-        "import os, sys; from jaxtrain.cli.launch import Processes; "
+        "import os, sys; from jaxtrain.cli.processes import Processes; "
         f"environments = [{{**os.environ, 'ME': str(i), 'PYTHONUNBUFFERED': '1'}} for i in range({n})]; "
         f"sys.exit(Processes([sys.executable, '-c', {inner!r}], environments, {grace}).run())"
     )

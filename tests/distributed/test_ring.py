@@ -1,23 +1,27 @@
 """Ring attention equals the formula on one device, and its devices compute equally much."""
 
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.distributed import make_mesh, memory_per_device, ring
-from jaxtrain.models.attention import blockwise, primitives
+from jaxtrain.distributed import make_mesh, memory_per_device, ring, ring_steps
+from jaxtrain.distributed.program import constrain_shardings
+from jaxtrain.models.attention import FORWARD, attention, blockwise, primitives
 from jaxtrain.models.attention.blocks import Sizes, visible_pairs
 from jaxtrain.models.attention.dropout_mask import counters
 from jaxtrain.models.attention.formula import formula
 from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.transforms import autocast, block, remat
 from tests.distributed.deep import ROWS, deep
+from tests.distributed.on_rings import RINGS
 from tests.distributed.test_sharding_step import NEAR, run_with_devices
+from tests.models.programs import equations
 
 B, T, HEADS, SHARED, WIDTH = 2, 32, 4, 2, 8
-FAMILIES = ["gpt2", "lora", "llama", "packed", "mixtral", "bert", "t5"]
 
 
 def operands(*names):
@@ -25,12 +29,15 @@ def operands(*names):
     rng = np.random.default_rng(0)
     segments = np.sort(rng.integers(1, 4, (B, T)), axis=1)
     arrays = {
+        "bias": jnp.asarray(rng.normal(size=(1, HEADS, T, T))),
+        "row_bias": jnp.asarray(rng.normal(size=(B, 1, 1, T))),
+        "sinks": jnp.asarray(rng.normal(size=(1, HEADS))),
         "mask": jnp.asarray(rng.random((B, 1, T, T)) < 0.7),
         "q_segments": jnp.asarray(segments),
         "k_segments": jnp.asarray(segments),
         "rng": counters(jax.random.key(3), B),
     }
-    return Operands(**{name: arrays[name] for name in names})
+    return Operands(**{name.removeprefix("row_"): arrays[name] for name in names})
 
 
 SEGMENTS = "q_segments", "k_segments"
@@ -41,12 +48,13 @@ DROPPED = Options(0.3, causal=True, dropout=0.2)
 @pytest.mark.parametrize(
     ("options", "names", "spec"),
     [
-        (DROPPED, (*SEGMENTS, "rng"), "sequence=4"),
-        (DROPPED._replace(window=9, softcap=5.0), ("rng",), "sequence=4"),
-        (DROPPED, ("mask", "rng"), "sequence=2,tensor=2"),
-        (Options(0.3), ("mask",), "data=2,sequence=2"),
+        (DROPPED, (*SEGMENTS, "rng", "sinks"), "sequence=4"),
+        (DROPPED._replace(window=12, softcap=5.0), ("rng", "bias"), "sequence=4"),
+        (DROPPED, ("mask", "rng", "bias", "sinks"), "sequence=2,tensor=2"),
+        (Options(0.3), ("mask", "row_bias"), "data=2,sequence=2"),
+        (Options(0.3, causal=True, window=7), ("bias", "sinks", "mask", *SEGMENTS), "data=2,sequence=2"),
     ],
-    ids=["packed", "window", "heads", "bidirectional"],
+    ids=["packed", "long window", "heads", "bidirectional", "window"],
 )
 def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, double):
     given, mesh = operands(*names), make_mesh(spec)
@@ -54,48 +62,69 @@ def test_outputs_and_gradients_equal_those_of_the_formula(options, names, spec, 
     q, k, v, cotangent = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
 
     def gradients(attend):
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, *vjp(cotangent)
+        of_arrays = lambda q, k, v, others: attend(options, q, k, v, given._replace(**others))  # noqa: E731
+        out, vjp = jax.vjp(of_arrays, q, k, v, given.differentiable())
+        return jax.tree.leaves([out, vjp(cotangent)])
 
-    def on_ring(q, k, v):
-        return ring.ring_attention(ring.Attention(options, q, k, v, given), mesh)
+    def on_ring(*arrays):
+        return ring.ring_attention(ring.Attention(*arrays), mesh)
 
-    expected = jax.jit(lambda: gradients(lambda *x: formula(options, *x, given)))()
+    expected = jax.jit(lambda: gradients(formula))()
     for one, other in zip(expected, jax.jit(lambda: gradients(on_ring))(), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
 def test_devices_compute_equally_many_pairs_of_blocks(monkeypatch):
     """Of causal attention the last of four devices would compute seven times as many as the first in order."""
-    work = pairs_per_device("sequence=4", 512, monkeypatch)
+    work = pairs_per_device("sequence=4", jnp.ones((1, 512), np.int32), monkeypatch)
     assert work.max() <= 1.1 * work.min(), work
     assert work.sum() == sum(range(1, 9))  # of 8 chunks, each of one block: those at or below the diagonal
 
 
-def pairs_per_device(spec, tokens, monkeypatch):
-    """Return the number of pairs of blocks that each device computes, with its count in place of each part's output."""
+def pairs_per_device(spec, segments, monkeypatch):
+    """Return the number of pairs of blocks that each device computes, with their counts in place of the outputs."""
 
-    def counted(options, q, k, v, operands, blocks):
-        pairs = visible_pairs(options, Sizes.divided(q.shape[1], k.shape[1], *blocks), len(q), operands)
+    def counted(options, q, k, v, operands, blocks, by_row):
+        assert blocks is None  # as for a CPU
+        assert not by_row
+        pairs = visible_pairs(options, Sizes.divided(q.shape[1], k.shape[1], 64, 64), len(q), operands)
         return jnp.full(q.shape, pairs.count, q.dtype), jnp.zeros((len(q), q.shape[2], q.shape[1]))
 
-    monkeypatch.setattr(ring.blockwise, "forward", counted)
-    mesh, x = make_mesh(spec), jnp.ones((1, tokens, 1, 8))
-    n = mesh.shape["sequence"]
-    # The parts have the same weight, so that the output is the mean over the steps of the ring.
-    attend = jax.jit(
-        lambda x: ring.ring_attention(ring.Attention(Options(1.0, causal=True), x, x, x, Operands()), mesh)
-    )
-    by_chunk = n * np.asarray(attend(x))[0, :, 0, 0].reshape(2 * n, -1).mean(1)
-    np.testing.assert_allclose(by_chunk, by_chunk[::-1], rtol=1e-6)  # chunks i and 2n - 1 - i are on one device
-    return by_chunk[:n].round(3)
+    monkeypatch.setattr(blockwise, "forward", counted)
+    monkeypatch.setattr(ring_steps, "_combined", lambda one, other: (one[0] + other[0], other[1]))
+    mesh, x = make_mesh(spec), jnp.ones((*segments.shape, 1, 8))
+    n, given = mesh.shape["sequence"], Operands(q_segments=segments, k_segments=segments)
+    attend = jax.jit(lambda x: ring.ring_attention(ring.Attention(Options(1.0, causal=True), x, x, x, given), mesh))
+    by_chunk = np.asarray(attend(x))[0, :, 0, 0].reshape(2 * n, -1).mean(1)
+    return by_chunk[:n] + by_chunk[: n - 1 : -1]  # chunks i and 2n - 1 - i are on one device
+
+
+def test_autocast_and_remat_keep_the_ring_and_its_output(monkeypatch):
+    monkeypatch.setattr(primitives, "LONG", 0)
+    mesh, x = make_mesh("sequence=4"), jnp.ones((B, T, HEADS * WIDTH))
+
+    def layer(x):
+        heads = x.reshape(B, T, HEADS, WIDTH)
+        return attention(jnp.sin(heads), heads, heads, causal=True).reshape(x.shape)
+
+    def calls(policy):
+        loss = constrain_shardings(lambda params, batch: block(layer)(batch * params).sum(), mesh)
+        traced = jax.make_jaxpr(jax.grad(remat(autocast(loss, jnp.bfloat16), policy)))(np.float32(1), x)
+        found = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive in (FORWARD, primitives.BACKWARD)]
+        assert {(eqn.params["whole"], eqn.invars[0].aval.dtype.name) for eqn in found} == {((T, T), "bfloat16")}
+        return Counter(eqn.primitive.name for eqn in found)
+
+    # Three parts in the first step; two in those of the loop and in the last one.
+    once = {"fused_attention": 7, "fused_attention_backward": 7}
+    assert calls("none") == calls("dots") == once
+    assert calls("full") == {**once, "fused_attention": 14}
 
 
 @pytest.mark.parametrize(
     ("family", "specs"),
     [
         pytest.param("packed", ["sequence=8"], marks=pytest.mark.slow),
-        *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in FAMILIES),
+        *(pytest.param(name, ["sequence=8", "data=2,sequence=4"], marks=pytest.mark.nightly) for name in RINGS),
     ],
 )
 def test_twenty_steps_equal_those_of_one_device(family, specs):

@@ -19,8 +19,8 @@ sys.modules[SPEC.name] = notebooks  # required by dataclass
 SPEC.loader.exec_module(notebooks)
 
 LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data"}
-# They start dozens of programs.
-LONG = {"data", "migrate", "port", "scale"}
+# They start dozens of programs, or run longer than `train`, which is representative.
+LONG = {"data", "migrate", "nans", "plan", "port", "scale"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

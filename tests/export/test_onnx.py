@@ -110,6 +110,7 @@ CASES = {
     "conv": conv("conv", [(1, 2), (0, 1)], rhs_dilation=(1, 2)),
     "depthwise": conv("depthwise", "SAME", feature_group_count=6),
     "layers": layers,
+    "kinds": lambda w, x: lax.scan(lambda x, i: (lax.cond(i, jnp.sin, jnp.cos, x), None), x, np.arange(2) > 0)[0],
     "copy": lambda w, x: jnp.array(lax.optimization_barrier(x), copy=True) * np.eye(6, dtype=np.float32)[:4][None],
     "logged": lambda w, x: jnp.log(jnp.abs(x) + 1).transpose(2, 0, 1),
     "name": lambda w, x: jax.ad_checkpoint.checkpoint_name(x, "here") - 1,

@@ -27,9 +27,16 @@ def inputs(t=T, s=S, heads=N, dtype=np.float64):
     return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+@partial(jax.jit, static_argnums=0)
+def pulled_back(fn, cotangent, *args):
+    """Return fn(*args) and the gradients of its product with the cotangent."""
+    out, vjp = jax.vjp(fn, *args)
+    return out, *vjp(cotangent.astype(out.dtype))
+
+
 def with_gradients(q, k, v, cotangent, **options):
-    out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
-    return [np.asarray(x) for x in (out, *vjp(cotangent))]
+    found = pulled_back(lambda q, k, v: attention(q, k, v, **options), cotangent, q, k, v)
+    return [np.asarray(x) for x in found]
 
 
 def torch_attention(q, k, v, cotangent, *, mask=None, causal=False, scale=None, bias=None):
@@ -103,8 +110,7 @@ def test_a_fully_masked_row_is_zero_and_has_no_gradient(heads):
     assert not ours[1][0, 3].any()
     for dtype in (jnp.bfloat16, jnp.float16):
         cast = autocast(lambda q, k, v: attention(q, k, v, mask=mask), dtype)
-        out, vjp = jax.vjp(cast, *(np.float32(x) for x in arrays[:3]))
-        grads = vjp(arrays[3].astype(out.dtype))
+        out, *grads = pulled_back(cast, arrays[3].astype(np.float32), *(np.float32(x) for x in arrays[:3]))
         assert not out[0, 3].any()
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in grads)
 
@@ -113,8 +119,8 @@ BIASES = {"by head": (1, N, T, S), "by row": (B, 1, T, S), "of all": (1, 1, T, S
 
 
 def biased(q, k, v, bias, cotangent, **options):
-    out, vjp = jax.vjp(lambda q, k, v, bias: attention(q, k, v, bias=bias, **options), q, k, v, bias)
-    return [np.asarray(x) for x in (out, *vjp(cotangent))]
+    found = pulled_back(lambda *args: attention(*args[:3], bias=args[3], **options), cotangent, q, k, v, bias)
+    return [np.asarray(x) for x in found]
 
 
 @pytest.mark.sampled(1)
@@ -178,8 +184,7 @@ def test_the_low_precision_error_is_at_most_twice_pytorchs(dtype, heads):
     q, k, v, cotangent = arrays = [big.standard_normal(shape).astype(np.float32) for shape in shapes]
     truth = torch_attention(*(x.astype(np.float64) for x in arrays), causal=True)
     cast = autocast(lambda q, k, v: attention(q, k, v, causal=True), jnp.dtype(dtype), "cpu")
-    out, vjp = jax.vjp(cast, q, k, v)
-    ours = [np.asarray(x, np.float64) for x in (out, *vjp(cotangent.astype(dtype)))]
+    ours = [np.asarray(x, np.float64) for x in pulled_back(cast, cotangent, q, k, v)]
     tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
     with torch.autocast("cpu", getattr(torch, dtype)):
         theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors), is_causal=True, enable_gqa=True)

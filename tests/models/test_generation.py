@@ -96,7 +96,7 @@ def torchs_text(theirs, mask=MASK, **options):
     return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
-LONG = {"mistral", "mixtral", "qwen2", "qwen3-by-layer"}
+LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3-by-layer"}
 
 
 def marks(name):
@@ -104,7 +104,8 @@ def marks(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in DECODERS])
-def test_greedy_texts_of_uneven_prompts_equal_transformers_in_float32_and_float64(name):
+def test_greedy_texts_of_uneven_prompts_equal_transformers_in_float32_and_float64(name, monkeypatch):
+    monkeypatch.setattr(generation, "_BLOCK", 48)  # the cache grows once
     model, theirs, params = made(DECODERS[name])
     ours = np.asarray(generate(model, params, PROMPTS, NEW, mask=MASK))
     np.testing.assert_array_equal(ours, torchs_text(theirs))
@@ -196,21 +197,62 @@ def test_the_flops_of_a_token_depend_only_on_the_cache_size(name, width, weights
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_tokens_read_in_pieces_have_the_logits_of_one_pass(name):
+@pytest.mark.parametrize("name", ["smollm3", "mistral"])
+def test_padded_tokens_read_in_pieces_have_the_logits_that_each_row_has_alone(name):
     model, _, params = made(DECODERS[name])
-    apply, _ = functional(model)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        whole = apply(params, PROMPTS)
-        cache = nnx.merge(nnx.split(model)[0], params).empty_cache(3, 11)
-        pieces = []
-        for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
-            logits, cache = apply(params, PROMPTS[:, part], None, None, None, cache)
+    total, padding = 290, np.array([0, 3, 200])
+    tokens = np.random.default_rng(2).integers(61, size=(3, total))
+    real = np.arange(total)[None] >= padding[:, None]
+
+    @jax.jit
+    def in_pieces(params):
+        decoder = nnx.merge(nnx.split(model)[0], params)
+        cache, pieces, start = decoder.empty_cache(3, 0), [], 0
+        # One long prompt; pieces that wrap around the ring, and are longer than it.
+        for size, slots in ((260, 262), (1, 262), (1, total), (5, total), (1, total), (22, total)):
+            part = slice(start, start + size)
+            positions = np.maximum(np.arange(total)[None] - padding[:, None], 0)[:, part]
+            logits, cache = decoder(tokens[:, part], None, positions, real[:, part].astype(np.int32), cache)
+            cache = cache.resized(decoder.empty_cache(3, slots))
             pieces.append(logits)
-    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=0, atol=1e-12)
-    assert int(cache.length) == 9
-    assert np.asarray(cache.segments).sum() == 27
+            start += size
+        return jnp.concatenate(pieces, axis=1), cache
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = widened(params)
+        found, cache = in_pieces(params)
+        # What follows a row does not change its logits.
+        alone = [np.roll(row, -n) for row, n in zip(tokens, padding, strict=True)]
+        expected = jax.jit(functional(model)[0])(params, np.stack(alone))
+    for row, n in enumerate(padding):
+        np.testing.assert_allclose(found[row, n:], expected[row, : total - n], rtol=0, atol=1e-12)
+    assert int(cache.length) == total
+    assert cache.sliding.k.shape[2] == DECODERS[name].sliding_window
+
+
+def test_layers_cache_what_they_attend_to():
+    slots = {"llama": [4096, 4096], "mistral": [128, 128], "smollm3": [4096, 128]}
+    for name, expected in slots.items():
+        config = dataclasses.replace(DECODERS[name], sliding_window=None if name == "llama" else 128)
+        cache = jax.eval_shape(lambda config=config: Llama(config, rngs=nnx.Rngs(0)).empty_cache(3, 4096))
+        width = config.num_key_value_heads * config.head_dim
+        assert sum(x.size for x in jax.tree.leaves(cache) if x.ndim > 2) == 2 * 3 * width * sum(expected)
+
+
+def test_long_sequences_of_mixed_layers_have_no_array_of_queries_by_keys():
+    model, _, params = made(DECODERS["smollm3"])
+    tokens, apply = np.zeros((1, 300), np.int32), functional(model)[0]
+    train = jax.grad(lambda params: apply(params, tokens, None, None, tokens).sum())
+    texts = (
+        lambda params: generate(model, params, tokens, 3),
+        lambda params: generate(model, params, tokens, 3, mask=left),
+    )
+    left = np.arange(300)[None] > 7
+    for program in (train, *texts):
+        found = [
+            v.aval for eqn in equations(jax.make_jaxpr(program)(params).jaxpr) for v in (*eqn.invars, *eqn.outvars)
+        ]
+        assert not [x for x in found if sum(size >= 300 for size in getattr(x, "shape", ())) > 1]
 
 
 @pytest.mark.sampled(1)

@@ -64,8 +64,13 @@ def test_a_layer_and_its_gradients_equal_transformers_in_float64(chosen):
     gate, gate_up, down = (p.detach().numpy() for p in theirs.parameters())
     params = {"gate": gate.T, "gate_up_proj": EXPERTS.to_jax(gate_up), "down_proj": EXPERTS.to_jax(down)}
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        ours, vjp, _ = jax.vjp(in_float64(apply), params, X, has_aux=True)
-        dparams, dx = vjp(cotangent)
+
+        @jax.jit
+        def pulled_back(params, x, cotangent):
+            out, vjp, _ = jax.vjp(in_float64(apply), params, x, has_aux=True)
+            return out, vjp(cotangent)
+
+        ours, (dparams, dx) = pulled_back(params, X, cotangent)
     np.testing.assert_allclose(ours, out.detach().numpy(), rtol=0, atol=1e-12)
     found = [dx, dparams["gate"].T, *(EXPERTS.to_torch(np.asarray(dparams[k])) for k in ("gate_up_proj", "down_proj"))]
     # Relative to the largest gradient: if one expert is chosen, its weight is 1 and the router's gradient is 0.

@@ -45,8 +45,12 @@ SMALL_ON_TWO = {
 }
 ON_TWO = {
     (mesh, name, f"accumulate={k}"): training_of(name, mesh, 2, k)
-    for mesh, more in (("data=2", ("t5", 2)), ("fsdp=2", ("llama", 2)))
-    for name, k in [("gpt2", 4), more, ("batch norm by device", 4), ("fp16", 2)]
+    for mesh, name, k in [("data=2", "t5", 2), ("data=2", "fp16", 2), ("fsdp=2", "gpt2", 4), ("fsdp=2", "llama", 2)]
+}
+MORE_ON_TWO = {
+    (mesh, name, f"accumulate={k}"): training_of(name, mesh, 2, k)
+    for mesh, other in (("data=2", ("gpt2", 4)), ("fsdp=2", ("fp16", 2)))
+    for name, k in [other, ("batch norm by device", 4)]
 }
 ON_FOUR = {
     (mesh, name): training_of(name, mesh, 4)
@@ -67,6 +71,11 @@ def small_on_two():
 @pytest.fixture(scope="module")
 def on_two():
     return run_pytorch(ON_TWO)
+
+
+@pytest.fixture(scope="module")
+def more_on_two():
+    return run_pytorch(MORE_ON_TWO)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +153,12 @@ def test_larger_models_on_two_devices_equal_two_ranks_of_pytorch(on_two, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [key for key in ON_TWO if "fp16" in key], ids=" ".join)
-def test_in_fp16_loss_scales_equal_pytorchs_and_results_are_as_accurate(on_two, key):
-    training, theirs = ON_TWO[key], on_two[key]
+def test_in_fp16_loss_scales_equal_pytorchs_and_results_are_as_accurate(on_two):
+    (key,) = [key for key in ON_TWO if "fp16" in key]
+    assert_as_accurate(ON_TWO[key], on_two[key])
+
+
+def assert_as_accurate(training, theirs):
     ours = run_jax(training, 2)
     np.testing.assert_array_equal(ours.scales, theirs.scales)
     single_rank = partial(torch_side.run, training.case(), accumulate=training.accumulate, steps=training.steps)
@@ -156,6 +168,16 @@ def test_in_fp16_loss_scales_equal_pytorchs_and_results_are_as_accurate(on_two, 
     truth = without(single_rank("fp64", variant=torch_side.Variant(skip=theirs.skipped)), theirs.skipped)
     verdict = same_precision(applied(ours), [applied(run) for run in (theirs, *noise)], truth)
     assert verdict.passed, verdict.faults
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("key", MORE_ON_TWO, ids=" ".join)
+def test_more_models_on_two_devices_equal_two_ranks_of_pytorch(more_on_two, key):
+    training, theirs = MORE_ON_TWO[key], more_on_two[key]
+    if training.precision == "fp16":
+        assert_as_accurate(training, theirs)
+    else:
+        assert_same(run_jax(training, 2), theirs)
 
 
 @pytest.mark.slow

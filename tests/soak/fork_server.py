@@ -4,6 +4,7 @@ It may fork because no device has been used yet: JAX starts its threads in the c
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 IMPORTED = (
     *("jaxtrain.cli.train", "jaxtrain.recipes.image", "matplotlib.figure", "sklearn.datasets"),
     *("tensorboardX.proto.event_pb2", "tensorboardX.proto.summary_pb2", "tensorboardX.record_writer"),
+    *("PIL.ImageDraw", "PIL.ImageFont", "PIL.JpegImagePlugin", "typeguard"),
 )
 
 
@@ -110,6 +112,10 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     exec(sys.argv[1], {})
+    # Collections in a child would visit, and so copy, all objects of the imported modules.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     while line := sys.stdin.readline():
         request = json.loads(line)
         pid = os.fork()

@@ -20,9 +20,16 @@ from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.transforms import at_most
 
 Q_BLOCK, K_BLOCK = 128, 128
-"""Numbers of queries and of keys of a block. Measured on two cores: 4 rows of 1,024 tokens, 4 heads of 32, causal,
-forward and backward take 72 ms of processor time (blocks of 64 × 64: 76, 128 × 256: 82, 256 × 256: 101); the formula
-takes 729 (without `keep_host_memory`), PyTorch 56. The loop runs on one core, PyTorch's kernel on all."""
+"""Numbers of queries, those of all query heads of a key head, and of keys of a block. Measured on two cores: 4 rows of
+2,048 tokens, 4 heads of 32, causal, forward and backward take 190 to 225 ms of processor time (blocks of 256 × 128: 190
+to 207, 128 × 256: 183 to 240, 256 × 256: 250 to 330), PyTorch 175 to 198. Steps of all heads, whose blocks exceed the
+cache, with gradients of keys and values that are not transposed take 290. The loop runs on one core, PyTorch's kernel
+on all: XLA:CPU divides single operations, and those of a block are too small."""
+
+
+def block_sizes(q: jax.Array, k: jax.Array) -> tuple[int, int]:
+    """Return the numbers of queries and keys of a block for q [B, T, N, H] and k [B, S, K, H]."""
+    return max(32, Q_BLOCK // (q.shape[2] // k.shape[2])), K_BLOCK
 
 
 class Gradients(NamedTuple):
@@ -42,7 +49,7 @@ def forward(
     v: jax.Array,
     operands: Operands,
     *,
-    blocks: tuple[int, int] = (Q_BLOCK, K_BLOCK),
+    blocks: tuple[int, int] | None = None,
     by_row: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention and the logarithm of the sum of the exponentials of every query's scores.
@@ -53,15 +60,15 @@ def forward(
       k: Keys [B, S, K, H], where K divides N.
       v: Values [B, S, K, V].
       operands: The other arrays.
-      blocks: Numbers of queries and of keys of a block, approximately.
-      by_row: Whether each step of the loop computes one pair of blocks of every row, so that the rows can be divided
-        over devices, instead of one pair of one row.
+      blocks: Numbers of queries and of keys of a block, approximately; None for `block_sizes`.
+      by_row: Whether each step of the loop computes one pair of blocks of every row and head, so that the rows can be
+        divided over devices, instead of one pair of one row and one key head.
 
     Returns:
       The output [B, T, N, V] and the logarithms [B, N, T], in float32 at least. For a query that attends to no key they
       are 0 and -inf. Outputs over disjoint keys are combined in proportion to the exponentials of the logarithms.
     """
-    sizes = Sizes.divided(q.shape[1], k.shape[1], *blocks)
+    sizes = Sizes.divided(q.shape[1], k.shape[1], *(blocks or block_sizes(q, k)))
     compute = _over_rows(_forward_rows, options, sizes, operands, by_row, len(q))
     out, lse = compute(operands._replace(sinks=None), q, k, v)
     if operands.sinks is None:
@@ -80,7 +87,7 @@ def backward(
     lse: jax.Array,
     cotangent: jax.Array,
     *,
-    blocks: tuple[int, int] = (Q_BLOCK, K_BLOCK),
+    blocks: tuple[int, int] | None = None,
     by_row: bool = False,
 ) -> Gradients:
     """Compute the gradients of attention.
@@ -103,7 +110,7 @@ def backward(
     Returns:
       The gradients, in float32 at least.
     """
-    sizes = Sizes.divided(q.shape[1], k.shape[1], *blocks)
+    sizes = Sizes.divided(q.shape[1], k.shape[1], *(blocks or block_sizes(q, k)))
     lse = lse.astype(wide(q))
     weighted = jnp.einsum("btnh,btnh->bnt", cotangent.astype(lse.dtype), out.astype(lse.dtype))
     compute = _over_rows(_backward_rows, options, sizes, operands, by_row, len(q))
@@ -127,14 +134,19 @@ def _over_rows(
     """Return `fn` of all rows: in one loop, or as one row's loop under vmap."""
     if not by_row:
         pairs = visible_pairs(options, sizes, rows, operands)
-        return lambda operands, *arrays: fn(options, sizes, pairs, pairs.count, operands, *arrays)
+
+        def in_one_loop(operands: Operands, q: jax.Array, k: jax.Array, *arrays: jax.Array) -> Any:
+            return fn(BlockArrays(options, sizes, pairs, pairs.count, operands, q, k, k.shape[2]), q, k, *arrays)
+
+        return in_one_loop
     pairs = visible_pairs_by_row(options, sizes, rows, operands)
     # The loop runs for the row with the most pairs: a batched trip count would copy what the loop carries.
     count = pairs.count.max()
     count = int(count) if isinstance(count, np.integer) else count
 
     def one(pairs: Pairs, operands: Operands, *arrays: jax.Array) -> Any:
-        outs = fn(options, sizes, pairs, count, operands, *(x[None] for x in arrays))
+        q, k, *others = (x[None] for x in arrays)
+        outs = fn(BlockArrays(options, sizes, pairs, count, operands, q, k, 1), q, k, *others)
         return jax.tree.map(lambda x: x[0], outs)
 
     def compute(operands: Operands, *arrays: jax.Array) -> Any:
@@ -149,11 +161,7 @@ def _over_rows(
     return compute
 
 
-def _forward_rows(
-    options: Options, sizes: Sizes, pairs: Pairs, count: Any, operands: Operands, *arrays: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    q, k, v = arrays
-    block = BlockArrays(options, sizes, pairs, count, operands, q, k)
+def _forward_rows(block: BlockArrays, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     queries, keys, values = block.split_queries(q), block.split_keys(k), block.split_keys(v)
     dtype, lead = wide(q), queries.shape[:-1]
     # The largest score and the sum of a query are one array: of two, XLA would copy the first in every step.
@@ -172,8 +180,8 @@ def _forward_rows(
         summed = summed * old + product(dropped, block_of(values, at.k), 1)
         return _updated(carry[0], statistics, at.q), _updated(carry[1], summed, at.q)
 
-    with at_most(pairs.index.shape[0]):
-        statistics, summed = lax.fori_loop(0, count, step, init)
+    with at_most(block.most_steps):
+        statistics, summed = lax.fori_loop(0, block.steps, step, init)
     largest, total = statistics[..., :1], statistics[..., 1:]
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
     out = summed / jnp.where(total == 0, 1, total)
@@ -181,21 +189,25 @@ def _forward_rows(
 
 
 def _backward_rows(
-    options: Options, sizes: Sizes, pairs: Pairs, count: Any, operands: Operands, *arrays: jax.Array
+    block: BlockArrays,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cotangent: jax.Array,
+    lse: jax.Array,
+    weighted: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    q, k, v, cotangent, lse, weighted = arrays
-    block = BlockArrays(options, sizes, pairs, count, operands, q, k)
-    queries, keys, values, given = (
-        *(block.split_queries(q), block.split_keys(k), block.split_keys(v)),
-        block.split_queries(cotangent.astype(v.dtype)),
-    )
+    queries, keys, values = block.split_queries(q), block.split_keys(k), block.split_keys(v)
+    given = block.split_queries(cotangent.astype(v.dtype))
+    # XLA:CPU multiplies by the transpose of the weights half as fast: the gradients of keys and values are transposed.
+    turned_queries, turned = queries.swapaxes(-1, -2), given.swapaxes(-1, -2)
     # The weights of a query without keys, and of one that pads a block, are 0.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse).swapaxes(1, 2)[..., None]
     lse = block.split_queries(lse, padding=jnp.inf)
     weighted = block.split_queries(weighted.swapaxes(1, 2)[..., None])
     dtype = wide(q)
-    init = [jnp.zeros(x.shape, dtype) for x in (queries, keys, values)]
-    bias = block.operands.bias
+    init = [jnp.zeros(x.shape, dtype) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2))]
+    bias, scale = block.operands.bias, block.options.scale
     init += [] if bias is None else [jnp.zeros(bias.shape, dtype)]
 
     def step(i: Any, carry: list[jax.Array]) -> list[jax.Array]:
@@ -203,22 +215,19 @@ def _backward_rows(
         scores = block.scores(at, queries, keys)
         weights = jnp.exp(scores.masked - block_of(lse, at.q))
         of_out = block_of(given, at.q)
-        dv = product(block.dropped(at, weights).astype(v.dtype), of_out, 1, transposed=True)
+        dv = product(block_of(turned, at.q), block.dropped(at, weights).astype(v.dtype), 1)
         of_weights = block.dropped(at, product(of_out, block_of(values, at.k), 2))
         of_scores = weights * (of_weights - block_of(weighted, at.q))
         added = [] if bias is None else [block.bias_with(at, carry[3], of_scores)]
-        of_scores = of_scores * options.scale if scores.slope is None else of_scores * (scores.slope * options.scale)
+        of_scores = of_scores * (scale if scores.slope is None else scores.slope * scale)
         of_scores = of_scores.astype(q.dtype)
-        dq, dk = product(of_scores, block_of(keys, at.k), 1), product(of_scores, block_of(queries, at.q), 1, True)
+        dq, dk = product(of_scores, block_of(keys, at.k), 1), product(block_of(turned_queries, at.q), of_scores, 1)
         return [_added(carry[0], dq, at.q), _added(carry[1], dk, at.k), _added(carry[2], dv, at.k), *added]
 
-    with at_most(pairs.index.shape[0]):
-        dq, dk, dv, *dbias = lax.fori_loop(0, count, step, init)
-    joined = block.joined_queries(dq), block.joined_keys(dk), block.joined_keys(dv)
-    if operands.bias is None:
-        return *joined, None
-    t, s = operands.bias.shape[2:]
-    return *joined, dbias[0][..., :t, :s]
+    with at_most(block.most_steps):
+        dq, dk, dv, *dbias = lax.fori_loop(0, block.steps, step, init)
+    dk, dv = (block.joined_keys(x.swapaxes(-1, -2)) for x in (dk, dv))
+    return block.joined_queries(dq), dk, dv, dbias[0][..., : block.sizes.t, : block.sizes.s] if dbias else None
 
 
 def _updated(x: jax.Array, block: jax.Array, number: jax.Array) -> jax.Array:

@@ -14,6 +14,9 @@ from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.dropout import dropout as _dropout
 
+_LARGE = 2**20
+"""Number of elements from which a mask is computed when a program runs, instead of being a constant of the program."""
+
 
 def formula(
     options: Options, q: jax.Array, k: jax.Array, v: jax.Array, operands: Operands, rng: jax.Array | None = None
@@ -84,14 +87,15 @@ def segment_mask(q_segments: jax.Array, k_segments: jax.Array) -> jax.Array:
     return (q_segments[:, :, None] == k_segments[:, None, :])[:, None]
 
 
-def visible(t: int, s: int, window: int | None) -> np.ndarray:
+def visible(t: int, s: int, window: int | None) -> Any:
     """Return bool [1, 1, T, S]: the keys that a causal query attends to.
 
     >>> visible(3, 3, 2)[0, 0].astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
-    lower = np.tril(np.ones((1, 1, t, s), bool))
-    return lower if window is None else np.triu(lower, 1 - window)
+    numpy: Any = np if t * s < _LARGE else jnp
+    lower = numpy.tril(numpy.ones((1, 1, t, s), bool))
+    return lower if window is None else numpy.triu(lower, 1 - window)
 
 
 def _scores(

@@ -16,7 +16,8 @@ class Options(NamedTuple):
       softcap: Bound c of the scaled scores, which become c · tanh(score / c); None for none.
       dropout: Rate at which weights are dropped; 0 without a key.
       whole: T and S of the attention of which this is a part; its dropout mask is the part of the whole mask at the
-        positions. None if this is the whole.
+        positions, and its gradients are computed from the output and the statistics of all parts. None if this is the
+        whole.
     """
 
     scale: float

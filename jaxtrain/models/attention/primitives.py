@@ -31,8 +31,8 @@ LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
 
-BLOCKS, BLOCKS_ON_GPU = (blockwise.Q_BLOCK, blockwise.K_BLOCK), (256, 512)
-"""Numbers of queries and keys of a block. Those of GPUs have not been timed."""
+BLOCKS_ON_GPU = (256, 512)
+"""Numbers of queries and keys of a block. They have not been timed."""
 
 
 def is_long(t: int, s: int) -> bool:
@@ -63,7 +63,7 @@ class Target(NamedTuple):
     @property
     def loop(self) -> dict[str, Any]:
         """The arguments of `blockwise`: a GPU computes large blocks of all rows at once."""
-        return {"by_row": self.is_divided or not self.on_cpu, "blocks": BLOCKS if self.on_cpu else BLOCKS_ON_GPU}
+        return {"by_row": self.is_divided or not self.on_cpu, "blocks": None if self.on_cpu else BLOCKS_ON_GPU}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,7 +106,7 @@ def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    if target.is_long(q, k):
+    if target.is_long(q, k) or options["whole"] is not None:
         out, statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
         return out.astype(v.dtype), statistics[..., None]
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
@@ -117,7 +117,7 @@ def _portable_backward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> list[Any]:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    if not target.is_long(q, k):
+    if not target.is_long(q, k) and options["whole"] is None:
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
     residuals = operands, out, statistics[..., 0], cotangent
@@ -233,6 +233,8 @@ def _primitive(
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
         """Differentiate once more, or forward: by the formula, with all scores."""
+        if options["whole"] is not None:
+            raise NotImplementedError("second derivatives of a part of an attention")
         moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
         def compute(*moved: Any) -> list[Any]:

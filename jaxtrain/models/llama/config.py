@@ -110,6 +110,12 @@ class LlamaConfig:
             raise UserError(f"layer_types {SLIDING!r} needs sliding_window: set it")
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Number of tokens that a token attends to in each layer, itself included; None for all earlier ones."""
+        types = self.layer_types or (SLIDING,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in types)
+
+    @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
         return self.attention_bias or self.model_type == "qwen2"

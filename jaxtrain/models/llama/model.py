@@ -16,20 +16,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import (
-    KVCache,
-    LayerCache,
-    Visible,
-    attention_mask,
-    reserve,
-    sliding_window_mask,
-    token_positions,
-    update_cache,
-    visible_keys,
-)
+from jaxtrain.models.attention import is_long
+from jaxtrain.models.decoder import KVCache, Visible, attend, token_positions, visible_keys
 from jaxtrain.models.linear import Linear, product
-from jaxtrain.models.llama.config import SLIDING, LlamaConfig
+from jaxtrain.models.llama.config import LlamaConfig
 from jaxtrain.models.rope import apply_rotary, rotary_cos_sin
 from jaxtrain.transforms import block, kernel, recomputed
 
@@ -78,20 +68,45 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array],
-        visible: Visible,
+        visible: "VisibleByKind",
+        kind: "LayerKind",
         rng: jax.Array | None,
-        cache: LayerCache | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        """Return the output, and with a cache the keys and values to append to it."""
         b, t, _ = x.shape
         q, k, v = (proj(x).reshape(b, t, -1, self.config.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
-        k, v, cache = update_cache(k, v, cache)
-        (mask, segments), causal, rate = visible, visible.is_causal, self.config.attention_dropout
-        window = self.config.sliding_window if causal and self.config.layer_types is None else None
-        attended = attention(q, k, v, mask=mask, segments=segments, causal=causal, window=window, dropout=rate, rng=rng)
-        return self.o_proj(checkpoint_name(attended.reshape(b, t, -1), "attention")), cache
+        attended = self._attend(visible, kind, q, k, v, rng).reshape(b, t, -1)
+        return self.o_proj(checkpoint_name(attended, "attention")), None if kind.number is None else (k, v)
+
+    def _attend(
+        self, visible: "VisibleByKind", kind: "LayerKind", q: jax.Array, k: jax.Array, v: jax.Array, rng: Any
+    ) -> jax.Array:
+        """Return the attention of a layer of this kind.
+
+        Where layers differ, the masks of short sequences are selected from. Long ones and those with a cache take a
+        `lax.cond` between two attentions with a static window, which have kernels and skip blocks outside of the
+        window. It is exact for any order of the layers, one layer is compiled whatever the depth, and only the branch
+        taken is computed; its condition is constant where the layers are unrolled. The branches have residuals of the
+        same shapes, which `lax.cond` shares.
+        """
+        if visible.full is None or visible.sliding is None:
+            (own,) = (keys for keys in visible if keys is not None)
+            window = self.config.sliding_window if visible.full is None else None
+            return self._attend_to(own, window, q, k, v, kind.number, rng)
+        if visible.full.mask is not None and visible.full.slots is None:
+            mask = jnp.where(kind.is_sliding, visible.sliding.mask, visible.full.mask)
+            return self._attend_to(Visible(mask), None, q, k, v, None, rng)
+        sliding = partial(self._attend_to, visible.sliding, self.config.sliding_window)
+        full = partial(self._attend_to, visible.full, None)
+        attended: jax.Array = lax.cond(kind.is_sliding, sliding, full, q, k, v, kind.number, rng)
+        return attended
+
+    def _attend_to(self, visible: Visible, window: int | None, *args: Any) -> jax.Array:
+        q, k, v, number, rng = args
+        return attend(q, k, v, visible, number, rng, window=window, dropout=self.config.attention_dropout)
 
 
 class MLP(nnx.Module):
@@ -111,7 +126,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), on [B, T, hidden_size].
 
-    It also returns the auxiliary output of the MLP and the updated cache.
+    It also returns the auxiliary output of the MLP, and with a cache the keys and values to append to it.
     """
 
     def __init__(self, config: LlamaConfig, mlp: Callable[..., Any], *, rngs: nnx.Rngs) -> None:
@@ -121,10 +136,10 @@ class Block(nnx.Module):
         self.mlp = mlp(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, *context: Any) -> tuple[jax.Array, Any, Any]:
-        attended, cache = self.self_attn(self.input_layernorm(x), *context)
+        attended, keys = self.self_attn(self.input_layernorm(x), *context)
         x = x + attended
         y, aux = self.mlp(self.post_attention_layernorm(x))
-        return x + y, aux, cache
+        return x + y, aux, keys
 
 
 class Llama(nnx.Module):
@@ -171,27 +186,24 @@ class Llama(nnx.Module):
         cache: KVCache | None = None,
     ) -> Any:
         config, t = self.config, tokens.shape[1]
-        cache, segments = reserve(cache, segments, tokens)
         visible = _visible(config, t, segments, cache)
         x = self._embed(tokens)
         cos_sin = rotary_cos_sin(config.rope_parameters, token_positions(positions, t, cache), config.head_dim, x.dtype)
         graphdef, layers = nnx.split(self.layers)
 
         @block
-        def apply(layer: Any, kind: LayerKind, x: jax.Array, cos_sin: Any, visible: Any, *context: Any) -> Any:
-            return nnx.merge(graphdef, layer)(x, _select_cos_sin(cos_sin, kind), _select_mask(visible, kind), *context)
-
-        rngs = None if rng is None else jax.random.split(rng, config.num_hidden_layers)
-        caches = None if cache is None else cache.layers()
+        def apply(layer: Any, kind: LayerKind, x: jax.Array, cos_sin: Any, visible: Any, rng: Any) -> Any:
+            return nnx.merge(graphdef, layer)(x, _select_cos_sin(cos_sin, kind), visible, kind, rng)
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            x, aux, updated = apply(*layer[:2], x, cos_sin, visible, *layer[2:])
-            return x, (aux, updated)
+            x, *others = apply(*layer[:2], x, cos_sin, visible, layer[2])
+            return x, others
 
-        x, (aux, caches) = lax.scan(step, x, (layers, _layer_kinds(config), rngs, caches))
+        rngs = None if rng is None else jax.random.split(rng, config.num_hidden_layers)
+        x, (aux, keys) = lax.scan(step, x, (layers, _layer_kinds(config, cache), rngs))
         head = self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
         logits = product(self.norm(x), head)
-        return self.output(logits, aux) if cache is None or caches is None else (logits, cache.append(caches))
+        return self.output(logits, aux) if cache is None else (logits, cache.append(keys, segments, _sliding(config)))
 
     def output(self, logits: jax.Array, aux: Any) -> Any:
         """Return the result of a call without a cache; `aux` stacks the auxiliary outputs of the layers' MLPs."""
@@ -206,8 +218,8 @@ class Llama(nnx.Module):
     def empty_cache(self, rows: int, slots: int) -> KVCache:
         """Return a cache for `slots` tokens in each of `rows` rows, in the dtype of the parameters."""
         config = self.config
-        shape = (config.num_hidden_layers, rows, slots, config.num_key_value_heads, config.head_dim)
-        return KVCache.empty(shape, self.embed_tokens[...].dtype)
+        shape = (rows, slots, config.num_key_value_heads, config.head_dim)
+        return KVCache.empty(config.windows, shape, self.embed_tokens[...].dtype)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
         x = self.embed_tokens[...][tokens]
@@ -218,38 +230,50 @@ class Llama(nnx.Module):
 
 
 class LayerKind(NamedTuple):
-    """Switches that differ by layer, bool [L], or bool [] of one layer; None where all layers are alike."""
+    """What differs by layer, arrays [L], or [] of one layer; None where all layers are alike.
+
+    Attributes:
+      is_sliding: bool, whether the layer has the window.
+      has_rope: bool, whether the layer has rotary positions.
+      number: int32, number of the layer among those of its kind in a cache; None without a cache.
+    """
 
     is_sliding: Any
     has_rope: Any
+    number: Any
 
 
-def _layer_kinds(config: LlamaConfig) -> LayerKind:
-    types, rope_layers = config.layer_types, config.no_rope_layers
+class VisibleByKind(NamedTuple):
+    """What the layers attend to, those without a window and those with it; None if there are none of a kind."""
+
+    full: Visible | None
+    sliding: Visible | None
+
+
+def _sliding(config: LlamaConfig) -> np.ndarray:
+    return np.array([window is not None for window in config.windows])
+
+
+def _layer_kinds(config: LlamaConfig, cache: KVCache | None) -> LayerKind:
+    sliding, rope_layers = _sliding(config), config.no_rope_layers
+    numbers = np.where(sliding, np.cumsum(sliding), np.cumsum(~sliding)).astype(np.int32) - np.int32(1)
     return LayerKind(
-        None if types is None else np.array([kind == SLIDING for kind in types]),
+        None if len({*config.windows}) == 1 else sliding,
         None if rope_layers is None else np.array(rope_layers, bool),
+        None if cache is None else numbers,
     )
 
 
-def _visible(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> tuple[Visible, Any]:
-    """Return (keys of all layers, None), or (keys without the window, mask with it) where layers differ.
-
-    Causal by themselves only with the window of all layers, if there is one: `attention` has kernels for them.
-    """
-    if config.layer_types is None:
-        alone = segments is None and cache is None
-        return Visible() if alone else visible_keys(t, segments, config.sliding_window, cache), None
-    narrow = attention_mask(t, segments, config.sliding_window, cache)
-    if narrow is None:
-        return Visible(), None
-    wide = attention_mask(t, segments, None, cache)
-    return Visible(sliding_window_mask(t, t, 0, None) if wide is None else wide), narrow
-
-
-def _select_mask(visible: tuple[Visible, Any], kind: LayerKind) -> Visible:
-    wide, narrow = visible
-    return wide if narrow is None else Visible(jnp.where(kind.is_sliding, narrow, wide.mask))
+def _visible(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> VisibleByKind:
+    window, is_sliding = config.sliding_window, _sliding(config)
+    full = None if is_sliding.all() else visible_keys(t, segments, None, cache)
+    sliding = visible_keys(t, segments, window, cache) if is_sliding.any() else None
+    if full is not None and full.slots is None and sliding is not None and window is not None:
+        if window >= t:
+            return VisibleByKind(full, None)
+        if not is_long(t, t):
+            return VisibleByKind(full.with_mask(t, None), sliding.with_mask(t, window))
+    return VisibleByKind(full, sliding)
 
 
 def _select_cos_sin(cos_sin: tuple[jax.Array, jax.Array], kind: LayerKind) -> tuple[jax.Array, jax.Array]:

@@ -16,14 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.models.attention import attention
-from jaxtrain.models.decoder import (
-    KVCache,
-    LayerCache,
-    attention_mask,
-    reserve,
-    token_positions,
-    update_cache,
-)
+from jaxtrain.models.decoder import KVCache, Visible, token_positions, visible_keys
 from jaxtrain.models.dropout import dropout as _dropout
 from jaxtrain.models.linear import Linear, product
 from jaxtrain.models.t5.config import T5Config, is_gated
@@ -119,7 +112,6 @@ class T5(nnx.Module):
           mask: bool [B, S], False at padding; None for no padding.
           slots: Largest number of decoder tokens.
         """
-        config = self.config
         graphdef, layers = nnx.split(self.decoder.blocks)
 
         def key_values(layer: Any) -> KeyValues:
@@ -128,16 +120,19 @@ class T5(nnx.Module):
             return attention.key_values(encoded)
 
         source = Source(None, lax.map(key_values, layers), _key_mask(mask))
-        shape = (config.num_decoder_layers, len(encoded), slots, config.num_heads, config.d_kv)
-        return DecoderCache(KVCache.empty(shape, self.shared[...].dtype), source)
+        return DecoderCache(self.empty_cache(len(encoded), slots), source)
+
+    def empty_cache(self, rows: int, slots: int) -> KVCache:
+        """Return a cache for `slots` decoder tokens in each of `rows` rows, in the dtype of the parameters."""
+        config = self.config
+        shape = (rows, slots, config.num_heads, config.d_kv)
+        return KVCache.empty([None] * config.num_decoder_layers, shape, self.shared[...].dtype)
 
     def decode_cached(self, decoder_tokens: jax.Array, cache: DecoderCache) -> tuple[jax.Array, DecoderCache]:
         """Return logits [B, T, vocab_size] for the next decoder inputs int [B, T], and the cache with them appended."""
-        tokens, segments = reserve(cache.tokens, None, decoder_tokens)
-        assert tokens is not None
-        mask = attention_mask(decoder_tokens.shape[1], segments, None, tokens)
-        x, layers = self.decoder(self.shared[...][decoder_tokens], mask, cache.source, None, tokens)
-        return self._logits(x), cache._replace(tokens=tokens.append(layers))
+        x, keys = self.decoder(self.shared[...][decoder_tokens], None, cache.source, None, cache.tokens)
+        no_layer = np.zeros(self.config.num_decoder_layers, bool)
+        return self._logits(x), cache._replace(tokens=cache.tokens.append(keys, None, no_layer))
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.lm_head is not None:
@@ -170,31 +165,36 @@ class Stack(nnx.Module):
         rng: jax.Array | None,
         cache: KVCache | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Return the output and the stacked caches of the layers, None without a cache.
+        """Return the output, and with a cache the stacked keys and values of the layers to append to it.
 
         Args:
           x: [B, T, d_model].
-          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere. Without
-            a cache, a decoder's query also attends to no later key.
+          mask: bool, broadcastable to [B, N, T, S], True where a query attends to a key; None for everywhere. A
+            decoder's query also attends to no later key.
           source: What the cross-attention attends to, for all layers; None in the encoder.
           rng: Dropout key, or None.
-          cache: Cache in which the tokens are reserved, or None.
+          cache: Cache of a decoder's tokens before these, or None.
         """
         first, blocks_rng, last = [None] * 3 if rng is None else jax.random.split(rng, 3)
         graphdef, layers = nnx.split(self.blocks)
         apply = block(lambda layer, *args: nnx.merge(graphdef, layer)(*args))
-        slots, caches = (x.shape[1], None) if cache is None else (cache.k.shape[2], cache.layers())
-        bias = self.position_bias(token_positions(None, x.shape[1], cache)[0], slots)
+        visible = visible_keys(x.shape[1], None, None, cache)
+        if visible.slots is None:
+            bias = self.position_bias(np.arange(x.shape[1], dtype=np.int32), x.shape[1])
+        else:
+            positions, mask = token_positions(None, x.shape[1], cache)[0], visible.mask
+            bias = self.position_bias(positions, visible.slots.k.shape[2])
 
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            params, rng, key_values, cache = layer
+            params, rng, key_values, number = layer
             layer_source = None if source is None else source._replace(key_values=key_values)
-            return apply(params, x, bias, mask, layer_source, rng, cache)
+            return apply(params, x, bias, mask, layer_source, rng, visible, number)
 
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, self.layers)
         key_values = None if source is None else source.key_values
-        x, caches = lax.scan(step, _dropout(x, self.config.dropout, first), (layers, rngs, key_values, caches))
-        return _dropout(self.final_layer_norm(x), self.config.dropout, last), caches
+        numbers = None if cache is None else np.arange(self.layers, dtype=np.int32)
+        x, keys = lax.scan(step, _dropout(x, self.config.dropout, first), (layers, rngs, key_values, numbers))
+        return _dropout(self.final_layer_norm(x), self.config.dropout, last), keys
 
     def position_bias(self, queries: jax.Array | np.ndarray, keys: int) -> jax.Array:
         """Return the bias [1, N, T, S] for queries at positions int [T] and keys at positions 0 … S − 1."""
@@ -206,14 +206,15 @@ class Stack(nnx.Module):
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        distance = np.arange(keys, dtype=np.int32)[None, :] - queries[:, None]
+        # Computed by the program, in which an array [T, S] is no constant and each device computes its own rows.
+        distance = jnp.arange(keys, dtype=np.int32)[None, :] - jnp.asarray(queries)[:, None]
         return self.relative_attention_bias[...][jnp.asarray(buckets)[distance + keys - 1]].transpose(2, 0, 1)[None]
 
 
 class Block(nnx.Module):
     """Pre-norm block on [B, T, d_model]: self-attention, in the decoder cross-attention, and an MLP.
 
-    It also returns the updated cache.
+    With a cache it also returns the keys and values to append to it.
     """
 
     def __init__(self, config: T5Config, *, decoder: bool, rngs: nnx.Rngs) -> None:
@@ -232,14 +233,16 @@ class Block(nnx.Module):
         mask: jax.Array | None,
         source: Source | None,
         rng: jax.Array | None,
-        cache: LayerCache | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+        visible: Visible,
+        layer: jax.Array | None,
+    ) -> tuple[jax.Array, KeyValues | None]:
         rate = self.config.dropout
         rngs = [None] * 6 if rng is None else jax.random.split(rng, 6)
         y = self.self_norm(x)
-        causal = self.decoder and cache is None  # the mask of a cache is causal itself
-        k, v, cache = update_cache(*self.self_attention.key_values(y), cache)
-        attended = self.self_attention(y, KeyValues(k, v), bias, mask, rngs[0], causal=causal)
+        causal = self.decoder and visible.slots is None  # the mask of a cache is causal itself
+        new = self.self_attention.key_values(y)
+        seen = KeyValues(*visible.with_earlier(*new, layer, None))
+        attended = self.self_attention(y, seen, bias, mask, rngs[0], causal=causal)
         x = x + _dropout(attended, rate, rngs[1])
         if self.cross_norm is not None and self.cross_attention is not None:
             assert source is not None
@@ -249,7 +252,7 @@ class Block(nnx.Module):
             assert key_values is not None
             attended = self.cross_attention(self.cross_norm(x), key_values, None, source.mask, rngs[2])
             x = x + _dropout(attended, rate, rngs[3])
-        return x + _dropout(self.mlp(self.mlp_norm(x), rngs[4]), rate, rngs[5]), cache
+        return x + _dropout(self.mlp(self.mlp_norm(x), rngs[4]), rate, rngs[5]), None if layer is None else new
 
 
 class Attention(nnx.Module):

@@ -1,0 +1,45 @@
+"""Data to fine-tune language models on: examples, chat templates, loss masks and rows."""
+
+from jaxtrain.data.finetuning.chat_template import ChatTemplate, Span
+from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, encode_examples
+from jaxtrain.data.finetuning.example_files import ExampleFiles, read_examples, split_examples
+from jaxtrain.data.finetuning.example_page import Run, decoded_runs, print_examples
+from jaxtrain.data.finetuning.examples import (
+    Completion,
+    Conversation,
+    FineTuningExample,
+    Message,
+    PlainText,
+    Preference,
+    parse_example,
+)
+from jaxtrain.data.finetuning.masks import Encoded, encode_example
+from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.rows import PreferenceRows, RowSummary, preference_rows, supervised_rows
+
+__all__ = [
+    "ChatTemplate",
+    "Completion",
+    "Conversation",
+    "Encoded",
+    "EncodedExamples",
+    "ExampleFiles",
+    "FineTuningExample",
+    "Message",
+    "ModelTokenizer",
+    "PlainText",
+    "Preference",
+    "PreferenceRows",
+    "RowSummary",
+    "Run",
+    "Span",
+    "decoded_runs",
+    "encode_example",
+    "encode_examples",
+    "parse_example",
+    "preference_rows",
+    "print_examples",
+    "read_examples",
+    "split_examples",
+    "supervised_rows",
+]

@@ -1,0 +1,145 @@
+"""Files of examples to fine-tune on: JSON Lines, JSON, parquet, Arrow and datasets saved by `datasets`."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.data.files import files_under
+from jaxtrain.data.finetuning.examples import FineTuningExample, parse_example
+from jaxtrain.data.holdout import random_split
+from jaxtrain.data.json_rows import JSON_SUFFIXES, json_rows
+from jaxtrain.data.source import Example
+from jaxtrain.data.table_rows import ARROW_SUFFIXES
+from jaxtrain.data.tables import VALIDATION_SPLITS, is_table, saved_splits, table
+from jaxtrain.data.token_cache import file_identity
+from jaxtrain.errors import UserError
+
+
+class _Rows(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+    def location(self, index: int) -> str:
+        """Return the name of a row for messages."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleFiles:
+    """Examples of one kind, parsed on access: item `i` is as `parse_example` returns it.
+
+    Attributes:
+      rows: Rows of the files.
+      files: The files.
+      indices: Numbers of the rows that are examples, int [N]; None for all.
+      kind: Type of the examples.
+    """
+
+    rows: _Rows
+    files: tuple[Path, ...]
+    kind: type[FineTuningExample]
+    indices: NDArray[np.intp] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, index: int, /) -> FineTuningExample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        number = index if self.indices is None else int(self.indices[index])
+        where = self.rows.location(number)
+        example = parse_example(self.rows[number], where)
+        if type(example) is not self.kind:
+            raise UserError(
+                f"{where} is a {type(example).__name__}, the first example a {self.kind.__name__}: put examples of"
+                " different fields into different files"
+            )
+        return example
+
+    def identity(self) -> list[str]:
+        """Return texts that change whenever the examples may."""
+        rows = "all" if self.indices is None else hashlib.sha256(self.indices.tobytes()).hexdigest()
+        return [f"{rows} {len(self)}", *map(file_identity, self.files)]
+
+
+def read_examples(path: str | os.PathLike[str]) -> ExampleFiles:
+    """Open the examples of a file, a folder of files of one format, or a dataset saved by `datasets`.
+
+    Args:
+      path: `.jsonl`, `.ndjson` or `.json`, `.parquet`, `.arrow` or `.feather`; no pickle is read.
+
+    Returns:
+      The examples; their kind is that of the first.
+
+    Raises:
+      UserError: There is no such file, or its first example is malformed; on access, if the example is.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = Path(folder, "pairs.jsonl")
+      ...     _ = file.write_text('{"prompt": "6 * 7 = ", "completion": "42"}\\n')
+      ...     examples = read_examples(file)
+      ...     examples.kind.__name__, examples[0].completion
+      ('Completion', '42')
+    """
+    root = Path(path)
+    if not root.exists():
+        raise UserError(f"{root} does not exist: use a file of examples")
+    if is_table(root):
+        return _open(table(root, nested=True), [root] if root.is_file() else files_under(root))
+    return _open_json(_json_files(root))
+
+
+def split_examples(path: str | os.PathLike[str], validation_fraction: float = 0.1) -> tuple[ExampleFiles, ExampleFiles]:
+    """Open examples as (train, validation).
+
+    The splits are those of a saved dataset, or the files `train` and `validation` (or `valid`, `dev`, `test`) of a
+    folder of JSON files; otherwise examples are held out at random, the same for equal numbers of examples.
+
+    Args:
+      path: As for `read_examples`.
+      validation_fraction: Fraction that is held out, for data without splits.
+
+    Raises:
+      UserError: As `read_examples`; or there are too few examples to split.
+    """
+    root = Path(path)
+    splits = saved_splits(root)
+    if splits is None and root.is_dir() and not is_table(root):
+        by_name = {file.stem: file for file in _json_files(root)}
+        held_out = next((name for name in VALIDATION_SPLITS if name in by_name), None)
+        splits = (by_name["train"], by_name[held_out]) if held_out and "train" in by_name else None
+    if splits is not None:
+        train, validation = (read_examples(split) for split in splits)
+        return train, validation
+    examples = read_examples(root)
+    train_rows, validation_rows = random_split(len(examples), validation_fraction)
+    return replace(examples, indices=train_rows), replace(examples, indices=validation_rows)
+
+
+def _json_files(root: Path) -> list[Path]:
+    files = [root] if root.is_file() else files_under(root)
+    found = [file for file in files if file.suffix.lower() in JSON_SUFFIXES]
+    if not found:
+        formats = ", ".join((*JSON_SUFFIXES, ".parquet", *ARROW_SUFFIXES))
+        raise UserError(f"{root} has no examples: use {formats}, a folder of these, or a dataset saved by datasets")
+    return found
+
+
+def _open_json(files: Sequence[Path]) -> ExampleFiles:
+    return _open(json_rows(files), files)
+
+
+def _open(rows: Any, files: Sequence[Path]) -> ExampleFiles:
+    if not len(rows):
+        raise UserError(f"{files[0]} has no examples: write at least one")
+    first = parse_example(rows[0], rows.location(0))
+    return ExampleFiles(rows, tuple(files), type(first))

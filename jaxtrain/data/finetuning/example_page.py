@@ -1,0 +1,118 @@
+"""Rows of examples as text, with what is not in the loss in gray: a page to read before a run."""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.rows import PreferenceRows
+from jaxtrain.data.packing import PackedRows
+from jaxtrain.data.text_stream import replace_unprintable
+
+OPEN, CLOSE = "«", "»"
+"""Marks around what is in the loss, where there are no colors."""
+_MAX_CHARACTERS = 2000  # of an example
+
+
+class Run(NamedTuple):
+    """Successive tokens as text, all in the loss or none of them."""
+
+    text: str
+    in_loss: bool
+
+
+def decoded_runs(tokens: NDArray[np.int32], mask: NDArray[np.bool_], texts: ModelTokenizer) -> list[Run]:
+    """Return the text of tokens, special ones included, in runs that are in the loss or not.
+
+    Args:
+      tokens: int32 [N].
+      mask: Whether a token is in the loss, bool [N].
+      texts: Tokenizer.
+
+    Returns:
+      The runs; together they are the decoded text.
+    """
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    runs, before = [], ""
+    for start, stop in pairwise(edges):
+        # A run alone would lose, for instance, the space that its first token starts with.
+        text = texts.decode_all(tokens[:stop])
+        if stop > start:
+            runs.append(Run(text[len(before) :], bool(mask[start])))
+        before = text
+    return runs
+
+
+def print_examples(
+    rows: PackedRows | PreferenceRows, texts: ModelTokenizer, count: int = 3, file: TextIO | None = None
+) -> None:
+    """Print the first examples as the model reads them.
+
+    On a terminal with colors, what is not in the loss is gray; elsewhere what is in the loss stands between « and ».
+
+    Args:
+      rows: Rows of `supervised_rows` or `preference_rows`.
+      texts: Tokenizer.
+      count: Number of examples to print.
+      file: File to print to; None for standard output.
+    """
+    stream = file or sys.stdout
+    console = _color_console(stream)
+    for title, tokens, mask in islice(_examples(rows), count):
+        runs, shown = _shortened(decoded_runs(tokens, mask, texts))
+        heading = f"{title}: {len(tokens):,} tokens, {int(mask.sum()):,} in the loss{shown}"
+        if console is None:
+            body = "".join(f"{OPEN}{run.text}{CLOSE}" if run.in_loss else run.text for run in runs)
+            print(f"{heading}\n{body}\n", file=stream)
+            continue
+        from rich.text import Text
+
+        console.print(Text(heading, style="bold"))
+        styled = ((run.text, "" if run.in_loss else "bright_black") for run in runs)
+        console.print(Text.assemble(*styled), soft_wrap=True)
+        console.print()
+
+
+def _examples(rows: PackedRows | PreferenceRows) -> Iterator[tuple[str, NDArray[np.int32], NDArray[np.bool_]]]:
+    """Yield (title, tokens, mask) of every example in the rows, in order."""
+    number = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        if isinstance(rows, PreferenceRows):
+            for side, title in enumerate(("chosen", "rejected")):
+                one = {name: values[side] for name, values in row.items()}
+                yield f"example {i + 1}, {title}", *_segment(one, 1)
+        else:
+            for segment in range(1, int(row["segments"].max()) + 1):
+                number += 1
+                yield f"example {number}, in row {i + 1}", *_segment(row, segment)
+
+
+def _segment(row: dict[str, Any], segment: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    (columns,) = np.nonzero(row["segments"] == segment)
+    tokens = np.append(row["tokens"][columns[:1]], row["targets"][columns])
+    return tokens, np.append(False, row["weight"][columns] > 0)
+
+
+def _shortened(runs: list[Run]) -> tuple[list[Run], str]:
+    """Return printable runs, and what to add to the heading if the end is left out."""
+    left, kept = _MAX_CHARACTERS, []
+    for text, in_loss in runs:
+        if left > 0:
+            kept.append(Run(replace_unprintable(text[:left]), in_loss))
+        left -= len(text)
+    return kept, "" if left >= 0 else f"; the first {_MAX_CHARACTERS:,} characters"
+
+
+def _color_console(stream: TextIO) -> Any:
+    """Return a console of rich for a terminal with colors, None for anything else."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(file=stream, highlight=False, force_terminal=None if stream.isatty() else False)
+    return console if console.color_system else None

@@ -1,0 +1,208 @@
+"""The tokenizer and the chat template of a model's folder."""
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxtrain.data.finetuning.chat_template import ChatTemplate
+from jaxtrain.data.finetuning.examples import Message
+from jaxtrain.data.model_folder import inside, read_json, read_text
+from jaxtrain.data.tokens import FileTokenizer, Role, Tokens
+from jaxtrain.errors import UserError
+
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ROLES: dict[Role, tuple[str, ...]] = {
+    "pad": ("pad_token", "eos_token"),  # padding is masked, so that any token will do
+    "start": ("bos_token",),
+    "end": ("eos_token",),
+    "mask": ("mask_token",),
+}
+
+
+class ModelTokenizer(FileTokenizer):
+    """Tokenizer of a folder in Hugging Face layout, with its special tokens and chat template.
+
+    It reads `tokenizer.json`, the special and added tokens of `tokenizer_config.json`, and the chat template of
+    `chat_template.jinja`, `additional_chat_templates/` or `tokenizer_config.json`, in this order, as `transformers`
+    does. No code of the folder is run but the template, in a sandbox.
+
+    Args:
+      folder: Folder of the model.
+      now: The time for templates that write the date; None for the present.
+
+    Attributes:
+      special_tokens: Special tokens by name, such as `eos_token`.
+
+    Raises:
+      UserError: There is no tokenizer.json, or a file is damaged.
+
+    Example:
+      >>> from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+      >>> import json, tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> made = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+      >>> made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+      >>> _ = made.add_special_tokens(["<|end|>"])
+      >>> made.save(f"{folder}/tokenizer.json")
+      >>> template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+      >>> config = {"eos_token": "<|end|>", "chat_template": template}
+      >>> _ = Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
+      >>> texts = ModelTokenizer(folder)
+      >>> tokens = texts.encode_chat([{"role": "user", "content": "Hi"}])
+      >>> len(tokens), texts.decode_all(tokens)
+      (9, 'user: Hi<|end|>')
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], now: datetime | None = None) -> None:
+        self.folder, self.now = Path(folder), now or datetime.now()
+        if not (self.folder / _TOKENIZER).is_file():
+            raise UserError(
+                f"{folder} has no {_TOKENIZER}: write one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
+        super().__init__(inside(self.folder, _TOKENIZER))
+        config = read_json(self.folder, _CONFIG) if (self.folder / _CONFIG).is_file() else {}
+        self.special_tokens = {name: _content(config[name], name, self.folder) for name in _NAMED if config.get(name)}
+        _add_tokens(self._tokenizer, config, self.folder)
+        sources = _template_sources(self.folder, config)
+        self._templates = {
+            key: ChatTemplate(source, name, self.special_tokens, self.now) for key, (name, source) in sources.items()
+        }
+
+    def __reduce__(self) -> Any:
+        return ModelTokenizer, (self.folder, self.now)
+
+    def chat_template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
+        """Return the template of conversations, which may differ for those with tools.
+
+        Raises:
+          UserError: The folder has no chat template.
+        """
+        keys = ("tool_use", "default") if tools is not None else ("default",)
+        for key in keys:
+            if key in self._templates:
+                return self._templates[key]
+        raise UserError(
+            f"{self.folder} has no chat template, which messages need: add a {_TEMPLATE}, or use examples with the"
+            " texts prompt and completion"
+        )
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> Tokens:
+        """Return the tokens of a conversation, those of `apply_chat_template` in `transformers`.
+
+        Args:
+          messages: Messages of plain JSON values.
+          tools: Tools, as JSON Schemas.
+          add_generation_prompt: Whether to end with what precedes an answer of the assistant.
+
+        Raises:
+          UserError: There is no template, or it refuses the conversation.
+        """
+        text = self.chat_template(tools).render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self.encode(text)
+
+    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[Any]:
+        """Return the `tokenizers.Encoding` of texts, in several threads.
+
+        Args:
+          texts: Texts.
+          add_special_tokens: Whether to add the special tokens that the tokenizer puts around a text.
+
+        Raises:
+          UserError: The tokenizer fails.
+        """
+        try:
+            return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise UserError(f"{self.file} cannot encode {texts[0][:20]!r}… ({error}): fix it") from None
+
+    def decode_all(self, tokens: ArrayLike) -> str:
+        """Return the text of the tokens, special ones included."""
+        return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
+
+    def special(self, role: Role) -> int:
+        """Return the special token of a role: that of `tokenizer_config.json`, or the first of a known name."""
+        for name in _ROLES[role]:
+            token = self._tokenizer.token_to_id(self.special_tokens.get(name, ""))
+            if token is not None:
+                return int(token)
+        return super().special(role)
+
+    def identity(self) -> list[str]:
+        """Return texts that change whenever the tokens of an example may."""
+        added = sorted((i, repr(token)) for i, token in self._tokenizer.get_added_tokens_decoder().items())
+        templates = sorted((key, t.source, str(t.now) if t.writes_date else "") for key, t in self._templates.items())
+        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        version = importlib.metadata.version("tokenizers")
+        return [
+            f"tokenizers {version} {digest}",
+            repr(added),
+            repr(templates),
+            repr(sorted(self.special_tokens.items())),
+        ]
+
+
+def _content(value: Any, name: str, folder: Path) -> str:
+    content = value.get("content") if isinstance(value, Mapping) else value
+    if not isinstance(content, str):
+        raise UserError(f"{folder / _CONFIG}: {name} is {content!r}, not text: download it again")
+    return content
+
+
+def _add_tokens(tokenizer: Any, config: Mapping[str, Any], folder: Path) -> None:
+    """Add the tokens of the configuration that the tokenizer lacks, in the order of `transformers`."""
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    own = [name for name in config if name.endswith("_token") and name not in _NAMED]
+    try:
+        listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
+        _add(tokenizer, [_added_token(token) for _, token in listed])
+        # Special ones are recognized in texts even where the vocabulary alone has them.
+        special = [config[name] for name in (*_NAMED, *own) if config.get(name)]
+        special = [token for token in special if isinstance(token, str | Mapping)]
+        special += more.values() if isinstance(more, Mapping) else more
+        _add(tokenizer, [_added_token(token, special=True) for token in special])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / _CONFIG} lists its tokens wrongly ({error}): download it again") from None
+
+
+def _add(tokenizer: Any, tokens: list[Any]) -> None:
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens([token for token in tokens if token.content not in known])
+
+
+def _added_token(value: str | Mapping[str, Any], **flags: bool) -> Any:
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"} | flags)
+
+
+def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the (name for messages, text) of every chat template by its key."""
+    sources: dict[str, tuple[str, str]] = {}
+    if (folder / _TEMPLATE).is_file():
+        sources["default"] = (str(folder / _TEMPLATE), read_text(folder, _TEMPLATE))
+    for file in sorted((folder / _MORE_TEMPLATES).glob("*.jinja")):
+        sources[file.stem] = (str(file), read_text(folder, f"{_MORE_TEMPLATES}/{file.name}"))
+    if sources:
+        return sources
+    value, name = config.get("chat_template"), f"chat_template of {folder / _CONFIG}"
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": (name, value)}
+    try:
+        return {entry["name"]: (name, str(entry["template"])) for entry in value}
+    except (TypeError, KeyError):
+        raise UserError(f"{name} is neither text nor a list of named templates: download it again") from None

@@ -1,0 +1,164 @@
+"""Objects in JSON Lines files, or in one JSON file: sources of dicts."""
+
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.data.model_folder import json_value
+from jaxtrain.data.source import Example
+from jaxtrain.errors import UserError
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_REMEDY = "write one JSON object per line"
+
+
+class JsonLines:
+    """Objects of JSON Lines files, in order: item `i` is the object on the `i`-th line that is not blank.
+
+    A line is read and parsed on access; only the offsets of the lines are in memory.
+
+    Args:
+      files: JSON Lines files, UTF-8.
+
+    Raises:
+      UserError: A file cannot be read; on access, if a line is not a JSON object.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = Path(folder, "a.jsonl")
+      ...     _ = file.write_text('{"text": "one"}\\n\\n{"text": "two"}\\n')
+      ...     rows = JsonLines([file])
+      ...     len(rows), rows[1]
+      (2, {'text': 'two'})
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        self._starts = [_line_starts(file) for file in self.files]
+        self._ends = list(accumulate(map(len, self._starts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int, /) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        file, start = self._place(index)
+        with file.open("rb") as stream:
+            stream.seek(start)
+            line = stream.readline()
+        try:
+            row = json_value(line.rstrip().decode("utf-8-sig" if start == 0 else "utf-8"))
+        except json.JSONDecodeError as error:
+            why = f"{error.msg}: column {error.colno}"
+            raise UserError(f"{self.location(index)} is not valid JSON ({why}): {_REMEDY}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.location(index)} is not valid JSON ({error}): {_REMEDY}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{self.location(index)} is a {type(row).__name__}, not an object: {_REMEDY}")
+        return row
+
+    def __reduce__(self) -> Any:
+        return JsonLines, (self.files,)
+
+    def location(self, index: int) -> str:
+        """Return the file and the number of the line of an item, for messages."""
+        file, start = self._place(index)
+        with file.open("rb") as stream:
+            before = sum(block.count(b"\n") for block in _blocks(stream, start))
+        return f"{file}, line {before + 1}"
+
+    def _place(self, index: int) -> tuple[Path, int]:
+        number = bisect_right(self._ends, index)
+        first = self._ends[number - 1] if number else 0
+        return self.files[number], int(self._starts[number][index - first])
+
+
+class JsonArray:
+    """Objects of a JSON file that contains an array of them, in memory.
+
+    Args:
+      file: JSON file, UTF-8.
+
+    Raises:
+      UserError: The file is not a JSON array; on access, if an item is not an object.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            rows = json_value(file.read_text("utf-8-sig"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{file} is not valid JSON ({error}): write an array of objects") from None
+        if not isinstance(rows, list):
+            raise UserError(f"{file} is a {type(rows).__name__}, not an array: write an array of objects")
+        self._rows: list[Any] = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        row = self._rows[index]
+        if not isinstance(row, dict):
+            raise UserError(f"{self.location(index)} is a {type(row).__name__}: write an array of objects")
+        return row
+
+    def __reduce__(self) -> Any:
+        return JsonArray, (self.file,)
+
+    def location(self, index: int) -> str:
+        """Return the file and the number of an item, for messages."""
+        return f"{self.file}, item {index + 1}"
+
+
+def json_rows(files: Sequence[Path]) -> JsonLines | JsonArray:
+    """Open JSON Lines files, or one JSON file with an array of objects.
+
+    Args:
+      files: The files; a file that starts with `[` is an array.
+
+    Returns:
+      The objects, a source.
+
+    Raises:
+      UserError: A file cannot be read, or one of several is an array.
+    """
+    arrays = [file for file in files if _is_array(file)]
+    if arrays and len(files) > 1:
+        raise UserError(f"{arrays[0]} is an array, one of {len(files)} files: write JSON Lines, one object per line")
+    return JsonArray(arrays[0]) if arrays else JsonLines(files)
+
+
+def _is_array(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): use another file") from None
+
+
+def _line_starts(file: Path) -> NDArray[np.int64]:
+    """Return the offsets of the lines that are not blank."""
+    starts, offset = array("q"), 0
+    with file.open("rb") as stream:
+        for line in stream:
+            if line.strip(b" \t\r\n\xef\xbb\xbf"):
+                starts.append(offset)
+            offset += len(line)
+    return np.array(starts, np.int64)
+
+
+def _blocks(stream: Any, size: int) -> Iterator[bytes]:
+    while size > 0 and (block := stream.read(min(size, 2**20))):
+        size -= len(block)
+        yield block

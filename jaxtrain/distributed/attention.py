@@ -1,0 +1,61 @@
+"""Long attention on a mesh that divides tokens: by a ring of devices, or by heads for cuDNN's kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from jaxtrain.distributed.constraints import ShardingConstraints
+from jaxtrain.distributed.ring import Attention, is_ring, ring_attention
+from jaxtrain.models.attention import FORWARD, cudnn
+from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.primitives import fused_attention
+from jaxtrain.transforms import jaxpr, low_operation
+
+
+def find_attention(eqn: JaxprEqn) -> tuple[Options, tuple[str, ...]] | None:
+    """Return the options of long attention, and the names of its operands; None for every other operation."""
+    traced = jaxpr.inner_jaxprs(eqn) if eqn.primitive.name in jaxpr.CALLS else []
+    # Attention is marked for autocast, which would compute it anew, undivided, if the mark stayed.
+    if len(traced) != 1 or len(traced[0].eqns) != 1 or traced[0].eqns[0].primitive.name != "custom_vjp_call":
+        return None
+    (marked,) = traced[0].eqns
+    body = marked.params["call_jaxpr"].eqns
+    if len(body) != 1 or body[0].primitive is not FORWARD or marked.invars != traced[0].invars:
+        return None
+    options = dict(body[0].params)
+    given = options.pop("given")
+    return Options(**options), given
+
+
+@functools.cache
+def divided_attention(
+    options: Options, given: tuple[str, ...], constraints: ShardingConstraints, on_gpu: bool
+) -> Callable[..., jax.Array]:
+    """Return attention of queries, keys, values and operands with a computation for a mesh that divides their tokens.
+
+    It is one operation of autocast's low-precision list. Which computation it has depends on the dtype that it gets.
+
+    Args:
+      options: What is computed.
+      given: Names of the operands.
+      constraints: The sharding constraints of the program's activations.
+      on_gpu: Whether the devices are GPUs.
+    """
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+        q, k, v, *others = arrays
+        attention = Attention(options, q, k, v, Operands.joined(given, others)[0])
+        has_kernel = on_gpu and q.dtype in cudnn.LOW and cudnn.is_supported(*attention)
+        is_in_ring = is_ring(attention, constraints.mesh)
+        if has_kernel and (constraints.divides_heads(arrays) or not is_in_ring):
+            (out,) = constraints.run_fused(undivided, arrays)
+            return out
+        return ring_attention(attention, constraints.mesh) if is_in_ring else undivided(*arrays)[0]
+
+    def undivided(q: Any, k: Any, v: Any, *others: Any) -> list[jax.Array]:
+        return [fused_attention(options, q, k, v, Operands.joined(given, others)[0])]
+
+    return low_operation(attend)

@@ -1,0 +1,153 @@
+"""Examples to fine-tune on: their kinds, their files, and what is wrong with them in one line."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxtrain.data.finetuning import (
+    Completion,
+    Conversation,
+    PlainText,
+    Preference,
+    parse_example,
+    read_examples,
+    split_examples,
+)
+from jaxtrain.errors import UserError
+
+USER, ANSWER, OTHER = ({"role": role, "content": role} for role in ("user", "assistant", "assistant "))
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def test_kinds_are_recognized_by_their_fields() -> None:
+    assert parse_example({"text": "a", "id": 3, "messages": None}, "w") == PlainText("a", "w")
+    for prompt, completion in (("prompt", "completion"), ("prompt", "response"), ("question", "answer")):
+        assert parse_example({prompt: "a", completion: "b", "text": "c"}, "w") == Completion("a", "b", None, "w")
+    assert parse_example({"prompt": [USER], "completion": [ANSWER]}, "w") == Completion((USER,), (ANSWER,), None, "w")
+    conversation = Conversation((USER, ANSWER), [TOOL], "w")
+    assert parse_example({"messages": [USER, ANSWER], "prompt": "a", "tools": json.dumps([TOOL])}, "w") == conversation
+    shared = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "u", "weight": 1},
+        {"from": "gpt", "value": "a"},
+        {"from": "observation", "value": "o"},
+    ]
+    found = parse_example({"conversations": shared, "tools": ""}, "w")
+    assert [(message["role"], message["content"]) for message in found.messages] == [
+        ("system", "s"),
+        ("user", "u"),
+        ("assistant", "a"),
+        ("tool", "o"),
+    ]
+    assert found.tools is None
+    called = parse_example({"messages": [USER, CALL]}, "w").messages[1]
+    assert called == {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
+
+
+def test_preferences_contain_their_prompt_or_have_it_beside_them() -> None:
+    expected = Preference((USER,), (ANSWER,), (OTHER,), None, "w")
+    for row in (
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"prompt": "user", "chosen": [ANSWER], "rejected": [OTHER]},
+        {"prompt": "user", "chosen": [USER, ANSWER], "rejected": [USER, OTHER], "messages": [USER, ANSWER]},
+        {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+    ):
+        assert parse_example(row, "w") == expected
+    texts = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    assert parse_example(texts, "w") == Preference("p", "c", "r", None, "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a"}, "^w has only the fields prompt: name them text; prompt and completion; messages; or"),
+        ({}, "^w has only the fields of no value"),
+        ({"text": 3}, "^w: text is of type int, not text: write it as a string"),
+        ({"text": "\ud800"}, r"^w: text has an incomplete \\u escape"),
+        ({"prompt": "a", "answer": [ANSWER]}, "^w: of prompt and answer one is text and the other messages"),
+        ({"messages": []}, r"^w: messages is empty: write messages as \[\{"),
+        ({"messages": ["a"]}, "^w: message 1 is of type str: write messages as"),
+        ({"messages": [USER, {"content": "a"}]}, "^w: message 2 has no role: write messages as"),
+        ({"messages": [{"role": "user"}]}, "^w: message 1 has no content that is text"),
+        ({"messages": [{"role": "user", "content": 3}]}, "^w: message 1 has no content that is text"),
+        ({"messages": [{**USER, "at": b"a"}]}, "^w: message 1: at is of type bytes: use text, numbers"),
+        ({"messages": [USER], "tools": "[{"}, "^w: tools is not valid JSON"),
+        ({"messages": [USER], "tools": {"a": 1}}, "^w: tools is not a list of objects"),
+        ({"chosen": "a", "rejected": "b"}, "^w has no prompt beside chosen and rejected"),
+        ({"chosen": "a", "rejected": [USER]}, "^w: of chosen and rejected one is text"),
+        ({"chosen": [USER], "rejected": [USER]}, "^w: chosen and rejected do not differ in their answer"),
+        ({"chosen": [USER], "rejected": [ANSWER]}, "^w: prompt is missing: write messages as"),
+    ],
+)
+def test_malformed_rows_are_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        parse_example(row, "w")
+    assert "\n" not in str(raised.value)
+
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [USER, {**ANSWER, "content": str(i), "n": i}], "tools": [TOOL] if i else None} for i in range(20)
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) for row in rows]
+    path.write_text(f"[{','.join(lines)}]" if path.suffix == ".json" else "\n".join(lines))
+    return path
+
+
+@pytest.mark.slow
+def test_every_format_holds_the_same_examples(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet, feather = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow.feather")
+    table = pyarrow.Table.from_pylist(ROWS)
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    feather.write_feather(table, tmp_path / "a.feather", compression="uncompressed")
+    pytest.importorskip("datasets").Dataset(table).save_to_disk(tmp_path / "saved")
+    paths = [tmp_path / "a.parquet", tmp_path / "a.feather", tmp_path / "saved"]
+    paths += [write(tmp_path / name, ROWS) for name in ("a.jsonl", "a.ndjson", "a.json", "folder/a.jsonl")]
+    paths[-1] = paths[-1].parent
+    expected = [parse_example(row, "") for row in ROWS]
+    held_out = set()
+    for path in paths:
+        examples = read_examples(path)
+        assert examples.kind is Conversation
+        found = [examples[i] for i in range(len(examples))]
+        assert [(one.messages, one.tools) for one in found] == [(one.messages, one.tools) for one in expected], path
+        parts = split_examples(path)
+        assert [len(part) for part in parts] == [18, 2]
+        held_out.add(tuple(int(example.messages[1]["content"]) for example in parts[1]))
+        assert pickle.loads(pickle.dumps(parts[0]))[3] == parts[0][3]
+        assert parts[0].identity() != parts[1].identity()
+        assert "19" in examples[19].where or "20" in examples[19].where
+    assert len(held_out) == 1
+
+
+def test_files_and_splits_have_names(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", ROWS[:3])
+    write(tmp_path / "test.jsonl", ROWS[3:5])
+    train, validation = split_examples(tmp_path)
+    assert [len(train), len(validation)] == [3, 2]
+    assert validation[0].where == f"{tmp_path / 'test.jsonl'}, line 1"
+
+
+def test_unusable_files_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere does not exist: use a file of examples"):
+        read_examples(tmp_path / "nowhere")
+    (tmp_path / "a.pkl").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "a.pkl"):
+        with pytest.raises(UserError, match=r"has no examples: use \.jsonl, \.ndjson, \.json, \.parquet, \.arrow"):
+            read_examples(path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=r"empty\.jsonl has no examples: write at least one"):
+        read_examples(tmp_path / "empty.jsonl")
+    mixed = read_examples(write(tmp_path / "mixed.jsonl", [{"text": "a"}, {"prompt": "a", "response": "b"}]))
+    with pytest.raises(UserError, match=r"mixed\.jsonl, line 2 is a Completion, the first example a PlainText"):
+        mixed[1]
+    with pytest.raises(UserError, match="1 examples leave none for validation"):
+        split_examples(write(tmp_path / "one.jsonl", [{"text": "a"}]))
