@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,8 @@ def attention(
         raise UserError(f"window {window} needs causal=True: pass it, or a mask")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dropping = rng is not None and dropout > 0.0
-    options = Options(scale, causal, window, softcap, dropout if dropping else 0.0)
+    precision: Any = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  # mypy knows no settings
+    options = Options(scale, causal, window, softcap, dropout if dropping else 0.0, precision=precision)
     q_segments, k_segments = (None, None) if segments is None else segments
     operands = Operands(mask, bias, None if sinks is None else sinks[None], q_segments, k_segments)
     key = rng if dropping else None

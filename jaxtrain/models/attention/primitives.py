@@ -3,7 +3,10 @@
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
 compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
 there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
-Otherwise it computes the formula, or for long sequences the same attention block by block.
+Where cuDNN has none, kernels of our own serve the same GPUs. They also compute long packed or padded rows, for which
+cuDNN would read a mask of all pairs: its packed layout, as XLA calls it, allocates as many times the memory of the
+queries, in float32, as a row may have segments. Every other program computes the formula, or for long sequences the
+same attention block by block.
 """
 
 import functools
@@ -20,6 +23,7 @@ from jaxtrain.models.attention import blockwise, cudnn
 from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.formula import formula, log_sum_exp
 from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.partitioned import partitioned
 from jaxtrain.transforms import jax_internals
 
 LONG = 256 * 256
@@ -31,8 +35,18 @@ LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
 
+WIDEST_KERNEL = 256
+"""Width of the widest heads for which there is a kernel of our own."""
+
 BLOCKS_ON_GPU = (256, 512)
 """Numbers of queries and keys of a block. They have not been timed."""
+
+
+PARTS = {
+    "fused_attention": ((), ("out", "statistics")),
+    "fused_attention_backward": (("out", "statistics", "cotangent"), ("dq", "dk", "dv")),
+}
+"""The arrays of each primitive after the operands, and its results, without the gradients of operands."""
 
 
 def is_long(t: int, s: int) -> bool:
@@ -178,6 +192,21 @@ def _cudnn_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], 
     return cudnn.backward(Options(**options), q, k, v, operands, *residuals)
 
 
+def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
+    from jaxtrain.models.attention import pallas_gpu  # costs a program for other devices a tenth of a second
+
+    operands, _ = Operands.joined(given, rest)
+    out, statistics = pallas_gpu.forward(Options(**options), q, k, v, operands)
+    return out, statistics[..., None]
+
+
+def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+    from jaxtrain.models.attention import pallas_gpu
+
+    operands, (out, statistics, cotangent) = Operands.joined(given, rest)
+    return pallas_gpu.backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
+
+
 def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[Any]:
     del k, rest, options
     b, t, n, _ = q.shape
@@ -208,10 +237,51 @@ def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], 
     return outs, [0] * len(outs)
 
 
+def _is_by_cudnn(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether cuDNN computes an attention on the GPUs that a lowering is for."""
+    supported = q.dtype in cudnn.LOW and cudnn.is_supported(options, q, k, v, operands)
+    return supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands)
+
+
+def _has_kernel(ctx: Any, q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether `pallas_gpu` computes an attention on the GPUs that a lowering is for."""
+    widths, whole = (q.shape[-1], v.shape[-1]), (q.shape[1], k.shape[1])
+    same = q.dtype == k.dtype == v.dtype and q.dtype in (*cudnn.LOW, np.float32)
+    of_whole = operands.bias is None or operands.bias.shape[2:] == whole
+    fits = same and of_whole and max(widths) <= WIDEST_KERNEL and is_long(*whole)
+    # Gradients of what rows share would be sums over devices.
+    on_mesh = jax_internals.is_divided(ctx) and not operands.differentiable()
+    runs = jax_internals.runs_whole(ctx) or on_mesh
+    return fits and runs and jax_internals.compute_capability(ctx) >= (8, 0)
+
+
+def _with_settings(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute` with the precision of its options, in the scope by which costs of programs find attention."""
+
+    def run(*arrays: Any, **options: Any) -> Any:
+        scope = f"{name}_causal" if options["causal"] else name
+        with jax.default_matmul_precision(options["precision"]), jax.named_scope(scope):
+            return compute(*arrays, **options)
+
+    return run
+
+
+def _on_mesh(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute` for programs that the compiler divides over devices."""
+    residuals, results = PARTS[name]
+
+    def run(*arrays: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+        kernel = functools.partial(_with_settings(name, compute), given=given, **options)
+        return partitioned(kernel, ("q", "k", "v", *given, *residuals), results, *arrays)
+
+    return run
+
+
 def _primitive(
     name: str,
     shapes: Callable[..., Any],
-    kernel: Callable[..., Any],
+    of_cudnn: Callable[..., Any],
+    of_pallas: Callable[..., Any],
     portable: Callable[..., Any],
     explicit: Callable[..., Any],
 ) -> Any:
@@ -219,16 +289,18 @@ def _primitive(
         return lowered(functools.partial(portable, target=Target.of(ctx)), ctx, *args, **options)
 
     def lowered(compute: Callable[..., Any], ctx: Any, *args: Any, **options: Any) -> Any:
-        # By this scope the costs of compiled programs find attention.
-        scoped = jax.named_scope(f"{name}_causal" if options["causal"] else name)(compute)
-        return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
+        return mlir.lower_fun(_with_settings(name, compute), multiple_results=True)(ctx, *args, **options)
 
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
-        supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
-        if supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands):
-            return lowered(kernel, ctx, *args, given=given, **options)
+        by_cudnn = _is_by_cudnn(ctx, Options(**options), q, k, v, operands)
+        is_packed = operands.q_segments is not None and q.shape[1] * k.shape[1] >= LONG_ON_GPU
+        if _has_kernel(ctx, q, k, v, operands) and (is_packed or not by_cudnn):
+            own = of_pallas if jax_internals.runs_whole(ctx) else _on_mesh(name, of_pallas)
+            return lowered(own, ctx, *args, given=given, **options)
+        if by_cudnn:
+            return lowered(of_cudnn, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
@@ -263,10 +335,17 @@ def _run(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable
     return jax.jit(lambda *args: primitive.bind(*args, **dict(options)))
 
 
-FORWARD = _primitive("fused_attention", _shapes_forward, _cudnn_forward, _portable_forward, _explicit_forward)
+FORWARD = _primitive(
+    "fused_attention", _shapes_forward, _cudnn_forward, _pallas_forward, _portable_forward, _explicit_forward
+)
 """(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1])."""
 
 BACKWARD = _primitive(
-    "fused_attention_backward", _shapes_backward, _cudnn_backward, _portable_backward, _explicit_backward
+    "fused_attention_backward",
+    _shapes_backward,
+    _cudnn_backward,
+    _pallas_backward,
+    _portable_backward,
+    _explicit_backward,
 )
 """(q, k, v, *operands, out, statistics, cotangent) -> gradients of q, k, v and of the bias and the sinks if given."""
