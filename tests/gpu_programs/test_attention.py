@@ -120,9 +120,11 @@ def test_attention_is_fused_on_a_mesh(gpus, mesh):
     assert calls(gpt2_step(gpus(9, count=2), mesh)) == {SOFTMAX: LAYERS, f"{SOFTMAX}Backward": LAYERS}
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
+@pytest.mark.parametrize(
+    "mesh", ["data=2", "tensor=2", "sequence=2", pytest.param("fsdp=2", marks=pytest.mark.nightly)]
+)
 def test_long_packed_rows_are_divided_over_a_mesh_without_a_mask(gpus, mesh):
-    length = 1024
+    length = 1280
     lowered = gpt2_step(gpus(9, count=2), mesh, length, segments=True)
     program = compile_for_gpu(lowered, TARGETS["h100"], parse_mesh(mesh))
     assert program.host_waits == 0
