@@ -3,7 +3,7 @@
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _REMEDY = "write one JSON object per line"
 class JsonLines:
     """Objects of JSON Lines files, in order: item `i` is the object on the `i`-th line that is not blank.
 
-    A line is read and parsed on access; only the offsets of the lines are in memory.
+    A line is read and parsed on access; only the offsets and numbers of the lines are in memory.
 
     Args:
       files: JSON Lines files, UTF-8.
@@ -42,8 +42,8 @@ class JsonLines:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
-        self._starts = [_line_starts(file) for file in self.files]
-        self._ends = list(accumulate(map(len, self._starts)))
+        self._lines = [_lines(file) for file in self.files]
+        self._ends = list(accumulate(map(len, self._lines)))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -51,7 +51,7 @@ class JsonLines:
     def __getitem__(self, index: int, /) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        file, start = self._place(index)
+        file, start, _ = self._place(index)
         with file.open("rb") as stream:
             stream.seek(start)
             line = stream.readline()
@@ -71,15 +71,15 @@ class JsonLines:
 
     def location(self, index: int) -> str:
         """Return the file and the number of the line of an item, for messages."""
-        file, start = self._place(index)
-        with file.open("rb") as stream:
-            before = sum(block.count(b"\n") for block in _blocks(stream, start))
-        return f"{file}, line {before + 1}"
+        file, _, line = self._place(index)
+        return f"{file}, line {line}"
 
-    def _place(self, index: int) -> tuple[Path, int]:
+    def _place(self, index: int) -> tuple[Path, int, int]:
+        """Return (file, offset, number of the line) of an item."""
         number = bisect_right(self._ends, index)
         first = self._ends[number - 1] if number else 0
-        return self.files[number], int(self._starts[number][index - first])
+        start, line = self._lines[number][index - first].tolist()
+        return self.files[number], start, line
 
 
 class JsonArray:
@@ -147,18 +147,12 @@ def _is_array(file: Path) -> bool:
         raise UserError(f"{file} cannot be read ({error.strerror}): use another file") from None
 
 
-def _line_starts(file: Path) -> NDArray[np.int64]:
-    """Return the offsets of the lines that are not blank."""
-    starts, offset = array("q"), 0
+def _lines(file: Path) -> NDArray[np.int64]:
+    """Return the offset and the number of every line that is not blank, [N, 2]."""
+    lines, offset = array("q"), 0
     with file.open("rb") as stream:
-        for line in stream:
+        for number, line in enumerate(stream, 1):
             if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                starts.append(offset)
+                lines.extend((offset, number))
             offset += len(line)
-    return np.array(starts, np.int64)
-
-
-def _blocks(stream: Any, size: int) -> Iterator[bytes]:
-    while size > 0 and (block := stream.read(min(size, 2**20))):
-        size -= len(block)
-        yield block
+    return np.array(lines, np.int64).reshape(-1, 2)

@@ -110,9 +110,11 @@ def _folder() -> Path | None:
 
 
 def _in_memory(documents: Iterable[NDArray[np.integer[Any]]], dtype: DTypeLike) -> TokenizedDocuments:
-    arrays = [np.asarray(tokens, dtype) for tokens in documents]
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-    return TokenizedDocuments(np.concatenate([np.empty(0, dtype), *arrays]), offsets)
+    tokens, offsets = bytearray(), [0]  # one buffer that grows, so that all tokens are never in memory twice
+    for document in documents:
+        tokens += np.ascontiguousarray(document, dtype).data
+        offsets.append(offsets[-1] + len(document))
+    return TokenizedDocuments(np.frombuffer(tokens, dtype), np.array(offsets, np.int64))
 
 
 @contextlib.contextmanager

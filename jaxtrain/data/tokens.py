@@ -1,5 +1,7 @@
 """Tokenizers: bytes, or a tokenizer.json of the `tokenizers` library."""
 
+import hashlib
+import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +125,11 @@ class FileTokenizer:
             if token is not None:
                 return int(token)
         raise UserError(f"{self.file} has no {role} token: add one of {', '.join(_NAMES[role])}")
+
+    def identity(self) -> list[str]:
+        """Return texts that change whenever the tokens of a text may."""
+        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return [f"whole texts by tokenizers {importlib.metadata.version('tokenizers')} {digest}"]
 
 
 def tokenizer(file: Path | None) -> Tokenizer:

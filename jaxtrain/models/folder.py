@@ -19,6 +19,7 @@ from jaxtrain.interop import StoredTensor, read_torch
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model*.safetensors"
+_TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
 
 
@@ -39,7 +40,7 @@ def resolve_folder(path: Path | str) -> Path:
             f"{path} is not a folder, and huggingface_hub is not installed to download it: pip install huggingface_hub"
         ) from error
     try:
-        return Path(hub.snapshot_download(repository, allow_patterns=[CONFIG, _WEIGHTS, _INDEX]))
+        return Path(hub.snapshot_download(repository, allow_patterns=[CONFIG, _WEIGHTS, _INDEX, *_TEXTS]))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{path} is not a folder and cannot be downloaded ({reason}): use a local folder") from error

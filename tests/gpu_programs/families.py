@@ -142,7 +142,7 @@ def _decoder(config: LlamaConfig | MixtralConfig, model: Any, rules: Any) -> Fam
     return Family(loss_fn, params, {name: _shape(ROWS, LENGTH) for name in names}, rules, LAYERS)
 
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH,
@@ -248,8 +248,8 @@ def _lora() -> Family:
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "gpt2": _gpt2,
-    "llama": lambda: _decoder(LlamaConfig(**_SIZES), Llama, llama.SHARDING),
-    "mixtral": lambda: _decoder(MixtralConfig(**_SIZES, num_local_experts=4), Mixtral, mixtral.SHARDING),
+    "llama": lambda: _decoder(LlamaConfig(**SIZES), Llama, llama.SHARDING),
+    "mixtral": lambda: _decoder(MixtralConfig(**SIZES, num_local_experts=4), Mixtral, mixtral.SHARDING),
     "bert": _bert,
     "t5": _t5,
     "vit": _vit,

@@ -3,11 +3,18 @@
 import math
 
 import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from benchmarks.predicted import case_program
 from benchmarks.workloads import WORKLOADS
-from tests.gpu_programs.families import FAMILIES, Settings, program
+from jaxtrain import Loss, train_step
+from jaxtrain.losses import cross_entropy
+from jaxtrain.models import Llama, LlamaConfig, functional, llama
+from jaxtrain.optim import adamw
+from jaxtrain.planning import gpu_program
+from tests.gpu_programs.families import FAMILIES, SIZES, Settings, program
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="compiling for GPUs requires the extra gpu-programs")
 
@@ -33,3 +40,27 @@ def test_gradients_are_reduced_once_a_window_in_float32(family):
     gradients = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(FAMILIES[family]().params))
     assert 1 <= traffic.sent / (2 * 7 / 8 * gradients) <= 1.02
     assert compiled.host_waits == 0
+
+
+@pytest.mark.slow
+def test_a_ring_sends_keys_while_cudnn_computes():
+    """Each of 8 devices has two chunks of 384 tokens: 3 parts in the first step, 2 in each of the 7 others."""
+    length, chunk = 6144, 384
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 1, "max_position_embeddings": length})
+    apply, params = functional(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+
+    def loss_fn(params, batch, rng):
+        return Loss.of(cross_entropy(apply(params, batch["tokens"], rng), batch["tokens"])), {}
+
+    batch = {"tokens": jax.ShapeDtypeStruct((1, length), np.int32)}
+    step = train_step(loss_fn, adamw(1e-3), precision="bf16")
+    compiled = gpu_program(step, params, batch, mesh="sequence=8", rules=llama.SHARDING)
+    assert compiled.launch_counts["cuDNN attention"] == 2 * (3 + 7 * 2)
+    assert compiled.host_waits == 0
+    assert {transfer.kind for transfer in compiled.transfers} == {"collective-permute", "all-reduce"}
+    in_loops = [transfer for transfer in compiled.transfers if transfer.times == 6]
+    assert len(in_loops) >= 2  # of the forward and of the backward pass
+    assert all(transfer.launches for transfer in in_loops)
+    assert sum(transfer.products for transfer in in_loops) >= 4  # two kernels in each pass
+    shapes = [array.shape for launch in compiled.launches for array in launch.instruction.results]
+    assert not any(len(shape) > 1 and not any(n % chunk for n in shape[-2:]) for shape in shapes)  # no scores

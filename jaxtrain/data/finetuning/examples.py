@@ -200,14 +200,16 @@ def _message(value: Any, where: str) -> Message:
     message = {name: _json(item, name, where) for name, item in value.items() if item is not None}
     if "from" in message and "role" not in message:
         role = message.pop("from")
-        message = {"role": _ROLES.get(role, role), "content": message.pop("value", None), **message}
+        message["role"] = _ROLES.get(role, role)
+        if "value" in message:
+            message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
         raise UserError(f"{where} has no role: {_FORM}")
     content = message.get("content")
     # An assistant that calls tools may say nothing; a list holds parts, such as {"type": "text", "text": "…"}.
     if not isinstance(content, str | list) and not (content is None and "tool_calls" in message):
         raise UserError(f"{where} has no content that is text: {_FORM}")
-    return {name: item for name, item in message.items() if item is not None}
+    return message
 
 
 def _tools(value: Any, where: str) -> list[Any] | None:

@@ -113,10 +113,8 @@ def _render_completion(
     assert not isinstance(prompt, str)
     assert not isinstance(completion, str)
     template = texts.chat_template(tools)
-    start, text = (
-        template.render(prompt, tools, add_generation_prompt=True),
-        template.render(prompt + completion, tools),
-    )
+    start = template.render(prompt, tools, add_generation_prompt=True)
+    text = template.render(prompt + completion, tools)
     if not text.startswith(start):
         raise _unstable(template, len(prompt) + 1)
     return _Rendered(text, [Span(len(start), len(text))], is_whole=True)

@@ -1,10 +1,8 @@
 """The tokenizer and the chat template of a model's folder."""
 
-import hashlib
-import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ class ModelTokenizer(FileTokenizer):
 
     Args:
       folder: Folder of the model.
-      now: The time for templates that write the date; None for the present.
+      now: The time for templates that write the date; None for the beginning of today.
 
     Attributes:
       special_tokens: Special tokens by name, such as `eos_token`.
@@ -63,7 +61,7 @@ class ModelTokenizer(FileTokenizer):
     """
 
     def __init__(self, folder: str | os.PathLike[str], now: datetime | None = None) -> None:
-        self.folder, self.now = Path(folder), now or datetime.now()
+        self.folder, self.now = Path(folder), now or datetime.combine(date.today(), time())
         if not (self.folder / _TOKENIZER).is_file():
             raise UserError(
                 f"{folder} has no {_TOKENIZER}: write one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
@@ -142,14 +140,8 @@ class ModelTokenizer(FileTokenizer):
         """Return texts that change whenever the tokens of an example may."""
         added = sorted((i, repr(token)) for i, token in self._tokenizer.get_added_tokens_decoder().items())
         templates = sorted((key, t.source, str(t.now) if t.writes_date else "") for key, t in self._templates.items())
-        digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        version = importlib.metadata.version("tokenizers")
-        return [
-            f"tokenizers {version} {digest}",
-            repr(added),
-            repr(templates),
-            repr(sorted(self.special_tokens.items())),
-        ]
+        special = sorted(self.special_tokens.items())
+        return [*super().identity(), repr(added), repr(templates), repr(special)]
 
 
 def _content(value: Any, name: str, folder: Path) -> str:

@@ -84,6 +84,7 @@ class BlockArrays:
 
     def at(self, i: Any) -> At:
         """Return what step i computes."""
+        i = i.astype(np.int32)  # with x64 that of a loop is int64
         pair, part = (i, np.int32(0)) if self.parts == 1 else (i // self.parts, i % self.parts)
         row, q, k = lax.dynamic_index_in_dim(self.index, pair, keepdims=False)
         used = pair < self.pairs.count if self.is_partly_used else None

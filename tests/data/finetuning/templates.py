@@ -242,6 +242,10 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "reasoning": ([QUESTION, {"role": "assistant", "reasoning": "\nhm\n", "content": "42"}], None),
     "special": ([{"role": "user", "content": "</s><|im_end|> [INST]"}, {"role": "assistant", "content": "<s>"}], None),
     "tools": ([SYSTEM, QUESTION, CALL, RESULT, {"role": "assistant", "content": "44"}], TOOLS),
+    "spaces": (
+        [QUESTION, {"role": "assistant", "content": " 42"}, QUESTION, {"role": "assistant", "content": "42"}],
+        None,
+    ),
     "empty": ([{"role": "user", "content": ""}, {"role": "assistant", "content": ""}], None),
 }
 

@@ -31,7 +31,7 @@ def test_kinds_are_recognized_by_their_fields() -> None:
     conversation = Conversation((USER, ANSWER), [TOOL], "w")
     assert parse_example({"messages": [USER, ANSWER], "prompt": "a", "tools": json.dumps([TOOL])}, "w") == conversation
     shared = [
-        {"from": "system", "value": "s"},
+        {"from": "system", "value": "s", "role": None},
         {"from": "human", "value": "u", "weight": 1},
         {"from": "gpt", "value": "a"},
         {"from": "observation", "value": "o"},

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -143,6 +144,18 @@ def test_completions_are_in_the_loss_alone(texts: ModelTokenizer) -> None:
             assert all(one.tokens[-1] == end for one in found)
         # What is in the loss is the end of each of these texts.
         assert all(one.mask.tolist() == sorted(one.mask.tolist()) for one in found)
+
+
+def test_special_tokens_that_the_tokenizer_adds_are_not_repeated(tmp_path: Path) -> None:
+    made = byte_level()
+    start, end = made.token_to_id("<|endoftext|>"), made.token_to_id("<|im_end|>")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", start), ("<|im_end|>", end)]
+    )
+    texts = ModelTokenizer(write_folder(tmp_path, "chatml", made))
+    (found,) = encode_example(parse_example({"prompt": "ab", "completion": "c"}, "here"), texts)
+    assert texts.decode_all(found.tokens) == "<|endoftext|>abc<|im_end|>"
+    assert found.mask.tolist() == [False, False, False, True, True]
 
 
 def test_examples_are_tokenized_once_and_errors_name_their_line(
