@@ -23,6 +23,9 @@ from jaxtrain.models.attention.blocks import Sizes, visible_ranges
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.pallas_tiles import Place, Problem, Tiles, loop
 
+WIDEST = 256
+"""Width of the widest heads whose blocks fit a GPU's registers."""
+
 
 class Blocks(NamedTuple):
     """Numbers of queries and of keys of a block, and the warps and stages of a kernel that computes it."""
@@ -52,6 +55,26 @@ def schedule_of(dtype: Any, width: int) -> Schedule:
     if width <= 128:
         return Schedule(Blocks(128, 64, 8), Blocks(64, 32), Blocks(32, 64), Blocks(64, 64, 8))
     return Schedule(Blocks(64, 32), Blocks(64, 32, 8), Blocks(32, 64, 8), Blocks(32, 32))
+
+
+def is_supported(q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether there are kernels, forward and backward, for these shapes and dtypes."""
+    bias, whole = operands.bias, (q.shape[1], k.shape[1])
+    is_one_dtype = q.dtype == k.dtype == v.dtype and q.dtype.name in ("bfloat16", "float16", "float32")
+    return is_one_dtype and max(q.shape[-1], v.shape[-1]) <= WIDEST and (bias is None or bias.shape[2:] == whole)
+
+
+def is_on(capability: tuple[int, int]) -> bool:
+    """Return whether JAX lowers kernels for GPUs of a compute capability, of which they need 8.0.
+
+    Since 0.11.1 it lowers them for the process's GPU, if it is one that it knows, and for no other.
+    """
+    gpu_info: Any = getattr(triton, "get_gpu_info", None)
+    try:
+        known = None if gpu_info is None else divmod(gpu_info().compute_capability, 10)
+    except ValueError:
+        return False
+    return capability >= (8, 0) and known in (None, capability)
 
 
 def forward(

@@ -35,9 +35,6 @@ LONG_ON_GPU = 1024 * 1024
 """Number from which other devices compute block by block: a loop of small operations leaves them idle."""
 
 
-WIDEST_KERNEL = 256
-"""Width of the widest heads for which there is a kernel of our own."""
-
 BLOCKS_ON_GPU = (256, 512)
 """Numbers of queries and keys of a block. They have not been timed."""
 
@@ -192,19 +189,22 @@ def _cudnn_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], 
     return cudnn.backward(Options(**options), q, k, v, operands, *residuals)
 
 
-def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
-    from jaxtrain.models.attention import pallas_gpu  # costs a program for other devices a tenth of a second
+def _pallas() -> Any:
+    """Return the module of the kernels; programs for other devices do not wait for its import."""
+    from jaxtrain.models.attention import pallas_gpu
 
+    return pallas_gpu
+
+
+def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    out, statistics = pallas_gpu.forward(Options(**options), q, k, v, operands)
+    out, statistics = _pallas().forward(Options(**options), q, k, v, operands)
     return out, statistics[..., None]
 
 
-def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
-    from jaxtrain.models.attention import pallas_gpu
-
+def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> Any:
     operands, (out, statistics, cotangent) = Operands.joined(given, rest)
-    return pallas_gpu.backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
+    return _pallas().backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
 
 
 def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[Any]:
@@ -243,16 +243,14 @@ def _is_by_cudnn(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: O
     return supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands)
 
 
-def _has_kernel(ctx: Any, q: Any, k: Any, v: Any, operands: Operands) -> bool:
-    """Return whether `pallas_gpu` computes an attention on the GPUs that a lowering is for."""
-    widths, whole = (q.shape[-1], v.shape[-1]), (q.shape[1], k.shape[1])
-    same = q.dtype == k.dtype == v.dtype and q.dtype in (*cudnn.LOW, np.float32)
-    of_whole = operands.bias is None or operands.bias.shape[2:] == whole
-    fits = same and of_whole and max(widths) <= WIDEST_KERNEL and is_long(*whole)
+def _has_kernel(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether a kernel of our own computes an attention on the GPUs that a lowering is for."""
+    is_worth_it = is_long(q.shape[1], k.shape[1]) or options.whole is not None
     # Gradients of what rows share would be sums over devices.
-    on_mesh = jax_internals.is_divided(ctx) and not operands.differentiable()
-    runs = jax_internals.runs_whole(ctx) or on_mesh
-    return fits and runs and jax_internals.compute_capability(ctx) >= (8, 0)
+    is_on_mesh = jax_internals.is_divided(ctx) and not operands.differentiable()
+    if not is_worth_it or not (jax_internals.runs_whole(ctx) or is_on_mesh):
+        return False
+    return _pallas().is_on(jax_internals.compute_capability(ctx)) and _pallas().is_supported(q, k, v, operands)
 
 
 def _with_settings(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,9 +292,10 @@ def _primitive(
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
-        by_cudnn = _is_by_cudnn(ctx, Options(**options), q, k, v, operands)
+        arrays = Options(**options), q, k, v, operands
         is_packed = operands.q_segments is not None and q.shape[1] * k.shape[1] >= LONG_ON_GPU
-        if _has_kernel(ctx, q, k, v, operands) and (is_packed or not by_cudnn):
+        by_cudnn = _is_by_cudnn(ctx, *arrays)
+        if (is_packed or not by_cudnn) and _has_kernel(ctx, *arrays):
             own = of_pallas if jax_internals.runs_whole(ctx) else _on_mesh(name, of_pallas)
             return lowered(own, ctx, *args, given=given, **options)
         if by_cudnn:
