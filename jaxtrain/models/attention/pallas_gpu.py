@@ -57,24 +57,21 @@ def schedule_of(dtype: Any, width: int) -> Schedule:
     return Schedule(Blocks(64, 32), Blocks(64, 32, 8), Blocks(32, 64, 8), Blocks(32, 32))
 
 
-def is_supported(q: Any, k: Any, v: Any, operands: Operands) -> bool:
-    """Return whether there are kernels, forward and backward, for these shapes and dtypes."""
+def has_kernel(capability: tuple[int, int], q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether there are kernels, forward and backward, for GPUs of a compute capability."""
     bias, whole = operands.bias, (q.shape[1], k.shape[1])
     is_one_dtype = q.dtype == k.dtype == v.dtype and q.dtype.name in ("bfloat16", "float16", "float32")
-    return is_one_dtype and max(q.shape[-1], v.shape[-1]) <= WIDEST and (bias is None or bias.shape[2:] == whole)
+    fits = max(q.shape[-1], v.shape[-1]) <= WIDEST and (bias is None or bias.shape[2:] == whole)
+    return is_one_dtype and fits and capability >= (8, 0) and _is_lowered(capability)
 
 
-def is_on(capability: tuple[int, int]) -> bool:
-    """Return whether JAX lowers kernels for GPUs of a compute capability, of which they need 8.0.
-
-    Since 0.11.1 it lowers them for the process's GPU, if it is one that it knows, and for no other.
-    """
+def _is_lowered(capability: tuple[int, int]) -> bool:
+    """Return whether the installed JAX lowers kernels for these GPUs: since 0.11.1 for the process's only."""
     gpu_info: Any = getattr(triton, "get_gpu_info", None)
     try:
-        known = None if gpu_info is None else divmod(gpu_info().compute_capability, 10)
-    except ValueError:
+        return gpu_info is None or divmod(gpu_info().compute_capability, 10) == capability
+    except ValueError:  # for a GPU that it does not know, or none
         return False
-    return capability >= (8, 0) and known in (None, capability)
 
 
 def forward(

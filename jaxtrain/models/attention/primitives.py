@@ -245,12 +245,13 @@ def _is_by_cudnn(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: O
 
 def _has_kernel(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
     """Return whether a kernel of our own computes an attention on the GPUs that a lowering is for."""
-    is_worth_it = is_long(q.shape[1], k.shape[1]) or options.whole is not None
+    is_long_enough = is_long(q.shape[1], k.shape[1]) or options.whole is not None
     # Gradients of what rows share would be sums over devices.
     is_on_mesh = jax_internals.is_divided(ctx) and not operands.differentiable()
-    if not is_worth_it or not (jax_internals.runs_whole(ctx) or is_on_mesh):
+    if not is_long_enough or not (jax_internals.runs_whole(ctx) or is_on_mesh):
         return False
-    return _pallas().is_on(jax_internals.compute_capability(ctx)) and _pallas().is_supported(q, k, v, operands)
+    found: bool = _pallas().has_kernel(jax_internals.compute_capability(ctx), q, k, v, operands)
+    return found
 
 
 def _with_settings(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
