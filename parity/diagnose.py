@@ -99,10 +99,10 @@ def diagnose(run: "StageRun", divergence: Divergence | None = None) -> Diagnosis
       The diagnosis; None if all stages hold or no known convention explains the difference.
 
     >>> from dataclasses import replace
-    >>> from parity.cases import CASES
+    >>> from parity.cases.mlp import case
     >>> from parity.optimizer import Optimizer
     >>> from parity.stages import run_stages
-    >>> mlp = CASES["mlp"]()
+    >>> mlp = case(side=8, hidden=32)
     >>> ours = Optimizer("AdamW", mlp.optimizer.torch, replace(mlp.optimizer, eps=1e-6).jax, mlp.optimizer.moments)
     >>> wrong = replace(mlp, optimizer=ours)
     >>> print(str(diagnose(run_stages(wrong, steps=2))).split(" (")[0])

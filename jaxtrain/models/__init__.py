@@ -7,6 +7,7 @@ from jaxtrain.models import layer_norm as layer_norm
 from jaxtrain.models.batch_norm import BatchNorm, running_statistics, set_batch_norm_groups
 from jaxtrain.models.bert import Bert, BertConfig
 from jaxtrain.models.cnn import CNN
+from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
 from jaxtrain.models.folder import write_json as write_json
@@ -19,12 +20,15 @@ from jaxtrain.models.llama import Llama, LlamaConfig
 from jaxtrain.models.lora import LoraConfig
 from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
+from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
 from jaxtrain.models.peft import load_adapters, save_adapters
 from jaxtrain.models.pretrained import from_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope
+from jaxtrain.models.sequence_classifier import SequenceClassifier
 from jaxtrain.models.t5 import T5, T5Config
 from jaxtrain.models.text import generate_texts, stream_text
+from jaxtrain.models.token_log_probs import log_probs
 from jaxtrain.models.vit import ViT, ViTConfig
 
 __all__ = [
@@ -44,14 +48,17 @@ __all__ = [
     "LoraConfig",
     "Mixtral",
     "MixtralConfig",
+    "QuantizedKernel",
     "ResNet",
     "ResNetConfig",
     "Sampling",
+    "SequenceClassifier",
     "T5Config",
     "ViT",
     "ViTConfig",
     "bert",
     "cnn",
+    "dequantize_params",
     "from_pretrained",
     "functional",
     "functional_loss",
@@ -61,10 +68,14 @@ __all__ = [
     "gpt2",
     "llama",
     "load_adapters",
+    "log_probs",
     "lora",
     "mixtral",
     "mlp",
+    "neftune",
+    "nf4",
     "peft",
+    "quantize_params",
     "resnet",
     "running_statistics",
     "save_adapters",
@@ -74,4 +85,5 @@ __all__ = [
     "stream_text",
     "t5",
     "vit",
+    "with_neftune",
 ]

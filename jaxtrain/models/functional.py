@@ -9,11 +9,16 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import leaves
 
 
-def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _call(model: Any, *inputs: Any, **keywords: Any) -> Any:
+    return model(*inputs, **keywords)
+
+
+def functional(model: nnx.Module, call: Callable[..., Any] = _call) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Split a model into a pure function and its parameters.
 
     Args:
       model: Module without running statistics; `functional_loss` also takes modules with `Rngs`, and other libraries'.
+      call: Function of the model and of inputs, such as one of its methods or `log_probs`; the default calls the model.
 
     Returns:
       A tuple (apply, params): `apply(params, *inputs, **keywords)` calls the model, `params` are nested dicts of
@@ -35,7 +40,7 @@ def functional(model: nnx.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
     graphdef, state = nnx.split(model, nnx.Param)
 
     def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
-        return nnx.merge(graphdef, params)(*inputs, **keywords)
+        return call(nnx.merge(graphdef, params), *inputs, **keywords)
 
     return apply, nnx.to_pure_dict(state)
 

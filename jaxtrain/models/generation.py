@@ -1,10 +1,10 @@
 """Autoregressive generation with a key-value cache.
 
 `generate` writes a batch of texts in one compiled program; `stream` yields the tokens of one text as they are
-computed. Both read the prompt once, then compute every token from the last one and the cache, and choose tokens as
-`transformers.generate` does. The cache grows in stages, because a token is computed from all of its slots. They take
-any decoder called as `jaxtrain.models.llama.Llama` that has an `empty_cache`; `generate` takes a
-`jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
+computed. Both read the prompt once, without the logits of its tokens but the last, then compute every token from the
+last one and the cache, and choose tokens as `transformers.generate` does. The cache grows in stages, because a token is
+computed from all of its slots. They take any decoder with the methods of `jaxtrain.models.llama.Llama`; `generate`
+takes a `jaxtrain.models.t5.T5` as well, whose prompts are its encoder's inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -289,16 +289,18 @@ class _Decoder(NamedTuple):
 
 def _read_prompts(model: Any, prompts: jax.Array, real: jax.Array | None) -> tuple[jax.Array, Any, _Decoder]:
     """Return the logits of a decoder after its prompts, its cache, and its step."""
+    # XLA would compute the logits of all tokens, and then use the last.
     rows, length = prompts.shape
     positions, lengths = None, jnp.full(rows, length, np.int32)
     if real is not None:
         positions, lengths = jnp.maximum(jnp.cumsum(real, axis=1, dtype=np.int32) - 1, 0), real.sum(1, dtype=np.int32)
     segments = None if real is None else real.astype(np.int32)
-    logits, cache = model(prompts, None, positions, segments, model.empty_cache(rows, 0))
+    features, _, cache = model.features(prompts, None, positions, segments, model.empty_cache(rows, 0))
 
     def decode(last: jax.Array, written: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return model(last, None, (lengths + written - 1)[:, None], None, cache)
 
+    logits = model.logits(features[:, -1:])
     return logits, cache, _Decoder(length, decode, lambda cache, slots: cache.resized(model.empty_cache(rows, slots)))
 
 
@@ -355,8 +357,8 @@ def _read_window(
     """Return the token that follows the first `length` tokens of a window int [1, S], and a cache that holds them."""
     model: Any = nnx.merge(graphdef, params)
     real = (jnp.arange(window.shape[1]) < length).astype(np.int32)[None]
-    logits, cache = model(window, None, None, real, model.empty_cache(1, 0))
-    last = lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)
+    features, _, cache = model.features(window, None, None, real, model.empty_cache(1, 0))
+    last = model.logits(lax.dynamic_slice_in_dim(features, length - 1, 1, axis=1))[:, 0]
     # The tokens to come overwrite the padding.
     cache = cache._replace(length=length).resized(model.empty_cache(*window.shape))
     return sampling.choose(last, rng)[0], cache

@@ -79,6 +79,18 @@ class GPT2(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
+        x, _, cache = self.features(tokens, rng, positions, segments, cache)
+        return self.logits(x) if cache is None else (self.logits(x), cache)
+
+    def features(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, None, KVCache | None]:
+        """Return what `logits` are computed from, no auxiliary outputs, and the updated cache, as those of a Llama."""
         config, t = self.config, tokens.shape[1]
         _check_length(config, t)
         embed_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
@@ -90,8 +102,26 @@ class GPT2(nnx.Module):
         rngs = None if blocks_rng is None else jax.random.split(blocks_rng, config.n_layer)
         numbers = None if cache is None else np.arange(config.n_layer, dtype=np.int32)
         x, keys = lax.scan(lambda x, layer: apply(layer[0], x, visible, *layer[1:]), x, (layers, rngs, numbers))
-        logits = product(self.ln_f(x), self.wte[...].T)
-        return logits if cache is None else (logits, cache.append(keys, segments, np.zeros(config.n_layer, bool)))
+        return x, None, None if cache is None else cache.append(keys, segments, np.zeros(config.n_layer, bool))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits [B, T, vocab_size] of the last block's output [B, T, n_embd]."""
+        return product(self.ln_f(x), self.projection)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the hidden states [B, T, n_embd] whose product with `projection` are the logits."""
+        return self.ln_f(self.features(tokens, rng, positions, segments, None)[0])
+
+    @property
+    def projection(self) -> jax.Array:
+        """Kernel [n_embd, vocab_size] of the language-modeling head."""
+        return self.wte[...].T
 
     @property
     def context_length(self) -> int:

@@ -1,31 +1,33 @@
 """Low-rank adapters (Hu et al. 2021) for any model, compatible with `peft`.
 
 A kernel W [in, out] stays fixed, and two thin kernels A [in, r] and B [r, out] are trained: x W becomes
-x W + α/r · (x A) B. The model is not changed. Its jaxpr is evaluated with an adapted kernel in place of W, through
-scans and rematerialized blocks. A product by W adds the second product, so that no gradient of the size of W is
-computed; any other operation uses W + α/r · A B. A kernel may also be stored [out, in], as in PyTorch.
+x W + α/r · (x A) B. The model is not changed (`jaxtrain.models.parameter_forms`). A product by W adds the second
+product, so that no gradient of the size of W is computed; any other operation uses W + α/r · A B. A kernel may also be
+stored [out, in], as in PyTorch, and in 4 bits (`jaxtrain.models.nf4`).
+
+DoRA (Liu et al. 2024) also trains the norms of the columns, m [out]: with V = W + α/r · A B the kernel is m ⊙ V / ‖V‖,
+whose norm ‖V‖ is a constant to the gradient, as section 4.3 of the paper proposes.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.dropout import dropout
+from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
 from jaxtrain.paths import path_name
-from jaxtrain.transforms import biased_products, jaxpr
-
-# Calls that pass their arguments one by one, so that an adapted kernel reaches the body.
-_CALLS = frozenset({"jit", "pjit", "remat2", "checkpoint"})
+from jaxtrain.transforms import autocast_disabled
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LoraConfig:
       alpha: Numerator of the scale.
       dropout: Dropout rate on the inputs of the adapters.
       rslora: Whether the scale is α/√r (Kalajdzievski 2023) instead of α/r.
+      dora: Whether the norms of the columns are trained as well (Liu et al. 2024).
       out_in: Regular expression that matches the whole paths of kernels stored [out, in], as in `torch.nn.Linear`;
         `ImportedModel.lora_config` fills it in.
 
@@ -54,6 +57,7 @@ class LoraConfig:
     alpha: float = 8.0
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     out_in: str = ""
 
     def __post_init__(self) -> None:
@@ -82,8 +86,8 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
       config: Configuration, whose `targets` select the kernels.
 
     Returns:
-      Nested dicts that end in {"a": [..., in, r], "b": [..., r, out]} at the path of every targeted kernel, in its
-      dtype.
+      Nested dicts that end in {"a": [..., in, r], "b": [..., r, out]} at the path of every targeted kernel, with DoRA
+      also {"m": [..., out]}, the norms of the kernel's columns. They are in its dtype, in float32 at least.
 
     Raises:
       UserError: `targets` match nothing, or a parameter that is not the kernel of a linear layer.
@@ -96,9 +100,12 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
     adapters = {}
     for i, (path, kernel) in enumerate(_targets(params, config)):
         *layers, n, m = _in_out(kernel.shape, config.is_out_in(path))
-        bound = 1 / math.sqrt(n)
-        a = jax.random.uniform(jax.random.fold_in(key, i), (*layers, n, config.r), kernel.dtype, -bound, bound)
-        adapters[path] = {"a": a, "b": jnp.zeros((*layers, config.r, m), kernel.dtype)}
+        bound, dtype = 1 / math.sqrt(n), np.promote_types(kernel.dtype, np.float32)
+        a = jax.random.uniform(jax.random.fold_in(key, i), (*layers, n, config.r), dtype, -bound, bound)
+        adapters[path] = {"a": a, "b": jnp.zeros((*layers, config.r, m), dtype)}
+        if config.dora:
+            norms = partial(_column_norms, out_in=config.is_out_in(path), dtype=dtype)
+            adapters[path]["m"] = lax.map(norms, kernel) if layers else norms(kernel)
     nested: dict[str, Any] = unflatten_dict(adapters, sep="/")
     return nested
 
@@ -111,7 +118,7 @@ def frozen(path: str) -> bool:
 def sharding(rules: Mapping[str, P], config: LoraConfig | None = None) -> dict[str, P]:
     """Return sharding rules of {"base": params, "lora": adapters} from the rules of `params`.
 
-    A is sharded as the inputs of its kernel, B as the outputs.
+    A is sharded as the inputs of its kernel, B and the norms of DoRA as the outputs.
 
     Args:
       rules: Rules of the parameters.
@@ -133,6 +140,7 @@ def _half_rules(rules: Mapping[str, P], only: str, axes: tuple[int, int]) -> dic
         layers, (n, m) = spec[:-2], (spec[axis] if len(spec) >= 2 else None for axis in axes)
         found[f"lora/{only}({pattern})/a"] = P(*layers, n, None)
         found[f"lora/{only}({pattern})/b"] = P(*layers, None, m)
+        found[f"lora/{only}({pattern})/m"] = P(*layers, m)
     return found
 
 
@@ -157,73 +165,130 @@ def with_adapters(apply: Callable[..., Any], config: LoraConfig) -> Callable[...
     """
 
     def apply_adapted(params: Mapping[str, Any], *inputs: Any, rng: jax.Array | None = None) -> Any:
-        def evaluate(closed: ClosedJaxpr, leaves: list[Any]) -> list[Any]:
-            del leaves
-            tree = _with_adapters(params["base"], params["lora"], config, rng)
-            kernels = jax.tree.leaves(tree, is_leaf=_is_adapted)
-            outs = jaxpr.interpret(closed.jaxpr, closed.consts, kernels, _Rule(closed))
-            return [*map(_merged, outs)]
-
+        adapted = _with_adapters(params["base"], params["lora"], config, rng)
         # The inputs are closed over, because some may not be arrays.
-        return jaxpr.retrace(lambda base: apply(base, *inputs), evaluate)(params["base"])
+        return evaluate(lambda base: apply(base, *inputs), params["base"], adapted)
 
     return apply_adapted
 
 
 def merge(params: Any, adapters: Any, config: LoraConfig) -> Any:
-    """Return `params` with every targeted W replaced by W + α/r · A B, for use without adapters.
+    """Return `params` with every targeted W replaced by the adapted kernel, for use without adapters.
+
+    Quantized kernels are dequantized.
 
     Example:
       >>> adapters = {"w": {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}
       >>> merge({"w": jnp.zeros((2, 2))}, adapters, LoraConfig("w", r=1, alpha=3.0))["w"].tolist()
       [[3.0, 3.0], [3.0, 3.0]]
     """
-    return jax.tree.map(_merged, _with_adapters(params, adapters, config, None), is_leaf=_is_adapted)
+    return jax.tree.map(array_of, _with_adapters(params, adapters, config, None), is_leaf=is_form)
 
 
 def unmerge(params: Any, adapters: Any, config: LoraConfig) -> Any:
-    """Return the parameters from which `merge` computed these, up to rounding."""
+    """Return the parameters from which `merge` computed these, up to rounding.
+
+    Raises:
+      UserError: The adapters are DoRA's, which do not tell the norms of the kernels before.
+    """
+    if config.dora:
+        raise UserError("DoRA adapters cannot be unmerged: keep the parameters of the base model")
     return merge(params, adapters, replace(config, alpha=-config.alpha))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Adapted:
-    """A kernel, or a stack of kernels, with its adapters; a pytree, so that scans slice it by layer."""
+class _Adapted(KernelForm):
+    """A kernel, or a stack of kernels, with its adapters."""
 
     kernel: Any
     a: Any
     b: Any
+    m: Any
     key: Any
     name: str = field(metadata={"static": True})
     scale: float = field(metadata={"static": True})
     rate: float = field(metadata={"static": True})
     out_in: bool = field(metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.kernel.shape)
 
-def _is_adapted(x: Any) -> bool:
-    return isinstance(x, _Adapted)
+    @property
+    def dtype(self) -> Any:
+        return self.kernel.dtype
+
+    @property
+    def inputs_axis(self) -> int:
+        return int(self.out_in)
+
+    def transpose(self) -> "_Adapted":
+        kernel = self.kernel.transpose() if is_form(self.kernel) else self.kernel.T
+        return replace(self, kernel=kernel, out_in=not self.out_in)
+
+    def array(self) -> jax.Array:
+        """Return W + scale · A B, or m ⊙ (W + scale · A B) / ‖W + scale · A B‖, in the dtype of W.
+
+        With dropout it raises `UserError`: without a product by W there is no input to drop.
+        """
+        if self.key is not None:
+            raise UserError(f"{self.name} is used otherwise than in x @ W, so its adapters must have dropout 0")
+        adapted = self._sum()
+        if self.m is not None:
+            factor = (self.m / self._norm()).astype(adapted.dtype)
+            adapted = adapted * jnp.expand_dims(factor, -1 if self.out_in else -2)
+        return adapted
+
+    def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return x W, and what is added for the adapters, after dropout of x."""
+        result = product(x, self.kernel)
+        dropped = dropout(x.astype(self.a.dtype), self.rate, self.key)
+        thin = product.by(dropped, self.a)
+        delta = self.scale * jnp.matmul(thin, self.b, precision=product.eqn.params["precision"])
+        if self.m is None:
+            return result, delta
+        factor = (self.m / self._norm()).reshape((1,) * (result.ndim - 1) + (-1,))
+        base = result if self.key is None else product(dropped.astype(x.dtype), self.kernel)
+        return result, (factor - 1) * base.astype(factor.dtype) + factor * delta.astype(factor.dtype)
+
+    def _sum(self) -> jax.Array:
+        delta = self.scale * jnp.matmul(self.a, self.b, precision="highest")
+        delta = jnp.swapaxes(delta, -1, -2) if self.out_in else delta
+        kernel: jax.Array = array_of(self.kernel)
+        return kernel + delta.astype(kernel.dtype)
+
+    def _norm(self) -> jax.Array:
+        """Return the norms of the columns, a constant to the gradient."""
+        with autocast_disabled():
+            return _column_norms(lax.stop_gradient(self._sum()), self.out_in, self.m.dtype)
+
+
+def _column_norms(kernel: Any, out_in: bool, dtype: Any) -> jax.Array:
+    """Return the norms [..., out] of the columns of [..., in, out]."""
+    return jnp.sqrt(jnp.square(array_of(kernel).astype(dtype)).sum(-1 if out_in else -2))
 
 
 def _with_adapters(params: Any, adapters: Any, config: LoraConfig, rng: jax.Array | None) -> Any:
     """Return `params` with an `_Adapted` for every kernel that has adapters."""
-    halves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(adapters)}
-    unplaced, names = set(halves), iter(range(len(halves)))
+    parts = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(adapters)}
+    unplaced, names = set(parts), iter(range(len(parts)))
 
     def leaf(path: Any, kernel: Any) -> Any:
         name = path_name(path)
-        if not {f"{name}/a", f"{name}/b"} <= unplaced:
+        own = [f"{name}/{part}" for part in ("abm" if config.dora else "ab")]
+        if not unplaced.issuperset(own):
             return kernel
-        unplaced.difference_update({f"{name}/a", f"{name}/b"})
-        a, b = halves[f"{name}/a"], halves[f"{name}/b"]
+        unplaced.difference_update(own)
+        a, b, *m = map(parts.__getitem__, own)
         out_in = config.is_out_in(name)
         _check_fits(name, kernel, a, b, out_in)
         key = None if rng is None or config.dropout == 0.0 else jax.random.fold_in(rng, next(names))
         if key is not None and a.ndim > 2:
             key = jax.random.split(key, a.shape[0])
-        return _Adapted(kernel, a, b, key, name, config.scale, config.dropout, out_in)
+        return _Adapted(kernel, a, b, m[0] if m else None, key, name, config.scale, config.dropout, out_in)
 
-    tree = jax.tree_util.tree_map_with_path(leaf, params)
+    tree = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_form)
     if unplaced:
         raise UserError(f"the adapters {sorted(unplaced)} match no kernel: use the model they belong to")
     return tree
@@ -242,99 +307,9 @@ def _check_fits(name: str, kernel: Any, a: Any, b: Any, out_in: bool) -> None:
         raise UserError(f"the adapters of {name} {list(kernel.shape)} are {shapes}: use the model they belong to")
 
 
-def _merged(x: Any) -> Any:
-    """Return W + scale · A B in the dtype of W; other values as they are.
-
-    With dropout it raises `UserError`: without a product by W there is no input to drop.
-    """
-    if not _is_adapted(x):
-        return x
-    if x.key is not None:
-        raise UserError(f"{x.name} is used otherwise than in x @ W, so its adapters must have dropout 0")
-    delta = x.scale * jnp.matmul(x.a, x.b, precision="highest")
-    delta = jnp.swapaxes(delta, -1, -2) if x.out_in else delta
-    return x.kernel + delta.astype(x.kernel.dtype)
-
-
-class _Rule:
-    """Evaluation rule for equations that have adapted kernels as arguments.
-
-    As in PyTorch the bias is added before the product of the adapters, which `pending` holds until then.
-    """
-
-    def __init__(self, closed: ClosedJaxpr) -> None:
-        self.totals = dict(_biased(closed.jaxpr))
-        self.pending: dict[Var, Any] = {}
-
-    def __call__(self, eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
-        if eqn.outvars and eqn.outvars[0] in self.pending:
-            (total,) = jaxpr.bind(eqn, args)
-            return [total + self.pending.pop(eqn.outvars[0]).astype(total.dtype)]
-        if not any(map(_is_adapted, args)):
-            return None
-        name = eqn.primitive.name
-        if name in _CALLS:
-            return jaxpr.HIGHER_ORDER[name](eqn, args, run)
-        if name == "scan":
-            n_consts, n_carry = jaxpr.scan_sizes(eqn)
-            carry = map(_merged, args[n_consts : n_consts + n_carry])
-            return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
-        if name == "transpose" and eqn.params["permutation"] == (1, 0):
-            (kernel,) = jaxpr.bind(eqn, [args[0].kernel])
-            return [replace(args[0], kernel=kernel, out_in=not args[0].out_in)]
-        if name == "dot_general" and _multiplies_by(eqn, args):
-            return self._product(eqn, *args)
-        args = [*map(_merged, args)]
-        rebuild = jaxpr.HIGHER_ORDER.get(name)
-        return jaxpr.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run)
-
-    def _product(self, eqn: JaxprEqn, x: jax.Array, adapted: _Adapted) -> list[Any]:
-        (product,) = jaxpr.bind(eqn, [x, adapted.kernel])
-        delta = _adapter_product(eqn, x, adapted)
-        total = self.totals.get(eqn.outvars[0])
-        if total is None:
-            return [product + delta.astype(product.dtype)]
-        self.pending[total] = delta
-        return [product]
-
-
-def _biased(traced: Jaxpr) -> Iterator[tuple[Var, Var]]:
-    """Yield (product, its sum with a bias) of this jaxpr and of those it calls."""
-    sums = {found.total: found.product for found in biased_products(traced)}
-    for eqn in _equations(traced):
-        product = sums.get(eqn.outvars[0]) if eqn.outvars else None
-        if product is not None and any(v is product for v in eqn.invars):
-            yield product, eqn.outvars[0]
-
-
-def _equations(traced: Jaxpr) -> Iterator[JaxprEqn]:
-    for eqn in traced.eqns:
-        yield eqn
-        for inner in jaxpr.inner_jaxprs(eqn):
-            yield from _equations(inner)
-
-
-def _multiplies_by(eqn: JaxprEqn, args: list[Any]) -> bool:
-    """Whether the equation multiplies activations by an adapted kernel along its inputs."""
-    x, kernel = args
-    (_, contracted), batch = eqn.params["dimension_numbers"]
-    if _is_adapted(x) or kernel.a.ndim != 2:
-        return False
-    return contracted == (int(kernel.out_in),) and batch == ((), ())
-
-
-def _adapter_product(eqn: JaxprEqn, x: jax.Array, adapted: _Adapted) -> jax.Array:
-    """Return scale · (x A) B, after dropout of x."""
-    x = dropout(x.astype(adapted.a.dtype), adapted.rate, adapted.key)
-    precision = eqn.params["precision"]
-    (contracted, _), batch = eqn.params["dimension_numbers"]
-    thin = lax.dot_general(x, adapted.a, ((contracted, (0,)), batch), precision=precision)
-    return adapted.scale * jnp.matmul(thin, adapted.b, precision=precision)
-
-
 def _targets(params: Any, config: LoraConfig) -> list[tuple[str, Any]]:
     """Return (path, kernel) of the targeted kernels."""
-    named = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    named = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_form)]
     found = [(path, leaf) for path, leaf in named if re.fullmatch(config.targets, path)]
     if not found:
         kernels = ", ".join(path for path, leaf in named if len(leaf.shape) > 1)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop import AS_IS, LAYER, LINEAR, OUT_IN, NameTable, TorchParam, leaves
+from jaxtrain.interop import AS_IS, LAYER, LINEAR, OUT_IN, Layout, NameTable, TorchParam, leaves
 from jaxtrain.models import lora
 from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, write_json, write_tensors
 from jaxtrain.models.lora import LoraConfig
@@ -20,7 +20,7 @@ _PREFIX = "base_model.model."
 
 # Settings that change the result when set.
 _UNSUPPORTED = (
-    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
+    "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
     "trainable_token_indices", "layer_replication", "velora_config", "alora_invocation_tokens", "use_qalora",
     "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
 )  # fmt: skip
@@ -45,15 +45,13 @@ def torch_names(adapters: Any, names: NameTable) -> NameTable:
     """
     table = {}
     for path, leaf in leaves(adapters):
-        kernel, _, half = path.rpartition("/")
+        kernel, _, part = path.rpartition("/")
         if kernel not in names.params:
             raise UserError(f"the adapters of {kernel} match no kernel: use the names of their own model")
         of = names.params[kernel]
-        if (LAYER in of.name) != (leaf.ndim == 3):
+        if (LAYER in of.name) != (leaf.ndim == (2 if part == "m" else 3)):
             raise UserError(f"the kernel {kernel} of {of.name} is not [in, out]: peft has no adapters for it")
-        # Both halves are torch.nn.Linear, the inputs of A in the order of the kernel's. Only Conv1D stores [in, out].
-        layout = of.layout if half == "a" and of.layout not in (AS_IS, OUT_IN) else LINEAR
-        table[path] = TorchParam(_half(of, half), layout, of.layers)
+        table[path] = TorchParam(_part(of, part), _layout(of, part), of.layers)
     return NameTable(table)
 
 
@@ -80,6 +78,7 @@ def save_adapters(folder: Path | str, adapters: Any, config: LoraConfig, names: 
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.rslora,
+        "use_dora": config.dora,
         "target_modules": "|".join(sorted(_module_pattern(names.params[kernel]) for kernel in kernels)),
         "fan_in_fan_out": any(names.params[kernel].layout is AS_IS for kernel in kernels),
         "bias": "none",
@@ -110,7 +109,7 @@ def load_adapters(path: Path | str, params: Any, names: NameTable) -> tuple[dict
     adapted = {
         name: kernel
         for name, kernel in leaves(params)
-        if _half(replace(names.params[name], name=names.params[name].names(1)[0]), "a") in tensors
+        if _part(replace(names.params[name], name=names.params[name].names(1)[0]), "a") in tensors
     }
     config = replace(
         config,
@@ -129,9 +128,20 @@ def _module_pattern(kernel: TorchParam) -> str:
     return re.escape(kernel.name.removesuffix(".weight")).replace(re.escape(LAYER), layers)
 
 
-def _half(kernel: TorchParam, half: str) -> str:
-    """Return the name of the tensor of A or B."""
-    return f"{_PREFIX}{kernel.name.removesuffix('.weight')}.lora_{half.upper()}.weight"
+def _part(kernel: TorchParam, part: str) -> str:
+    """Return the name of the tensor of A, B or the norms."""
+    name = {"a": "lora_A.weight", "b": "lora_B.weight", "m": "lora_magnitude_vector"}[part]
+    return f"{_PREFIX}{kernel.name.removesuffix('.weight')}.{name}"
+
+
+def _layout(kernel: TorchParam, part: str) -> Layout:
+    """Return the layout of A, B or the norms.
+
+    A and B are torch.nn.Linear, the inputs of A in the order of the kernel's. Only Conv1D stores [in, out].
+    """
+    if part == "m":
+        return AS_IS
+    return kernel.layout if part == "a" and kernel.layout not in (AS_IS, OUT_IN) else LINEAR
 
 
 def _check_supported(values: Mapping[str, Any], folder: Path) -> None:
@@ -152,4 +162,4 @@ def _config(values: Mapping[str, Any], folder: Path) -> LoraConfig:
         raise UserError(
             f"{folder / CONFIG} has r {r!r}, lora_alpha {alpha!r}, lora_dropout {rate!r}, which must be numbers"
         )
-    return LoraConfig("", r, float(alpha), float(rate), bool(values.get("use_rslora")))
+    return LoraConfig("", r, float(alpha), float(rate), bool(values.get("use_rslora")), bool(values.get("use_dora")))

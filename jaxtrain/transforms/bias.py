@@ -70,6 +70,10 @@ def _feature_axes(var: Atom, producers: Producers) -> set[int]:
         return {to for to, axis in enumerate(eqn.params["permutation"]) if axis in axes}
     if eqn.primitive.name == "conv_general_dilated":
         return {eqn.params["dimension_numbers"].out_spec[1]}
+    if eqn.primitive.name in ("remat2", "checkpoint"):
+        (body,) = inner_jaxprs(eqn)
+        inner = {out: inner_eqn for inner_eqn in body.eqns for out in inner_eqn.outvars}
+        return _feature_axes(next(x for x, out in zip(body.outvars, eqn.outvars, strict=True) if out is var), inner)
     if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1] == ((), ()):
         return set(range(_aval(var).ndim))
     return set()

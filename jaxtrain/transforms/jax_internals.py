@@ -74,6 +74,22 @@ def is_for_one_device(ctx: Any) -> bool:
     return is_manual or getattr(context, "num_devices", None) == 1
 
 
+def runs_whole(ctx: Any) -> bool:
+    """Return whether what a lowering returns is run as it is by every device of a program that is compiled now.
+
+    It is not where the compiler divides arrays over devices, outside of `jax.shard_map`, and in an export.
+
+    Args:
+      ctx: The `LoweringRuleContext` of a primitive.
+    """
+    context = ctx.module_context.axis_context
+    is_manual = set(getattr(context, "manual_axes", ())) == set(
+        getattr(getattr(context, "mesh", None), "axis_names", "?")
+    )
+    is_exported = getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", True)
+    return not is_exported and (is_manual or is_for_one_device(ctx))
+
+
 _ATTENTION = (
     *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
     *("page_table_k", "page_table_v"),
@@ -281,6 +297,11 @@ INTERNALS: tuple[Internal, ...] = (
         "dispatch.prim_requires_devices_during_lowering",
         _fused,
         _has(lambda: _dispatch, "prim_requires_devices_during_lowering"),
+    ),
+    Internal(
+        "mlir.LoweringParameters.for_export",
+        "models.attention.primitives",
+        _has(lambda: _private("interpreters.mlir").LoweringParameters, "for_export"),
     ),
     _has_params("custom_jvp_call", _with_jvp, "call_jaxpr", "num_consts", "jvp_jaxpr_fun"),
     _is_callable("custom_jvp_call", _with_jvp, "jvp_jaxpr_fun"),

@@ -44,6 +44,8 @@ class Template(NamedTuple):
 def templates(*files):
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.JoinedStr | ast.Constant):
+                continue
             nodes = node.values if isinstance(node, ast.JoinedStr) else [node]
             parts = [part.value if isinstance(part, ast.Constant) else None for part in nodes]
             template = Template(parts)

@@ -52,6 +52,33 @@ def class_weight(rng, *shape):
     return rng.choice([0.0, 0.5, 1.0, 3.0], CLASSES)
 
 
+def numbers_of_tokens(rng, *shape):
+    return rng.integers(0, 9, (*shape, CLASSES))
+
+
+def constant(x):
+    """Return the value of `x`, with a gradient of 0 instead of none."""
+    return x.detach() + 0 * x
+
+
+def dpo(chosen, rejected, reference_chosen, reference_rejected, *, beta=0.1, label_smoothing=0.0):
+    """Formula of `trl.DPOTrainer`, "sigmoid" and, with smoothing, "aot_unpaired" of sorted pairs."""
+    delta = (chosen - constant(reference_chosen)) - (rejected - constant(reference_rejected))
+    return -F.logsigmoid(beta * delta) * (1 - label_smoothing) - F.logsigmoid(-beta * delta) * label_smoothing
+
+
+def ipo(chosen, rejected, reference_chosen, reference_rejected, chosen_tokens, rejected_tokens):
+    """Formula of `trl.DPOTrainer`, "ipo"."""
+    chosen_average = (chosen - constant(reference_chosen)) / chosen_tokens.clamp(min=1.0)
+    rejected_average = (rejected - constant(reference_rejected)) / rejected_tokens.clamp(min=1.0)
+    return (chosen_average - rejected_average - 1 / (2 * 0.1)) ** 2
+
+
+def bradley_terry(chosen, rejected, margin):
+    """Formula of `trl.RewardTrainer`, with `center_rewards_coefficient` 0.1."""
+    return -F.logsigmoid(chosen - rejected - margin) + 0.1 * (chosen + rejected) ** 2
+
+
 def classes_second(fn):
     """PyTorch's classes are on the second axis; ours on the last."""
 
@@ -100,6 +127,14 @@ LOSSES = {
     "nll": Loss(losses.nll, classes_second(none(F.nll_loss)), (log_probs, labels)),
     "nll weighted": Loss(
         lambda x, y, w: losses.nll(x, y, class_weight=w), weighted(F.nll_loss), (log_probs, labels, class_weight)
+    ),
+    "dpo": Loss(lambda *x: losses.dpo(*x, beta=0.3), lambda *x: dpo(*x, beta=0.3), (scores,) * 4),
+    "dpo smoothed": Loss(
+        lambda *x: losses.dpo(*x, label_smoothing=0.2), lambda *x: dpo(*x, label_smoothing=0.2), (scores,) * 4
+    ),
+    "ipo": Loss(losses.ipo, ipo, (scores,) * 4 + (numbers_of_tokens,) * 2),
+    "bradley_terry": Loss(
+        lambda c, r, m: losses.bradley_terry(c, r, margin=m, center=0.1), bradley_terry, (scores, scores, scores)
     ),
     "mse": Loss(losses.mse, none(F.mse_loss), (on_a_grid, on_a_grid)),
     "l1": Loss(losses.l1, none(F.l1_loss), (on_a_grid, on_a_grid)),

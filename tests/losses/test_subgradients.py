@@ -178,8 +178,14 @@ def in_torch(fn, points):
 
 def in_jax(fn, points):
     inputs = [jnp.asarray(x, np.float64) for x in points]
-    grads = jax.grad(lambda *xs: fn(*xs).sum(), tuple(range(len(inputs))))(*inputs)
-    return np.asarray(fn(*inputs)), [np.asarray(g) for g in grads]
+
+    @jax.jit
+    def value_and_gradients(*inputs):
+        grads = jax.grad(lambda *xs: fn(*xs).sum(), tuple(range(len(inputs))))(*inputs)
+        return fn(*inputs), grads
+
+    value, grads = value_and_gradients(*inputs)
+    return np.asarray(value), [np.asarray(g) for g in grads]
 
 
 @pytest.mark.parametrize("kink", KINKS.values(), ids=KINKS)

@@ -27,6 +27,7 @@ RENAMED = {
     ("LoraConfig", "alpha"): "lora_alpha",
     ("LoraConfig", "dropout"): "lora_dropout",
     ("LoraConfig", "rslora"): "use_rslora",
+    ("LoraConfig", "dora"): "use_dora",
     ("LoraConfig", "targets"): "target_modules",
 }
 ABSENT = "absent"

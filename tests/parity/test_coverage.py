@@ -32,13 +32,15 @@ def test_positions_beyond_every_batch_are_reported() -> None:
 
 
 def test_a_single_step_is_reported() -> None:
-    assert any("one step exercises no momentum" in line for line in examine(mlp.case(), steps=1).not_exercised)
+    assert any(
+        "one step exercises no momentum" in line for line in examine(mlp.case(side=8, hidden=32), steps=1).not_exercised
+    )
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("bound", "expected"), [(1e3, "no step was clipped"), (1e-3, "every step was clipped")])
 def test_a_clip_norm_that_clips_never_or_always_is_reported_and_another_tried(bound: float, expected: str) -> None:
-    case = dataclasses.replace(mlp.case(), clip_norm=bound)
+    case = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=bound)
     found = examine(case, steps=3, locate=True)
     assert found.verdict.passed
     assert any(line.startswith(expected) for line in found.not_exercised)
@@ -54,7 +56,7 @@ def test_a_bug_in_clipping_is_found_although_the_clip_norm_never_clips(
         return jax.tree.map(lambda c, g: jax.numpy.where(norm > bound, c / 2, g), clipped, grads), norm
 
     monkeypatch.setattr(jaxtrain.step.step, "clip_grad_norm", halved)
-    case = dataclasses.replace(mlp.case(), clip_norm=1e3)
+    case = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=1e3)
     assert examine(case, steps=3).verdict.passed
     found = examine(case, steps=3, locate=True).verdict
     assert not found.passed

@@ -24,7 +24,7 @@ from jaxtrain.step.clip import clip_grad_norm
 from parity.activations import activations, first_imprecise
 from parity.bars import RATIO_BAR
 from parity.case import Case
-from parity.cases import CASES, cnn_bn, gpt2
+from parity.cases import CASES, cnn_bn, gpt2, mlp
 from parity.divergence import Divergence
 from parity.locate import locate
 from parity.optimizer import Optimizer
@@ -294,7 +294,7 @@ def updated(case: Case, **wrong: Any) -> Case:
     ],
 )
 def test_a_wrong_optimizer_is_located_in_its_wrong_term(wrong: dict[str, Any], theirs: str) -> None:
-    found = located(updated(CASES["mlp"](), **wrong))
+    found = located(updated(mlp.case(side=8, hidden=32), **wrong))
     assert (found.stage, found.parameters) == ("update", ())
     assert found.torch_source.startswith("torch/optim/adam")
     assert theirs in found.torch_source
@@ -305,7 +305,7 @@ def test_a_wrong_optimizer_is_located_in_its_wrong_term(wrong: dict[str, Any], t
 
 def test_clipping_without_pytorchs_epsilon_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtrain.step.step, "clip_grad_norm", lambda grads, bound: clip_grad_norm(grads, bound + 1e-6))
-    found = located(dataclasses.replace(CASES["mlp"](), clip_norm=1.0))
+    found = located(dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=0.1))
     assert (found.stage, found.parameters) == ("clip", ())
     assert "clip_grad" in found.torch_source
     assert found.jax_source.startswith("jaxtrain/step/clip.py:")

@@ -43,7 +43,7 @@ def test_the_exact_gelu_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optaxs_default_weight_decay_is_detected_after_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdamW, "jax", property(lambda options: optax.adamw(options.lr)))
-    found = faults(CASES["mlp"]())
+    found = faults(mlp.case(side=8, hidden=32))
     assert "params after the first update" in found
     assert "gradient" not in found
 
@@ -52,7 +52,7 @@ def test_a_window_summed_instead_of_averaged_is_detected_in_its_gradient(monkeyp
     mean_gradient = jaxtrain.step.step.mean_gradient
     summed = lambda window: jax.tree.map(lambda g: 4 * g, mean_gradient(window))  # noqa: E731
     monkeypatch.setattr(jaxtrain.step.step, "mean_gradient", summed)
-    found = faults(CASES["mlp"](), accumulate=4)
+    found = faults(mlp.case(side=8, hidden=32), accumulate=4)
     assert "gradient" in found
     assert "first loss" not in found
 

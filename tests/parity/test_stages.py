@@ -74,20 +74,20 @@ def with_adam(case: Case, **options: float) -> Case:
     ],
 )
 def test_a_fault_is_attributed_to_its_stage(bug: Callable[[Case], Case], stage: str) -> None:
-    expected = charge(stages(bug(mlp.case()), steps=3))
+    expected = charge(stages(bug(mlp.case(side=8, hidden=32)), steps=3))
     assert expected is not None
     assert expected.startswith(f"{stage}: ")
 
 
 def test_stages_after_a_fault_get_pytorchs_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = named(doubled_gradient(mlp.case()), steps=3)
+    found = named(doubled_gradient(mlp.case(side=8, hidden=32)), steps=3)
     assert found["gradients"] == pytest.approx(1.0)
     assert max(distance for name, distance in found.items() if name != "gradients") < 1e-12
 
 
 def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.stages.clip_grad_norm", lambda grads, bound: (grads, 0.0))
-    clipped = dataclasses.replace(mlp.case(), clip_norm=0.5)
+    clipped = dataclasses.replace(mlp.case(side=8, hidden=32), clip_norm=0.5)
     assert str(charge(stages(clipped, steps=3))).startswith("clipped gradients: ")
     monkeypatch.undo()
     init = BatchNorm.__init__
@@ -97,7 +97,7 @@ def test_clipping_and_running_statistics_are_separate_stages(monkeypatch: pytest
 
 def test_a_fault_is_reported_with_the_first_step_that_shows_it() -> None:
     case = dataclasses.replace(
-        mlp.case(),
+        mlp.case(side=8, hidden=32),
         optimizer=Optimizer(
             "SGD",
             lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, dampening=0.1),

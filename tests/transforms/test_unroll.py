@@ -15,7 +15,7 @@ from jaxtrain.models import GPT2, GPT2Config, functional
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.unroll import unroll
 
-CONFIG = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=3, n_head=2, dropout=0.25)
+CONFIG = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, dropout=0.25)
 TOKENS = np.random.default_rng(0).integers(0, 11, size=(4, 7)).astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""Attention at any length: one function, computed by its formula, by cuDNN's kernel, or block by block.
+"""Attention at any length: one function, computed by its formula, by kernels, or block by block.
 
 The modules, each of which imports only from those above it:
 
@@ -9,6 +9,8 @@ The modules, each of which imports only from those above it:
     block_arrays    the arrays in blocks, the scores of a pair of blocks
     blockwise       block by block, with logarithms of sums by which parts are combined
     cudnn           the kernel of CUDA
+    pallas_tiles    what a kernel computes of a tile of scores
+    pallas_gpu      kernels for GPUs where CUDA has none
     primitives      the choice between them, when a program is compiled
     function        `attention`
 """

@@ -82,6 +82,29 @@ def visible_pairs_by_row(options: Options, sizes: Sizes, rows: int, operands: Op
     return jax.vmap(lambda row: _listed(row[None], most))(jnp.broadcast_to(seen, (rows, *seen.shape[1:])))
 
 
+def visible_ranges(options: Options, sizes: Sizes, operands: Operands, *, of_queries: bool = False) -> tuple[Any, Any]:
+    """Return the blocks of keys among which a block of queries finds all that it attends to.
+
+    Args:
+      options: What is computed.
+      sizes: The blocks.
+      operands: The arrays.
+      of_queries: Whether to return the blocks of queries that attend to each block of keys instead.
+
+    Returns:
+      The first block and the one after the last, int32 [1 or B, blocks]; equal where there is none.
+
+    Example:
+      >>> visible_ranges(Options(1.0, causal=True, window=2), Sizes(8, 8, 2, 2), Operands())
+      (array([[0, 0, 1, 2]], dtype=int32), array([[1, 2, 3, 4]], dtype=int32))
+    """
+    seen = _visible(options, sizes, operands, by_bins=False)
+    seen = seen.swapaxes(1, 2) if of_queries else seen
+    is_seen = seen.any(-1).astype(np.int32)
+    first, after_last = (x.argmax(-1).astype(np.int32) for x in (seen, seen[..., ::-1]))
+    return first * is_seen, (np.int32(seen.shape[-1]) - after_last) * is_seen
+
+
 def _listed(seen: jax.Array, most: int) -> Pairs:
     index = jnp.stack(jnp.nonzero(seen, size=most, fill_value=0), axis=-1).astype(np.int32)
     return Pairs(index, seen.sum(dtype=np.int32))
@@ -93,10 +116,11 @@ def _most(options: Options, sizes: Sizes, operands: Operands) -> int:
     return int(seen.sum()) if isinstance(seen, np.ndarray) else sizes.q_blocks * sizes.k_blocks
 
 
-def _visible(options: Options, sizes: Sizes, operands: Operands) -> Any:
+def _visible(options: Options, sizes: Sizes, operands: Operands, by_bins: bool = True) -> Any:
     """Return bool [1 or B, blocks of queries, blocks of keys]: False where a pair of blocks is known to be masked.
 
-    A NumPy array if it is known when the program is traced.
+    A NumPy array if it is known when the program is traced. By their bins blocks are told apart whose segments overlap
+    but are not in order.
     """
     seen: Any = np.ones((1, sizes.q_blocks, sizes.k_blocks), bool)
     if options.causal:
@@ -113,9 +137,10 @@ def _visible(options: Options, sizes: Sizes, operands: Operands) -> Any:
     if operands.q_segments is not None and operands.k_segments is not None:
         segments = (operands.q_segments, sizes.q), (operands.k_segments, sizes.k)
         (q_low, q_high), (k_low, k_high) = (_bounds(x, block) for x, block in segments)
-        q_bins, k_bins = (_bins(x, block) for x, block in segments)
-        overlapping = (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
-        seen = seen & overlapping & (jnp.einsum("rqb,rkb->rqk", q_bins, k_bins) > 0)
+        seen = seen & (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
+        if by_bins:
+            q_bins, k_bins = (_bins(x, block) for x, block in segments)
+            seen = seen & (jnp.einsum("rqb,rkb->rqk", q_bins, k_bins) > 0)
     return seen
 
 

@@ -4,6 +4,7 @@ JAX's generator is counter-based (Threefry, Salmon et al. 2011): the bits of an 
 element's index only. A block of the mask can therefore be drawn without the rest, and drawn again in the backward pass.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +37,13 @@ def _words(rng: jax.Array) -> jax.Array:
 
 
 def kept(
-    rng: jax.Array, rate: float, shape: tuple[int, int, int], heads: Array, queries: Array, keys: Array
+    rng: jax.Array | Sequence[jax.Array],
+    rate: float,
+    shape: tuple[int, int, int],
+    heads: Array,
+    queries: Array,
+    keys: Array,
+    threefry: Callable[..., Sequence[jax.Array]] = threefry2x32_p.bind,
 ) -> jax.Array:
     """Return elements of `jax.random.bernoulli(key, 1 - rate, (B, N, T, S))` of one row.
 
@@ -47,6 +54,7 @@ def kept(
       heads: Their indices along N; the three arrays of indices are broadcast together.
       queries: Their indices along T.
       keys: Their indices along S.
+      threefry: Threefry-2x32 of two words of a key and two of a counter.
 
     Returns:
       bool, of the shape of the indices.
@@ -64,7 +72,7 @@ def kept(
     column = jnp.asarray(keys, np.uint32)
     last = low + column
     high, last = jnp.broadcast_arrays(high + (last < column).astype(np.uint32), last)
-    bits = threefry2x32_p.bind(*(jnp.broadcast_to(rng[i], last.shape) for i in range(2)), high, last)
+    bits = threefry(*(jnp.broadcast_to(rng[i], last.shape) for i in range(2)), high, last)
     # As `jax.random.uniform`: the mantissa is random, in the widest float.
     if (dtype := jax.dtypes.canonicalize_dtype(np.float64)) == np.float64:
         random = (bits[0].astype(np.uint64) << np.uint64(32)) | bits[1].astype(np.uint64)
@@ -72,6 +80,31 @@ def kept(
     else:
         uniform = ((bits[0] ^ bits[1]) >> np.uint32(9)).astype(dtype) * 2.0**-23
     return uniform < dtype.type(1.0 - rate)
+
+
+def threefry2x32(*words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute Threefry-2x32 with 20 rounds by operations that a kernel has.
+
+    Args:
+      *words: Two words of the key and two of the counter, uint32.
+
+    Returns:
+      The two words of random bits.
+
+    Example:
+      >>> words = jnp.arange(4, dtype=np.uint32)
+      >>> [int(x) for x in threefry2x32(*words)] == [int(x) for x in threefry2x32_p.bind(*words)]
+      True
+    """
+    first, second, x, y = words
+    keys = first, second, first ^ second ^ np.uint32(0x1BD11BDA)
+    x, y = x + keys[0], y + keys[1]
+    for i in range(5):
+        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = ((y << np.uint32(bits)) | (y >> np.uint32(32 - bits))) ^ x
+        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y
 
 
 def kept_of_rows(rate: float, rng: jax.Array, shape: tuple[int, int, int]) -> jax.Array:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,9 @@ def attention(
     A program compiled for a GPU of compute capability 8.0 or more computes this by cuDNN's fused kernel in bfloat16 and
     float16, without storing the scores: with any mask, segments, window and number of groups, for widths of heads that
     are a multiple of 8 up to 128 (256 on 9.x); with a `mask` or segments for even T and S; with a `bias`
-    [1 or B, 1 or N, T, S] for even T and S from 9.0 on; without dropout, soft cap and sinks.
+    [1 or B, 1 or N, T, S] for even T and S from 9.0 on; without dropout, soft cap and sinks. On one such GPU, and
+    within `jax.shard_map`, kernels written in Pallas compute the rest from T · S = 2¹⁶ on, also in float32, for heads
+    of at most 256 and a `bias` [1 or B, 1 or N, T, S].
 
     Every other program stores all scores of short sequences, and computes long ones block by block, in memory linear in
     T and S: on CPUs from T · S = 2¹⁶ on, on GPUs from 2²⁰. Blocks that causality, the window, the segments or a `mask`
@@ -81,7 +84,8 @@ def attention(
         raise UserError(f"window {window} needs causal=True: pass it, or a mask")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dropping = rng is not None and dropout > 0.0
-    options = Options(scale, causal, window, softcap, dropout if dropping else 0.0)
+    precision: Any = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  # mypy knows no settings
+    options = Options(scale, causal, window, softcap, dropout if dropping else 0.0, precision=precision)
     q_segments, k_segments = (None, None) if segments is None else segments
     operands = Operands(mask, bias, None if sinks is None else sinks[None], q_segments, k_segments)
     key = rng if dropping else None

@@ -18,6 +18,8 @@ class Options(NamedTuple):
       whole: T and S of the attention of which this is a part; its dropout mask is the part of the whole mask at the
         positions, and its gradients are computed from the output and the statistics of all parts. None if this is the
         whole.
+      precision: That of products of float32, as for `jax.default_matmul_precision`; None for JAX's default. A program
+        is lowered after it is traced, when the setting no longer holds.
     """
 
     scale: float
@@ -26,6 +28,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout: float = 0.0
     whole: tuple[int, int] | None = None
+    precision: str | None = None
 
 
 class Operands(NamedTuple):

@@ -3,7 +3,8 @@
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
 compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
 there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
-Otherwise it computes the formula, or for long sequences the same attention block by block.
+Where cuDNN has none, kernels of our own serve the same GPUs, on one device and within `jax.shard_map`. Every other
+program computes the formula, or for long sequences the same attention block by block.
 """
 
 import functools
@@ -178,6 +179,24 @@ def _cudnn_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], 
     return cudnn.backward(Options(**options), q, k, v, operands, *residuals)
 
 
+def _pallas() -> Any:
+    """Return the module of the kernels; programs for other devices do not wait for its import."""
+    from jaxtrain.models.attention import pallas_gpu
+
+    return pallas_gpu
+
+
+def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
+    operands, _ = Operands.joined(given, rest)
+    out, statistics = _pallas().forward(Options(**options), q, k, v, operands)
+    return out, statistics[..., None]
+
+
+def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> Any:
+    operands, (out, statistics, cotangent) = Operands.joined(given, rest)
+    return _pallas().backward(Options(**options), q, k, v, operands, out, statistics[..., 0], cotangent)
+
+
 def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[Any]:
     del k, rest, options
     b, t, n, _ = q.shape
@@ -211,7 +230,8 @@ def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], 
 def _primitive(
     name: str,
     shapes: Callable[..., Any],
-    kernel: Callable[..., Any],
+    of_cudnn: Callable[..., Any],
+    of_pallas: Callable[..., Any],
     portable: Callable[..., Any],
     explicit: Callable[..., Any],
 ) -> Any:
@@ -221,14 +241,19 @@ def _primitive(
     def lowered(compute: Callable[..., Any], ctx: Any, *args: Any, **options: Any) -> Any:
         # By this scope the costs of compiled programs find attention.
         scoped = jax.named_scope(f"{name}_causal" if options["causal"] else name)(compute)
-        return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
+        with jax.default_matmul_precision(options["precision"]):
+            return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
 
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
         supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
-        if supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands):
-            return lowered(kernel, ctx, *args, given=given, **options)
+        capability = jax_internals.compute_capability(ctx)
+        if supported and cudnn.is_on(capability, q, operands):
+            return lowered(of_cudnn, ctx, *args, given=given, **options)
+        is_long_enough = is_long(q.shape[1], k.shape[1]) or options["whole"] is not None
+        if is_long_enough and jax_internals.runs_whole(ctx) and _pallas().has_kernel(capability, q, k, v, operands):
+            return lowered(of_pallas, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
@@ -263,10 +288,17 @@ def _run(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable
     return jax.jit(lambda *args: primitive.bind(*args, **dict(options)))
 
 
-FORWARD = _primitive("fused_attention", _shapes_forward, _cudnn_forward, _portable_forward, _explicit_forward)
+FORWARD = _primitive(
+    "fused_attention", _shapes_forward, _cudnn_forward, _pallas_forward, _portable_forward, _explicit_forward
+)
 """(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1])."""
 
 BACKWARD = _primitive(
-    "fused_attention_backward", _shapes_backward, _cudnn_backward, _portable_backward, _explicit_backward
+    "fused_attention_backward",
+    _shapes_backward,
+    _cudnn_backward,
+    _pallas_backward,
+    _portable_backward,
+    _explicit_backward,
 )
 """(q, k, v, *operands, out, statistics, cotangent) -> gradients of q, k, v and of the bias and the sinks if given."""

@@ -185,6 +185,21 @@ class Llama(nnx.Module):
         segments: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
+        x, aux, cache = self.features(tokens, rng, positions, segments, cache)
+        return self.output(self.logits(x), aux) if cache is None else (self.logits(x), cache)
+
+    def features(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None,
+        positions: jax.Array | None,
+        segments: jax.Array | None,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, Any, KVCache | None]:
+        """Return what `logits` are computed from, the stacked auxiliary outputs of the layers, and the updated cache.
+
+        The arguments are those of a call.
+        """
         config, t = self.config, tokens.shape[1]
         visible = _visible(config, t, segments, cache)
         x = self._embed(tokens)
@@ -201,9 +216,26 @@ class Llama(nnx.Module):
 
         rngs = None if rng is None else jax.random.split(rng, config.num_hidden_layers)
         x, (aux, keys) = lax.scan(step, x, (layers, _layer_kinds(config, cache), rngs))
-        head = self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
-        logits = product(self.norm(x), head)
-        return self.output(logits, aux) if cache is None else (logits, cache.append(keys, segments, _sliding(config)))
+        return x, aux, None if cache is None else cache.append(keys, segments, _sliding(config))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits [B, T, vocab_size] of the last block's output [B, T, hidden_size]."""
+        return product(self.norm(x), self.projection)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        rng: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the hidden states [B, T, hidden_size] whose product with `projection` are the logits."""
+        return self.norm(self.features(tokens, rng, positions, segments, None)[0])
+
+    @property
+    def projection(self) -> jax.Array:
+        """Kernel [hidden_size, vocab_size] of the language-modeling head."""
+        return self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
 
     def output(self, logits: jax.Array, aux: Any) -> Any:
         """Return the result of a call without a cache; `aux` stacks the auxiliary outputs of the layers' MLPs."""

@@ -1,0 +1,191 @@
+"""Evaluate a function some of whose parameters have another form than an array: with adapters, quantized, noisy.
+
+The model is not changed. It is traced with the arrays that the forms stand for, and its jaxpr is evaluated with the
+forms in their places, through scans and rematerialized blocks. A product by a form is computed as the form defines it;
+any other operation uses its array.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from jaxtrain.transforms import biased_products, jaxpr
+
+# Calls that pass their arguments one by one, so that a form reaches the body.
+_CALLS = frozenset({"jit", "pjit", "remat2", "checkpoint"})
+
+
+class Product(NamedTuple):
+    """A product of activations by a kernel, as an equation of a jaxpr computes it.
+
+    Attributes:
+      eqn: The equation, a dot_general without batch axes.
+    """
+
+    eqn: JaxprEqn
+
+    def __call__(self, x: jax.Array, kernel: Any) -> jax.Array:
+        """Multiply by the kernel, an array or a form without an addition, in the equation's layout."""
+        if isinstance(kernel, KernelForm):
+            return kernel.product(self, x)[0]
+        (product,) = jaxpr.bind(self.eqn, [x, kernel])
+        return product
+
+    def by(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Multiply by another kernel [in, out]."""
+        (contracted, _), batch = self.eqn.params["dimension_numbers"]
+        return lax.dot_general(x, kernel, ((contracted, (0,)), batch), precision=self.eqn.params["precision"])
+
+
+class Form:
+    """A parameter that is not stored as the array it stands for; a pytree, so that scans slice it by layer."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the array."""
+        return len(self.shape)
+
+    @abstractmethod
+    def array(self) -> jax.Array:
+        """Return the array."""
+
+    def rows(self, found: jax.Array) -> jax.Array:
+        """Return rows that were looked up in the array, as in an embedding."""
+        return found
+
+
+class KernelForm(Form):
+    """The kernel of a linear layer, or a stack of them."""
+
+    @property
+    @abstractmethod
+    def inputs_axis(self) -> int:
+        """Axis of a kernel, 0 or 1, along which activations are multiplied."""
+
+    @abstractmethod
+    def transpose(self) -> Self:
+        """Return the form of the transposed kernel."""
+
+    @abstractmethod
+    def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return the product of activations, and what is added to it after a bias; None for nothing."""
+
+
+def is_form(x: Any) -> bool:
+    """Return whether a node of a pytree is a form."""
+    return isinstance(x, Form)
+
+
+def array_of(x: Any) -> Any:
+    """Return the array of a form; other values as they are."""
+    return x.array() if is_form(x) else x
+
+
+def evaluate(apply: Callable[[Any], Any], params: Any, forms: Any) -> Any:
+    """Evaluate `apply(params)` with forms in the places of parameters.
+
+    Args:
+      apply: Function of the parameters alone.
+      params: Parameters, which may include forms; only shapes and dtypes are used.
+      forms: The same tree, with the forms and arrays to evaluate with.
+
+    Returns:
+      The result of `apply`.
+    """
+    like = jax.tree.map(_shape, params, is_leaf=is_form)
+
+    def evaluate_traced(closed: ClosedJaxpr, _: list[Any]) -> list[Any]:
+        leaves = jax.tree.leaves(forms, is_leaf=is_form)
+        return [*map(array_of, jaxpr.interpret(closed.jaxpr, closed.consts, leaves, _Rule(closed)))]
+
+    return jaxpr.retrace(apply, evaluate_traced)(like)
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_form(x) else x
+
+
+class _Rule:
+    """Evaluation rule for equations that have forms as arguments.
+
+    As in PyTorch a bias is added before the addition of an adapter, which `pending` holds until then.
+    """
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self.totals = dict(_biased(closed.jaxpr))
+        self.pending: dict[Var, Any] = {}
+
+    def __call__(self, eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
+        if eqn.outvars and eqn.outvars[0] in self.pending:
+            (total,) = jaxpr.bind(eqn, args)
+            return [total + self.pending.pop(eqn.outvars[0]).astype(total.dtype)]
+        if not any(map(is_form, args)):
+            return None
+        name = eqn.primitive.name
+        if name in _CALLS:
+            return jaxpr.HIGHER_ORDER[name](eqn, args, run)
+        if name == "scan":
+            n_consts, n_carry = jaxpr.scan_sizes(eqn)
+            carry = map(array_of, args[n_consts : n_consts + n_carry])
+            return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
+        if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
+            return [args[0].transpose()]
+        if name == "dot_general" and _multiplies_by_form(eqn, args):
+            return self._product(eqn, *args)
+        outs = _evaluated_with_arrays(eqn, args, run)
+        return [args[0].rows(*outs)] if name == "gather" and is_form(args[0]) else outs
+
+    def _product(self, eqn: JaxprEqn, x: jax.Array, form: KernelForm) -> list[Any]:
+        product, addition = form.product(Product(eqn), x)
+        total = self.totals.get(eqn.outvars[0])
+        if addition is None:
+            return [product]
+        if total is None:
+            return [product + addition.astype(product.dtype)]
+        self.pending[total] = addition
+        return [product]
+
+
+def _evaluated_with_arrays(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:
+    args = [*map(array_of, args)]
+    rebuild = jaxpr.HIGHER_ORDER.get(eqn.primitive.name)
+    return list(jaxpr.bind(eqn, args) if rebuild is None else rebuild(eqn, args, run))
+
+
+def _biased(traced: Jaxpr) -> Iterator[tuple[Var, Var]]:
+    """Yield (product, its sum with a bias) of this jaxpr and of those it calls."""
+    sums = {found.total: found.product for found in biased_products(traced)}
+    for eqn in _equations(traced):
+        product = sums.get(eqn.outvars[0]) if eqn.outvars else None
+        if product is not None and any(v is product for v in eqn.invars):
+            yield product, eqn.outvars[0]
+
+
+def _equations(traced: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in traced.eqns:
+        yield eqn
+        for inner in jaxpr.inner_jaxprs(eqn):
+            yield from _equations(inner)
+
+
+def _multiplies_by_form(eqn: JaxprEqn, args: list[Any]) -> bool:
+    """Whether the equation multiplies activations by a form along its inputs."""
+    x, kernel = args
+    (_, contracted), batch = eqn.params["dimension_numbers"]
+    if is_form(x) or not isinstance(kernel, KernelForm) or kernel.ndim != 2:
+        return False
+    return contracted == (kernel.inputs_axis,) and batch == ((), ())
