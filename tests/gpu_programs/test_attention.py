@@ -110,8 +110,10 @@ def test_attention_runs_once_a_layer_unless_all_is_computed_again(gpus, remat, f
     assert gpt2_calls(gpus(9), remat=remat) == expected
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "segments"),
+    [("data=2", False), ("fsdp=2", True), ("tensor=2", False), ("sequence=2", False), ("sequence=2", True)],
+)
 def test_attention_is_fused_on_a_mesh(gpus, mesh, segments):
     kind = BIASED if segments else SOFTMAX
     assert gpt2_calls(gpus(9, count=2), mesh, segments) == {kind: LAYERS, f"{kind}Backward": LAYERS}
