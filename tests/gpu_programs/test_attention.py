@@ -115,13 +115,14 @@ def test_attention_runs_once_a_layer_unless_all_is_computed_again(gpus, remat, f
     assert calls(gpt2_step(gpus(9), remat=remat)) == expected
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
+@pytest.mark.parametrize("mesh", ["data=2", "tensor=2", "sequence=2"])
 def test_attention_is_fused_on_a_mesh(gpus, mesh):
     assert calls(gpt2_step(gpus(9, count=2), mesh)) == {SOFTMAX: LAYERS, f"{SOFTMAX}Backward": LAYERS}
 
 
 @pytest.mark.parametrize(
-    "mesh", ["data=2", "tensor=2", "sequence=2", pytest.param("fsdp=2", marks=pytest.mark.nightly)]
+    "mesh",
+    ["fsdp=2", "sequence=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.nightly) for axis in ("data", "tensor"))],
 )
 def test_long_packed_rows_are_divided_over_a_mesh_without_a_mask(gpus, mesh):
     length = 1280
