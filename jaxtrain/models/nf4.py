@@ -6,8 +6,10 @@ That is 4.127 bits a weight.
 
 A `QuantizedKernel` takes the place of a kernel in the parameters, which have to be frozen. It is dequantized where a
 product needs it, in the forward pass and once more in the backward pass (`jaxtrain.models.parameter_forms`): where
-layers are scanned, one layer at a time. Unrolled, a compiler may dequantize several early, and XLA:CPU does. Blocks run along the inputs of every output, the layout of
-`torch.nn.Linear`, so that all bits are those of bitsandbytes.
+layers are scanned, one layer at a time. Unrolled, a compiler may dequantize several early, and XLA:CPU does.
+
+Blocks run along the inputs of every output, the layout of `torch.nn.Linear`, so that all bits are those of
+bitsandbytes; only the mean of the magnitudes depends on the order in which a device sums.
 """
 
 import re
