@@ -10,6 +10,8 @@ LAST_BAR = 1e-8
 NEGLIGIBLE = 1e-12
 """A tensor whose norm is a smaller part of the whole may be zero in mathematics (the gradient of an attention key bias)
 and rounding noise in practice: its distance is measured on the scale of the whole."""
+UNSTABLE = 0.1
+"""An element of a gradient is rounding noise if one ulp of the weights changes it by a larger part of itself."""
 SINGLE = float(np.finfo(np.float32).eps)
 """Rounding of a loss, which is float32 in low precisions: a single loss may be closer to the truth by chance."""
 FEW_ULPS = 2 * SINGLE

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE
+from parity.bars import FEW_ULPS, FIRST_BAR, LAST_BAR, NEGLIGIBLE, RATIO_BAR, SINGLE, UNSTABLE
 from parity.divergence import Divergence
 from parity.record import Record, Snapshot, Tensors
 from parity.trajectory import JUDGED, Trajectory, trajectory
@@ -75,7 +75,8 @@ def same_meaning(
       ours: JAX's run.
       theirs: PyTorch's run.
       one_ulp: PyTorch's runs from weights one ulp off. If given, values after the first `judged` steps may be apart by
-        twice the noise of these runs (`Trajectory.noise`), if that exceeds the bar.
+        twice the noise of these runs (`Trajectory.noise`), if that exceeds the bar; and elements of parameters whose
+        gradient is rounding noise, by twice what the optimizer made of as much noise in these runs.
       judged: Steps to which the bars apply as they are.
       nudged: JAX's runs with its float32 constants changed within their rounding. If given, values may be apart by
         twice their effect.
@@ -174,6 +175,7 @@ def _apart(
     bars = np.maximum(LAST_BAR, np.where(np.arange(steps) < judged, 0.0, noise))
     rounding = _effects(_first, ours, nudged)
     for what, our, their in _pairs(_first(ours), _first(theirs)):
+        our = _without_noise(ours, theirs, one_ulp, "first") if what.startswith("params") else our
         yield from _over(what, relative(our, their, noise=_noise(theirs)), max(FIRST_BAR, rounding[what]))
     if steps == 1:
         return
@@ -188,6 +190,7 @@ def _apart(
             moved = [dict(_present(run.last))[what] for run in one_ulp]
             farthest = max(_worst(relative(tensors, their))[1] for tensors in moved)
             bar = max(bar, RATIO_BAR * farthest * float(course.spread[-1]))
+        our = _without_noise(ours, theirs, one_ulp, "last") if what == "params" else our
         yield from _over(f"{what} after the last step", relative(our, their, noise=_noise(theirs)), bar)
 
 
@@ -199,6 +202,27 @@ def _noise(run: Record) -> frozenset[str]:
     """
     whole = _norm(run.grads.values())
     return frozenset(name for name, grad in run.grads.items() if 0 < _norm([grad]) <= NEGLIGIBLE * whole)
+
+
+def _without_noise(ours: Record, theirs: Record, one_ulp: Sequence[Record], when: str) -> Tensors:
+    """Our parameters, with PyTorch's elements where rounding noise explains how far they are apart.
+
+    The gradient of an attention key bias is zero in mathematics, with rotary positions in some elements. Adam divides
+    its noise by its own size or by `eps`: the runs from weights one ulp off tell which elements are noise, and how far
+    the optimizer moves them for each unit of noise.
+    """
+    after, their = (getattr(run, when).params for run in (ours, theirs))
+    found, whole = dict(after), _norm(theirs.grads.values())
+    for name, gradient in theirs.grads.items() if one_ulp else ():
+        changes = [_minus(run.grads[name], gradient) for run in one_ulp]
+        noise = np.any([np.abs(change) > UNSTABLE * np.abs(gradient) for change in changes], axis=0)
+        moves = [_minus(getattr(run, when).params[name], their[name]) for run in one_ulp]
+        sizes = [(_norm([move[noise]]), _norm([change[noise]])) for move, change in zip(moves, changes, strict=True)]
+        gain = max((move / change for move, change in sizes if change), default=0.0)
+        own = _norm([_minus(ours.grads[name], gradient)[noise]])
+        if own <= NEGLIGIBLE * whole and _norm([_minus(after[name], their[name])[noise]]) <= RATIO_BAR * gain * own:
+            found[name] = np.where(noise, their[name], after[name])
+    return found
 
 
 def _effects(

@@ -4,10 +4,12 @@ A block of 64 weights is divided by its largest magnitude, and each weight is re
 quantiles of a normal distribution. The magnitudes are quantized in turn: less their mean, in blocks of 256, to 8 bits.
 That is 4.127 bits a weight.
 
-A `QuantizedKernel` takes the place of a kernel in the parameters. It is frozen, since its arrays are integers and
-scales: the kernel is dequantized where a product needs it, in the forward pass and once more in the backward pass, and
-is never stored (`jaxtrain.models.parameter_forms`). Blocks run along the inputs of every output, the layout of
-`torch.nn.Linear`, so that all bits are those of bitsandbytes.
+A `QuantizedKernel` takes the place of a kernel in the parameters, which have to be frozen. It is dequantized where a
+product needs it, in the forward pass and once more in the backward pass (`jaxtrain.models.parameter_forms`): where
+layers are scanned, one layer at a time. Unrolled, a compiler may dequantize several early, and XLA:CPU does.
+
+Blocks run along the inputs of every output, the layout of `torch.nn.Linear`, so that all bits are those of
+bitsandbytes; only the mean of the magnitudes depends on the order in which a device sums.
 """
 
 import re

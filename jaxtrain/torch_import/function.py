@@ -116,7 +116,7 @@ class GraphModel:
           targets: Regular expression that matches the whole names of weights of linear layers, such as
             ".*(q_proj|v_proj).weight". They are stored [out, in] in `torch.nn.Linear`, [in, out] in `Conv1D` of
             transformers.
-          **settings: `r`, `alpha`, `dropout` and `rslora`, as of `LoraConfig`.
+          **settings: `r`, `alpha`, `dropout`, `rslora` and `dora`, as of `LoraConfig`.
 
         Returns:
           The configuration.

@@ -82,12 +82,23 @@ def runs_whole(ctx: Any) -> bool:
     Args:
       ctx: The `LoweringRuleContext` of a primitive.
     """
+    return not _is_exported(ctx) and is_for_one_device(ctx)
+
+
+def is_divided(ctx: Any) -> bool:
+    """Return whether the compiler divides what a lowering returns over several devices, with no axis of a mesh manual.
+
+    Args:
+      ctx: The `LoweringRuleContext` of a primitive.
+    """
     context = ctx.module_context.axis_context
-    is_manual = set(getattr(context, "manual_axes", ())) == set(
-        getattr(getattr(context, "mesh", None), "axis_names", "?")
-    )
-    is_exported = getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", True)
-    return not is_exported and (is_manual or is_for_one_device(ctx))
+    is_manual = bool(getattr(context, "manual_axes", ()))
+    return not _is_exported(ctx) and not is_manual and getattr(context, "num_devices", 1) > 1
+
+
+def _is_exported(ctx: Any) -> bool:
+    exported: bool = getattr(getattr(ctx.module_context, "lowering_parameters", None), "for_export", True)
+    return exported
 
 
 _ATTENTION = (

@@ -30,8 +30,12 @@ def products(primitive: Any, *args: Any, **params: Any) -> bool:
     """
     saveable: bool = jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
     listed = primitive.name in ("ragged_dot_general", FUSED, BIASED_PRODUCT)
-    named = primitive.name == "name" and params["name"] == FUSED  # of attention on a ring of devices
-    return saveable or listed or named or _is_inside(products, params)
+    return saveable or listed or names_attention(primitive, params) or _is_inside(products, params)
+
+
+def names_attention(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether an operation names a result of attention on a ring of devices, as `distributed.ring` does."""
+    return primitive.name == "name" and params["name"] == FUSED
 
 
 def products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:

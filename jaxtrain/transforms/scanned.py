@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.platform import transform_on_gpu
-from jaxtrain.transforms.remat import BLOCK
+from jaxtrain.transforms.remat import BLOCK, names_attention
 
 CHEAP = frozenset(
     {
@@ -40,7 +40,7 @@ def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
     if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
         return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(called))
-    return primitive.name not in CHEAP
+    return primitive.name not in CHEAP or names_attention(primitive, params)
 
 
 def save_costly(fn: Callable[..., Any], platform: str | None = None) -> Callable[..., Any]:

@@ -95,7 +95,7 @@ def layered(
             x = x * params["scale"] if move == "scale" else x + params["shift"] if move == "shift" else x
             own = {name.removeprefix("layer."): p for name, p in params.items()}
             own_state = [{name.removeprefix("layer."): s for name, s in tree.items()} for tree in state]
-            y = ours(own | ({"rng": rng} if ours.__name__ == "dropout" else {}), x, *own_state)
+            y = ours(own | ({"rng": rng} if ours.__name__.endswith("dropout") else {}), x, *own_state)
             new_state = []
             if state:
                 y, updated = y

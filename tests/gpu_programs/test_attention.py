@@ -1,5 +1,6 @@
 """Attention in programs compiled for GPUs: cuDNN's kernel where the GPU has it, once a layer and pass."""
 
+import dataclasses
 from collections import Counter
 from functools import partial
 
@@ -12,9 +13,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
+from benchmarks.predicted import case_program
+from benchmarks.workloads import WORKLOADS
+from jaxtrain.cost.gpu import TARGETS, compile_for_gpu
 from jaxtrain.cost.gpu.launches import Program
 from jaxtrain.cost.gpu.target import COMPILER_OPTIONS
-from jaxtrain.distributed import make_mesh, shard
+from jaxtrain.distributed import make_mesh, parse_mesh, shard
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, functional, gpt2
 from jaxtrain.models.attention import attention
@@ -81,8 +85,9 @@ def test_a_gpu_without_the_kernel_computes_the_formula(gpus):
     assert attention_calls(gpus(8)[0], jnp.bfloat16, causal=True) == {SOFTMAX: 1, f"{SOFTMAX}Backward": 1}
 
 
-def gpt2_calls(devices, mesh="", segments=False, **options):
-    config = GPT2Config(vocab_size=128, n_positions=T, n_embd=N * H, n_layer=LAYERS, n_head=N)
+def gpt2_step(devices, mesh="", length=T, segments=False, **options):
+    """Return the lowered step of a small GPT-2."""
+    config = GPT2Config(vocab_size=128, n_positions=length, n_embd=N * H, n_layer=LAYERS, n_head=N)
     apply, params = functional(nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params, batch, rng):
@@ -91,27 +96,59 @@ def gpt2_calls(devices, mesh="", segments=False, **options):
         return jt.Loss(losses.sum(), weight=losses.size), {}
 
     step = jt.train_step(loss_fn, adamw(1e-3), precision="bf16", **options)
-    batch = {"tokens": jax.ShapeDtypeStruct((B, T + 1), np.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((B, length + 1), np.int32)}
     if segments:
-        batch["segments"] = jax.ShapeDtypeStruct((B, T), np.int32)
+        batch["segments"] = jax.ShapeDtypeStruct((B, length), np.int32)
     make = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)  # noqa: E731
     if not mesh:
-        return calls(step.jitted.lower(*on(SingleDeviceSharding(devices[0]), (step.shapes(make), batch))))
+        return step.jitted.lower(*on(SingleDeviceSharding(devices[0]), (step.shapes(make), batch)))
     mesh = make_mesh(mesh, devices)
     step = shard(step, mesh, gpt2.SHARDING)
     rows = NamedSharding(mesh, P(tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)))
-    return calls(step.jitted.lower(step.shapes(make), on(rows, batch)))
+    return step.jitted.lower(step.shapes(make), on(rows, batch))
 
 
 @pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("full", 2)])
 def test_attention_runs_once_a_layer_unless_all_is_computed_again(gpus, remat, forwards):
     expected = {SOFTMAX: forwards * LAYERS, f"{SOFTMAX}Backward": LAYERS}
-    assert gpt2_calls(gpus(9), remat=remat, unroll=True) == expected
-    assert gpt2_calls(gpus(9), remat=remat) == expected
+    assert calls(gpt2_step(gpus(9), remat=remat, unroll=True)) == expected
+    assert calls(gpt2_step(gpus(9), remat=remat)) == expected
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "tensor=2", "sequence=2"])
-@pytest.mark.parametrize("segments", [False, True])
-def test_attention_is_fused_on_a_mesh(gpus, mesh, segments):
-    kind = BIASED if segments else SOFTMAX
-    assert gpt2_calls(gpus(9, count=2), mesh, segments) == {kind: LAYERS, f"{kind}Backward": LAYERS}
+@pytest.mark.parametrize("mesh", ["data=2", "tensor=2", "sequence=2"])
+def test_attention_is_fused_on_a_mesh(gpus, mesh):
+    assert calls(gpt2_step(gpus(9, count=2), mesh)) == {SOFTMAX: LAYERS, f"{SOFTMAX}Backward": LAYERS}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["fsdp=2", "sequence=2", *(pytest.param(f"{axis}=2", marks=pytest.mark.nightly) for axis in ("data", "tensor"))],
+)
+def test_long_packed_rows_are_divided_over_a_mesh_without_a_mask(gpus, mesh):
+    length = 1280
+    lowered = gpt2_step(gpus(9, count=2), mesh, length, segments=True)
+    program = compile_for_gpu(lowered, TARGETS["h100"], parse_mesh(mesh))
+    assert program.host_waits == 0
+    results = [array for launch in program.launches for array in launch.instruction.results]
+    assert not any(array.shape[-2:] == (length, length) for array in results)
+    kernels = [launch for launch in program.launches if launch.kind == "Pallas attention"]
+    assert sum(launch.times for launch in kernels) == 3 * LAYERS
+    # Each device has half of the rows or of the heads.
+    of_device = {array.size for launch in kernels for array in launch.instruction.results if array.dtype == "bf16"}
+    assert of_device == {B * length * N * H // 2}
+
+
+def test_packed_rows_take_as_much_memory_and_traffic_as_unpacked_ones():
+    """Of two layers of a Llama with 160M parameters, within a tenth."""
+    case = WORKLOADS["llama-160m"].case({"depth": 2, "rows": 4, "length": 2048})
+    whole = dataclasses.replace(
+        case, loss_fn=lambda params, batch, rng: case.loss_fn(params, {**batch, "segments": None}, rng)
+    )
+    packed, unpacked = (case_program(each, unroll=False) for each in (case, whole))
+    assert ",2048,2048]" not in packed.hlo
+    assert packed.temporary_bytes <= 1.1 * unpacked.temporary_bytes
+    assert packed.moved_bytes <= 1.1 * unpacked.moved_bytes
+    # Our kernels compute scores and their gradients for queries and for keys: 9 products instead of 7.
+    attention = [sum(p.flops * p.times for p in x.products if "attention" in p.by) for x in (packed, unpacked)]
+    assert attention[0] == attention[1] * 9 / 7
+    assert packed.flops - attention[0] == unpacked.flops - attention[1]

@@ -17,6 +17,7 @@ from jaxtrain.distributed import make_mesh
 from jaxtrain.distributed.sharding import param_shardings
 from jaxtrain.losses import cross_entropy
 from jaxtrain.models import GPT2, GPT2Config, LoraConfig, functional, gpt2, lora, nf4
+from jaxtrain.runner.checkpoint import Checkpoints
 from jaxtrain.transforms.precision import autocast
 from tests.models.programs import equations
 
@@ -112,7 +113,7 @@ def test_adapters_on_quantized_kernels_are_those_on_dequantized_ones():
 
 
 @pytest.mark.slow
-def test_a_step_trains_adapters_in_low_precision_and_leaves_the_quantized_kernels():
+def test_a_step_trains_adapters_in_low_precision_and_leaves_the_quantized_kernels(tmp_path):
     apply, _, quantized = model()
     config = LoraConfig(r"blocks/(qkv|fc)/kernel", r=2, dropout=0.1)
     adapted = lora.with_adapters(apply, config)
@@ -130,6 +131,12 @@ def test_a_step_trains_adapters_in_low_precision_and_leaves_the_quantized_kernel
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.05
     jax.tree.map(np.testing.assert_array_equal, state.params["base"], quantized)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(state, {})
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(jax.eval_shape(lambda: state))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
 
 
 @pytest.mark.slow

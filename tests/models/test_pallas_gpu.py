@@ -15,7 +15,7 @@ from jaxtrain.models.attention import pallas_gpu
 from jaxtrain.models.attention.formula import visible
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.pallas_gpu import Blocks, Schedule
-from tests.models.test_blockwise import BOUND, EVERYTHING, compiled, configurations, draw
+from tests.models.attention_operands import BOUND, EVERYTHING, configurations, draw, explicit
 
 pytestmark = pytest.mark.slow
 
@@ -34,10 +34,9 @@ def interpreted(options, blocks):
 
 
 def assert_equal(options, given, heads, blocks, seeds):
-    explicit, _ = compiled(options, (8, 8), False)
     for seed in seeds:
         arrays = draw(seed, heads, given)
-        ours, theirs = interpreted(options, blocks)(*arrays), explicit(*arrays)
+        ours, theirs = interpreted(options, blocks)(*arrays), explicit(options)(*arrays)
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert x.dtype == y.dtype == np.float64
             finite = np.asarray(y)[np.isfinite(y)]

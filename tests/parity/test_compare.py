@@ -66,6 +66,28 @@ def test_a_parameter_whose_gradient_is_noise_is_compared_relative_to_all_paramet
     assert not same_meaning(run(1e-11, 0.0), run(-1e-11, 0.0)).passed
 
 
+def test_noise_that_the_optimizer_amplifies_may_move_parameters_as_far_as_in_pytorchs_own_runs() -> None:
+    def run(update: float, noise: float, other: float = 0.5) -> Record:
+        """Of a bias whose gradient is zero in mathematics in its second element."""
+        grads, snapshot = {"bias": np.array([1.0, noise])}, Snapshot({"bias": np.array([other, update])}, {}, {})
+        return Record(np.array([1.0]), grads, snapshot, snapshot, np.ones(2), np.ones(1))
+
+    theirs, one_ulp = run(1e-9, 1e-16), [run(2e-9, 2e-16), run(1.5e-9, 1.5e-16)]
+    honest = run(-1e-9, -1e-16)
+    assert not same_meaning(honest, theirs).passed
+    assert same_meaning(honest, theirs, one_ulp).passed
+    bugs = {
+        "moved farther than by the noise": run(1e-8, -1e-16),
+        "moved without noise": run(-1e-9, 1e-16),
+        "the gradient is no noise": run(1e-4, 1e-11),
+        "the other element moved": run(-1e-9, -1e-16, other=0.5 + 1e-9),
+    }
+    assert [bug for bug, wrong in bugs.items() if same_meaning(wrong, theirs, one_ulp).passed] == []
+    # Gradients that are small but the same in every run are none.
+    stable = [run(2e-9, 1e-16), run(1.5e-9, 1e-16)]
+    assert not same_meaning(honest, theirs, stable).passed
+
+
 def test_a_mathematically_zero_tensor_is_compared_relative_to_all_tensors() -> None:
     theirs = {"weight": np.ones(4), "key.bias": np.full(4, 1e-17)}
     assert relative({**theirs, "key.bias": -theirs["key.bias"]}, theirs)["key.bias"] == pytest.approx(2e-17)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -45,8 +46,17 @@ def test_a_mutant_is_caught_and_located_and_its_clean_case_passes(name: str) -> 
     assert outcome.located is not False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - set(DEFAULT)))
+LONGEST = {
+    *("long-attention-segments-off-by-one", "long-attention-sinks-not-in-the-sum"),
+    *("long-attention-soft-cap-after-the-bias", "long-attention-soft-cap-without-derivative"),
+}
+
+
+def other(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.nightly if name in LONGEST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [other(name) for name in sorted(MUTANTS.keys() - set(DEFAULT))])
 def test_every_other_mutant_is_caught_and_located(name: str) -> None:
     outcome = planted(name)
     assert (outcome.caught, outcome.clean) == (True, True), outcome

@@ -115,4 +115,5 @@ def _color_console(stream: TextIO) -> Any:
     except ImportError:
         return None
     console = Console(file=stream, highlight=False, force_terminal=None if stream.isatty() else False)
-    return console if console.color_system else None
+    has_colors = console.is_terminal and console.color_system and not console.no_color
+    return console if has_colors else None

@@ -10,7 +10,8 @@ The modules, each of which imports only from those above it:
     blockwise       block by block, with logarithms of sums by which parts are combined
     cudnn           the kernel of CUDA
     pallas_tiles    what a kernel computes of a tile of scores
-    pallas_gpu      kernels for GPUs where CUDA has none
+    pallas_gpu      kernels for GPUs where CUDA has none, and for long packed rows
+    partitioned     a kernel in a program for a mesh
     primitives      the choice between them, when a program is compiled
     function        `attention`
 """

@@ -89,7 +89,8 @@ class BlockArrays:
         row, q, k = lax.dynamic_index_in_dim(self.index, pair, keepdims=False)
         used = pair < self.pairs.count if self.is_partly_used else None
         first = row * self.parts + part
-        return At(row, part * self.heads, q, k, first * self.sizes.q_blocks + q, first * self.sizes.k_blocks + k, used)
+        head = jnp.asarray(part * self.heads, np.int32)
+        return At(row, head, q, k, first * self.sizes.q_blocks + q, first * self.sizes.k_blocks + k, used)
 
     def split_queries(self, x: jax.Array, padding: float = 0.0) -> jax.Array:
         """Return [B, T, N, H] as [B · parts · blocks, k, N / K · Q, H]."""

@@ -51,7 +51,7 @@ def forward(
     *,
     blocks: tuple[int, int] | None = None,
     by_row: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute attention and the logarithm of the sum of the exponentials of every query's scores.
 
     Args:
@@ -65,16 +65,20 @@ def forward(
         divided over devices, instead of one pair of one row and one key head.
 
     Returns:
-      The output [B, T, N, V] and the logarithms [B, N, T], in float32 at least. For a query that attends to no key they
-      are 0 and -inf. Outputs over disjoint keys are combined in proportion to the exponentials of the logarithms.
+      The output [B, T, N, V], the logarithms [B, N, T] and what they lack by rounding [B, N, T], in float32 at least.
+      For a query that attends to no key they are 0, -inf and 0. Outputs over disjoint keys are combined in proportion
+      to the exponentials of the logarithms.
     """
     sizes = Sizes.divided(q.shape[1], k.shape[1], *(blocks or block_sizes(q, k)))
     compute = _over_rows(_forward_rows, options, sizes, operands, by_row, len(q))
-    out, lse = compute(operands._replace(sinks=None), q, k, v)
+    out, lse, rest = compute(operands._replace(sinks=None), q, k, v)
     if operands.sinks is None:
-        return out, lse
-    total = jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, :, None])
-    return out * jnp.exp(lse - total).swapaxes(1, 2)[..., None], total
+        return out, lse, rest
+    sinks = operands.sinks.astype(lse.dtype)[:, :, None]
+    larger, added = jnp.maximum(lse, sinks), jnp.log1p(jnp.exp(-jnp.abs(lse - sinks + rest)))
+    total = larger + added
+    more = (larger - total) + added + jnp.where(lse < sinks, 0, rest)
+    return out * jnp.exp((lse - total) + (rest - more)).swapaxes(1, 2)[..., None], total, more
 
 
 def backward(
@@ -161,7 +165,9 @@ def _over_rows(
     return compute
 
 
-def _forward_rows(block: BlockArrays, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _forward_rows(
+    block: BlockArrays, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     queries, keys, values = block.split_queries(q), block.split_keys(k), block.split_keys(v)
     dtype, lead = wide(q), queries.shape[:-1]
     # The largest score and the sum of a query are one array: of two, XLA would copy the first in every step.
@@ -183,9 +189,12 @@ def _forward_rows(block: BlockArrays, q: jax.Array, k: jax.Array, v: jax.Array) 
     with at_most(block.most_steps):
         statistics, summed = lax.fori_loop(0, block.steps, step, init)
     largest, total = statistics[..., :1], statistics[..., 1:]
-    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+    logarithm = jnp.log(jnp.where(total == 0, 1, total))
+    lse = jnp.where(total == 0, -jnp.inf, largest + logarithm)
+    rest = jnp.where(total == 0, 0, (largest - lse) + logarithm)
     out = summed / jnp.where(total == 0, 1, total)
-    return block.joined_queries(out), block.joined_queries(lse)[..., 0].swapaxes(1, 2)
+    lse, rest = (block.joined_queries(x)[..., 0].swapaxes(1, 2) for x in (lse, rest))
+    return block.joined_queries(out), lse, rest
 
 
 def _backward_rows(
@@ -209,6 +218,17 @@ def _backward_rows(
     init = [jnp.zeros(x.shape, dtype) for x in (queries, keys.swapaxes(-1, -2), values.swapaxes(-1, -2))]
     bias, scale = block.operands.bias, block.options.scale
     init += [] if bias is None else [jnp.zeros(bias.shape, dtype)]
+
+    def weigh(i: Any, carry: jax.Array) -> jax.Array:
+        at = block.at(i)
+        weights = jnp.exp(block.scores(at, queries, keys).masked - block_of(lse, at.q))
+        of_weights = block.dropped(at, product(block_of(given, at.q), block_of(values, at.k), 2))
+        return _added(carry, (weights * of_weights).sum(-1, keepdims=True), at.q)
+
+    if bias is not None and v.dtype != dtype and block.options.whole is None:
+        # The rounding of the output would be most of the error of these gradients, which PyTorch computes in float32.
+        with at_most(block.most_steps):
+            weighted = lax.fori_loop(0, block.steps, weigh, jnp.zeros_like(weighted))
 
     def step(i: Any, carry: list[jax.Array]) -> list[jax.Array]:
         at = block.at(i)

@@ -42,14 +42,15 @@ def attention(
     A program compiled for a GPU of compute capability 8.0 or more computes this by cuDNN's fused kernel in bfloat16 and
     float16, without storing the scores: with any mask, segments, window and number of groups, for widths of heads that
     are a multiple of 8 up to 128 (256 on 9.x); with a `mask` or segments for even T and S; with a `bias`
-    [1 or B, 1 or N, T, S] for even T and S from 9.0 on; without dropout, soft cap and sinks. On one such GPU, and
-    within `jax.shard_map(…, check_vma=False)`, kernels written in Pallas compute the rest from T · S = 2¹⁶ on, also in
-    float32, for heads of at most 256 and a `bias` [1 or B, 1 or N, T, S].
+    [1 or B, 1 or N, T, S] for even T and S from 9.0 on; without dropout, soft cap and sinks. On such GPUs kernels
+    written in Pallas compute the rest from T · S = 2¹⁶ on, also in float32, for heads of at most 256 and a `bias`
+    [1 or B, 1 or N, T, S]; with a bias or sinks on one GPU and within `jax.shard_map` only. From T · S = 2²⁰ on they
+    also compute what has segments or a `mask` [1 or B, 1, 1, S], without an array [T, S].
 
     Every other program stores all scores of short sequences, and computes long ones block by block, in memory linear in
     T and S: on CPUs from T · S = 2¹⁶ on, on GPUs from 2²⁰. Blocks that causality, the window, the segments or a `mask`
     [1 or B, 1, 1, S] hide entirely are not computed. The dropout masks are the same. Second derivatives store all
-    scores.
+    scores. Forward mode (`jax.jvp`) of long attention raises a TypeError, as of every `jax.custom_vjp`.
 
     Args:
       q: Queries [B, T, N, H].

@@ -3,8 +3,10 @@
 A program is traced without knowing what it will be compiled for. The lowering calls cuDNN if the target is CUDA of
 compute capability 8.0 or more (9.x for heads wider than 128; 9.0 or more for a bias, whose gradient cuDNN computes from
 there on; a target that is unknown, as in an export, is taken to have 8.0) and cuDNN has the kernel for the operands.
-Where cuDNN has none, kernels of our own serve the same GPUs, on one device and within `jax.shard_map` with
-`check_vma=False`. Every other program computes the formula, or for long sequences the same attention block by block.
+Where cuDNN has none, kernels of our own serve the same GPUs. They also compute long packed or padded rows, for which
+cuDNN would read a mask of all pairs: its packed layout, as XLA calls it, allocates as many times the memory of the
+queries, in float32, as a row may have segments. Every other program computes the formula, or for long sequences the
+same attention block by block.
 """
 
 import functools
@@ -21,6 +23,7 @@ from jaxtrain.models.attention import blockwise, cudnn
 from jaxtrain.models.attention.dropout_mask import kept_of_rows
 from jaxtrain.models.attention.formula import formula, log_sum_exp
 from jaxtrain.models.attention.options import Operands, Options
+from jaxtrain.models.attention.partitioned import partitioned
 from jaxtrain.transforms import jax_internals
 
 LONG = 256 * 256
@@ -34,6 +37,13 @@ LONG_ON_GPU = 1024 * 1024
 
 BLOCKS_ON_GPU = (256, 512)
 """Numbers of queries and keys of a block. They have not been timed."""
+
+
+PARTS = {
+    "fused_attention": ((), ("out", "statistics")),
+    "fused_attention_backward": (("out", "statistics", "cotangent"), ("dq", "dk", "dv")),
+}
+"""The arrays of each primitive after the operands, and its results, without the gradients of operands."""
 
 
 def is_long(t: int, s: int) -> bool:
@@ -103,15 +113,23 @@ def _backward(options: Options, residuals: tuple[Any, ...], cotangent: jax.Array
 fused_attention.defvjp(_forward, _backward)
 
 
+def _width(q: Any) -> int:
+    """Return how many statistics there are of a query: the logarithm, and what it lacks by rounding.
+
+    In float32 and float64 the rounding of the logarithm would be most of the error of the gradients.
+    """
+    return 1 if q.dtype in cudnn.LOW else 2
+
+
 def _portable_forward(
     q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], target: Target, **options: Any
 ) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
     if target.is_long(q, k) or options["whole"] is not None:
-        out, statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
-        return out.astype(v.dtype), statistics[..., None]
+        out, *statistics = blockwise.forward(Options(**options), q, k, v, operands, **target.loop)
+        return out.astype(v.dtype), jnp.stack(statistics[: _width(q)], axis=-1)
     (b, t, n, _), wide = q.shape, np.promote_types(q.dtype, np.float32)
-    return formula(Options(**options), q, k, v, operands), jnp.zeros((b, n, t, 1), wide)
+    return formula(Options(**options), q, k, v, operands), jnp.zeros((b, n, t, _width(q)), wide)
 
 
 def _portable_backward(
@@ -121,6 +139,9 @@ def _portable_backward(
     if not target.is_long(q, k) and options["whole"] is None:
         return _explicit_backward(q, k, v, *rest, given=given, **options)
     like = [q, k, v, operands.bias, operands.sinks]
+    if statistics.shape[-1] > 1:  # the weights are proportional to the exponentials of what the logarithms lack
+        rounding = statistics[..., 1].swapaxes(1, 2)[..., None]
+        cotangent = cotangent * jnp.exp(-rounding).astype(cotangent.dtype)
     residuals = operands, out, statistics[..., 0], cotangent
     grads = blockwise.backward(Options(**options), q, k, v, *residuals, **target.loop)
     return [g.astype(x.dtype) for g, x in zip(grads, like, strict=True) if g is not None]
@@ -128,8 +149,8 @@ def _portable_backward(
 
 def _explicit_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
     operands, _ = Operands.joined(given, rest)
-    statistics = log_sum_exp(Options(**options), q, k, operands)[..., None]
-    return [formula(Options(**options), q, k, v, operands), statistics]
+    statistics = [lse := log_sum_exp(Options(**options), q, k, operands), jnp.zeros_like(lse)]
+    return [formula(Options(**options), q, k, v, operands), jnp.stack(statistics[: _width(q)], axis=-1)]
 
 
 def _explicit_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
@@ -188,8 +209,8 @@ def _pallas() -> Any:
 
 def _pallas_forward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> tuple[Any, Any]:
     operands, _ = Operands.joined(given, rest)
-    out, statistics = _pallas().forward(Options(**options), q, k, v, operands)
-    return out, statistics[..., None]
+    out, lse = _pallas().forward(Options(**options), q, k, v, operands)
+    return out, jnp.stack([lse, jnp.zeros_like(lse)][: _width(q)], axis=-1)
 
 
 def _pallas_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> Any:
@@ -201,7 +222,7 @@ def _shapes_forward(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> list[
     del k, rest, options
     b, t, n, _ = q.shape
     wide = np.promote_types(q.dtype, np.float32)
-    return [v.update(shape=(b, t, n, v.shape[-1])), q.update(shape=(b, n, t, 1), dtype=np.dtype(wide))]
+    return [v.update(shape=(b, t, n, v.shape[-1])), q.update(shape=(b, n, t, _width(q)), dtype=np.dtype(wide))]
 
 
 def _shapes_backward(q: Any, k: Any, v: Any, *rest: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
@@ -227,6 +248,45 @@ def _fold_batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], 
     return outs, [0] * len(outs)
 
 
+def _is_by_cudnn(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether cuDNN computes an attention on the GPUs that a lowering is for."""
+    supported = q.dtype in cudnn.LOW and cudnn.is_supported(options, q, k, v, operands)
+    return supported and cudnn.is_on(jax_internals.compute_capability(ctx), q, operands)
+
+
+def _has_kernel(ctx: Any, options: Options, q: Any, k: Any, v: Any, operands: Operands) -> bool:
+    """Return whether a kernel of our own computes an attention on the GPUs that a lowering is for."""
+    is_long_enough = is_long(q.shape[1], k.shape[1]) or options.whole is not None
+    # Gradients of what rows share would be sums over devices.
+    is_on_mesh = jax_internals.is_divided(ctx) and not operands.differentiable()
+    if not is_long_enough or not (jax_internals.runs_whole(ctx) or is_on_mesh):
+        return False
+    found: bool = _pallas().has_kernel(jax_internals.compute_capability(ctx), q, k, v, operands)
+    return found
+
+
+def _with_settings(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute` with the precision of its options, in the scope by which costs of programs find attention."""
+
+    def run(*arrays: Any, **options: Any) -> Any:
+        scope = f"{name}_causal" if options["causal"] else name
+        with jax.default_matmul_precision(options["precision"]), jax.named_scope(scope):
+            return compute(*arrays, **options)
+
+    return run
+
+
+def _on_mesh(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute` for programs that the compiler divides over devices."""
+    residuals, results = PARTS[name]
+
+    def run(*arrays: Any, given: tuple[str, ...], **options: Any) -> list[Any]:
+        kernel = functools.partial(_with_settings(name, compute), given=given, **options)
+        return partitioned(kernel, ("q", "k", "v", *given, *residuals), results, *arrays)
+
+    return run
+
+
 def _primitive(
     name: str,
     shapes: Callable[..., Any],
@@ -239,21 +299,19 @@ def _primitive(
         return lowered(functools.partial(portable, target=Target.of(ctx)), ctx, *args, **options)
 
     def lowered(compute: Callable[..., Any], ctx: Any, *args: Any, **options: Any) -> Any:
-        # By this scope the costs of compiled programs find attention.
-        scoped = jax.named_scope(f"{name}_causal" if options["causal"] else name)(compute)
-        with jax.default_matmul_precision(options["precision"]):
-            return mlir.lower_fun(scoped, multiple_results=True)(ctx, *args, **options)
+        return mlir.lower_fun(_with_settings(name, compute), multiple_results=True)(ctx, *args, **options)
 
     def lower_on_cuda(ctx: Any, *args: Any, given: tuple[str, ...], **options: Any) -> Any:
         q, k, v, *rest = ctx.avals_in
         operands, _ = Operands.joined(given, rest)
-        supported = q.dtype in cudnn.LOW and cudnn.is_supported(Options(**options), q, k, v, operands)
-        capability = jax_internals.compute_capability(ctx)
-        if supported and cudnn.is_on(capability, q, operands):
+        arrays = Options(**options), q, k, v, operands
+        is_packed = operands.q_segments is not None and q.shape[1] * k.shape[1] >= LONG_ON_GPU
+        by_cudnn = _is_by_cudnn(ctx, *arrays)
+        if (is_packed or not by_cudnn) and _has_kernel(ctx, *arrays):
+            own = of_pallas if jax_internals.runs_whole(ctx) else _on_mesh(name, of_pallas)
+            return lowered(own, ctx, *args, given=given, **options)
+        if by_cudnn:
             return lowered(of_cudnn, ctx, *args, given=given, **options)
-        is_long_enough = is_long(q.shape[1], k.shape[1]) or options["whole"] is not None
-        if is_long_enough and jax_internals.runs_whole(ctx) and _pallas().has_kernel(capability, q, k, v, operands):
-            return lowered(of_pallas, ctx, *args, given=given, **options)
         return lower(ctx, *args, given=given, **options)
 
     def differentiate(primals: Sequence[Any], tangents: Sequence[Any], **options: Any) -> Any:
@@ -291,7 +349,7 @@ def _run(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable
 FORWARD = _primitive(
     "fused_attention", _shapes_forward, _cudnn_forward, _pallas_forward, _portable_forward, _explicit_forward
 )
-"""(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1])."""
+"""(q, k, v, *operands) -> (out, statistics of the softmax, float32 at least, [B, N, T, 1 or 2])."""
 
 BACKWARD = _primitive(
     "fused_attention_backward",
