@@ -4,8 +4,9 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -26,12 +27,13 @@ class Export:
     """Export a run's newest checkpoint and verify on the run's data that the export computes the same outputs."""
 
     out: Path | None = None
-    """File for torch (default DIR.pt) and onnx (DIR.onnx), folder for stablehlo (DIR-stablehlo) and huggingface
-    (DIR-huggingface)."""
-    format: Literal["torch", "onnx", "stablehlo", "huggingface"] = "torch"
+    """File for torch (default DIR.pt) and onnx (DIR.onnx), folder for stablehlo (DIR-stablehlo), huggingface
+    (DIR-huggingface) and peft (DIR-peft)."""
+    format: Literal["torch", "onnx", "stablehlo", "huggingface", "peft"] = "torch"
     """torch: state dicts of model, optimizer, scheduler and scaler; onnx: the model for ONNX Runtime; stablehlo: the
-    model for JAX without jaxtrain; huggingface: the model for transformers. All but torch, which continues a run,
-    export the moving average of the parameters if there is one."""
+    model for JAX without jaxtrain; huggingface: the model for transformers, with adapters merged; peft: the adapters of
+    a fine-tuned model. All but torch, which continues a run, export the moving average of the parameters if there is
+    one."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,17 @@ class Restored:
     task: Task
     state: TrainState
 
+    @cached_property
+    def params(self) -> Any:
+        """The parameters of the task's model: averaged if they are, with adapters merged."""
+        params = averaged(self.state).params
+        return params if self.task.exported is None else self.task.exported(params)
+
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
         state = averaged(self.state)
         if (signature := self.task.signature) is not None:
-            return build_inference(self.task, signature, state.params, state.model_state)
+            return build_inference(self.task, signature, self.params, state.model_state)
         return predict_inference(self.recipe, self.task, state.params, state.model_state)
 
 
@@ -105,10 +113,18 @@ def _stablehlo(folder: Path, restored: Restored) -> str:
 def _huggingface(folder: Path, restored: Restored) -> str:
     found, task, state = restored.inference(), restored.task, averaged(restored.state)
     huggingface.write_huggingface(
-        folder, found.model, state.params, state.model_state, class_names=task.class_names, texts=task.texts
+        folder, found.model, restored.params, state.model_state, class_names=task.class_names, texts=task.texts
     )
     run, inputs = huggingface.load_huggingface(folder, found), make_trials(found)
     return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
+
+
+def _peft(folder: Path, restored: Restored) -> str:
+    save_adapters = restored.task.save_adapters
+    if save_adapters is None:
+        raise UserError(f"{restored.run.path} holds a run of {restored.name} without adapters: use --format huggingface")
+    save_adapters(folder, averaged(restored.state).params)
+    return "adapters for peft"
 
 
 _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
@@ -116,6 +132,7 @@ _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {
     "onnx": (_onnx, ".onnx"),
     "stablehlo": (_stablehlo, "-stablehlo"),
     "huggingface": (_huggingface, "-huggingface"),
+    "peft": (_peft, "-peft"),
 }
 """The function that writes each format, and the ending of its default name."""
 

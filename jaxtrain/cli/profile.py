@@ -18,7 +18,7 @@ from jaxtrain.distributed import run_devices
 from jaxtrain.errors import UserError
 from jaxtrain.profile import INPUT, Row, StepTrace, current_source_lines, estimate_table, newest_trace, time_table
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import Checkpoints, build_training, read_recipe, saved_steps
+from jaxtrain.runner import Checkpoints, Unsaved, build_training, read_recipe, saved_steps
 
 NO_OPERATIONS = "the trace has no operations; the driver may restrict profiling to administrators"
 _WARM_UP_STEPS = 2
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
     # Compile for the shape of the next batch, whatever the shapes before it were.
     training = build_training(dataclasses.replace(recipe, allow_recompile=0))
     if saved_steps(run.checkpoints):
-        with Checkpoints(run.checkpoints) as checkpoints:
+        with Checkpoints(run.checkpoints, unsaved=Unsaved.of(training.task)) as checkpoints:
             state, saved = checkpoints.restore(training.shapes())
         training.loader.restore(saved)
     else:

@@ -22,6 +22,7 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import (
     Checkpoints,
     Training,
+    Unsaved,
     build_training,
     find_nonfinite_array,
     read_batch,
@@ -138,7 +139,7 @@ def _before(run: RunFolder, training: Training, step: int) -> tuple[TrainState, 
         raise UserError(f"STEP must be at most {last}, the last step of {run.path}, got {step}: use an earlier step")
     loader = training.loader
     if any(s < step for s in saved_at):
-        with Checkpoints(run.checkpoints) as checkpoints:
+        with Checkpoints(run.checkpoints, unsaved=Unsaved.of(training.task)) as checkpoints:
             state, saved = checkpoints.restore(training.shapes(), before=step)
         loader.restore(saved)
     elif run.torch.exists():

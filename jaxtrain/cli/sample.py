@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
             )
         if task.continue_text is not None:
             like = jax.eval_shape(task.initial).params
-            params = restore_params(run.checkpoints, like, averaged=recipe.ema is not None)
+            params = restore_params(run.checkpoints, like, averaged=recipe.ema is not None, task=task)
             chunks = task.continue_text(
                 params, options.prompt, length=options.length, temperature=options.temperature, seed=options.seed
             )

@@ -32,7 +32,7 @@ from jaxtrain.profile import LoopTrace, newest_trace, time_table
 from jaxtrain.recipes import named_recipe
 from jaxtrain.run import Recipe
 from jaxtrain.run_folder import RunFolder, default_folder, environment, read_config, source_change
-from jaxtrain.runner import check_free, check_resumed, run_training, stored_recipe, write_end
+from jaxtrain.runner import check_free, check_resumed, check_settings, run_training, stored_recipe, write_end
 
 
 def _auto(value: str) -> str:
@@ -55,6 +55,8 @@ class Train:
     """Choose --accumulate and --remat of a new run as jaxtrain plan does."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
     """Trace steps A to B - 1 into the run's profile/ and print where their time goes."""
+    show_data: bool = False
+    """Print training examples as the model reads them, and train nothing."""
     quiet: bool = False
     """Print only warnings, to standard error."""
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -86,6 +88,8 @@ def _train(args: list[str]) -> int:
         name, recipe = _resumed_recipe(run, named, options, flags)
     else:
         recipe = parse_recipe(base or named_recipe(name), name, options, flags)
+    if options.show_data:
+        return _show_data(name, recipe)
     console, trackers = _console(options), _trackers(options)
     trace = _trace(options.profile, run, recipe) if options.profile and processes.is_first() else None
     console.headline(
@@ -125,6 +129,15 @@ def _train(args: list[str]) -> int:
 def parse_recipe(recipe: Recipe, name: str, options: Train, flags: list[str]) -> Recipe:
     """Return `recipe` with the fields replaced that `flags` sets. --help prints the flags of both and exits."""
     return parse_with_recipe(options, recipe, flags, f"jaxtrain train {name}", inspect.getdoc(type(recipe))).recipe
+
+
+def _show_data(name: str, recipe: Recipe) -> int:
+    check_settings(recipe)
+    show = recipe.task().show_data
+    if show is None:
+        raise UserError(f"{name} has no page of examples: define Task.show_data, or omit --show-data")
+    show()
+    return 0
 
 
 def _mlflow_uri() -> str:

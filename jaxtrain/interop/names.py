@@ -159,12 +159,18 @@ class NameTable:
         Raises:
           UserError: Tensors are missing, unexpected or mis-shaped, or tied tensors differ; it lists all of them.
         """
+        read = self.readers(tensors, like)
+        return jax.tree.map(lambda read, leaf: put(read(), leaf) if put else read(), read, like)
+
+    def readers(self, tensors: Mapping[str, Any], like: Any) -> Any:
+        """Return functions that read the arrays of `to_jax` one by one, without arguments, in a tree as `like`.
+
+        Raises:
+          UserError: As `to_jax`.
+        """
         wanted = self.check(tensors, like)
-        filled = {}
-        for path, leaf in wanted.items():
-            array = self._read(tensors, self.params[path], leaf)
-            filled[path] = put(array, leaf) if put else array
-        return unflatten(filled, like)
+        found = {path: functools.partial(self._read, tensors, self.params[path], leaf) for path, leaf in wanted.items()}
+        return unflatten(found, like)
 
     def check(self, tensors: Mapping[str, Any], like: Any) -> dict[str, Any]:
         """Return the leaves of `like` by path if `tensors` fit, or raise as `to_jax`; only tied tensors are read."""

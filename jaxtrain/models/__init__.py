@@ -22,7 +22,7 @@ from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
 from jaxtrain.models.peft import load_adapters, save_adapters
-from jaxtrain.models.pretrained import from_pretrained, save_pretrained
+from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope
 from jaxtrain.models.sequence_classifier import SequenceClassifier
@@ -48,6 +48,7 @@ __all__ = [
     "LoraConfig",
     "Mixtral",
     "MixtralConfig",
+    "PretrainedModel",
     "QuantizedKernel",
     "ResNet",
     "ResNetConfig",
@@ -74,6 +75,7 @@ __all__ = [
     "mlp",
     "neftune",
     "nf4",
+    "open_pretrained",
     "peft",
     "quantize_params",
     "resnet",

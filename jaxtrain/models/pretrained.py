@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import UserError
 from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
+from jaxtrain.paths import path_name
 
 
 @dataclass(frozen=True)
@@ -107,30 +109,117 @@ def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
       >>> apply(params, jnp.ones((1, 3), int), jnp.ones((1, 2), int)).shape, model.config == config
       ((1, 2, 7), True)
     """
+    stored = _open(path, dtype)
+    graphdef, *_ = nnx.split(stored.model, nnx.Param, nnx.BatchStat)
+    return nnx.merge(graphdef, *(jax.tree.map(lambda read: jnp.asarray(read()), tree) for tree in stored.readers))
+
+
+@dataclass(frozen=True, eq=False)
+class PretrainedModel:
+    """A model in a folder, whose weights are read by `params`.
+
+    Attributes:
+      model: The module, with shapes instead of arrays.
+      names: Names of its parameters in the model of `transformers`.
+      sharding: Sharding rules of its parameters, as of `jaxtrain.distributed.shard`.
+    """
+
+    model: Any
+    names: NameTable
+    sharding: Mapping[str, PartitionSpec]
+    _readers: Any
+    _like: Any
+
+    def params(self, put: Callable[[str, jax.Array], Any] = lambda path, array: array) -> Any:
+        """Read the parameters; where JAX traces this, when the traced program runs.
+
+        Args:
+          put: Function of a path and an array that makes a leaf of each array before the next is read, for instance
+            a quantized kernel.
+        """
+        is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+
+        def leaf(path: Any, like: Any, read: Callable[[], np.ndarray]) -> Any:
+            array = jax.pure_callback(read, like) if is_traced else jnp.asarray(read())
+            return put(path_name(path), array)
+
+        return jax.tree_util.tree_map_with_path(leaf, self._like, self._readers)
+
+
+def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedModel:
+    """Open a model without running statistics as `from_pretrained` does, without reading its weights.
+
+    Args:
+      path: As of `from_pretrained`.
+      dtype: As of `from_pretrained`.
+
+    Returns:
+      The model.
+
+    Raises:
+      UserError: As `from_pretrained`.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxtrain.models.functional import functional
+      >>> from jaxtrain.models.gpt2 import GPT2, GPT2Config
+      >>> config = GPT2Config(vocab_size=7, n_positions=8, n_embd=4, n_layer=1, n_head=2)
+      >>> _, params = functional(GPT2(config, rngs=nnx.Rngs(0)))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_pretrained(folder, params, config)
+      ...     opened = open_pretrained(folder)
+      ...     jax.eval_shape(opened.params)["wte"].shape, bool((opened.params()["wte"] == params["wte"]).all())
+      ((7, 4), True)
+    """
+    stored = _open(path, dtype)
+    like, _ = stored.likes
+    return PretrainedModel(
+        stored.model, stored.module.torch_names(stored.config), stored.module.SHARDING, stored.readers[0], like
+    )
+
+
+class _Stored(NamedTuple):
+    """A model in a folder: what it is, and functions that read its arrays."""
+
+    module: ModuleType
+    config: Any
+    model: Any
+    likes: list[Any]
+    readers: list[Any]
+
+
+def _open(path: Path | str, dtype: Any) -> _Stored:
     _check_dtype(dtype)
     folder = resolve_folder(path)
     values = read_json(folder, CONFIG)
     family, head = _family(values, folder)
     module = importlib.import_module(f"{__package__}.{family.module}")
     config, model = _shapes(module, head, values, folder)
-    graphdef, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
+    _, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
     likes = [nnx.to_pure_dict(state) for state in states]
     tables = _tables(module, config)
     stored = family.read(read_tensors(folder))
     _check_depth(tables, likes, stored, folder)
     tensors = _rename(tables, likes, stored, family)
-
-    def put(array: np.ndarray, leaf: Any) -> jax.Array:
-        floating = jnp.issubdtype(leaf.dtype, np.floating)
-        return jnp.asarray(array.astype(dtype if floating else leaf.dtype, copy=False))
-
     buffers = {*tables[1].torch_order(likes[1])}
     parts = [
         {name: tensor for name, tensor in tensors.items() if name not in buffers},
         {name: tensor for name, tensor in tensors.items() if name in buffers},
     ]
-    read = [table.to_jax(part, like, put) for table, part, like in zip(tables, parts, likes, strict=True)]
-    return nnx.merge(graphdef, *read)
+
+    def wide(leaf: Any) -> jax.ShapeDtypeStruct:
+        floating = jnp.issubdtype(leaf.dtype, np.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if floating else leaf.dtype)
+
+    def reader(read: Callable[[], np.ndarray], leaf: Any) -> Callable[[], np.ndarray]:
+        return lambda: read().astype(leaf.dtype, copy=False)
+
+    likes = [jax.tree.map(wide, like) for like in likes]
+    readers = [
+        jax.tree.map(reader, table.readers(part, like), like)
+        for table, part, like in zip(tables, parts, likes, strict=True)
+    ]
+    return _Stored(module, config, model, likes, readers)
 
 
 def save_pretrained(

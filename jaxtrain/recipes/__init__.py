@@ -6,7 +6,10 @@ from jaxtrain.recipes.registry import named_recipe as named_recipe
 from jaxtrain.recipes.registry import registered_name as registered_name
 
 __all__ = [
+    "answers",
     "encoder",
+    "finetune",
+    "finetuned_model",
     "gpt",
     "image",
     "language",

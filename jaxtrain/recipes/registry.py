@@ -14,6 +14,7 @@ _CLASSES = {
     "bert-stdlib": "masked_language:MaskedLanguageRecipe",
     "bert-keywords": "text_classification:TextClassificationRecipe",
     "t5-dates": "t5:T5Recipe",
+    "finetune": "finetune:FineTuneRecipe",
 }
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -105,6 +106,13 @@ class Task:
     """Names of the classes, if the targets are classes."""
     input_text: Callable[[Example], str] | None = None
     """Returns an example's input text, if it differs from the predicted text."""
+    exported: Callable[[Any], Any] | None = None
+    """Returns the parameters of the signature's model from those of the task, as with adapters merged into them; None
+    if they are the same."""
+    save_adapters: Callable[[Path, Any], None] | None = None
+    """`save_adapters(folder, params)` writes the adapters among the parameters as `peft` reads them; None without."""
+    show_data: Callable[[], None] | None = None
+    """Prints training examples as the model reads them, for `jaxtrain train --show-data`."""
     sharding: Mapping[str, PartitionSpec] | None = None
     """Partition spec of each parameter, by path pattern; None lets `jaxtrain.distributed` choose."""
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -121,6 +129,9 @@ class Task:
     """`continue_text(params, prompt, length=, temperature=, seed=)` yields chunks of text, the prompt first."""
     frozen: Frozen | None = None
     """Predicate on a parameter's path: whether it is not trained, besides those of the setting `frozen`."""
+    unsaved: Frozen | None = None
+    """Predicate on a frozen parameter's path: whether checkpoints leave it out, because `init` creates the same again,
+    as the weights of a pretrained model from its folder. None saves all."""
     no_decay: Callable[[str], bool] | None = None
     """Predicate on a parameter's path: whether it does not decay, if the optimizer has one group; None for
     `jaxtrain.optim.no_decay`, biases and scales."""

@@ -10,6 +10,8 @@ _ARGUMENTS = {
     "evaluate": ("state", "batches"),
     "predict": ("params", "batch", "model_state"),
     "collate": ("examples",),
+    "exported": ("params",),
+    "save_adapters": ("folder", "params"),
     "sample": ("state", "seed"),
 }
 

@@ -33,6 +33,7 @@ from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.unsaved import Unsaved
 from jaxtrain.step import TrainState
 
 _PARTIAL = ".partial"
@@ -80,12 +81,14 @@ class Checkpoints:
     Args:
       path: The folder of checkpoints; the first save creates it.
       retention: Which checkpoints are retained; the last three and the best one by default.
+      unsaved: Parameters that are left out; none by default.
     """
 
-    def __init__(self, path: Path, retention: Retention | None = None) -> None:
+    def __init__(self, path: Path, retention: Retention | None = None, unsaved: Unsaved | None = None) -> None:
         self._path = path.absolute()
         self._run = path.parent
         self._retention = retention or Retention()
+        self._unsaved = unsaved or Unsaved()
         # Compressing nearly random numbers would take the cores from the steps, for a fifth of the size.
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -138,6 +141,7 @@ class Checkpoints:
         step = int(state.step)
         if processes.once(lambda: self._is_saved(step)):
             return
+        state = self._unsaved.saved_state(state)
         if _in_host_memory(state):
             self._commit = step, self._thread.submit(self._write, step, _copied(state), dict(data), eval_loss)
             return
@@ -196,7 +200,8 @@ class Checkpoints:
           UserError: There is no intact checkpoint, or it holds a state of other shapes.
         """
         folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
-        return self._read(folder, like), json.loads((folder / _RUN).read_text())["data"]
+        state = self._unsaved.complete_state(self._read(folder, self._unsaved.saved_state(like)), like)
+        return state, json.loads((folder / _RUN).read_text())["data"]
 
     def restore_params(self, like: Any, *, averaged: bool = False) -> Any:
         """Restore only the parameters of the newest checkpoint.
@@ -209,7 +214,8 @@ class Checkpoints:
           UserError: As `restore`.
         """
         name = "ema" if averaged else "params"
-        return self._read(self._verified(None), {name: like}, partial_restore=True)[name]
+        saved = self._read(self._verified(None), {name: self._unsaved.saved(like)}, partial_restore=True)[name]
+        return self._unsaved.complete(saved, like)
 
     def _read(self, folder: Path, like: Any, **how: bool) -> Any:
         """Read the tree `like`. Raises `UserError` if another was saved: orbax would convert it silently."""
@@ -308,18 +314,19 @@ def saved_steps(path: Path) -> list[int]:
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
-def restore_params(path: Path, like: Any, *, averaged: bool = False) -> Any:
+def restore_params(path: Path, like: Any, *, averaged: bool = False, task: Task | None = None) -> Any:
     """Restore the parameters of the newest checkpoint.
 
     Args:
       path: The folder of checkpoints.
       like: The parameters, or their shapes.
       averaged: Whether to restore their moving average instead.
+      task: The task of the run, which creates the parameters that its checkpoints leave out; None if there are none.
 
     Raises:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
-    with Checkpoints(path) as checkpoints:
+    with Checkpoints(path, unsaved=None if task is None else Unsaved.of(task)) as checkpoints:
         return checkpoints.restore_params(like, averaged=averaged)
 
 
@@ -335,7 +342,7 @@ def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
     like = state_shapes(training_step(recipe, task), task, recipe)
-    with Checkpoints(path) as checkpoints:
+    with Checkpoints(path, unsaved=Unsaved.of(task)) as checkpoints:
         state, _ = checkpoints.restore(like)
     return state
 

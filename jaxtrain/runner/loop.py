@@ -22,6 +22,7 @@ from jaxtrain.runner.out_of_memory import explain_out_of_memory
 from jaxtrain.runner.position import Position
 from jaxtrain.runner.signals import StopSignals
 from jaxtrain.runner.training import Evaluation, Training, build_training
+from jaxtrain.runner.unsaved import Unsaved
 from jaxtrain.step import TrainState, averaged
 
 Resume = bool | Literal["auto"]
@@ -107,7 +108,8 @@ def run_training(
             position.patience.score(first.metrics)
             processes.once(lambda: _create_folder(run, lock))
             processes.once(lambda: run.write_config(name, recipe))
-        with Checkpoints(run.checkpoints, retention) as checkpoints, position.running():
+        unsaved = Unsaved.of(training.task)
+        with Checkpoints(run.checkpoints, retention, unsaved) as checkpoints, position.running():
             session = Session(training, position, checkpoints, run, console, trace, events or Events())
             if resuming:
                 state = _restore(session, state)

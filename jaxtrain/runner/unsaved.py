@@ -1,0 +1,77 @@
+"""Parameters that checkpoints leave out: frozen ones that the task's `init` creates again, bit for bit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxtrain.paths import Frozen, none_frozen, path_name
+from jaxtrain.run import Task
+from jaxtrain.step import TrainState
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """Parameters, and their copies in the moving average, that a checkpoint does not hold.
+
+    Attributes:
+      is_unsaved: Predicate on a parameter's path.
+      create: Creates all parameters of the run as they were before the first step.
+    """
+
+    is_unsaved: Frozen = none_frozen
+    create: Callable[[], Any] = dict
+
+    @classmethod
+    def of(cls, task: Task) -> "Unsaved":
+        """Return those of a task."""
+        return cls() if task.unsaved is None else cls(task.unsaved, lambda: task.initial().params)
+
+    def saved(self, params: Any) -> Any:
+        """Return parameters with None for those that are not saved."""
+        if self.is_unsaved is none_frozen:
+            return params
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: None if self.is_unsaved(path_name(path)) else leaf, params
+        )
+
+    def saved_state(self, state: TrainState) -> TrainState:
+        """Return a state with None for what is not saved."""
+        return state._replace(params=self.saved(state.params), ema=self.saved(state.ema))
+
+    def complete(self, saved: Any, like: Any) -> Any:
+        """Return restored parameters with those that were not saved.
+
+        Args:
+          saved: Result of `saved`, with arrays.
+          like: All parameters, or their shapes, with the dtypes and shardings to create.
+        """
+        if self.is_unsaved is none_frozen:
+            return saved
+
+        structure = jax.tree.structure(like)
+        leaves = zip(
+            jax.tree_util.tree_leaves_with_path(like),
+            structure.flatten_up_to(saved),
+            structure.flatten_up_to(self._created(like)),
+            strict=True,
+        )
+        # A policy may have other dtypes than the initial parameters.
+        return structure.unflatten(
+            created.astype(leaf.dtype) if self.is_unsaved(path_name(path)) else restored
+            for (path, leaf), restored, created in leaves
+        )
+
+    def complete_state(self, saved: TrainState, like: TrainState) -> TrainState:
+        """Return a restored state with what was not saved."""
+        params = self.complete(saved.params, like.params)
+        ema = None if like.ema is None else self.complete(saved.ema, like.ema)
+        return saved._replace(params=params, ema=ema)
+
+    def _created(self, like: Any) -> Any:
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        if all(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings)):
+            return jax.jit(self.create, out_shardings=shardings)()
+        return self.create()
