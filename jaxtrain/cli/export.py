@@ -122,7 +122,9 @@ def _huggingface(folder: Path, restored: Restored) -> str:
 def _peft(folder: Path, restored: Restored) -> str:
     save_adapters = restored.task.save_adapters
     if save_adapters is None:
-        raise UserError(f"{restored.run.path} holds a run of {restored.name} without adapters: use --format huggingface")
+        raise UserError(
+            f"{restored.run.path} holds a run of {restored.name} without adapters: use --format huggingface"
+        )
     save_adapters(folder, averaged(restored.state).params)
     return "adapters for peft"
 

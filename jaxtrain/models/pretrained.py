@@ -122,13 +122,14 @@ class PretrainedModel:
       model: The module, with shapes instead of arrays.
       names: Names of its parameters in the model of `transformers`.
       sharding: Sharding rules of its parameters, as of `jaxtrain.distributed.shard`.
+      shapes: Shapes and dtypes of its parameters.
     """
 
     model: Any
     names: NameTable
     sharding: Mapping[str, PartitionSpec]
+    shapes: Any
     _readers: Any
-    _like: Any
 
     def params(self, put: Callable[[str, jax.Array], Any] = lambda path, array: array) -> Any:
         """Read the parameters; where JAX traces this, when the traced program runs.
@@ -143,7 +144,7 @@ class PretrainedModel:
             array = jax.pure_callback(read, like) if is_traced else jnp.asarray(read())
             return put(path_name(path), array)
 
-        return jax.tree_util.tree_map_with_path(leaf, self._like, self._readers)
+        return jax.tree_util.tree_map_with_path(leaf, self.shapes, self._readers)
 
 
 def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedModel:
@@ -172,10 +173,8 @@ def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedM
       ((7, 4), True)
     """
     stored = _open(path, dtype)
-    like, _ = stored.likes
-    return PretrainedModel(
-        stored.model, stored.module.torch_names(stored.config), stored.module.SHARDING, stored.readers[0], like
-    )
+    names, sharding = stored.module.torch_names(stored.config), stored.module.SHARDING
+    return PretrainedModel(stored.model, names, sharding, stored.likes[0], stored.readers[0])
 
 
 class _Stored(NamedTuple):

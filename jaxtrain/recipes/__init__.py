@@ -7,8 +7,12 @@ from jaxtrain.recipes.registry import registered_name as registered_name
 
 __all__ = [
     "answers",
+    "decoder",
     "encoder",
     "finetune",
+    "finetune_losses",
+    "finetune_rows",
+    "finetune_settings",
     "finetuned_model",
     "gpt",
     "image",

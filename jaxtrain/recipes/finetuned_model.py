@@ -1,6 +1,5 @@
 """A pretrained decoder as fine-tuning trains it: all of its weights, or adapters beside frozen ones."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-import jaxtrain as jt
 from jaxtrain.models import LoraConfig, PretrainedModel, functional, log_probs, lora, nf4, with_neftune
-from jaxtrain.paths import path_name
+from jaxtrain.recipes.decoder import linear_kernels
 
 _EMBEDDINGS = ("wte", "embed_tokens")  # of GPT-2, and of the Llama family
 
@@ -55,11 +53,9 @@ class FineTunedModel:
     @property
     def sharding(self) -> Mapping[str, PartitionSpec]:
         """Sharding rules of the params."""
-        rules = self.pretrained.sharding
+        rules = nf4.sharding(self.pretrained.sharding) if self.quantized else self.pretrained.sharding
         if self.config is not None:
-            # The rules of the adapters follow those of the kernels, whose packed weights have rules of their own.
-            base = lora.sharding(nf4.sharding(rules)) if self.quantized else {}
-            return base | lora.sharding(rules)
+            return lora.sharding(rules)
         if self.keeps_base:
             return {f"(base|model)/({pattern})": spec for pattern, spec in rules.items()}
         return rules
@@ -109,29 +105,3 @@ class FineTunedModel:
     def _embeddings(self) -> str:
         """Return the path of the embeddings of tokens."""
         return next(name for name in _EMBEDDINGS if name in self.pretrained.names.params)
-
-
-def linear_kernels(pretrained: PretrainedModel) -> list[str]:
-    """Return the paths of the kernels of all linear layers but the head: what QLoRA adapts and quantizes."""
-    shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(pretrained.params))
-    # Those of the blocks are stacked, [layers, in, out].
-    named = ((path_name(path), leaf) for path, leaf in shapes)
-    return [path for path, leaf in named if path.endswith("/kernel") and leaf.ndim == 3]
-
-
-def adapter_config(
-    pretrained: PretrainedModel, targets: str | None, *, rank: int, alpha: float, dropout: float, dora: bool
-) -> LoraConfig:
-    """Return the configuration of adapters for the linear layers, or for those whose paths `targets` matches.
-
-    Raises:
-      UserError: No linear layer matches.
-    """
-    kernels = linear_kernels(pretrained)
-    try:
-        chosen = [path for path in kernels if targets is None or re.fullmatch(targets, path)]
-    except re.error as error:
-        raise jt.UserError(f"targets {targets!r} is not a regular expression ({error}): use one such as .*/kernel") from None
-    if not chosen:
-        raise jt.UserError(f"targets {targets!r} match no whole path of a linear layer: these are {', '.join(kernels)}")
-    return LoraConfig("|".join(map(re.escape, chosen)), rank, alpha, dropout, dora=dora)

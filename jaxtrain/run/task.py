@@ -17,7 +17,7 @@ from jaxtrain.data import Collate, Example, Tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
-from jaxtrain.paths import Frozen
+from jaxtrain.paths import Frozen, none_frozen, path_name
 from jaxtrain.run.signature import Signature
 from jaxtrain.run.task_fields import check_fields
 from jaxtrain.step import Loss, LossFn, TrainState
@@ -160,28 +160,32 @@ class Task:
 
     @cached_property
     def _initial(self) -> Initial:
-        check_memory(self.initial)
+        check_memory(self.initial, frozen=self.frozen or none_frozen)
         with jax.ensure_compile_time_eval():  # concrete arrays, even if first used during a trace
             return self.initial()
 
 
-def check_memory(init: Callable[[], Any], devices: int = 1) -> None:
-    """Check that `devices` devices can hold the arrays that `init` creates, and their gradients.
+def check_memory(init: Callable[[], Any], devices: int = 1, frozen: Frozen = none_frozen) -> None:
+    """Check that `devices` devices can hold the arrays that `init` creates, and the gradients of those not frozen.
 
     Args:
-      init: Function without arguments that creates arrays; only its shapes are computed.
+      init: Function without arguments that creates arrays, or an `Initial`; only its shapes are computed.
       devices: Number of devices that the arrays are sharded over.
+      frozen: Predicate on paths of parameters that are not trained.
 
     Raises:
       UserError: The devices' memory does not suffice.
     """
-    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(init))
+    sizes = {path_name(path).removeprefix("params/"): math.prod(x.shape) * x.dtype.itemsize for path, x in leaves}
+    needed, gradients = sum(sizes.values()), sum(size for path, size in sizes.items() if not frozen(path))
     # CPU devices share the machine's memory.
     memory = device_memory() * (1 if jax.default_backend() == "cpu" else devices)
-    # Gradients take as much again; the optimizer's moments come on top.
-    if 2 * needed > memory:
+    # The optimizer's moments come on top.
+    if needed + gradients > memory:
+        more = "as much again" if gradients == needed else f"{gradients / 2**30:,.1f} GiB"
         raise UserError(
-            f"the parameters take {needed / 2**30:,.1f} GiB, and their gradients as much again, but only "
+            f"the parameters take {needed / 2**30:,.1f} GiB, and their gradients {more}, but only "
             f"{memory / 2**30:,.1f} GiB are available: reduce the model's size"
         )
 

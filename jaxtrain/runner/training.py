@@ -33,7 +33,7 @@ from jaxtrain.run import (
     task_batches,
 )
 from jaxtrain.runner.batches import FetchedBatch
-from jaxtrain.runner.optimizer import state_shapes, training_step
+from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.transfer import Place
 from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
@@ -109,9 +109,9 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     shorter_step = training_step(by_rows, task)
     rows = None
     if mesh is None:
-        check_memory(task.initial)
+        check_memory(task.initial, frozen=frozen(recipe, task))
     else:
-        check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"])
+        check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"], frozen(recipe, task))
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)

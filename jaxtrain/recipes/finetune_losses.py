@@ -1,0 +1,47 @@
+"""The losses of fine-tuning, of batches of rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+import jaxtrain as jt
+from jaxtrain import losses
+from jaxtrain.recipes.finetuned_model import FineTunedModel
+
+
+def supervised_loss(model: FineTunedModel, params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[jt.Loss, Any]:
+    """Return the loss of the tokens of answers."""
+    return losses.supervised(-model.log_probs(params, batch, rng), batch["weight"]), {}
+
+
+def preference_loss(
+    model: FineTunedModel, beta: float, params: Any, batch: Mapping[str, Any], rng: Any
+) -> tuple[jt.Loss, Any]:
+    """Return the DPO loss of pairs, and the accuracy and the margin of their rewards.
+
+    As in TRL there is no dropout, so that the rewards are 0 at the start.
+
+    Args:
+      model: The model.
+      beta: Factor of the rewards.
+      params: Its params.
+      batch: Rows [B, 2 · T], first the chosen text, then the rejected.
+      rng: Not used.
+    """
+    del rng
+    texts = {name: x.reshape(-1, x.shape[1] // 2) for name, x in batch.items()}
+
+    def answers(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        sums = (log_probs * texts["weight"]).sum(-1).reshape(-1, 2)
+        return sums[:, 0], sums[:, 1]
+
+    chosen, rejected = answers(model.log_probs(params, texts, None))
+    base_chosen, base_rejected = answers(model.base_log_probs(params, texts))
+    is_pair = batch["weight"].max(-1) > 0  # not the padding of an evaluation
+    margin = beta * ((chosen - base_chosen) - (rejected - base_rejected))
+    metrics = {
+        "reward_accuracy": jt.Loss.of((margin > 0).astype(margin.dtype), is_pair),
+        "reward_margin": jt.Loss.of(margin, is_pair),
+    }
+    return jt.Loss.of(losses.dpo(chosen, rejected, base_chosen, base_rejected, beta=beta), is_pair), metrics

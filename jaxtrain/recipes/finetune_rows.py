@@ -1,0 +1,77 @@
+"""The examples of fine-tuning as rows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxtrain.data import MappedSource, PackedRows, Source
+from jaxtrain.data.finetuning import (
+    EncodedExamples,
+    ExampleFiles,
+    ModelTokenizer,
+    PreferenceRows,
+    RowSummary,
+    encode_examples,
+    preference_rows,
+    print_examples,
+    supervised_rows,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FineTuningRows:
+    """Examples of a split, as the settings make rows of them.
+
+    Args:
+      files: The examples.
+      texts: Tokenizer.
+      length: Number of predictions of a row.
+      are_pairs: Whether a row is a chosen and a rejected text.
+      packing: Whether other rows hold as many examples as fit.
+    """
+
+    files: ExampleFiles
+    texts: ModelTokenizer
+    length: int
+    are_pairs: bool
+    packing: bool
+
+    @cached_property
+    def examples(self) -> EncodedExamples:
+        """The examples as tokens."""
+        return encode_examples(self.files, self.texts)
+
+    @cached_property
+    def _rows(self) -> tuple[PackedRows | PreferenceRows, RowSummary]:
+        pad = self.texts.special("pad")
+        if self.are_pairs:
+            return preference_rows(self.examples, self.length, pad)
+        return supervised_rows(self.examples, self.length, pad, packing=self.packing)
+
+    @property
+    def source(self) -> Source:
+        """The rows; one of a pair has both texts one after the other."""
+        rows, _ = self._rows
+        return MappedSource(rows, _flat) if self.are_pairs else rows
+
+    @property
+    def summary(self) -> list[str]:
+        """What the rows hold of the examples, as sentences."""
+        return self._rows[1].lines()
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the examples are messages, which the chat template renders."""
+        first = self.files[0]
+        return hasattr(first, "messages") or not isinstance(getattr(first, "prompt", ""), str)
+
+    def show(self) -> None:
+        """Print the first examples, and the summary."""
+        print_examples(self._rows[0], self.texts)
+        print(*self.summary, sep="\n")
+
+
+def _flat(pair: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pair [2, T] as one row [2 · T]."""
+    return {name: x.reshape(-1) for name, x in pair.items()}

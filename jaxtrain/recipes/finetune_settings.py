@@ -1,0 +1,91 @@
+"""The settings of fine-tuning."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+import jaxtrain as jt
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuneSettings(jt.Recipe):
+    """Settings of `FineTuneRecipe`."""
+
+    model: Path | None = None
+    """Folder of the pretrained model, with its tokenizer; for conversations also its chat template."""
+    data: Path | None = None
+    """Examples: a file, a folder of files, or a dataset saved by `datasets`."""
+    validation: Path | None = None
+    """Held-out examples; None takes those that the data name as such, or a share of them."""
+    validation_fraction: float = 0.1
+    """Share of the examples that is held out, if nothing else is."""
+    method: Literal["lora", "dora", "full"] = "lora"
+    """Train low-rank adapters, adapters with the norms of columns (DoRA), or all weights."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Store the frozen kernels in 4 bits (QLoRA)."""
+    loss: Literal["supervised", "dpo"] = "supervised"
+    """Learn answers, or which of two answers is preferred."""
+    steps: int = 300
+    # The settings of Dettmers et al. (2023), "QLoRA", for 7B and 13B models: batches of 16, learning rate 2e-4, beta2
+    # 0.999, no weight decay; 3% of the updates of this recipe warm up. A full fine-tuning takes 2e-5, the default of
+    # TRL's SFTConfig; DPO 1e-6, that of its DPOConfig.
+    batch_size: int = 16
+    lr: float = 2e-4
+    """Peak learning rate: 2e-5 is common for --method full, 1e-6 for --loss dpo, and 5e-6 for it with adapters."""
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    warmup_steps: int = 10
+    schedule: str = "linear"  # of transformers.TrainingArguments
+    # Of TRL's SFTConfig.
+    seq_len: int = 1024
+    """Number of predictions of a row, in tokens; longer examples lose their end."""
+    packing: bool = True
+    """Place as many examples in a row as fit, without attention between them; preferences are padded."""
+    # Rank, alpha and dropout of TRL's ModelConfig; adapters on all linear layers as in QLoRA.
+    rank: int = 16
+    """Rank of the adapters."""
+    alpha: float = 32.0
+    """The product of the adapters is multiplied by alpha / rank."""
+    lora_dropout: float = 0.05
+    """Dropout rate on the inputs of the adapters; preferences are learned without."""
+    targets: str | None = None
+    """Regular expression of the paths of the kernels with adapters, such as ".*/[qv]_proj/kernel"; None for all linear
+    layers but the head."""
+    beta: float = 0.1  # of Rafailov et al. (2023), and TRL's DPOConfig
+    """Factor of the rewards of --loss dpo: the larger, the nearer the model stays to the one before."""
+    neftune: float | None = None
+    """Size of the noise on the embeddings of tokens (NEFTune); 5 is the paper's, None for none."""
+    answers: int | None = 2
+    """Number of held-out prompts that are answered at every evaluation; None for none."""
+    answer_tokens: int = 64
+    """Number of tokens of the longest of these answers."""
+    eval_rows: int = 128
+    """Largest number of validation rows per evaluation."""
+
+    def checked_paths(self) -> tuple[Path, Path]:
+        """Return the model and the data. Raises `UserError` for settings that cannot work."""
+        for name in ("model", "data", "validation"):
+            path = getattr(self, name)
+            if path is not None and not path.exists():
+                raise jt.UserError(f"{name} {path} does not exist: give a local folder or file")
+        for name in ("alpha", "beta", "neftune"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= _LARGEST:
+                raise jt.UserError(f"{name} must be positive and representable in float32, got {value}")
+        if not 0 <= self.lora_dropout < 1:
+            raise jt.UserError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}")
+        if not 0 < self.validation_fraction < 1:
+            raise jt.UserError(f"validation_fraction must be in (0, 1), got {self.validation_fraction}")
+        if self.quantize != "none" and self.method == "full":
+            raise jt.UserError(f"quantize {self.quantize} needs frozen weights: use --method lora, or --quantize none")
+        if self.quantize != "none" and self.precision == "bf16_params":
+            raise jt.UserError(f"quantize {self.quantize} needs its scales in float32: use --precision bf16")
+        if self.neftune is not None and self.loss == "dpo":
+            raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, preferences have no noise")
+        if self.model is None or self.data is None:
+            raise jt.UserError("fine-tuning needs a model and examples: use --model FOLDER --data FILE")
+        return self.model, self.data
