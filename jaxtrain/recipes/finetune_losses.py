@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import losses
@@ -33,7 +34,8 @@ def preference_loss(
     texts = {name: x.reshape(-1, x.shape[1] // 2) for name, x in batch.items()}
 
     def answers(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sums = (log_probs * texts["weight"]).sum(-1).reshape(-1, 2)
+        wide = np.promote_types(log_probs.dtype, np.float32)
+        sums = (log_probs.astype(wide) * texts["weight"].astype(wide)).sum(-1).reshape(-1, 2)
         return sums[:, 0], sums[:, 1]
 
     chosen, rejected = answers(model.log_probs(params, texts, None))

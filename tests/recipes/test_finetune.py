@@ -1,0 +1,254 @@
+"""Fine-tuning from the command line, beside `transformers` with the formulas of TRL."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from jaxtrain.cli import main
+from jaxtrain.errors import UserError
+from jaxtrain.models import from_pretrained, functional, open_pretrained
+from jaxtrain.recipes.finetune import FineTuneRecipe
+from jaxtrain.run_folder import RunFolder
+from jaxtrain.runner import read_recipe, restore_state
+from parity.oracle.in_jax import in_float64
+from parity.oracle.in_torch import InFloat64
+from tests.data.finetuning.templates import byte_level, write_folder
+
+LENGTH = 60  # of two conversations
+SETTINGS = f"--seq-len {LENGTH} --batch-size 4 --schedule constant --warmup-steps 1 --rank 2 --answer-tokens 4"
+EVERY = "--log-every 1 --eval-every 2 --save-every 2 --lr 1e-2"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder of a model, made by `transformers`, of conversations and of preferences."""
+    root = tmp_path_factory.mktemp("finetune")
+    made = byte_level()
+    write_folder(root / "model", "chatml", made)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=made.get_vocab_size(), hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(root / "model")
+    conversations, pairs = [], []
+    for i in range(24):
+        question, answer = {"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "42" * (1 + i % 3)}
+        conversations.append({"messages": [question, answer]})
+        pairs.append({"prompt": f"{i}? ", "chosen": "yes", "rejected": "no " * (1 + i % 2)})
+    write_rows(root / "conversations.jsonl", conversations)
+    write_rows(root / "pairs.jsonl", pairs)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla")))
+    monkeypatch.setenv("JAXTRAIN_TOKEN_CACHE", "off")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def train(root, data, flags):
+    return main(f"train finetune --model {root / 'model'} --data {root / data} {SETTINGS} {EVERY} {flags}".split())
+
+
+def lines(folder):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(folder):
+    _, recipe = read_recipe(RunFolder(Path(folder)))
+    return restore_state(Path(folder, "checkpoints"), recipe, recipe.task())
+
+
+def test_the_examples_are_shown_before_anything_is_compiled(root, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "jit", lambda function, **options: function)
+    assert train(root, "conversations.jsonl", "--show-data") == 0
+    out = capsys.readouterr().out
+    assert "«42" in out
+    assert "examples of" in out
+    assert "tokens" in out
+    assert not Path("runs").exists()
+    assert main(["train", "digits-mlp", "--show-data"]) == 2
+    assert "omit --show-data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--quantize nf4 --method full", "quantize nf4 needs frozen weights: use --method lora"),
+        ("--seq-len 65", "seq_len 65 exceeds the 64 positions of"),
+        ("--targets q_proj", "targets 'q_proj' match no whole path of a linear layer: these are layers/"),
+        ("--loss dpo", "the examples are of the kind Conversation: add the fields chosen and rejected"),
+        ("--validation nowhere.jsonl", "validation nowhere.jsonl does not exist"),
+        ("--lora-dropout 1", "lora_dropout must be in [0, 1), got 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_line(root, flags, message, capsys):
+    assert train(root, "conversations.jsonl", flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_model_and_examples_are_required(capsys):
+    assert main(["train", "finetune"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxtrain: fine-tuning needs a model and examples: use --model FOLDER --data FILE\n"
+    )
+    with pytest.raises(UserError, match="model nowhere does not exist"):
+        FineTuneRecipe(model=Path("nowhere")).task()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["--lora-dropout 0.3 --neftune 5", "--method dora --quantize nf4"])
+def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone(root, method, capsys):
+    assert train(root, "conversations.jsonl", f"--steps 6 --out whole {method}") == 0
+    assert train(root, "conversations.jsonl", f"--steps 4 --out parts {method}") == 0
+    assert main(["train", "--resume", "--out", "parts", "--steps", "6"]) == 0
+    whole, parts = state_of("whole"), state_of("parts")
+    jax.tree.map(np.testing.assert_array_equal, whole._replace(rng=0), parts._replace(rng=0))
+    evaluations = [line for line in lines("whole") if "eval_loss" in line]
+    assert [line["eval_loss"] for line in evaluations] == [x["eval_loss"] for x in lines("parts") if "eval_loss" in x]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
+    stored = json.loads(Path("whole/checkpoints/6/state/_METADATA").read_text())["tree_metadata"]
+    kinds = {name: entry["value_metadata"]["value_type"] for name, entry in stored.items()}
+    assert {kind for name, kind in kinds.items() if "'base'" in name} == {"None"}
+    assert {kind for name, kind in kinds.items() if "'lora'" in name} == {"jax.Array"}
+    assert "answers" in json.dumps(lines("whole"))
+    capsys.readouterr()
+    assert main(["sample", "whole", "--prompt", "3?", "--length", "4"]) == 0
+    assert "3?" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_the_exports_have_the_logits_of_the_run(root):
+    peft = pytest.importorskip("peft")
+    assert train(root, "conversations.jsonl", "--steps 2 --out run --method dora") == 0
+    for form in ("huggingface", "peft"):
+        assert main(f"export run --format {form}".split()) == 0
+    _, recipe = read_recipe(RunFolder(Path("run")))
+    task = recipe.task()
+    params = task.exported(state_of("run").params)
+    tokens = np.arange(12).reshape(2, 6)
+    apply, _ = functional(task.signature.model)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(apply)(params, tokens)
+    initial = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
+    before = initial(torch.tensor(tokens)).logits.detach().numpy()
+    adapted = peft.PeftModel.from_pretrained(initial, "run-peft")
+    merged = transformers.AutoModelForCausalLM.from_pretrained("run-huggingface")
+    assert np.abs(before - expected).max() > 1e-3
+    for model in (adapted, merged):
+        found = model.eval()(torch.tensor(tokens)).logits.detach().numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_preferences_are_learned(root, method):
+    assert train(root, "pairs.jsonl", f"--loss dpo --steps 6 --out run --method {method}") == 0
+    first, *_, last = [line for line in lines("run") if "eval_loss" in line]
+    np.testing.assert_allclose(first["eval_loss"], np.log(2), rtol=1e-6)
+    assert last["eval_loss"] < first["eval_loss"] - 0.1
+    assert last["eval_reward_accuracy"] == 1
+    assert last["eval_reward_margin"] > 0
+
+
+def as_float64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def log_probs(model, tokens, targets):
+    logits = model(tokens, use_cache=False).logits
+    return torch.gather(logits.log_softmax(-1), 2, targets[..., None])[..., 0]
+
+
+def batch_of(source, rows):
+    examples = [source[i] for i in range(rows)]
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def texts_of(batch):
+    """Yield the tokens, targets and weights of every text of packed rows, as tensors [1, T]."""
+    for row in range(len(batch["tokens"])):
+        for segment in range(1, batch["segments"][row].max() + 1):
+            columns = batch["segments"][row] == segment
+            yield [torch.tensor(batch[name][row, columns])[None] for name in ("tokens", "targets", "weight")]
+
+
+def torch_supervised(model, reference, batch):
+    """Return the loss of SFTTrainer: the mean cross-entropy over the labels of all texts, each in its own row."""
+    del reference
+    summed, count = 0.0, 0
+    for tokens, targets, weight in texts_of(batch):
+        labels = torch.where(weight > 0, targets.long(), -100)[0]
+        logits = model(tokens.long(), use_cache=False).logits[0]
+        summed = summed + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        count += int((labels != -100).sum())
+    return summed / count
+
+
+def torch_preferences(model, reference, batch):
+    """Return the loss of DPOTrainer."""
+    tokens, targets, weight = (
+        torch.tensor(batch[name].reshape(-1, LENGTH)) for name in ("tokens", "targets", "weight")
+    )
+    answers = (log_probs(model, tokens.long(), targets.long()) * weight).sum(1)
+    with torch.no_grad():
+        before = (log_probs(reference, tokens.long(), targets.long()) * weight).sum(1)
+    ratios = (answers - before).reshape(-1, 2)
+    return -F.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "settings", "torch_loss"),
+    [("conversations.jsonl", {}, torch_supervised), ("pairs.jsonl", {"loss": "dpo"}, torch_preferences)],
+)
+def test_losses_and_gradients_are_those_of_trl(root, data, settings, torch_loss):
+    recipe = FineTuneRecipe(
+        model=root / "model", data=root / data, seq_len=LENGTH, method="full", answers=None, **settings
+    )
+    task = recipe.task()
+    batch = batch_of(task.train, 4)
+    assert batch["segments"].max() == (2 if torch_loss is torch_supervised else 1)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(root / "model").double()
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "model").double()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)
+    names = open_pretrained(root / "model").names
+    with jax.enable_x64():
+        like = as_float64(functional(from_pretrained(root / "model"))[1])
+        params = names.to_jax({name: x.detach().numpy() for name, x in model.named_parameters()}, like)
+        both = params if data.startswith("conv") else {"base": like, "model": params}
+
+        def loss(params):
+            found, _ = in_float64(lambda params, batch: task.loss_fn(params, batch, None))(params, batch)
+            return found.total / found.weight
+
+        value, grads = jax.jit(jax.value_and_grad(loss))(both)
+    with InFloat64():
+        expected = torch_loss(model, reference, batch)
+        expected.backward()
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-10)
+    ours = names.to_torch(grads if data.startswith("conv") else grads["model"])
+    scale = max(float(p.grad.abs().max()) for p in model.parameters())
+    for name, p in model.named_parameters():
+        np.testing.assert_allclose(ours[name], p.grad.numpy(), rtol=0, atol=1e-10 * scale, err_msg=name)
