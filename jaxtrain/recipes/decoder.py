@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 import jaxtrain as jt
-from jaxtrain.models import LoraConfig, PretrainedModel
+from jaxtrain.models import PretrainedModel
 from jaxtrain.paths import path_name
 
 
@@ -17,10 +17,8 @@ def linear_kernels(pretrained: PretrainedModel) -> list[str]:
     return [path for path, leaf in named if path.endswith("/kernel") and leaf.ndim == 3]
 
 
-def adapter_config(
-    pretrained: PretrainedModel, targets: str | None, *, rank: int, alpha: float, dropout: float, dora: bool
-) -> LoraConfig:
-    """Return the configuration of adapters for the linear layers, or for those whose paths `targets` matches.
+def adapter_targets(pretrained: PretrainedModel, targets: str | None) -> str:
+    """Return the targets of a `LoraConfig`: the linear layers, or those of them whose whole paths `targets` matches.
 
     Raises:
       UserError: No linear layer matches.
@@ -34,7 +32,7 @@ def adapter_config(
         ) from None
     if not chosen:
         raise jt.UserError(f"targets {targets!r} match no whole path of a linear layer: these are {', '.join(kernels)}")
-    return LoraConfig("|".join(map(re.escape, chosen)), rank, alpha, dropout, dora=dora)
+    return "|".join(map(re.escape, chosen))
 
 
 def check_decoder(pretrained: PretrainedModel, folder: Path, tokens: int, length: int) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer, read_examples, split_examples
-from jaxtrain.models import PretrainedModel, open_pretrained, save_adapters
+from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_adapters
 from jaxtrain.recipes.answers import answer, answer_table, questions, reply
-from jaxtrain.recipes.decoder import adapter_config, check_decoder
+from jaxtrain.recipes.decoder import adapter_targets, check_decoder
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetune_rows import FineTuningRows
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
@@ -96,11 +96,11 @@ class FineTuneRecipe(FineTuneSettings):
     def fine_tuned(self, pretrained: PretrainedModel) -> FineTunedModel:
         """Return the model that the settings make of a pretrained one."""
         is_full, is_dpo = self.method == "full", self.loss == "dpo"
-        dropout = 0.0 if is_dpo else self.lora_dropout
-        adapters = {"rank": self.rank, "alpha": self.alpha, "dropout": dropout, "dora": self.method == "dora"}
+        targets, dropout = adapter_targets(pretrained, self.targets), 0.0 if is_dpo else self.lora_dropout
+        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=self.method == "dora")
         return FineTunedModel(
             pretrained=pretrained,
-            config=None if is_full else adapter_config(pretrained, self.targets, **adapters),
+            config=None if is_full else config,
             quantized=self.quantize == "nf4",
             keeps_base=is_full and is_dpo,
             neftune=self.neftune,

@@ -51,18 +51,11 @@ class Unsaved:
         if self.is_unsaved is none_frozen:
             return saved
 
-        structure = jax.tree.structure(like)
-        leaves = zip(
-            jax.tree_util.tree_leaves_with_path(like),
-            structure.flatten_up_to(saved),
-            structure.flatten_up_to(self._created(like)),
-            strict=True,
-        )
-        # A policy may have other dtypes than the initial parameters.
-        return structure.unflatten(
-            created.astype(leaf.dtype) if self.is_unsaved(path_name(path)) else restored
-            for (path, leaf), restored, created in leaves
-        )
+        def leaf(path: Any, like: Any, created: jax.Array, restored: Any) -> Any:
+            # A policy may have other dtypes than the initial parameters.
+            return created.astype(like.dtype) if self.is_unsaved(path_name(path)) else restored
+
+        return jax.tree_util.tree_map_with_path(leaf, like, self._created(like), saved)
 
     def complete_state(self, saved: TrainState, like: TrainState) -> TrainState:
         """Return a restored state with what was not saved."""
