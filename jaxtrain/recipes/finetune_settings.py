@@ -4,11 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 import jaxtrain as jt
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +68,6 @@ class FineTuneSettings(jt.Recipe):
             path = getattr(self, name)
             if path is not None and not path.exists():
                 raise jt.UserError(f"{name} {path} does not exist: give a local folder or file")
-        for name in ("alpha", "beta", "neftune"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= _LARGEST:
-                raise jt.UserError(f"{name} must be positive and representable in float32, got {value}")
-        if not 0 <= self.lora_dropout < 1:
-            raise jt.UserError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}")
-        if not 0 < self.validation_fraction < 1:
-            raise jt.UserError(f"validation_fraction must be in (0, 1), got {self.validation_fraction}")
         if self.quantize != "none" and self.method == "full":
             raise jt.UserError(f"quantize {self.quantize} needs frozen weights: use --method lora, or --quantize none")
         if self.quantize != "none" and self.precision == "bf16_params":

@@ -110,14 +110,15 @@ def check_settings(recipe: Recipe) -> None:
             f"batch_size {recipe.batch_size} is not divisible by accumulate {recipe.accumulate} × the {n} devices of "
             f"mesh {recipe.mesh!r} that rows are sharded over: use a multiple of {n * recipe.accumulate}"
         )
-    for name in sorted({"beta2", "dropout"} & ours):
+    for name in sorted({"beta2", "dropout", "lora_dropout"} & ours):
         if not 0 <= (value := getattr(recipe, name)) < 1:
             raise UserError(f"{name} must be in [0, 1), got {value}")
-    if "masked" in ours and not 0 < (masked := getattr(recipe, "masked", 0.5)) < 1:
-        raise UserError(f"masked must be in (0, 1), got {masked}")
+    for name in sorted({"masked", "validation_fraction"} & ours):
+        if not 0 < (value := getattr(recipe, name)) < 1:
+            raise UserError(f"{name} must be in (0, 1), got {value}")
     if recipe.ema is not None and not 0 <= recipe.ema < 1:
         raise UserError(f"ema must be in [0, 1), got {recipe.ema}: 0.999 averages about the last 1000 updates")
-    for name in ("lr", "clip_norm"):
+    for name in sorted({"lr", "clip_norm", "alpha", "beta", "neftune"} & ours):
         if (value := getattr(recipe, name)) is not None and not _is_positive(value):
             raise UserError(f"{name} must be positive and representable in float32, got {value}")
     if recipe.weight_decay < 0 or recipe.weight_decay > _LARGEST:

@@ -198,11 +198,11 @@ def valid_values(recipe: Any, field: str) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(hint))
     if hint is bool:
         return st.booleans()
-    if field in ("beta2", "dropout"):
+    if field in ("beta2", "dropout", "lora_dropout"):
         return st.floats(0, 1, exclude_max=True)
     if field == "ema":
         return st.none() | st.floats(0, 1, exclude_max=True)
-    if field == "masked":
+    if field in ("masked", "validation_fraction"):
         return st.floats(0, 1, exclude_min=True, exclude_max=True)
     if field == "spike_factor":
         return st.none() | st.floats(1, 1e30, exclude_min=True)
