@@ -12,10 +12,12 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.data import FileTokenizer, Role, Tokenizer
+from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.export.inference import Inference, named_weights
 from jaxtrain.models import CONFIG, from_pretrained, functional_with_state, read_json, save_pretrained, write_json
 
+_TEXTS = ("tokenizer*.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json")
 _ROLES: dict[str, Role] = {"pad_token": "pad", "mask_token": "mask"}
 
 
@@ -36,7 +38,7 @@ def write_huggingface(
       params: Its parameters, written in their dtypes.
       model_state: Its running statistics, if it has any.
       class_names: Names of the classes, for a classifier.
-      texts: The tokenizer; it is written if it was read from a file.
+      texts: The tokenizer; it is written if it was read from a file, with its chat templates if it has any.
 
     Raises:
       UserError: `transformers` has no such model.
@@ -51,7 +53,9 @@ def write_huggingface(
         entries["id2label"] = {str(i): name for i, name in enumerate(class_names)}
         entries["label2id"] = {name: i for i, name in enumerate(class_names)}
         write_json(folder, CONFIG, entries)
-    if isinstance(texts, FileTokenizer):
+    if isinstance(texts, ModelTokenizer):
+        _copy_texts(texts.folder, folder)
+    elif isinstance(texts, FileTokenizer):
         _write_tokenizer(folder, texts)
 
 
@@ -72,6 +76,15 @@ def load_huggingface(folder: Path, inference: Inference) -> Callable[..., np.nda
             return np.asarray(apply(loaded.weights, *inputs))
 
     return run
+
+
+def _copy_texts(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and the chat templates of the model that was fine-tuned, and where its generation ends."""
+    for pattern in _TEXTS:
+        for file in source.glob(pattern):
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def _write_tokenizer(folder: Path, texts: FileTokenizer) -> None:

@@ -35,6 +35,7 @@ from jaxtrain.run import (
 from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.transfer import Place
+from jaxtrain.runner.unsaved import initial_on_host
 from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
 
@@ -70,6 +71,9 @@ class Training:
         task, seed = self.task, self.recipe.seed
         if run_mesh(self.recipe.mesh) is None:
             initial = task.initial()
+            return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
+        if task.unsaved is not None:  # read from files, which a compiled program would read on one device
+            initial = initial_on_host(task)
             return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
         # Each function creates the shards of its own result, never all of it on one device.
         return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxtrain.paths import Frozen, none_frozen, path_name
-from jaxtrain.run import Task
+from jaxtrain.run import Initial, Task
 from jaxtrain.step import TrainState
 
 
@@ -19,15 +19,19 @@ class Unsaved:
     Attributes:
       is_unsaved: Predicate on a parameter's path.
       create: Creates all parameters of the run as they were before the first step.
+      create_on_host: The same in the host's memory, from which a mesh has its shards.
     """
 
     is_unsaved: Frozen = none_frozen
     create: Callable[[], Any] = dict
+    create_on_host: Callable[[], Any] = dict
 
     @classmethod
     def of(cls, task: Task) -> "Unsaved":
         """Return those of a task."""
-        return cls() if task.unsaved is None else cls(task.unsaved, lambda: task.initial().params)
+        if task.unsaved is None:
+            return cls()
+        return cls(task.unsaved, lambda: task.initial().params, lambda: initial_on_host(task).params)
 
     def saved(self, params: Any) -> Any:
         """Return parameters with None for those that are not saved."""
@@ -66,5 +70,11 @@ class Unsaved:
     def _created(self, like: Any) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, like)
         if all(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings)):
-            return jax.jit(self.create, out_shardings=shardings)()
+            return jax.device_put(self.create_on_host(), shardings)
         return self.create()
+
+
+def initial_on_host(task: Task) -> Initial:
+    """Create the initial arrays of a task in the host's memory, so that no device has to hold all of them."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return task.initial()

@@ -114,7 +114,7 @@ def test_a_model_and_examples_are_required(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["--lora-dropout 0.3 --neftune 5", "--method dora --quantize nf4"])
+@pytest.mark.parametrize("method", ["--lora-dropout 0.3 --neftune 5", "--method dora --quantize nf4 --mesh fsdp=2"])
 def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone(root, method, capsys):
     assert train(root, "conversations.jsonl", f"--steps 6 --out whole {method}") == 0
     assert train(root, "conversations.jsonl", f"--steps 4 --out parts {method}") == 0
@@ -153,13 +153,19 @@ def test_the_exports_have_the_logits_of_the_run(root):
     adapted = peft.PeftModel.from_pretrained(initial, "run-peft")
     merged = transformers.AutoModelForCausalLM.from_pretrained("run-huggingface")
     assert np.abs(before - expected).max() > 1e-3
+    chat = [{"role": "user", "content": "3?"}]
+    ids = [
+        transformers.AutoTokenizer.from_pretrained(x).apply_chat_template(chat)
+        for x in (root / "model", "run-huggingface")
+    ]
+    assert ids[0] == ids[1]
     for model in (adapted, merged):
         found = model.eval()(torch.tensor(tokens)).logits.detach().numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora --quantize nf4", "full"])
 def test_preferences_are_learned(root, method):
     assert train(root, "pairs.jsonl", f"--loss dpo --steps 6 --out run --method {method}") == 0
     first, *_, last = [line for line in lines("run") if "eval_loss" in line]
