@@ -170,6 +170,7 @@ def test_preferences_are_learned(root, method):
     assert train(root, "pairs.jsonl", f"--loss dpo --steps 6 --out run --method {method}") == 0
     first, *_, last = [line for line in lines("run") if "eval_loss" in line]
     np.testing.assert_allclose(first["eval_loss"], np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(first["eval_reward_margin"], 0, atol=1e-5)
     assert last["eval_loss"] < first["eval_loss"] - 0.1
     assert last["eval_reward_accuracy"] == 1
     assert last["eval_reward_margin"] > 0
