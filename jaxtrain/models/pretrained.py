@@ -78,13 +78,18 @@ FAMILIES = {
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
+def from_pretrained(
+    path: Path | str, *, dtype: Any = np.float32, shardings: Callable[[Any], Any] | None = None
+) -> Any:
     """Load a model from a folder in Hugging Face layout or from the Hub.
 
     Args:
       path: Folder, or Hub id such as "openai-community/gpt2", of which `huggingface_hub` downloads the configuration
         and the safetensors only.
       dtype: Dtype of the floating parameters, whatever the stored one.
+      shardings: Function of the shapes of the parameters that returns their shardings, such as
+        `partial(jaxtrain.distributed.param_shardings, mesh=mesh, rules=llama.SHARDING)`. No device ever has a whole
+        parameter that is sharded. None places all of them on the default device.
 
     Returns:
       An `nnx.Module`, whose `config` is that of its family. `functional` splits it into (apply, params),
@@ -115,6 +120,8 @@ def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
     config, model = _shapes(module, head, values, folder)
     graphdef, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
     likes = [nnx.to_pure_dict(state) for state in states]
+    if shardings is not None:
+        likes[0] = jax.tree.map(_with_sharding, likes[0], shardings(likes[0]))
     tables = _tables(module, config)
     stored = family.read(read_tensors(folder))
     _check_depth(tables, likes, stored, folder)
@@ -122,7 +129,10 @@ def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
 
     def put(array: np.ndarray, leaf: Any) -> jax.Array:
         floating = jnp.issubdtype(leaf.dtype, np.floating)
-        return jnp.asarray(array.astype(dtype if floating else leaf.dtype, copy=False))
+        converted = array.astype(dtype if floating else leaf.dtype, copy=False)
+        if leaf.sharding is None:
+            return jnp.asarray(converted)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, converted.__getitem__)
 
     buffers = {*tables[1].torch_order(likes[1])}
     parts = [
@@ -157,6 +167,10 @@ def save_pretrained(
     write_tensors(Path(folder), _sharded(FAMILIES[values["model_type"]].write(named), max_shard_size))
     dtypes = {jnp.result_type(leaf).name for leaf in jax.tree.leaves(params)}
     write_json(Path(folder), CONFIG, {**values, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})})
+
+
+def _with_sharding(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _check_dtype(dtype: Any) -> None:
