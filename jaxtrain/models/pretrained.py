@@ -78,9 +78,7 @@ FAMILIES = {
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def from_pretrained(
-    path: Path | str, *, dtype: Any = np.float32, shardings: Callable[[Any], Any] | None = None
-) -> Any:
+def from_pretrained(path: Path | str, *, dtype: Any = np.float32, shardings: Callable[[Any], Any] | None = None) -> Any:
     """Load a model from a folder in Hugging Face layout or from the Hub.
 
     Args:

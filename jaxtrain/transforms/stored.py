@@ -63,9 +63,7 @@ def convert_where_used(compute: Callable[..., Any], dtype: Any) -> Callable[...,
             given = [_Stored(x, np.dtype(dtype)) if is_low else x for x, is_low in zip(leaves, low, strict=True)]
             return _run(closed.jaxpr, closed.consts, [*given, *values[len(leaves) :]])
 
-        like = [
-            jax.ShapeDtypeStruct(x.shape, dtype) if is_low else x for x, is_low in zip(leaves, low, strict=True)
-        ]
+        like = [jax.ShapeDtypeStruct(x.shape, dtype) if is_low else x for x, is_low in zip(leaves, low, strict=True)]
         return jaxpr.retrace(compute, evaluate)(jax.tree.unflatten(structure, like), *rest)
 
     return computed
