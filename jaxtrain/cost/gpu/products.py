@@ -100,7 +100,8 @@ def _convolution_flops(x: Instruction, left: Array, right: Array, result: Array)
 def _attention_kernel(x: Instruction, operands: list[Array]) -> tuple[Array, float]:
     """Return an array [B, T, N, H] of one of our kernels of attention, and its FLOPs."""
     scope, kernel = _FUSED.search(x.op_name), _KERNEL.search(f"{x.op_name} {x.attributes}")
-    assert scope is not None and kernel is not None, f"a kernel of attention with unknown products: {x.op_name}"
+    assert scope is not None
+    assert kernel is not None, f"a kernel of attention with unknown products: {x.op_name}"
     arrays = [array for array in (*operands, *x.results) if array.dtype in ("bf16", "f16", "f32")]
     _, heads, t = next(array.shape for array in arrays if len(array.shape) == 3)  # the logarithms of sums
     of_heads = [array for array in arrays if len(array.shape) == 4 and array.shape[2] != t]
