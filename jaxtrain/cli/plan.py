@@ -23,6 +23,7 @@ from jaxtrain.cli.flags import parse_with_recipe, recipe_name
 from jaxtrain.cli.plan_gpu import plan_for_gpu
 from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_tables import ScalingTables, columns
+from jaxtrain.cli.state_table import state_table
 from jaxtrain.cost import ceilings, device_memory, find_gpu, format_bytes, parse_bandwidth, parse_bytes
 from jaxtrain.distributed import parse_mesh, sequence_parallel_size
 from jaxtrain.errors import RunFailed, UserError
@@ -84,7 +85,12 @@ def main(args: list[str]) -> int:
     context = {"recipe": name, "device": device.device_kind, "memory_bytes": memory}
     if options.json:
         _write_json(
-            {**context, "rows": list(candidate_rows(found)), "command": command("train", name, found.chosen.recipe)}
+            {
+                **context,
+                "rows": list(candidate_rows(found)),
+                "state": [part._asdict() for part in found.state],
+                "command": command("train", name, found.chosen.recipe),
+            }
         )
     _show_plan(console, name, found)
     return 0
@@ -96,6 +102,7 @@ def _write_json(values: dict[str, Any]) -> None:
 
 def _show_plan(console: Console, name: str, found: Plan) -> None:
     console.print(_table(found))
+    console.print(state_table(found.state))
     for note in choice_notes(found):
         console.print(note, markup=False, soft_wrap=True)
     console.print(command("train", name, found.chosen.recipe), markup=False, soft_wrap=True)

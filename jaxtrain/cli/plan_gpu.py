@@ -16,6 +16,7 @@ from rich.text import Text
 
 from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_tables import columns
+from jaxtrain.cli.state_table import state_table
 from jaxtrain.cost import (
     SHARE_OF_PEAK,
     Buffer,
@@ -70,12 +71,14 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     rows = list(_rows(found))
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}
-        values = {**context, "rows": rows, "chosen": _details(found.chosen)}
+        state = [part._asdict() for part in found.state]
+        values = {**context, "rows": rows, "state": state, "chosen": _details(found.chosen)}
         sys.stdout.write(
             json.dumps({**values, "command": command("train", name, found.chosen.recipe)}, indent=2) + "\n"
         )
         return 0
     console.print(_candidates(found, rows))
+    console.print(state_table(found.state))
     for note in choice_notes(found):
         console.print(note, markup=False, soft_wrap=True)
     _print_program(console, found.chosen)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxtrain.distributed.mesh import SEQUENCE, TENSOR
+from jaxtrain.models.attention.block_arrays import wide
 from jaxtrain.models.attention.options import Operands, Options
 from jaxtrain.models.attention.primitives import BACKWARD, FORWARD
 
@@ -103,8 +104,8 @@ class RingSteps:
                 sums = [lax.dynamic_update_slice_in_dim(x, part.turned(y, axis), part.q, axis) for x, y, axis in new]
             return sums
 
-        (b, t, n, _), wide = q.shape, _wide(q)
-        sums = [jnp.zeros((b, t, n, v.shape[-1]), wide), jnp.full((b, n, t), -jnp.inf, wide)]
+        (b, t, n, _), dtype = q.shape, wide(q)
+        sums = [jnp.zeros((b, t, n, v.shape[-1]), dtype), jnp.full((b, n, t), -jnp.inf, dtype)]
         out, lse = self._run(attend, jnp.concatenate([k, v], axis=-1), sums)
         if operands.sinks is not None:
             total = jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, :, None])
@@ -148,8 +149,8 @@ class RingSteps:
             return of_q, of_keys, of_bias
 
         keys = jnp.concatenate([k, v], axis=-1)
-        zeros = [jnp.zeros(x.shape, _wide(x)) for x in (q, keys)]
-        of_bias = None if operands.bias is None else jnp.zeros(operands.bias.shape, _wide(operands.bias))
+        zeros = [jnp.zeros(x.shape, wide(x)) for x in (q, keys)]
+        of_bias = None if operands.bias is None else jnp.zeros(operands.bias.shape, wide(operands.bias))
         grads = *zeros, of_bias
         of_q, of_keys, of_bias = self._run(differentiate, keys, grads)
         of_keys = self._passed_on(of_keys, 1 - self._steps)  # to the device that they belong to
@@ -304,10 +305,6 @@ def _added(x: jax.Array, part: jax.Array, starts: dict[int, Any]) -> jax.Array:
     """Add a part to an array, at these places of its axes."""
     at = [starts.get(axis, np.int32(0)) for axis in range(x.ndim)]
     return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, part.shape) + part.astype(x.dtype), at)
-
-
-def _wide(x: jax.Array) -> Any:
-    return np.promote_types(x.dtype, np.float32)
 
 
 def _combined(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -260,7 +260,7 @@ def _stages(tokens: int, most: int) -> list[int]:
     a third of a long text's slots are unused; each takes a loop of its own to compile.
 
     >>> _stages(9, 100), _stages(1024, 4096)
-    ([100], [1536, 2304, 3456, 4096])
+    ([100], [1536, 2304, 3584, 4096])
     """
     stages = []
     while tokens < most:

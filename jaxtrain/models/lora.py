@@ -227,6 +227,9 @@ class _Adapted(KernelForm):
         kernel = self.kernel.transpose() if is_form(self.kernel) else self.kernel.T
         return replace(self, kernel=kernel, out_in=not self.out_in)
 
+    def astype(self, dtype: Any) -> "_Adapted":
+        return replace(self, kernel=self.kernel.astype(dtype))
+
     def array(self) -> jax.Array:
         """Return W + scale · A B, or m ⊙ (W + scale · A B) / ‖W + scale · A B‖, in the dtype of W.
 

@@ -7,9 +7,12 @@ any other operation uses its array.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -80,9 +83,44 @@ class KernelForm(Form):
     def transpose(self) -> Self:
         """Return the form of the transposed kernel."""
 
+    def astype(self, dtype: Any) -> "KernelForm":
+        """Return the form of the kernel converted to a floating-point dtype."""
+        return _Converted(self, np.dtype(dtype))
+
     @abstractmethod
     def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return the product of activations, and what is added to it after a bias; None for nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Converted(KernelForm):
+    """A kernel in another dtype, as a model converts it to that of its activations."""
+
+    kernel: KernelForm
+    to: Any = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.to
+
+    @property
+    def inputs_axis(self) -> int:
+        return self.kernel.inputs_axis
+
+    def transpose(self) -> "_Converted":
+        return replace(self, kernel=self.kernel.transpose())
+
+    def array(self) -> jax.Array:
+        return self.kernel.array().astype(self.to)
+
+    def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, None]:
+        """Return x W. For the gradient of x the kernel is computed again."""
+        return jax.checkpoint(lambda x, kernel: product(x, kernel.array()))(x, self), None
 
 
 def is_form(x: Any) -> bool:
@@ -144,6 +182,8 @@ class _Rule:
             return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
         if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
             return [args[0].transpose()]
+        if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):
+            return [args[0].astype(eqn.params["new_dtype"])]
         if name == "dot_general" and _multiplies_by_form(eqn, args):
             return self._product(eqn, *args)
         outs = _evaluated_with_arrays(eqn, args, run)
@@ -158,6 +198,10 @@ class _Rule:
             return [product + addition.astype(product.dtype)]
         self.pending[total] = addition
         return [product]
+
+
+def _is_floating(eqn: JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(eqn.params["new_dtype"], np.floating))
 
 
 def _evaluated_with_arrays(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any]:

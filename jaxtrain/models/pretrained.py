@@ -80,13 +80,16 @@ FAMILIES = {
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
+def from_pretrained(path: Path | str, *, dtype: Any = np.float32, shardings: Callable[[Any], Any] | None = None) -> Any:
     """Load a model from a folder in Hugging Face layout or from the Hub.
 
     Args:
       path: Folder, or Hub id such as "openai-community/gpt2", of which `huggingface_hub` downloads the configuration
         and the safetensors only.
       dtype: Dtype of the floating parameters, whatever the stored one.
+      shardings: Function of the shapes of the parameters that returns their shardings, such as
+        `partial(jaxtrain.distributed.param_shardings, mesh=mesh, rules=llama.SHARDING)`. No device ever has a whole
+        parameter that is sharded. None places all of them on the default device.
 
     Returns:
       An `nnx.Module`, whose `config` is that of its family. `functional` splits it into (apply, params),
@@ -111,7 +114,9 @@ def from_pretrained(path: Path | str, *, dtype: Any = np.float32) -> Any:
     """
     stored = _open(path, dtype)
     graphdef, *_ = nnx.split(stored.model, nnx.Param, nnx.BatchStat)
-    return nnx.merge(graphdef, *(jax.tree.map(lambda read: jnp.asarray(read()), tree) for tree in stored.readers))
+    if shardings is not None:
+        stored.likes[0] = jax.tree.map(_with_sharding, stored.likes[0], shardings(stored.likes[0]))
+    return nnx.merge(graphdef, *(jax.tree.map(_read, *pair) for pair in zip(stored.readers, stored.likes, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +250,17 @@ def save_pretrained(
     write_tensors(Path(folder), _sharded(FAMILIES[values["model_type"]].write(named), max_shard_size))
     dtypes = {jnp.result_type(leaf).name for leaf in jax.tree.leaves(params)}
     write_json(Path(folder), CONFIG, {**values, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})})
+
+
+def _read(read: Callable[[], np.ndarray], like: Any) -> jax.Array:
+    array = read()
+    if like.sharding is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(like.shape, like.sharding, array.__getitem__)
+
+
+def _with_sharding(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _check_dtype(dtype: Any) -> None:

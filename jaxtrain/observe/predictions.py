@@ -16,7 +16,7 @@ from jaxtrain.losses import cross_entropy
 from jaxtrain.run import EvaluationSums, Task, means
 from jaxtrain.run import Predictions as ClassLogits
 from jaxtrain.step import TrainState, eval_step
-from jaxtrain.transforms import policy
+from jaxtrain.transforms import convert_where_used, policy
 
 BINS = 10
 
@@ -109,7 +109,7 @@ def evaluate_examples(
     if model is None:
         raise UserError("the task has no `predict`, which returns a batch's predictions: define Task.predict")
     evaluate = eval_step(task.loss_fn, precision=precision)
-    batch_sums, compute = EvaluationSums(evaluate), policy(precision).apply(model, state_argnums=(2,))
+    batch_sums, compute = EvaluationSums(evaluate), _in_precision(model, precision)
     sums: list[Any] = []
     parts: list[Any] = []
     classes = None
@@ -118,7 +118,7 @@ def evaluate_examples(
             found = jax.eval_shape(compute, state.params, batch, state.model_state)
             classes = found.logits.shape[-1] if isinstance(found, ClassLogits) else None
             # The losses of logits are computed in the dtypes of the run's evaluation.
-            scored = policy(precision).apply(partial(_classes, model), state_argnums=(2,))
+            scored = _in_precision(partial(_classes, model), precision)
             examples = jax.jit(partial(_outputs, compute, evaluate) if classes is None else partial(_of_state, scored))
         sums.append(batch_sums(state, batch))
         rows = int(batch["weight"].sum())
@@ -127,6 +127,12 @@ def evaluate_examples(
     loss = {"loss": metrics.pop("loss")}  # comes first
     arrays = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     return loss | metrics, Outputs(**arrays) if classes is None else Predictions(**arrays, classes=classes)
+
+
+def _in_precision(model: Callable[..., Any], precision: Any) -> Callable[..., Any]:
+    """Return a function of (params, batch, model_state) as a training step computes it."""
+    numerics = policy(precision)
+    return convert_where_used(numerics.apply(model, state_argnums=(2,)), numerics.param_dtype)
 
 
 def _of_state(compute: Callable[..., Any], state: TrainState, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxtrain.cost import GpuTarget, ceilings, format_bytes
+from jaxtrain.distributed import shard
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning.candidate import (
     Candidate,
@@ -23,6 +24,7 @@ from jaxtrain.planning.candidate import (
     format_settings,
     planned_mesh,
 )
+from jaxtrain.planning.state_parts import StatePart, state_parts
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner import check_settings, training_step
 
@@ -39,12 +41,14 @@ class Plan:
       candidates: The compiled candidates, the recipe as given first.
       chosen: The fastest candidate that fits.
       batch_norm: Whether the model has BatchNorm, so that the size of micro-batches affects training.
+      state: The parts of the state of the recipe as given, on one device.
     """
 
     memory: int
     candidates: Sequence[Candidate]
     chosen: Candidate
     batch_norm: bool
+    state: Sequence[StatePart] = ()
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits into memory."""
@@ -82,9 +86,10 @@ def plan(
     """
     check_settings(recipe)
     task = recipe.task()
-    if (state := _least_bytes(recipe, task, devices)) > memory:
+    if (least_bytes := _least_bytes(recipe, task, devices)) > memory:
         raise RunFailed(
-            f"nothing fits {format_bytes(memory)}: parameters and optimizer state alone take {format_bytes(state)}: "
+            f"nothing fits {format_bytes(memory)}: parameters and optimizer state alone take "
+            f"{format_bytes(least_bytes)}: "
             "make the model smaller, or give it more memory"
         )
     search = _Search(recipe, task, memory, on_compile, devices, target)
@@ -109,6 +114,7 @@ def plan(
         list(search.done.values()),
         _fastest(fitting, own),
         batch_norm=jax.eval_shape(task.initial).model_state is not None,
+        state=_state_parts(recipe, task, devices),
     )
 
 
@@ -122,6 +128,12 @@ def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> i
     mesh = planned_mesh(recipe, devices)
     leaves = jax.tree.leaves(abstract_state(training_step(recipe, task), task))
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
+
+
+def _state_parts(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> list[StatePart]:
+    step, mesh = training_step(recipe, task), planned_mesh(recipe, devices)
+    placed = step if mesh is None else shard(step, mesh, task.sharding)
+    return state_parts(abstract_state(placed, task), step.parts.frozen)
 
 
 def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:

@@ -65,7 +65,9 @@ class TrainStep:
           streaming: Whether to add a window to the state, for `micro`.
 
         Returns:
-          A `TrainState`, its parameters in the policy's param dtype.
+          A `TrainState`, its trained parameters in the policy's param dtype. Frozen ones in bfloat16 or float16 keep
+          their dtype where the policy has float32 parameters: they need no masters, and are converted where they are
+          used.
 
         Raises:
           UserError: No parameter is trained, `frozen` matches none, or one is a Python int.

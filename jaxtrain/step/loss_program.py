@@ -12,6 +12,7 @@ from jaxtrain.transforms import (
     Hook,
     Policy,
     add_hooks,
+    convert_where_used,
     fuse_slices,
     overwrite_logits,
     partial_gradients,
@@ -82,6 +83,8 @@ class LossProgram(NamedTuple):
             # After the checkpoints of blocks, which may be of other values: remat reads the blocks as they are written.
             # On a mesh the compiler pipelines only loops that are written as JAX writes them.
             identity if self.is_on_mesh else partial(fuse_slices, platform=self.platform),
+            # After all other rewriting, so that a product in low precision reads frozen parameters as they are stored.
+            partial(convert_where_used, dtype=self.policy.param_dtype),
             # Outermost: sums are widened before they are divided, scaled or added.
             losses_in_float32,
         ]

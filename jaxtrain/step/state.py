@@ -17,7 +17,7 @@ class TrainState(NamedTuple):
     Attributes:
       step: int32[], windows so far.
       micro_step: int32[], micro-batches so far.
-      params: Pytree of parameters, in the policy's param dtype.
+      params: Pytree of parameters, in the policy's param dtype; frozen ones may be in lower precision.
       model_state: Pytree of model state (BatchNorm's statistics); None without any.
       opt_state: State of the optimizer.
       loss_scale: State of the loss scaler.

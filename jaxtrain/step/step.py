@@ -110,8 +110,9 @@ def init_state(parts: StepParts, params: Any, model_state: Any, seed: int, strea
     if not jnp.issubdtype(jnp.result_type(seed), np.integer):
         raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
     require_trainable(params, parts.frozen)
-    params = parts.loss.policy.cast_params(params)
-    trained, _ = partition(params, parts.frozen)
+    trained, frozen = partition(params, parts.frozen)
+    trained, frozen = parts.loss.policy.cast_params(trained), parts.loss.policy.cast_frozen(frozen)
+    params = merge(trained, frozen)
     zero = jnp.zeros([], np.int32)
     return TrainState(
         step=zero,
@@ -234,16 +235,17 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     mean_loss = gradient.loss.total / nonzero_weight(gradient.loss.weight)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
-    params = merge(jax.tree.map(_apply_update, trained, updates), frozen)
+    new_trained = jax.tree.map(_apply_update, trained, updates)
     ema = state.ema
     if parts.ema is not None:
+        params = merge(new_trained, frozen)
         ema = update_ema(ema, params, parts.ema, is_first=applied_updates(state) == 0)
 
-    before = state.params, state.opt_state, state.ema
-    params, opt_state, ema = _restore_if(skip, before, (params, opt_state, ema))
+    before = trained, state.opt_state, state.ema
+    new_trained, opt_state, ema = _restore_if(skip, before, (new_trained, opt_state, ema))
     new = state._replace(
         step=state.step + 1,
-        params=params,
+        params=merge(new_trained, frozen),
         model_state=gradient.model_state,
         opt_state=opt_state,
         loss_scale=loss_scale,

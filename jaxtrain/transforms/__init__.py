@@ -29,6 +29,7 @@ from jaxtrain.transforms.scanned import fuse_slices as fuse_slices
 from jaxtrain.transforms.scanned import save_costly as save_costly
 from jaxtrain.transforms.split_products import split_products as split_products
 from jaxtrain.transforms.stacks import unfilled_stacks as unfilled_stacks
+from jaxtrain.transforms.stored import convert_where_used as convert_where_used
 from jaxtrain.transforms.unroll import unroll as unroll
 
 __all__ = ["Policy", "autocast", "autocast_disabled", "block", "hook", "jax_internals", "jaxpr", "kernel", "precision"]

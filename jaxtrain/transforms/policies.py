@@ -12,6 +12,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.transforms.casts import is_array, is_float, to_dtype
 from jaxtrain.transforms.low_compute import compute_in
 from jaxtrain.transforms.precision import autocast, autocast_disabled
+from jaxtrain.transforms.stored import is_stored_low
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Policy:
     `dataclasses.replace` creates variants.
 
     Attributes:
-      param_dtype: Dtype of the parameters and, without `compute_dtype`, of all floating-point inputs.
+      param_dtype: Dtype of the trained parameters and, without `compute_dtype`, of all floating-point inputs.
       compute_dtype: Dtype to autocast to; None computes in `param_dtype`, as the code is written.
       cast_inputs: Whether all of the function is computed in `compute_dtype`, its inputs converted to it first as with
         `model.to(compute_dtype)`, instead of autocast.
@@ -58,6 +59,17 @@ class Policy:
         """
         self._check_available()
         return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if is_float(x) else None, copy=True), params)
+
+    def cast_frozen(self, params: Any) -> Any:
+        """Copy parameters that are not trained: as `cast_params`, but bfloat16 and float16 leaves keep their dtypes.
+
+        There is nothing to add to them, so that they need no copy in a wider `param_dtype`.
+        """
+        self._check_available()
+        return jax.tree.map(lambda x: jnp.array(x, self._stored_dtype(x), copy=True), params)
+
+    def _stored_dtype(self, x: Any) -> Any:
+        return self.param_dtype if is_float(x) and not is_stored_low(x, self.param_dtype) else None
 
     def apply(self, fn: Callable[..., Any], *, state_argnums: Collection[int] = ()) -> Callable[..., Any]:
         """Apply the policy to a function.

@@ -26,20 +26,24 @@ CHEAP = frozenset(
         *("broadcast_in_dim", "concatenate", "expand_dims", "pad", "reshape", "slice", "squeeze", "transpose"),
         *("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"),
         *("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap", "threefry2x32"),
-        *("shift_left", "shift_right_logical"),
+        *("shift_left", "shift_right_logical", "stack"),
     }
 )
 """Primitives whose results are computed again: limited by the bandwidth, or without a launch of their own.
 
 "split" is not one of them: its parts are as large as its operand, and on a mesh it may communicate."""
 
+SMALL_TABLE = 2**16
+"""Elements of a table that stays in the cache, so that lookups in it are cheap: quantized kernels are looked up."""
+
 
 def costly(primitive: Any, *args: Any, **params: Any) -> bool:
     """Save the results of all operations but the cheap ones, as a policy of `jax.checkpoint`."""
-    del args
+    if primitive.name == "gather" and args and args[0].size <= SMALL_TABLE:
+        return False
     called = params.get("call_jaxpr" if primitive.name.startswith("custom_") else "jaxpr")
     if primitive.name in ("custom_jvp_call", "custom_vjp_call", "jit", "pjit"):
-        return any(costly(eqn.primitive, **eqn.params) for eqn in _equations(called))
+        return any(costly(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params) for eqn in _equations(called))
     return primitive.name not in CHEAP or names_attention(primitive, params)
 
 

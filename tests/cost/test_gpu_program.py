@@ -288,7 +288,11 @@ def test_causal_attention_computes_half_of_its_scores(target, products, mask, sh
 @pytest.mark.parametrize("target", ["__gpu$xla.gpu.triton", "triton_kernel_call_ffi"])
 def test_a_kernel_of_attention_counts_the_products_that_it_computes(kernel, result, products, target):
     def program(kernel):
-        call = f'custom_call_target="{target}", metadata={{op_name="jit(step)/{kernel}/pallas_call"}}'
+        scope, _, name = kernel.partition("/")
+        on_mesh = f"{scope}/custom_partitioning"
+        scopes = on_mesh if target.startswith("__gpu") and name else f"{kernel}/pallas_call"
+        config = f'backend_config={{name = "{name}"}}'
+        call = f'custom_call_target="{target}", metadata={{op_name="jit(step)/{scopes}"}}, {config}'
         return read(
             entry(
                 "%first = s32[2,8]{1,0} parameter(0)",

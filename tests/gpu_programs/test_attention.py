@@ -138,6 +138,7 @@ def test_long_packed_rows_are_divided_over_a_mesh_without_a_mask(gpus, mesh):
     assert of_device == {B * length * N * H // 2}
 
 
+@pytest.mark.usefixtures("gpus")
 def test_packed_rows_take_as_much_memory_and_traffic_as_unpacked_ones():
     """Of two layers of a Llama with 160M parameters, within a tenth."""
     case = WORKLOADS["llama-160m"].case({"depth": 2, "rows": 4, "length": 2048})

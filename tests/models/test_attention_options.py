@@ -50,18 +50,12 @@ def test_all_options_together_equal_the_explicit_form():
     assert_explicit(EVERYTHING, range(5))
 
 
-@pytest.mark.parametrize(
-    "examples", [pytest.param(6, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.nightly)]
-)
-def test_any_combination_of_options_equals_the_explicit_form(examples):
-    """Each program for 32 arrays."""
-
-    @settings(max_examples=examples, deadline=None, derandomize=True)
-    @given(programs(), st.integers(0, 2**30))
-    def holds(program, seed):
-        assert_explicit(program, range(seed, seed + 32))
-
-    holds()
+@pytest.mark.slow
+@settings(max_examples=64, deadline=None, derandomize=True)
+@given(programs(), st.integers(0, 2**30))
+def test_any_combination_of_options_equals_the_explicit_form(program, seed):
+    """64 programs, each for 32 arrays."""
+    assert_explicit(program, range(seed, seed + 32))
 
 
 def transformed(program, given, cotangent):

@@ -4,6 +4,7 @@ import json
 import sys
 import types
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxtrain as jt
+from jaxtrain.distributed import make_mesh, param_shardings
 from jaxtrain.interop.torch_file import StoredTensor
 from jaxtrain.models import from_pretrained, functional, functional_with_state, pretrained, save_pretrained
 from jaxtrain.models.t5 import T5, T5Config, to_hf
@@ -179,6 +181,15 @@ def test_low_precision_is_read_exactly_into_the_dtype_asked_for(folder, stored):
     again = load_file(folder.parent / "again" / "model.safetensors")
     assert all(again[name].tobytes() == low[name].tobytes() for name in low)
     assert json.loads((folder.parent / "again" / "config.json").read_text())["dtype"] == np.dtype(stored).name
+
+
+@pytest.mark.slow
+def test_a_model_is_read_into_the_shards_of_a_mesh(folder):
+    shardings = partial(param_shardings, mesh=make_mesh("fsdp=2", jax.devices()[:2]), rules=None)
+    found, expected = (functional(model)[1] for model in (from_pretrained(folder, shardings=shardings), t5()))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found["shared"].sharding.shard_shape(found["shared"].shape) != found["shared"].shape
+    assert jax.tree.map(lambda x: x.sharding, found) == shardings(expected)
 
 
 def test_names_of_a_bare_model_and_constants_of_old_checkpoints_are_accepted(tmp_path):

@@ -17,7 +17,9 @@ _PRECISION = re.compile(r'operand_precision(?:"?:\[|=\{)("?\w+)')
 _ATTENTION_PRODUCTS = {False: 2, True: 5}
 # Those of our own kernels, of which the gradients of queries and of keys compute scores and their gradients both.
 _KERNEL_PRODUCTS = {"attend": 2, "differentiate_queries": 3, "differentiate_keys": 4, "differentiate_bias": 2}
-_KERNEL = re.compile(rf"/fused_attention(?:_backward)?(_causal)?/(?:.*/)?({'|'.join(_KERNEL_PRODUCTS)})\b")
+_FUSED = re.compile(r"/fused_attention(?:_backward)?(_causal)?/")
+# In the scopes, or on a mesh, where these end with the partitioned function, in the call's own configuration.
+_KERNEL = re.compile(rf"[/\"]({'|'.join(_KERNEL_PRODUCTS)})\b")
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,16 @@ def _convolution_flops(x: Instruction, left: Array, right: Array, result: Array)
 
 def _attention_kernel(x: Instruction, operands: list[Array]) -> tuple[Array, float]:
     """Return an array [B, T, N, H] of one of our kernels of attention, and its FLOPs."""
-    found = _KERNEL.search(x.op_name)
-    assert found is not None, f"a kernel of attention with unknown products: {x.op_name}"
+    scope, kernel = _FUSED.search(x.op_name), _KERNEL.search(f"{x.op_name} {x.attributes}")
+    assert scope is not None
+    assert kernel is not None, f"a kernel of attention with unknown products: {x.op_name}"
     arrays = [array for array in (*operands, *x.results) if array.dtype in ("bf16", "f16", "f32")]
     _, heads, t = next(array.shape for array in arrays if len(array.shape) == 3)  # the logarithms of sums
     of_heads = [array for array in arrays if len(array.shape) == 4 and array.shape[2] != t]
     queries = next(array for array in of_heads if array.shape[1:3] == (t, heads))
     s = next((array.shape[1] for array in of_heads if array.shape[1:3] != (t, heads)), t)
-    share = 0.5 if found[1] else 1.0
-    return queries, 2.0 * share * queries.size * s * _KERNEL_PRODUCTS[found[2]]
+    share = 0.5 if scope[1] else 1.0
+    return queries, 2.0 * share * queries.size * s * _KERNEL_PRODUCTS[kernel[1]]
 
 
 def _attention_flops(x: Instruction, query: Array) -> float:

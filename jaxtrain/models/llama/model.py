@@ -288,12 +288,21 @@ def _sliding(config: LlamaConfig) -> np.ndarray:
 
 def _layer_kinds(config: LlamaConfig, cache: KVCache | None) -> LayerKind:
     sliding, rope_layers = _sliding(config), config.no_rope_layers
-    numbers = np.where(sliding, np.cumsum(sliding), np.cumsum(~sliding)).astype(np.int32) - np.int32(1)
     return LayerKind(
         None if len({*config.windows}) == 1 else sliding,
         None if rope_layers is None else np.array(rope_layers, bool),
-        None if cache is None else numbers,
+        None if cache is None else _numbers_by_kind(sliding),
     )
+
+
+def _numbers_by_kind(sliding: np.ndarray) -> np.ndarray:
+    """Return the number of each layer among those of its kind, int32.
+
+    >>> _numbers_by_kind(np.array([True, False, True])).tolist()
+    [0, 0, 1]
+    """
+    numbers: np.ndarray = np.where(sliding, np.cumsum(sliding), np.cumsum(~sliding)).astype(np.int32) - np.int32(1)
+    return numbers
 
 
 def _visible(config: LlamaConfig, t: int, segments: jax.Array | None, cache: KVCache | None) -> VisibleByKind:
