@@ -8,7 +8,8 @@ import numpy as np
 import jaxtrain as jt
 from jaxtrain.data import decode_stream
 from jaxtrain.data.finetuning import EncodedExamples, ModelTokenizer, PlainText, Preference
-from jaxtrain.models import Sampling, generate, stream
+from jaxtrain.models import Sampling
+from jaxtrain.recipes.decoder import Decoder
 
 
 class Question(NamedTuple):
@@ -55,11 +56,11 @@ def end_token(texts: ModelTokenizer) -> int | None:
         return None
 
 
-def answer(model: Any, params: Any, asked: list[Question], texts: ModelTokenizer, new_tokens: int) -> list[str]:
+def answer(decoder: Decoder, params: Any, asked: list[Question], texts: ModelTokenizer, new_tokens: int) -> list[str]:
     """Return the most likely answer to each question.
 
     Args:
-      model: The decoder; only its structure is used.
+      decoder: The decoder.
       params: Its parameters.
       asked: The questions, at least one.
       texts: Tokenizer.
@@ -72,7 +73,7 @@ def answer(model: Any, params: Any, asked: list[Question], texts: ModelTokenizer
     for row, question in enumerate(asked):
         start = width - len(question.prompt)
         prompts[row, start:], mask[row, start:] = question.prompt, True
-    written = np.asarray(generate(model, params, prompts, new_tokens, mask=mask, stop=end, pad=pad))
+    written = np.asarray(decoder.generate(params, prompts, new_tokens, mask=mask, stop=end, pad=pad))
     return [texts.decode(row) for row in written]
 
 
@@ -83,7 +84,7 @@ def answer_table(asked: list[Question], answers: list[str], texts: ModelTokenize
 
 
 def reply(
-    model: Any,
+    decoder: Decoder,
     params: Any,
     texts: ModelTokenizer,
     prompt: str,
@@ -96,5 +97,5 @@ def reply(
     """Yield a text and its continuation in chunks; in a chat the text is the user's and the assistant answers."""
     messages = [{"role": "user", "content": prompt}]
     start = (texts.encode_chat(messages, add_generation_prompt=True) if is_chat else texts.encode(prompt)).tolist()
-    tokens = stream(model, params, start, length, sampling=Sampling(temperature), stop=end_token(texts), seed=seed)
+    tokens = decoder.stream(params, start, length, sampling=Sampling(temperature), stop=end_token(texts), seed=seed)
     return decode_stream(texts, start, tokens)

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import LoraConfig, PretrainedModel, functional, log_probs, lora, nf4, with_neftune
-from jaxtrain.recipes.decoder import linear_kernels
-
-_EMBEDDINGS = ("wte", "embed_tokens")  # of GPT-2, and of the Llama family
+from jaxtrain.models import LoraConfig, lora, nf4, with_neftune
+from jaxtrain.recipes.decoder import Decoder, out_in_targets
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -22,7 +20,7 @@ class FineTunedModel:
     frozen, "model": trained weights}, where a loss compares the two.
 
     Args:
-      pretrained: The decoder.
+      decoder: The decoder.
       config: Configuration of the adapters; None trains all weights.
       quantized: Whether the kernels of the base are in NF4.
       keeps_base: Whether all weights are trained beside the initial ones.
@@ -30,7 +28,7 @@ class FineTunedModel:
       seed: Seed of the initial adapters.
     """
 
-    pretrained: PretrainedModel
+    decoder: Decoder
     config: LoraConfig | None = None
     quantized: bool = False
     keeps_base: bool = False
@@ -39,8 +37,10 @@ class FineTunedModel:
 
     def init(self) -> Any:
         """Read the weights, kernel by kernel, and create the adapters."""
-        kernels = set(linear_kernels(self.pretrained)) if self.quantized else set()
-        base = self.pretrained.params(lambda path, x: nf4.quantize(x) if path in kernels else x)
+        kernels = self.decoder.kernels if self.quantized else {}
+        base = self.decoder.weights.params(
+            lambda path, x: nf4.quantize(x, out_in=kernels[path]) if path in kernels else x
+        )
         if self.config is not None:
             return {"base": base, "lora": lora.init(jax.random.key(self.seed), base, self.config)}
         return {"base": base, "model": base} if self.keeps_base else base
@@ -53,9 +53,11 @@ class FineTunedModel:
     @property
     def sharding(self) -> Mapping[str, PartitionSpec]:
         """Sharding rules of the params."""
-        rules = nf4.sharding(self.pretrained.sharding) if self.quantized else self.pretrained.sharding
+        rules = self.decoder.weights.sharding
+        if self.quantized:
+            rules = nf4.sharding(rules, out_in=out_in_targets(self.decoder))
         if self.config is not None:
-            return lora.sharding(rules)
+            return lora.sharding(rules, self.config)
         if self.keeps_base:
             return {f"(base|model)/({pattern})": spec for pattern, spec in rules.items()}
         return rules
@@ -69,15 +71,16 @@ class FineTunedModel:
           rng: Key of dropout and noise; None in evaluation.
         """
         dropout, adapters, noise = (None, None, None) if rng is None else jax.random.split(rng, 3)
-        compute, _ = functional(self.pretrained.model, log_probs)
+        compute: Callable[..., Any] = self.decoder.log_probs
         if self.neftune is not None:
-            compute = partial(with_neftune(compute, self._embeddings(), self.neftune), rng=noise)
+            table, scale = self.decoder.embeddings
+            compute = partial(with_neftune(compute, table, self.neftune / scale), rng=noise)
         inputs = batch["tokens"], batch["targets"], dropout, batch["positions"], batch["segments"]
         return self._adapted(compute, adapters)(params, *inputs)
 
     def base_log_probs(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
         """Return the log-probabilities under the initial weights, without adapters, as `log_probs` in evaluation."""
-        compute, _ = functional(self.pretrained.model, log_probs)
+        compute: Callable[..., Any] = self.decoder.log_probs
         if self.quantized:
             compute = nf4.with_quantized(compute)
         result: jax.Array = compute(
@@ -87,8 +90,8 @@ class FineTunedModel:
 
     def logits(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
         """Return the logits of every target, float [B, T, vocabulary], in evaluation."""
-        compute, _ = functional(self.pretrained.model)
-        return self._adapted(compute, None)(params, batch["tokens"], None, batch["positions"], batch["segments"])
+        inputs = batch["tokens"], batch["positions"], batch["segments"]
+        return self._adapted(self.decoder.logits, None)(params, *inputs)
 
     def merged(self, params: Any) -> Any:
         """Return the parameters of the decoder: with adapters merged, dequantized."""
@@ -101,7 +104,3 @@ class FineTunedModel:
         if self.config is not None:
             return partial(lora.with_adapters(compute, self.config), rng=rng)
         return lambda params, *inputs: compute(params["model"] if self.keeps_base else params, *inputs)
-
-    def _embeddings(self) -> str:
-        """Return the path of the embeddings of tokens."""
-        return next(name for name in _EMBEDDINGS if name in self.pretrained.names.params)
