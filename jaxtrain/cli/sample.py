@@ -5,14 +5,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.data import replace_unprintable
 from jaxtrain.errors import UserError
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import read_recipe, restore_params, restore_state
+from jaxtrain.runner import read_recipe, restore_params, restore_state, state_shapes, training_step
 from jaxtrain.step import averaged
 
 
@@ -45,7 +44,7 @@ def main(args: list[str]) -> int:
                 "or use a run of a language model"
             )
         if task.continue_text is not None:
-            like = jax.eval_shape(task.initial).params
+            like = state_shapes(training_step(recipe, task), task, recipe).params
             params = restore_params(run.checkpoints, like, averaged=recipe.ema is not None, task=task)
             chunks = task.continue_text(
                 params, options.prompt, length=options.length, temperature=options.temperature, seed=options.seed
