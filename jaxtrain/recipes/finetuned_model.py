@@ -123,12 +123,16 @@ class FineTunedModel:
 
     def merged(self, params: Any) -> Any:
         """Return the parameters of the decoder in float32 at least: with adapters merged, dequantized."""
-        wide = jax.tree.map(
-            lambda x: x.astype(np.promote_types(x.dtype, np.float32)) if jnp.issubdtype(x.dtype, np.floating) else x,
-            params,
-        )
+        wide = _wide(params)
         if self.config is not None:
             return lora.merge(wide["base"], wide["lora"], self.config)
+        return wide["model"] if self.keeps_base else wide
+
+    def adapted(self, params: Any) -> Any:
+        """Return the parameters of the decoder for `generate` and `stream`, with adapters that are not merged."""
+        wide = _wide(params)
+        if self.config is not None:
+            return lora.adapted(wide["base"], wide["lora"], self.config)
         return wide["model"] if self.keeps_base else wide
 
     def _adapted(self, compute: Callable[..., Any], rng: jax.Array | None) -> Callable[..., jax.Array]:
@@ -140,3 +144,9 @@ class FineTunedModel:
     def _embeddings(self) -> str:
         """Return the path of the embeddings of tokens."""
         return next(name for name in _EMBEDDINGS if name in self.pretrained.names.params)
+
+
+def _wide(params: Any) -> Any:
+    """Return parameters with bfloat16 and float16 ones in float32."""
+    low = (jnp.bfloat16, np.float16)
+    return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype in low else x, params)

@@ -9,6 +9,7 @@ _ARGUMENTS = {
     "init": (),
     "load": ("like",),
     "evaluate": ("state", "batches"),
+    "evaluate_answers": ("state", "is_whole"),
     "predict": ("params", "batch", "model_state"),
     "collate": ("examples",),
     "exported": ("params",),
