@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxtrain.data.finetuning import Encoded, ModelTokenizer, encode_example, parse_example
 from jaxtrain.errors import UserError
-from tests.data.finetuning.templates import byte_level, write_folder
+from tests.data.finetuning.templates import SPECIAL, write_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,8 +67,12 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def made() -> Any:
-    made = byte_level()
-    made.add_special_tokens([*EOS.values(), "<|start|>", "<|channel|>", "<|message|>", "<|end|>"])
+    """A tokenizer that makes one token of two newlines, as those of Qwen and Llama."""
+    vocabulary = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({token: i for i, token in enumerate(vocabulary)}, [("Ċ", "Ċ")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([*SPECIAL, *EOS.values(), "<|start|>", "<|channel|>", "<|message|>"])
     return made
 
 
