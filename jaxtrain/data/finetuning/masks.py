@@ -10,7 +10,7 @@ Around plain texts, and prompts and completions that are texts, stand the specia
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,15 +86,12 @@ def _masked(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> Encoded
 
 
 def _apart(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> tuple[Tokens, NDArray[np.int64]]:
-    """Return the tokens of a text and their offsets, int64 [N, 2], with none across the end of an opened prompt."""
-    offsets = _offsets(encoding)
-    cuts = [cut for cut in rendered.opened if ((offsets[:, 0] < cut) & (cut < offsets[:, 1])).any()]
-    if not cuts:
+    """Return the tokens of a text and their offsets, int64 [N, 2], none with characters on both sides of a cut."""
+    offsets, cut = _offsets(encoding), rendered.cut
+    if cut is None or not ((offsets[:, 0] < cut) & (cut < offsets[:, 1])).any():
         return np.array(encoding.ids, np.int32), offsets
-    edges = [0, *cuts, len(rendered.text)]
-    parts = texts.encodings([rendered.text[start:stop] for start, stop in pairwise(edges)])
-    tokens = np.concatenate([np.array(part.ids, np.int32) for part in parts])
-    return tokens, np.concatenate([_offsets(part) + start for part, start in zip(parts, edges, strict=False)])
+    before, after = texts.encodings([rendered.text[:cut], rendered.text[cut:]])
+    return np.array(before.ids + after.ids, np.int32), np.concatenate([_offsets(before), _offsets(after) + cut])
 
 
 def _offsets(encoding: Any) -> NDArray[np.int64]:

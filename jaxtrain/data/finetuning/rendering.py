@@ -34,15 +34,15 @@ class Rendered(NamedTuple):
       spans: What is in the loss.
       is_whole: Whether the text has all its special tokens, as that of a chat template.
       is_generation: Whether the spans are those of generation blocks.
-      opened: Where reasonings start that generation prompts have opened: the prompt before is tokenized alone when an
-        answer is generated, so that no token may have characters of both.
+      cut: Where the last answer starts if its generation prompt opens a reasoning. The prompt is tokenized alone when an
+        answer is generated, so that no token may have characters of both; None for the tokens of the whole text.
     """
 
     text: str
     spans: list[Span]
     is_whole: bool
     is_generation: bool = False
-    opened: tuple[int, ...] = ()
+    cut: int | None = None
 
 
 class _Turn(NamedTuple):
@@ -51,6 +51,11 @@ class _Turn(NamedTuple):
     text: str
     start: int
     is_opened: bool
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no later answer shares the text: there the white space after the prompt is tokenized with it."""
+        return self.is_opened and self.text[self.start : self.start + 1].isspace()
 
 
 def render_example(example: FineTuningExample, texts: ModelTokenizer) -> tuple[Rendered, ...]:
@@ -115,18 +120,20 @@ def _answers(messages: Messages, first: int, tools: list[Any] | None, texts: Mod
         for i, message in enumerate(messages)
         if i >= first and message["role"] == "assistant"
     ]
-    found: list[tuple[str, list[Span], list[int]]] = [(template.render(messages, tools), [], [])]
+    found: list[tuple[str, list[_Turn], list[Span]]] = [(template.render(messages, tools), [], [])]
     for turn in reversed(turns):
-        stop = _shared(found[-1][0], turn.text, texts)
+        text, held, spans = found[-1]
+        stop = None if turn.is_last and text != turn.text else _shared(text, turn.text, texts)
         if stop is None:
-            found.append((turn.text, [], []))
-            stop = len(turn.text)
-        _, spans, opened = found[-1]
+            stop, held, spans = len(turn.text), [], []
+            found.append((turn.text, held, spans))
+        held.insert(0, turn)
         spans.insert(0, Span(turn.start, stop))
-        if turn.is_opened:
-            opened.insert(0, turn.start)
-    with_answers = [one for one in reversed(found) if one[1]] or found
-    return tuple(Rendered(text, spans, is_whole=True, opened=tuple(opened)) for text, spans, opened in with_answers)
+    return tuple(
+        Rendered(text, spans, is_whole=True, cut=held[-1].start if held and held[-1].is_opened else None)
+        for text, held, spans in reversed(found)
+        if held or not turns
+    )
 
 
 def _shared(text: str, turn: str, texts: ModelTokenizer) -> int | None:
