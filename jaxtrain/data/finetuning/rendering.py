@@ -34,8 +34,8 @@ class Rendered(NamedTuple):
       spans: What is in the loss.
       is_whole: Whether the text has all its special tokens, as that of a chat template.
       is_generation: Whether the spans are those of generation blocks.
-      cut: Where the last answer starts if its generation prompt opens a reasoning. The prompt is tokenized alone when an
-        answer is generated, so that no token may have characters of both; None for the tokens of the whole text.
+      cut: Where the last answer starts if its generation prompt opens a reasoning, None otherwise. The prompt is
+        tokenized alone when an answer is generated, so that no token may have characters of both.
     """
 
     text: str
