@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import canonicalize_dtype
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop import OUT_IN
@@ -115,6 +116,8 @@ def open_causal_lm(folder: Path, rows: int, length: int) -> CausalLM:
     example = np.zeros((rows, length if context is None else min(length, context)), np.int32)
     inputs = {"tokens": example} if call is None else {"tokens": example, "positions": example}
     model = from_torch(module, inputs, call=call or capture.plain_call)
+    stored = model.names.stored(tensors, model.params)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, canonicalize_dtype(x.dtype)) for name, x in stored.items()}
     names, adaptable = model.names, capture.adaptable_weights(module)
     kernels = {
         name: layout is OUT_IN

@@ -69,7 +69,13 @@ def write_model(folder: Path, family: str) -> Path:
 
 def imported_config(family: str) -> Any:
     """Return the configuration of a model that is imported from `transformers`."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, **SIZES}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        **SIZES,
+    }
     grouped = {**sizes, "num_key_value_heads": 1, "intermediate_size": 24, "pad_token_id": 0}
     if family == "opt":
         return transformers.OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0, init_std=0.3)

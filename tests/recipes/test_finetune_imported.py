@@ -27,9 +27,7 @@ def root(tmp_path_factory):
         ("Gemma3Text", "dpo", "full", "none", True),
     ],
 )
-def test_twenty_updates_are_those_of_transformers_and_peft(
-    root, monkeypatch, family, loss, method, quantize, packing
-):
+def test_twenty_updates_are_those_of_transformers_and_peft(root, monkeypatch, family, loss, method, quantize, packing):
     monkeypatch.setenv("JAXTRAIN_TOKEN_CACHE", "off")
     twin = Twin(root, family, loss, method, quantize=quantize, packing=packing)
     assert_alike(twin.train(), trained_by_torch(twin))
