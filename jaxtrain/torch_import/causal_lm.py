@@ -128,9 +128,7 @@ def open_causal_lm(folder: Path, rows: int, length: int) -> CausalLM:
         folder=folder,
         kind=type(module).__name__,
         model=model,
-        weights=PretrainedModel(
-            model, model.names, model.sharding, model.params, model.names.readers(tensors, model.params)
-        ),
+        weights=PretrainedModel(model, names, model.sharding, shapes, stored),
         is_packable=call is not None,
         context_length=context,
         vocab_size=text.vocab_size,
