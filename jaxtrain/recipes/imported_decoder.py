@@ -38,10 +38,7 @@ class ImportedDecoder:
           length: Number of tokens of a row.
           packed: Whether rows hold several examples.
         """
-        model = open_causal_lm(folder, rows, length)
-        if packed and not model.is_packable:
-            raise jt.UserError(f"a {model.kind} cannot keep the examples of a packed row apart: use --no-packing")
-        return cls(model)
+        return cls(open_causal_lm(folder, rows, length, packed=packed))
 
     @property
     def weights(self) -> PretrainedModel:

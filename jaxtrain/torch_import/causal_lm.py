@@ -28,7 +28,6 @@ class CausalLM:
       kind: Name of its class in transformers.
       model: The model, without weights. It takes `tokens`, and `positions` if rows may be packed.
       weights: Its weights, which are read later.
-      is_packable: Whether every example of a packed row attends to itself alone.
       context_length: Largest number of tokens; None if there is none.
       vocab_size: Number of tokens that it predicts.
       kernels: Weights for which `peft` has adapters, of linear layers but the head: whether they are stored [out, in].
@@ -40,7 +39,6 @@ class CausalLM:
     kind: str
     model: ImportedModel
     weights: PretrainedModel
-    is_packable: bool
     context_length: int | None
     vocab_size: int
     kernels: Mapping[str, bool]
@@ -88,7 +86,7 @@ class CausalLM:
         write_causal_lm(self.folder, self.model.names.to_torch(params), folder)
 
 
-def open_causal_lm(folder: Path, rows: int, length: int) -> CausalLM:
+def open_causal_lm(folder: Path, rows: int, length: int, *, packed: bool) -> CausalLM:
     """Open a language model in a folder that `transformers` reads, without reading its weights.
 
     It is captured without weights, and no code in the folder is executed.
@@ -97,12 +95,14 @@ def open_causal_lm(folder: Path, rows: int, length: int) -> CausalLM:
       folder: The folder, with weights in safetensors.
       rows: Number of rows of a batch in training.
       length: Number of tokens of a row.
+      packed: Whether rows hold several examples.
 
     Returns:
       The model.
 
     Raises:
-      UserError: PyTorch or transformers is not installed, or the folder has no decoder that can be imported.
+      UserError: PyTorch or transformers is not installed, or the folder has no decoder that can be imported, or none
+        that keeps the examples of a packed row apart.
     """
     try:
         from jaxtrain.torch_import import capture
@@ -113,6 +113,9 @@ def open_causal_lm(folder: Path, rows: int, length: int) -> CausalLM:
     context = getattr(text, "max_position_embeddings", None)
     tensors = capture.model_tensors(folder, module, read_tensors(folder))
     call = capture.packed_call(module)
+    if packed and call is None:
+        kind = type(module).__name__
+        raise UserError(f"{folder}: a {kind} cannot keep the examples of a packed row apart: use --no-packing")
     example = np.zeros((rows, length if context is None else min(length, context)), np.int32)
     inputs = {"tokens": example} if call is None else {"tokens": example, "positions": example}
     model = from_torch(module, inputs, call=call or capture.plain_call)
@@ -129,7 +132,6 @@ def open_causal_lm(folder: Path, rows: int, length: int) -> CausalLM:
         kind=type(module).__name__,
         model=model,
         weights=PretrainedModel(model, names, model.sharding, shapes, stored),
-        is_packable=call is not None,
         context_length=context,
         vocab_size=text.vocab_size,
         kernels=kernels,
