@@ -88,6 +88,8 @@ def imported_config(family: str) -> Any:
         return transformers.GptOssConfig(**grouped, **experts, sliding_window=5)
     if family == "bloom":
         return transformers.BloomConfig(n_layer=2, n_head=2, hidden_dropout=0.0, hidden_size=16, **SIZES)
+    # Gemma multiplies its embeddings.
+    grouped["initializer_range"] = 0.1
     return getattr(transformers, f"{family}Config")(**grouped, head_dim=8, sliding_window=5)
 
 
@@ -180,6 +182,7 @@ class Twin:
     def base_model(self) -> Any:
         """Return the model of `transformers` before the training, in float64; of NF4 the dequantized one."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).double()
+        model.config._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64
         if self.settings.quantize == "nf4":
             with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
                 base = jax.jit(in_float64(nf4.dequantize_params))(self.initial["base"])
