@@ -13,14 +13,15 @@ from statistics import mean, pstdev
 HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 FULL, LORA, PRETRAINED, INK = "#c2410c", "#1d4ed8", "#52525b", "#52525b"
+FINETUNE = "train finetune --model tiny-{seed} --data pairs --seq-len 256 --batch-size 8 --seed {seed}"
 COMMANDS = {
-    "base-{seed}": "train llama-stdlib --seq-len 256 --seed {seed}",
+    "pairs": "data stdlib-pairs",
+    "base-{seed}": "train llama-stdlib --seq-len 256 --batch-size 8 --eval-every 200 --seed {seed}",
     "tiny-{seed}": "export base-{seed} --format huggingface",
-    "lora-{seed}": "train finetune --model tiny-{seed} --data pairs --seq-len 256 --eval-rows 400 --lr 5e-3 --seed {seed}",
-    "full-{seed}": "train finetune --model tiny-{seed} --data pairs --seq-len 256 --eval-rows 400 --method full --lr 2e-3 "
-    "--seed {seed}",
+    "lora-{seed}": f"{FINETUNE} --lr 5e-3",
+    "full-{seed}": f"{FINETUNE} --lr 2e-3 --method full",
 }
-"""Commands by what they write. Evaluations are frequent enough to draw curves, and none stops the schedule."""
+"""Commands by what they write."""
 
 Curve = list[tuple[int, float]]
 
@@ -29,7 +30,7 @@ def run(folder: Path) -> None:
     """Run the commands in a folder, but for those whose results it has."""
     folder.mkdir(exist_ok=True)
     for seed in SEEDS:
-        for out, command in {"pairs": "data stdlib-pairs", **COMMANDS}.items():
+        for out, command in COMMANDS.items():
             path = folder / out.format(seed=seed)
             if not path.exists():
                 words = [*command.format(seed=seed).split(), "--out", path.name]

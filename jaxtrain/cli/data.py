@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from jaxtrain.cli import nearest
 from jaxtrain.cli.flags import parse
 from jaxtrain.data.finetuning import write_stdlib_pairs
@@ -31,6 +33,8 @@ def main(args: list[str]) -> int:
     if args[0] not in _NAMES:
         raise UserError(f"no data {args[0]!r}{nearest(args[0], _NAMES)}: {usage}")
     options = parse(Data(), args[1:], "jaxtrain data stdlib-pairs")
-    print(*write_stdlib_pairs(options.out).lines(), sep="\n")
+    with Console(stderr=True).status("reading Python's standard library"):
+        pairs = write_stdlib_pairs(options.out)
+    print(*pairs.lines(), sep="\n")
     print(f"wrote {options.out}: jaxtrain train finetune --model FOLDER --data {options.out}")
     return 0

@@ -1,7 +1,7 @@
 """The tokenizer of a decoder of bytes, as files that `transformers` and `jaxtrain train finetune` read.
 
-A token is a byte. The special tokens, of which conversations and the ends of answers need some, take the places of bytes
-that UTF-8 never uses, so that the vocabulary remains the model's 256.
+A token is a byte. Special tokens, which conversations and the ends of answers need, take the places of bytes that UTF-8
+never uses, so that the vocabulary remains the model's 256.
 """
 
 from pathlib import Path

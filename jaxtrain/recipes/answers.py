@@ -1,5 +1,6 @@
 """Answers that a model writes to the prompts of held-out examples."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -93,8 +94,9 @@ def reply(
     temperature: float,
     seed: int,
 ) -> Iterator[str]:
-    """Yield a text and its continuation in chunks; in a chat the text is the user's and the assistant answers."""
+    """Yield a text and its continuation in chunks; in a chat the assistant answers the text on a line of its own."""
     messages = [{"role": "user", "content": prompt}]
     start = (texts.encode_chat(messages, add_generation_prompt=True) if is_chat else texts.encode(prompt)).tolist()
     tokens = stream(model, params, start, length, sampling=Sampling(temperature), stop=end_token(texts), seed=seed)
-    return decode_stream(texts, start, tokens)
+    chunks = decode_stream(texts, start, tokens)
+    return itertools.chain([f"{prompt}\n"], itertools.islice(chunks, 1, None)) if is_chat else chunks

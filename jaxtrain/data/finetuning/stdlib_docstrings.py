@@ -90,7 +90,7 @@ def stdlib_pairs() -> StdlibPairs:
 
 
 def split_pairs(train_files: Iterable[Path], held_out: Iterable[Path], root: Path) -> StdlibPairs:
-    """Return the pairs of two groups of source files below a folder, without those of held-out files that occur in both.
+    """Return the pairs of two groups of source files below a folder; held-out answers occur in no other file.
 
     Files that are not UTF-8 or not valid Python are skipped.
     """
