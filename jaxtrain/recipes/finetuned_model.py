@@ -96,6 +96,12 @@ class FineTunedModel:
             return lora.merge(params["base"], params["lora"], self.config)
         return params["model"] if self.keeps_base else params
 
+    def adapted(self, params: Any) -> Any:
+        """Return the parameters of the decoder for `generate` and `stream`, with adapters that are not merged."""
+        if self.config is not None:
+            return lora.adapted(params["base"], params["lora"], self.config)
+        return params["model"] if self.keeps_base else params
+
     def _adapted(self, compute: Callable[..., Any], rng: jax.Array | None) -> Callable[..., jax.Array]:
         """Return a function of the params from one of the decoder's."""
         if self.config is not None:

@@ -181,6 +181,9 @@ def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
         metrics, media = ({}, {}) if custom is None else split_media(custom(state, map(place, batches())))
         if not metrics and task.validation is not None:
             metrics = means([sums(state, batch) for batch in batches()])
-        return Evaluation(metrics, media)
+        scores, answers = (
+            ({}, {}) if task.evaluate_answers is None else split_media(task.evaluate_answers(state, False))
+        )
+        return Evaluation({**metrics, **scores}, {**media, **answers})
 
     return evaluate
