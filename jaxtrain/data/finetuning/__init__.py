@@ -16,7 +16,7 @@ from jaxtrain.data.finetuning.examples import (
 from jaxtrain.data.finetuning.masks import Encoded, encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.row_summary import RowSummary
-from jaxtrain.data.finetuning.rows import PreferenceRows, RowSummary, preference_rows, supervised_rows
+from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
 from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
 
 __all__ = [
