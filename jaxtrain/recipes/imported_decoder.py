@@ -48,7 +48,7 @@ class ImportedDecoder:
     @property
     def kind(self) -> str:
         """Name of the class."""
-        return self.model.kind
+        return type(self.model.module).__name__
 
     @property
     def context_length(self) -> int:

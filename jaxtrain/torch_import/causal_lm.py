@@ -24,8 +24,7 @@ class CausalLM:
     """A language model of transformers, whose weights are in a folder.
 
     Attributes:
-      folder: The folder.
-      kind: Name of its class in transformers.
+      module: The module of PyTorch, without weights.
       model: The model, without weights. It takes `tokens`, and `positions` if rows may be packed.
       weights: Its weights, which are read later.
       context_length: Largest number of tokens; None if there is none.
@@ -35,8 +34,7 @@ class CausalLM:
         another way.
     """
 
-    folder: Path
-    kind: str
+    module: Any
     model: ImportedModel
     weights: PretrainedModel
     context_length: int | None
@@ -83,7 +81,7 @@ class CausalLM:
         """Write a folder with other weights, by `save_pretrained` of transformers."""
         from jaxtrain.torch_import.capture import write_causal_lm
 
-        write_causal_lm(self.folder, self.model.names.to_torch(params), folder)
+        write_causal_lm(self.module, self.model.names.to_torch(params), folder)
 
 
 def open_causal_lm(folder: Path, rows: int, length: int, *, packed: bool) -> CausalLM:
@@ -128,8 +126,7 @@ def open_causal_lm(folder: Path, rows: int, length: int, *, packed: bool) -> Cau
         if adaptable.issuperset(names.params[name].names(model.params[name].shape[0]))
     }
     return CausalLM(
-        folder=folder,
-        kind=type(module).__name__,
+        module=module,
         model=model,
         weights=PretrainedModel(model, names, model.sharding, shapes, stored),
         context_length=context,

@@ -172,15 +172,15 @@ def _converted(folder: Path | str, module: Any, dtype: Any) -> dict[str, StoredT
     return {name: stored(name, param) for name, param in module.named_parameters()}
 
 
-def write_causal_lm(source: Path | str, tensors: Mapping[str, np.ndarray], folder: Path) -> None:
+def write_causal_lm(module: Any, tensors: Mapping[str, np.ndarray], folder: Path) -> None:
     """Write a model with these weights as `save_pretrained` of transformers does.
 
     Args:
-      source: The folder of the model as it was before.
+      module: The model without weights.
       tensors: The parameters by name, without those that are tied to others.
       folder: The new folder.
     """
-    module = empty_causal_lm(source)
+    module = copy.deepcopy(module)
     weights = {name: torch.from_numpy(np.array(x, np.float32)) for name, x in tensors.items()}
     module.load_state_dict(weights, strict=False, assign=True)
     module.tie_weights()
