@@ -125,6 +125,4 @@ def test_a_run_is_resumed_answers_and_is_exported(root, tmp_path, monkeypatch, c
     for module in found:
         logits = module.eval()(torch.tensor(tokens)).logits.detach().numpy()
         np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
-    assert (
-        np.abs(made.float().eval()(torch.tensor(tokens)).logits.detach().numpy() - expected).max() > 1e-3 or forms[1:]
-    )
+    assert np.abs(before - expected).max() > 1e-2
