@@ -76,7 +76,7 @@ def _generate(
 
     start = jnp.zeros([], np.int32), text, jnp.ones(len(text), bool)
     _, text, _ = lax.while_loop(condition, step, start)
-    return jnp.take_along_axis(text, lengths[:, None] + jnp.arange(options.new_tokens), axis=1)
+    return jnp.take_along_axis(text, lengths[:, None] + jnp.arange(options.new_tokens)[None], axis=1)
 
 
 def stream(

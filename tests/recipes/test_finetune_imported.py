@@ -29,12 +29,13 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "loss", "method", "quantize", "packing"),
     [
-        pytest.param("Gemma3Text", "supervised", "lora", "none", True, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "supervised", "lora", "none", True, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in [
                 ("opt", "supervised", "dora", "nf4", True),
                 ("gpt_neox", "dpo", "lora", "none", True),
+                ("Gemma3Text", "supervised", "lora", "none", True),
                 ("phi3", "supervised", "lora", "nf4", True),
                 ("gpt_oss", "supervised", "full", "none", True),
                 ("bloom", "supervised", "lora", "none", False),
@@ -64,7 +65,10 @@ def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path):
         opened(transformers.BertConfig(**sizes, vocab_size=32), packed=False)
 
 
-EVERY = "--log-every 1 --eval-every 2 --save-every 2 --answer-tokens 4 --lr 1e-2 --rank 2 --batch-size 4"
+EVERY = (
+    "--log-every 1 --eval-every 2 --save-every 2 --answer-tokens 4 --lr 1e-2 --rank 2 --batch-size 4 "
+    "--schedule constant --warmup-steps 1 --scored-answers 4"
+)
 
 
 def lines(folder):
