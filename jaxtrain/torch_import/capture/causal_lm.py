@@ -190,8 +190,9 @@ def write_causal_lm(module: Any, tensors: Mapping[str, np.ndarray], folder: Path
 _EXPERTS = {"experts_implementation": "batched_mm"}
 """Experts that compute on all tokens: others depend on values, or have no float64."""
 _LENGTHS, _PADDING = (4, 6), 2
-_WINDOW = 3
-"""Longest window of attention in a probe, so that it ends within an example."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size"), 3
+"""Settings of the longest window of attention in a probe, which ends within an example."""
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim"), 64
 
 
 def _row(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -241,9 +242,10 @@ def _small(config: Any) -> Any:
     text.num_hidden_layers = depth
     text.vocab_size = min(text.vocab_size, 16)
     text.pad_token_id = None
-    for name in ("sliding_window", "attention_chunk_size", "window_size"):
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, _WINDOW)
+    for names, most in (_WINDOWS, _WIDTHS):
+        for name in names:
+            if isinstance(size := getattr(text, name, None), int):
+                setattr(text, name, min(size, most))
     return config
 
 
