@@ -11,6 +11,7 @@ import transformers
 
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
+from jaxtrain.models import Sampling
 from jaxtrain.recipes.imported_decoder import ImportedDecoder
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
@@ -81,6 +82,21 @@ def restored(folder):
     return task, restore_state(Path(folder, "checkpoints"), recipe, task)
 
 
+def assert_writes_the_same(decoder, params, module, tokens):
+    """Assert that texts after rows of tokens, the second without its first two, are those of `transformers`."""
+    mask = np.array([[True] * 6, [False] * 2 + [True] * 4])
+    found = np.asarray(decoder.generate(params, tokens, 5, mask=mask, stop=None, pad=0))
+    module.generation_config.eos_token_id = None
+    for row, written in enumerate(found):
+        prompt = torch.tensor(tokens[row][mask[row]][None]).long()
+        theirs = module.eval().generate(prompt, max_new_tokens=5, do_sample=False)[0, prompt.shape[1] :]
+        assert written.tolist() == theirs.tolist()
+        stop = int(written[2])
+        expected = written.tolist()[: written.tolist().index(stop) + 1]
+        streamed = decoder.stream(params, prompt[0].tolist(), 5, sampling=Sampling(), stop=stop, seed=0)
+        assert [*streamed] == expected
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
@@ -123,6 +139,7 @@ def test_a_run_is_resumed_answers_and_is_exported(root, tmp_path, monkeypatch, c
         expected = model.decoder.logits(task.exported(whole.params), tokens, positions, None)
     exported = transformers.AutoModelForCausalLM.from_pretrained("whole-huggingface")
     assert exported.dtype == torch.float32
+    assert_writes_the_same(model.decoder, model.adapted(whole.params), exported, tokens)
     found = [exported]
     if "peft" in forms:
         found.append(peft.PeftModel.from_pretrained(made, "whole-peft"))
