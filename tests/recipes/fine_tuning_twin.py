@@ -86,6 +86,8 @@ def imported_config(family: str) -> Any:
     if family == "gpt_oss":
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": None}
         return transformers.GptOssConfig(**grouped, **experts, sliding_window=5)
+    if family == "Qwen3Moe":
+        return transformers.Qwen3MoeConfig(**grouped, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     if family == "bloom":
         return transformers.BloomConfig(n_layer=2, n_head=2, hidden_dropout=0.0, hidden_size=16, **SIZES)
     # Gemma multiplies its embeddings.

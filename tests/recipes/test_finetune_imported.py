@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
@@ -15,6 +16,7 @@ from jaxtrain.models import Sampling
 from jaxtrain.recipes.imported_decoder import ImportedDecoder
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
+from jaxtrain.torch_import.capture import token_embeddings
 from tests.recipes.fine_tuning_twin import LENGTH, Twin, assert_alike, imported_config, write_examples, write_model
 from tests.recipes.test_finetune_updates import trained_by_torch
 
@@ -64,6 +66,27 @@ def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     with pytest.raises(UserError, match="the tokens of a BertLMHeadModel depend on later ones: use a decoder"):
         opened(transformers.BertConfig(**sizes, vocab_size=32), packed=False)
+
+
+def test_the_noise_of_neftune_is_added_to_multiplied_embeddings():
+    module = transformers.AutoModelForCausalLM.from_config(imported_config("Gemma3Text"))
+    assert token_embeddings(module) == ("model.embed_tokens.weight", 4.0)  # the root of the width
+    module = transformers.AutoModelForCausalLM.from_config(imported_config("opt"))
+    assert token_embeddings(module) == ("model.decoder.embed_tokens.weight", 1.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["Qwen3Moe", "gpt_neox"])
+def test_folders_are_read_and_written_as_transformers_stores_them(tmp_path, family):
+    """The experts of a layer are stored one by one, and the head of GPT-NeoX has another name."""
+    config = imported_config(family)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    decoder = ImportedDecoder.open(tmp_path / "model", 1, 8, packed=True)
+    decoder.save_pretrained(tmp_path / "again", decoder.weights.params())
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
+    assert before.keys() == after.keys()
+    for name, x in before.items():
+        assert torch.equal(x.float(), after[name]), name
 
 
 EVERY = (
