@@ -152,7 +152,8 @@ def test_a_run_is_resumed_answers_and_is_exported(root, tmp_path, monkeypatch, c
     assert {kind for name, kind in kinds.items() if "'base'" in name} == {"None"}
     capsys.readouterr()
     assert main(["sample", "whole", "--prompt", "3?", "--length", "4"]) == 0
-    assert main(command.replace("train", "plan", 1).split()) == 0
+    if "--mesh" not in flags:  # for which the plan takes more devices than this process has
+        assert main(command.replace("train", "plan", 1).split()) == 0
     forms = ["huggingface"] if "nf4" in flags else ["huggingface", "peft"]  # adapters of NF4 are for a base in NF4
     for form in forms:
         assert main(f"export whole --format {form}".split()) == 0
