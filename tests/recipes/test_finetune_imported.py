@@ -1,6 +1,7 @@
 """Fine-tuning of models of `transformers` that have no implementation in `jaxtrain.models`."""
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from jaxtrain import torch_import
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.models import Sampling
@@ -53,7 +55,7 @@ def test_twenty_updates_are_those_of_transformers_and_peft(root, monkeypatch, fa
     assert_alike(twin.train(), trained_by_torch(twin))
 
 
-def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path):
+def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path, monkeypatch):
     def opened(config, **options):
         folder = tmp_path / config.model_type
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -66,6 +68,14 @@ def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     with pytest.raises(UserError, match="the tokens of a BertLMHeadModel depend on later ones: use a decoder"):
         opened(transformers.BertConfig(**sizes, vocab_size=32), packed=False)
+    file = tmp_path / "bloom/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match="the weights of .*bloom are quantized"):
+        ImportedDecoder.open(tmp_path / "bloom", 1, 8, packed=False)
+    monkeypatch.delattr(torch_import, "capture")
+    monkeypatch.setitem(sys.modules, "jaxtrain.torch_import.capture", None)
+    with pytest.raises(UserError, match="bloom is imported from PyTorch: pip install torch transformers"):
+        ImportedDecoder.open(tmp_path / "bloom", 1, 8, packed=False)
 
 
 def test_the_noise_of_neftune_is_added_to_multiplied_embeddings():
