@@ -70,7 +70,7 @@ def test_what_cannot_be_fine_tuned_is_refused_in_a_line(tmp_path, monkeypatch):
         opened(transformers.BertConfig(**sizes, vocab_size=32), packed=False)
     file = tmp_path / "bloom/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UserError, match="the weights of .*bloom are quantized"):
+    with pytest.raises(UserError, match=r"the weights of .*bloom are quantized"):
         ImportedDecoder.open(tmp_path / "bloom", 1, 8, packed=False)
     monkeypatch.delattr(torch_import, "capture")
     monkeypatch.setitem(sys.modules, "jaxtrain.torch_import.capture", None)
