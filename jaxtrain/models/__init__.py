@@ -10,6 +10,7 @@ from jaxtrain.models.cnn import CNN
 from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
+from jaxtrain.models.folder import stored_dtype as stored_dtype
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.functional import functional, functional_with_state

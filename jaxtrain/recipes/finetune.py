@@ -54,7 +54,7 @@ class FineTuneRecipe(FineTuneSettings):
 
         def write_adapters(path: Path, params: Any) -> None:
             assert model.config is not None
-            save_adapters(path, params["lora"], model.config, pretrained.names, base=str(folder))
+            save_adapters(path, params["lora"], model.config, pretrained.names, base=str(folder.absolute()))
 
         return jt.Task(
             init=model.init,
@@ -68,6 +68,8 @@ class FineTuneRecipe(FineTuneSettings):
             ),
             exported=None if model.frozen is None else jax.jit(model.merged),
             save_adapters=None if model.config is None else write_adapters,
+            on_stored_base=None if model.config is None else model.on_stored_base,
+            pretrained=folder,
             texts=texts,
             train=train.source,
             validation=validation.source,

@@ -1,14 +1,15 @@
 """A pretrained decoder as fine-tuning trains it: all of its weights, or adapters beside frozen ones."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import LoraConfig, PretrainedModel, functional, log_probs, lora, nf4, with_neftune
+from jaxtrain.models import LoraConfig, PretrainedModel, QuantizedKernel, functional, log_probs, lora, nf4, with_neftune
 from jaxtrain.recipes.decoder import linear_kernels
 
 _EMBEDDINGS = ("wte", "embed_tokens")  # of GPT-2, and of the Llama family
@@ -91,10 +92,16 @@ class FineTunedModel:
         return self._adapted(compute, None)(params, batch["tokens"], None, batch["positions"], batch["segments"])
 
     def merged(self, params: Any) -> Any:
-        """Return the parameters of the decoder: with adapters merged, dequantized."""
+        """Return the parameters of the decoder: with adapters merged in float32 at least, dequantized."""
         if self.config is not None:
-            return lora.merge(params["base"], params["lora"], self.config)
+            return lora.merge(_wide(params["base"]), params["lora"], self.config)
         return params["model"] if self.keeps_base else params
+
+    def on_stored_base(self, params: Any) -> Any:
+        """Return the parameters of the decoder with adapters merged into the weights as they are stored."""
+        assert self.config is not None
+        base = self.pretrained.params() if self.quantized else params["base"]
+        return lora.merge(_wide(base), params["lora"], self.config)
 
     def adapted(self, params: Any) -> Any:
         """Return the parameters of the decoder for `generate` and `stream`, with adapters that are not merged."""
@@ -111,3 +118,14 @@ class FineTunedModel:
     def _embeddings(self) -> str:
         """Return the path of the embeddings of tokens."""
         return next(name for name in _EMBEDDINGS if name in self.pretrained.names.params)
+
+
+def _wide(params: Any) -> Any:
+    """Return float16 and bfloat16 arrays as float32; quantized kernels as they are."""
+
+    def wide(x: Any) -> Any:
+        if isinstance(x, QuantizedKernel):
+            return replace(x, kind=np.promote_types(x.kind, np.float32))
+        return x.astype(np.promote_types(x.dtype, np.float32))
+
+    return jax.tree.map(wide, params, is_leaf=lambda x: isinstance(x, QuantizedKernel))

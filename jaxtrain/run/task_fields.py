@@ -13,6 +13,7 @@ _ARGUMENTS = {
     "collate": ("examples",),
     "exported": ("params",),
     "save_adapters": ("folder", "params"),
+    "on_stored_base": ("params",),
     "sample": ("state", "seed"),
 }
 
