@@ -146,12 +146,18 @@ def _stablehlo(folder: Path, restored: Restored) -> str:
 def _huggingface(folder: Path, restored: Restored) -> str:
     found, task, state = restored.inference(), restored.task, averaged(restored.state)
     huggingface.write_huggingface(
-        folder, found.model, restored.params, state.model_state, class_names=task.class_names, texts=task.texts
+        folder,
+        found.model,
+        restored.params,
+        state.model_state,
+        class_names=task.class_names,
+        texts=task.texts,
+        save=task.save_pretrained,
     )
     restored.write_card(folder)
     run, inputs = huggingface.load_huggingface(folder, found), make_trials(found)
     summary = _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
-    if task.pretrained is None or auto_class(folder) != "CausalLM":
+    if task.pretrained is None or task.save_pretrained is not None or auto_class(folder) != "CausalLM":
         return summary
     if missing := missing_packages(adapters=False):
         return f"{summary}\nnot verified in transformers: pip install {' '.join(missing)}"
