@@ -23,6 +23,7 @@ from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
+from jaxtrain.models.sequence_classifier import CLASSIFIERS, NewHead
 from jaxtrain.paths import path_name
 
 
@@ -49,6 +50,11 @@ class Family:
 
 def _decoder(architecture: str, module: str = "llama", head: str = "Llama") -> Family:
     return Family(module, {architecture: head}, "model.", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def _classifier(decoder: Family) -> Family:
+    """Return the family of a decoder with the head of `SequenceClassifier` instead of that of a language model."""
+    return replace(decoder, module="sequence_classifier", skipped=rf"{decoder.skipped}|lm_head\.weight")
 
 
 FAMILIES = {
@@ -152,12 +158,13 @@ class PretrainedModel:
         return jax.tree_util.tree_map_with_path(leaf, self.shapes, self._readers)
 
 
-def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedModel:
+def open_pretrained(path: Path | str, *, dtype: Any = np.float32, new_head: NewHead | None = None) -> PretrainedModel:
     """Open a model without running statistics as `from_pretrained` does, without reading its weights.
 
     Args:
       path: As of `from_pretrained`.
       dtype: As of `from_pretrained`.
+      new_head: Head of a classifier to put on a language model, instead of its own.
 
     Returns:
       The model.
@@ -177,7 +184,7 @@ def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedM
       ...     jax.eval_shape(opened.params)["wte"].shape, bool((opened.params()["wte"] == params["wte"]).all())
       ((7, 4), True)
     """
-    stored = _open(path, dtype)
+    stored = _open(path, dtype, new_head)
     names, sharding = stored.module.torch_names(stored.config), stored.module.SHARDING
     return PretrainedModel(stored.model, names, sharding, stored.likes[0], stored.readers[0])
 
@@ -192,17 +199,20 @@ class _Stored(NamedTuple):
     readers: list[Any]
 
 
-def _open(path: Path | str, dtype: Any) -> _Stored:
+def _open(path: Path | str, dtype: Any, new_head: NewHead | None = None) -> _Stored:
     _check_dtype(dtype)
     folder = resolve_folder(path)
     values = read_json(folder, CONFIG)
+    if new_head is not None:
+        values = new_head.config_json(values)
     family, head = _family(values, folder)
     module = importlib.import_module(f"{__package__}.{family.module}")
     config, model = _shapes(module, head, values, folder)
     _, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
     likes = [nnx.to_pure_dict(state) for state in states]
     tables = _tables(module, config)
-    stored = family.read(read_tensors(folder))
+    head_tensors = {} if new_head is None else new_head.tensors(config)
+    stored = family.read({**read_tensors(folder), **head_tensors})
     _check_depth(tables, likes, stored, folder)
     tensors = _rename(tables, likes, stored, family)
     buffers = {*tables[1].torch_order(likes[1])}
@@ -279,7 +289,8 @@ def _family(values: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
             "jaxtrain.from_torch(folder, example_batch), which imports the model of transformers"
         )
     family = FAMILIES[model_type]
-    heads = [*family.heads]
+    classifier = CLASSIFIERS.get(model_type)
+    heads = [*family.heads] if classifier is None else [*family.heads, classifier]
     architectures = values.get("architectures") or heads[:1]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     # The weights of a bare model lack a head, which is not missing if it is tied to them.
@@ -287,6 +298,8 @@ def _family(values: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
         architecture = heads[0]
     if architecture not in heads:
         raise UserError(f"architecture {architecture!r} of {folder} is not supported: only {', '.join(heads)}")
+    if architecture == classifier:
+        return _classifier(family), "build"
     return family, family.heads[architecture]
 
 
