@@ -1,4 +1,4 @@
-"""Fine-tuning from the command line, beside `transformers` with the formulas of TRL."""
+"""Fine-tuning from the command line."""
 
 import json
 import os
@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.nn import functional as F
 
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
-from jaxtrain.models import from_pretrained, functional, open_pretrained
+from jaxtrain.models import functional
 from jaxtrain.recipes.finetune import FineTuneRecipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
-from parity.oracle.in_jax import in_float64
-from parity.oracle.in_torch import InFloat64
 from tests.data.finetuning.templates import byte_level, write_folder
 
 LENGTH = 60  # of two conversations
@@ -176,88 +173,3 @@ def test_preferences_are_learned(root, method):
     assert last["eval_loss"] < first["eval_loss"] - 0.1
     assert last["eval_reward_accuracy"] == 1
     assert last["eval_reward_margin"] > 0
-
-
-def as_float64(tree):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
-
-
-def log_probs(model, tokens, targets):
-    logits = model(tokens, use_cache=False).logits
-    return torch.gather(logits.log_softmax(-1), 2, targets[..., None])[..., 0]
-
-
-def batch_of(source, rows):
-    examples = [source[i] for i in range(rows)]
-    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
-
-
-def texts_of(batch):
-    """Yield the tokens, targets and weights of every text of packed rows, as tensors [1, T]."""
-    for row in range(len(batch["tokens"])):
-        for segment in range(1, batch["segments"][row].max() + 1):
-            columns = batch["segments"][row] == segment
-            yield [torch.tensor(batch[name][row, columns])[None] for name in ("tokens", "targets", "weight")]
-
-
-def torch_supervised(model, reference, batch):
-    """Return the loss of SFTTrainer: the mean cross-entropy over the labels of all texts, each in its own row."""
-    del reference
-    summed, count = 0.0, 0
-    for tokens, targets, weight in texts_of(batch):
-        labels = torch.where(weight > 0, targets.long(), -100)[0]
-        logits = model(tokens.long(), use_cache=False).logits[0]
-        summed = summed + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-        count += int((labels != -100).sum())
-    return summed / count
-
-
-def torch_preferences(model, reference, batch):
-    """Return the loss of DPOTrainer."""
-    tokens, targets, weight = (
-        torch.tensor(batch[name].reshape(-1, LENGTH)) for name in ("tokens", "targets", "weight")
-    )
-    answers = (log_probs(model, tokens.long(), targets.long()) * weight).sum(1)
-    with torch.no_grad():
-        before = (log_probs(reference, tokens.long(), targets.long()) * weight).sum(1)
-    ratios = (answers - before).reshape(-1, 2)
-    return -F.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "settings", "torch_loss"),
-    [("conversations.jsonl", {}, torch_supervised), ("pairs.jsonl", {"loss": "dpo"}, torch_preferences)],
-)
-def test_losses_and_gradients_are_those_of_trl(root, data, settings, torch_loss):
-    recipe = FineTuneRecipe(
-        model=root / "model", data=root / data, seq_len=LENGTH, method="full", answers=None, **settings
-    )
-    task = recipe.task()
-    batch = batch_of(task.train, 4)
-    assert batch["segments"].max() == (2 if torch_loss is torch_supervised else 1)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(root / "model").double()
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / "model").double()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.05 * torch.randn_like(p)
-    names = open_pretrained(root / "model").names
-    with jax.enable_x64():
-        like = as_float64(functional(from_pretrained(root / "model"))[1])
-        params = names.to_jax({name: x.detach().numpy() for name, x in model.named_parameters()}, like)
-        both = params if data.startswith("conv") else {"base": like, "model": params}
-
-        def loss(params):
-            found, _ = in_float64(lambda params, batch: task.loss_fn(params, batch, None))(params, batch)
-            return found.total / found.weight
-
-        value, grads = jax.jit(jax.value_and_grad(loss))(both)
-    with InFloat64():
-        expected = torch_loss(model, reference, batch)
-        expected.backward()
-    np.testing.assert_allclose(value, expected.item(), rtol=1e-10)
-    ours = names.to_torch(grads if data.startswith("conv") else grads["model"])
-    scale = max(float(p.grad.abs().max()) for p in model.parameters())
-    for name, p in model.named_parameters():
-        np.testing.assert_allclose(ours[name], p.grad.numpy(), rtol=0, atol=1e-10 * scale, err_msg=name)
