@@ -90,6 +90,18 @@ class FineTunedModel:
         compute, _ = functional(self.pretrained.model)
         return self._adapted(compute, None)(params, batch["tokens"], None, batch["positions"], batch["segments"])
 
+    def scores(self, params: Any, tokens: jax.Array, rng: jax.Array | None) -> jax.Array:
+        """Return the logits of a classifier, float [B, labels].
+
+        Args:
+          params: The params.
+          tokens: int [B, T], padded at the end.
+          rng: Key of dropout; None in evaluation.
+        """
+        dropout, adapters = (None, None) if rng is None else jax.random.split(rng)
+        compute, _ = functional(self.pretrained.model)
+        return self._adapted(compute, adapters)(params, tokens, dropout)
+
     def merged(self, params: Any) -> Any:
         """Return the parameters of the decoder: with adapters merged, dequantized."""
         if self.config is not None:

@@ -20,7 +20,6 @@ from jaxtrain.data.tables import VALIDATION_SPLITS, is_table, saved_splits, tabl
 from jaxtrain.data.token_cache import file_identity
 from jaxtrain.errors import UserError
 
-
 Parse: TypeAlias = Callable[[Example, str], Any]
 """Type of a function of a row and its name for messages that returns an example."""
 
