@@ -25,7 +25,7 @@ class FineTuneSettings(jt.Recipe):
     quantize: Literal["none", "nf4"] = "none"
     """Store the frozen kernels in 4 bits (QLoRA)."""
     loss: Literal["supervised", "dpo", "reward", "classification"] = "supervised"
-    """Learn answers, or which of two is preferred; or with a head on the last token a reward, or the labels of texts."""
+    """Learn answers, or which of two is preferred; or with a head on the last token, rewards or the labels of texts."""
     steps: int = 300
     # The settings of Dettmers et al. (2023), "QLoRA", for 7B and 13B models: batches of 16, learning rate 2e-4, beta2
     # 0.999, no weight decay; 3% of the updates of this recipe warm up. A full fine-tuning takes 2e-5, the default of
