@@ -118,7 +118,7 @@ def last_token(hidden: jax.Array, is_text: jax.Array) -> jax.Array:
       >>> float(last_token(hidden, jnp.array([[True, True, True, False]]))[0, 0])
       2.0
     """
-    last = (jnp.arange(is_text.shape[1]) * is_text).argmax(1)
+    last = jnp.where(is_text, jnp.arange(is_text.shape[1])[None], 0).argmax(1)
     return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 
 
