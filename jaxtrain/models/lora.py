@@ -208,6 +208,23 @@ def merge(params: Any, adapters: Any, config: LoraConfig) -> Any:
     return jax.tree.map(array_of, _with_adapters(params, adapters, config, None), is_leaf=is_form)
 
 
+def adapted(params: Any, adapters: Any, config: LoraConfig) -> Any:
+    """Return `params` with adapted kernels, which `generate` and `stream` compute with without merging them.
+
+    Quantized kernels stay quantized. The norms of DoRA are computed once, here.
+
+    Example:
+      >>> adapters = {"w": {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}
+      >>> adapted({"w": jnp.zeros((2, 2))}, adapters, LoraConfig("w", r=1, alpha=3.0))["w"].array().tolist()
+      [[3.0, 3.0], [3.0, 3.0]]
+    """
+
+    def leaf(x: Any) -> Any:
+        return replace(x, factor=_factor(x)) if isinstance(x, _Adapted) and x.m is not None else x
+
+    return jax.tree.map(leaf, _with_adapters(params, adapters, config, None), is_leaf=is_form)
+
+
 def unmerge(params: Any, adapters: Any, config: LoraConfig) -> Any:
     """Return the parameters from which `merge` computed these, up to rounding.
 
@@ -235,6 +252,8 @@ class _Adapted(KernelForm):
     scale: float = field(metadata={"static": True})
     rate: float = field(metadata={"static": True})
     out_in: bool = field(metadata={"static": True})
+    factor: Any = None
+    """m / ‖V‖, if it was computed before."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -264,7 +283,7 @@ class _Adapted(KernelForm):
             raise UserError(f"{self.name} is used otherwise than in x @ W, so its adapters must have dropout 0")
         adapted = self._sum()
         if self.m is not None:
-            factor = (self.m / self._norm()).astype(adapted.dtype)
+            factor = self.magnification().astype(adapted.dtype)
             adapted = adapted * jnp.expand_dims(factor, -1 if self.out_in else -2)
         return adapted
 
@@ -276,7 +295,7 @@ class _Adapted(KernelForm):
         delta = self.scale * jnp.matmul(thin, self.b, precision=product.eqn.params["precision"])
         if self.m is None:
             return result, delta
-        factor = (self.m / self._norm()).reshape((1,) * (result.ndim - 1) + (-1,))
+        factor = self.magnification().reshape((1,) * (result.ndim - 1) + (-1,))
         base = result if self.key is None else product(dropped.astype(x.dtype), self.kernel)
         return result, (factor - 1) * base.astype(factor.dtype) + factor * delta.astype(factor.dtype)
 
@@ -286,10 +305,20 @@ class _Adapted(KernelForm):
         kernel: jax.Array = array_of(self.kernel)
         return kernel + delta.astype(kernel.dtype)
 
-    def _norm(self) -> jax.Array:
-        """Return the norms of the columns, a constant to the gradient."""
+    def magnification(self) -> jax.Array:
+        """Return m / ‖V‖, where the norms are a constant to the gradient."""
+        if self.factor is not None:
+            return self.factor
         with autocast_disabled():
-            return _column_norms(lax.stop_gradient(self._sum()), self.out_in, self.m.dtype)
+            norms = _column_norms(lax.stop_gradient(self._sum()), self.out_in, self.m.dtype)
+        return self.m / norms
+
+
+@jax.jit
+def _factor(kernel: _Adapted) -> jax.Array:
+    """Return m / ‖V‖ of a kernel, or of a stack layer by layer."""
+    found: jax.Array = kernel.magnification() if kernel.m.ndim == 1 else lax.map(_Adapted.magnification, kernel)
+    return found
 
 
 def _column_norms(kernel: Any, out_in: bool, dtype: Any) -> jax.Array:

@@ -8,6 +8,7 @@ any other operation uses its array.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -153,6 +154,18 @@ def evaluate(apply: Callable[[Any], Any], params: Any, forms: Any) -> Any:
     return jaxpr.retrace(apply, evaluate_traced)(like)
 
 
+def accepts_forms(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute(model, params, *inputs)` for parameters that may include forms."""
+
+    @wraps(compute)
+    def computed(model: Any, params: Any, *inputs: Any) -> Any:
+        if not any(map(is_form, jax.tree.leaves(params, is_leaf=is_form))):
+            return compute(model, params, *inputs)
+        return evaluate(lambda arrays: compute(model, arrays, *inputs), params, params)
+
+    return computed
+
+
 def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_form(x) else x
 
@@ -180,6 +193,9 @@ class _Rule:
             n_consts, n_carry = jaxpr.scan_sizes(eqn)
             carry = map(array_of, args[n_consts : n_consts + n_carry])
             return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
+        if name == "while":
+            n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(array_of, args[n_consts:])], run)
         if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
             return [args[0].transpose()]
         if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):

@@ -1,6 +1,6 @@
 """Fine-tuning of a pretrained language model on your examples: all weights or adapters, answers or preferences."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,14 @@ import numpy as np
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_adapters
-from jaxtrain.recipes.answers import answer, answer_table, questions, reply
+from jaxtrain.recipes.answers import reply
 from jaxtrain.recipes.decoder import adapter_targets, check_decoder
 from jaxtrain.recipes.finetune_heads import head_task
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetune_rows import FineTuningRows
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
+from jaxtrain.recipes.held_out_answers import HeldOutAnswers
 from jaxtrain.run import Input, Signature
 
 
@@ -37,23 +38,22 @@ class FineTuneRecipe(FineTuneSettings):
         model, is_dpo = self.fine_tuned(pretrained), self.loss == "dpo"
         train, validation = self.rows(data, texts)
         decoder: Any = pretrained.model
-        longest = decoder.context_length - self.answer_tokens
-        asked = questions(validation.examples, texts, self.answers or 0, longest)
-        merged = jax.jit(model.merged)
-
-        def answers(state: jt.TrainState) -> list[str]:
-            return answer(decoder, merged(state.params), asked, texts, self.answer_tokens)
-
-        def evaluate(state: jt.TrainState, batches: Iterator[Any]) -> Mapping[str, Any]:
-            del batches  # the loss is evaluated on them
-            return {"answers": answer_table(asked, answers(state), texts)}
+        answers = HeldOutAnswers(
+            model=model,
+            rows=validation,
+            texts=texts,
+            shown=self.answers or 0,
+            scored=self.scored_answers or 0,
+            new_tokens=self.answer_tokens,
+            batch_tokens=self.batch_size // self.accumulate * self.seq_len,
+        )
 
         def predict(params: Any, batch: Any, model_state: Any) -> jt.Predictions:
             del model_state
             return jt.Predictions(model.logits(params, batch), batch["targets"], batch["weight"])
 
-        def continue_text(params: Any, prompt: str, **options: Any) -> Iterator[str]:
-            return reply(decoder, merged(params), texts, prompt, is_chat=train.has_messages, **options)
+        def answer_messages(params: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> Iterator[str]:
+            return reply(decoder, model.adapted(params), texts, messages, is_chat=train.has_messages, **options)
 
         def write_adapters(path: Path, params: Any) -> None:
             assert model.config is not None
@@ -61,6 +61,7 @@ class FineTuneRecipe(FineTuneSettings):
 
         return jt.Task(
             init=model.init,
+            load=model.load,
             loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
             predict=None if is_dpo else predict,
             signature=Signature(
@@ -69,13 +70,15 @@ class FineTuneRecipe(FineTuneSettings):
                 lambda call, tokens: call(tokens),
                 "tokens",
             ),
-            exported=None if model.frozen is None else merged,
+            exported=None if model.frozen is None else jax.jit(model.merged),
             save_adapters=None if model.config is None else write_adapters,
             texts=texts,
             train=train.source,
             validation=validation.source,
             eval_rows=min(self.eval_rows, len(validation.source)),
-            evaluate=evaluate if asked else None,
+            evaluate_answers=answers.evaluate if answers.asked else None,
+            best_metric=self.best_metric,
+            is_highest_best=self.best_metric != "loss",
             unit="tokens",
             units_per_row=self.seq_len * (2 if is_dpo else 1),
             bounds={
@@ -86,9 +89,10 @@ class FineTuneRecipe(FineTuneSettings):
                 "model": f"{type(decoder).__name__} of {folder}",
                 "examples": "; ".join(train.summary),
                 "held out": "; ".join(validation.summary),
+                **answers.describe(),
             },
-            sample=(lambda state, seed: answers(state)[0]) if asked else None,
-            continue_text=continue_text,
+            sample=answers.sample if answers.asked else None,
+            reply=answer_messages,
             show_data=train.show,
             frozen=model.frozen,
             unsaved=model.frozen,

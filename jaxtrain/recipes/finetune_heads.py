@@ -65,6 +65,7 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[PretrainedModel]
     center = settings.center_rewards
     return jt.Task(
         init=model.init,
+        load=model.load,
         loss_fn=partial(reward_loss, model, center) if is_reward else partial(classification_loss, model),
         predict=predict,
         signature=Signature(

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ExampleFiles, Parse, parse_example, read_examples, split_examples
+from jaxtrain.recipes.answer_scores import check_best_metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,13 @@ class FineTuneSettings(jt.Recipe):
     neftune: float | None = None
     """Size of the noise on the embeddings of tokens (NEFTune); 5 is the paper's, None for none."""
     answers: int | None = 2
-    """Number of held-out prompts that are answered at every evaluation; None for none."""
+    """Number of held-out prompts whose answers are shown at every evaluation; None for none."""
+    scored_answers: int | None = 64
+    """Number of held-out prompts whose answers are scored by exact match and ROUGE-L; None for none."""
     answer_tokens: int = 64
     """Number of tokens of the longest of these answers."""
+    best_metric: Literal["loss", "exact_match", "rouge_l"] = "loss"
+    """Metric of the evaluations that --keep-best and --patience go by."""
     eval_rows: int = 128
     """Largest number of validation rows per evaluation."""
 
@@ -83,6 +88,7 @@ class FineTuneSettings(jt.Recipe):
             raise jt.UserError(f"quantize {self.quantize} needs its scales in float32: use --precision bf16")
         if self.neftune is not None and self.loss != "supervised":
             raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, {self.loss} has no noise")
+        check_best_metric(self.best_metric, self.scored_answers)
         if self.model is None or self.data is None:
             raise jt.UserError("fine-tuning needs a model and examples: use --model FOLDER --data FILE")
         return self.model, self.data

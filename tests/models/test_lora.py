@@ -14,7 +14,20 @@ from safetensors.numpy import load_file
 import jaxtrain as jt
 from jaxtrain.interop.names import leaves
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import GPT2, MLP, GPT2Config, LoraConfig, functional, load_adapters, lora, save_adapters
+from jaxtrain.models import (
+    GPT2,
+    MLP,
+    GPT2Config,
+    LoraConfig,
+    Sampling,
+    functional,
+    generate,
+    load_adapters,
+    lora,
+    quantize_params,
+    save_adapters,
+    stream,
+)
 from jaxtrain.models.dropout import dropout
 from jaxtrain.models.gpt2 import torch_names
 from jaxtrain.transforms.precision import autocast
@@ -287,3 +300,28 @@ def test_mis_shaped_tensors_are_named(tmp_path):
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4}))
     assert "mis-shaped base_model.model.transformer.h.0" in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["lora", "quantized dora"])
+def test_texts_generated_through_adapters_are_those_of_the_merged_model(form):
+    config = replace(CONFIG, dora=form != "lora")
+    model = GPT2(SIZES, rngs=nnx.Rngs(0))
+    prompts, mask = TOKENS[:, :4], np.array([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]], bool)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        base = widened(random_like(PARAMS))
+        if form != "lora":
+            base = quantize_params(base, config.targets)
+        adapters = widened(some_adapters(config, base))
+        merged, adapted = lora.merge(base, adapters, config), lora.adapted(base, adapters, config)
+        drawn = {"new_tokens": 4, "sampling": Sampling(1.0)}
+        expected = np.asarray(generate(model, merged, prompts, mask=mask, **drawn))
+        assert len(np.unique(expected)) > 5
+        np.testing.assert_array_equal(generate(model, adapted, prompts, mask=mask, **drawn), expected)
+        assert [*stream(model, adapted, prompts[2], **drawn)] == [*stream(model, merged, prompts[2], **drawn)]
+        program = jax.make_jaxpr(lambda adapted: generate(model, adapted, prompts, 4, mask=mask))(adapted)
+    kernels = {base["blocks"][name]["kernel"].shape for name in ("qkv", "fc", "mlp_proj")}
+    # A kernel or a stack of them, merged; of a quantized one a layer is dequantized at a time.
+    unwanted = kernels if form != "lora" else kernels | {shape[1:] for shape in kernels}
+    shapes = {out.aval.shape for eqn in equations(program) for out in eqn.outvars if eqn.primitive.name == "add"}
+    assert not unwanted & shapes

@@ -98,8 +98,8 @@ class Twin:
         self.settings = FineTuneRecipe(
             model=self.folder, data=self.data, validation=self.data, loss=loss, method=method, quantize=quantize,
             packing=packing, seq_len=LENGTH, batch_size=BATCH, accumulate=MICRO_BATCHES, steps=UPDATES, lr=LR,
-            warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA, center_rewards=CENTER,
-            answers=None,
+            warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA,
+            center_rewards=CENTER, answers=None,
         )  # fmt: skip
         self.task = self.settings.task()
         self.head = getattr(self.task.signature.model.config, "labels", None)

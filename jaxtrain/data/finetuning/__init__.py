@@ -22,7 +22,9 @@ from jaxtrain.data.finetuning.labelled_texts import (
 )
 from jaxtrain.data.finetuning.masks import Encoded, encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
-from jaxtrain.data.finetuning.rows import PreferenceRows, RowSummary, preference_rows, supervised_rows
+from jaxtrain.data.finetuning.row_summary import RowSummary
+from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
+from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
 from jaxtrain.data.finetuning.whole_texts import WholeTexts, WholeTextSummary, labelled_rows, reward_rows
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "LabelledText",
     "Message",
     "ModelTokenizer",
+    "Pair",
     "Parse",
     "PlainText",
     "Preference",
@@ -43,6 +46,7 @@ __all__ = [
     "RowSummary",
     "Run",
     "Span",
+    "StdlibPairs",
     "WholeTextSummary",
     "WholeTexts",
     "decoded_runs",
@@ -59,5 +63,7 @@ __all__ = [
     "read_examples",
     "reward_rows",
     "split_examples",
+    "stdlib_pairs",
     "supervised_rows",
+    "write_stdlib_pairs",
 ]
