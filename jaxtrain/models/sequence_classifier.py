@@ -149,13 +149,16 @@ class NewHead(NamedTuple):
 
     def config_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config.json of the classifier from that of the language model."""
-        model_type = str(values.get("model_type"))
-        if model_type not in CLASSIFIERS:
-            raise UserError(
-                f"model_type {model_type!r} cannot have a new head: use one of {', '.join(sorted(CLASSIFIERS))}"
-            )
+        if values.get("model_type") not in CLASSIFIERS:
+            listed = ", ".join(sorted(CLASSIFIERS))
+            raise UserError(f"model_type {values.get('model_type')!r} cannot have a new head: use one of {listed}")
         labels = _labels_to_hf(self.labels, self.pad_token_id)
-        return {**values, "architectures": [CLASSIFIERS[model_type]], **labels, "num_labels": len(self.labels)}
+        return {
+            **values,
+            "architectures": [CLASSIFIERS[values["model_type"]]],
+            **labels,
+            "num_labels": len(self.labels),
+        }
 
     def tensors(self, config: SequenceClassifierConfig) -> dict[str, np.ndarray]:
         """Return the initial kernel under its name in `transformers`, normal with the deviation of the decoder's."""

@@ -27,14 +27,24 @@ from jaxtrain.data.finetuning import (
     print_examples,
     reward_rows,
 )
-from jaxtrain.models import NewHead, PretrainedModel, SequenceClassifier, open_pretrained, save_adapters
-from jaxtrain.recipes.decoder import check_decoder
+from jaxtrain.models import (
+    CLASSIFIERS,
+    CONFIG,
+    NewHead,
+    PretrainedModel,
+    SequenceClassifier,
+    open_pretrained,
+    read_json,
+    save_adapters,
+)
+from jaxtrain.recipes.decoder import Decoder, check_decoder
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
+from jaxtrain.recipes.zoo_decoder import ZooDecoder
 from jaxtrain.run import Input, Signature, row_weights
 
 
-def head_task(settings: FineTuneSettings, fine_tuned: Callable[[PretrainedModel], FineTunedModel]) -> jt.Task:
+def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTunedModel]) -> jt.Task:
     """Open the model and the examples of a run with --loss reward or --loss classification.
 
     Args:
@@ -49,10 +59,11 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[PretrainedModel]
     pretrained = open_classifier(folder, texts.special("pad"), settings.seed, None if is_reward else files[0])
     classifier: SequenceClassifier = pretrained.model
     labels, pad = classifier.config.labels, classifier.config.pad_token_id
-    check_decoder(replace(pretrained, model=classifier.decoder), folder, texts.size, settings.seq_len)
+    decoder = ZooDecoder(replace(pretrained, model=classifier.decoder))
+    check_decoder(decoder, folder, texts.size, settings.seq_len)
     assert pad is not None
     train, validation = (_HeadRows(x, texts, settings.seq_len, pad, () if is_reward else labels) for x in files)
-    model = _with_head(fine_tuned(pretrained), is_reward)
+    model = _with_head(fine_tuned(ZooDecoder(pretrained)), is_reward)
 
     def predict(params: Any, batch: Any, model_state: Any) -> Any:
         del model_state
@@ -88,7 +99,7 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[PretrainedModel]
         units_per_row=train.rows.length * (2 if is_reward else 1),
         bounds={"tokens": texts.size},
         description={
-            "model": f"{type(classifier.decoder).__name__} of {folder}",
+            "model": f"{decoder.kind} of {folder}",
             "examples": "; ".join(train.summary),
             "held out": "; ".join(validation.summary),
         },
@@ -114,6 +125,10 @@ def open_classifier(folder: Path, pad: int, seed: int, examples: ExampleFiles | 
     Raises:
       UserError: The head of the folder does not fit, or its model has none here.
     """
+    model_type = read_json(folder, CONFIG).get("model_type")
+    if model_type not in CLASSIFIERS:
+        listed = ", ".join(sorted(CLASSIFIERS))
+        raise jt.UserError(f"model_type {model_type!r} of {folder} has no head here: use a model of {listed}")
     opened = open_pretrained(folder)
     if not isinstance(opened.model, SequenceClassifier):
         labels = ("reward",) if examples is None else label_names(examples)
