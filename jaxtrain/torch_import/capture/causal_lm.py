@@ -119,7 +119,7 @@ def _converted(folder: Path | str, module: Any, dtype: Any) -> dict[str, StoredT
 
 
 def write_causal_lm(module: Any, tensors: Mapping[str, np.ndarray], folder: Path) -> None:
-    """Write a model with these weights as `save_pretrained` of transformers does.
+    """Write a model with these weights, in their dtypes, as `save_pretrained` of transformers does.
 
     Args:
       module: The model without weights.
@@ -127,7 +127,10 @@ def write_causal_lm(module: Any, tensors: Mapping[str, np.ndarray], folder: Path
       folder: The new folder.
     """
     module = copy.deepcopy(module)
-    weights = {name: torch.from_numpy(np.array(x, np.float32)) for name, x in tensors.items()}
+    # NumPy's bfloat16 is none of PyTorch's; float32 holds all its values.
+    weights = {
+        name: torch.from_numpy(np.array(x, np.float32)).to(getattr(torch, x.dtype.name)) for name, x in tensors.items()
+    }
     module.load_state_dict(weights, strict=False, assign=True)
     module.tie_weights()
     module.save_pretrained(folder)
