@@ -18,6 +18,7 @@ from jaxtrain.planning.scaling import doubled_meshes as doubled_meshes
 from jaxtrain.planning.scaling import first_axis as first_axis
 from jaxtrain.planning.scaling import format_mesh as format_mesh
 from jaxtrain.planning.scaling import virtual_devices as virtual_devices
+from jaxtrain.planning.gradient_sums import gradient_sums_note as gradient_sums_note
 from jaxtrain.planning.state_parts import StatePart as StatePart
 from jaxtrain.planning.state_parts import state_parts as state_parts
 
