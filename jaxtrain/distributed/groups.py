@@ -50,11 +50,12 @@ class MeshGroups(Groups):
         spec = automatic_spec(gradient.shape, self._mesh) if FSDP in self.axes else P()
 
         def placed(part: jax.Array) -> jax.Array:
-            whole, start = part, [0] * part.ndim
+            whole = part
             if spec:
                 axis = len(spec) - 1
-                start[axis] = lax.axis_index(FSDP) * part.shape[axis]
-                whole = lax.dynamic_update_slice(jnp.zeros_like(part, shape=gradient.shape), part, start)
+                start = lax.axis_index(FSDP) * part.shape[axis]
+                zeros = jnp.zeros_like(part, shape=gradient.shape)
+                whole = lax.dynamic_update_slice_in_dim(zeros, part, start, axis)
             others = [axis for axis in self.axes if not spec or axis != FSDP]
             is_first = jnp.array([lax.axis_index(axis) == 0 for axis in others], bool).all()
             return jnp.where(is_first, whole, jnp.zeros_like(whole))[None]

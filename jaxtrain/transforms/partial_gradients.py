@@ -135,7 +135,8 @@ def _rule(groups: Groups) -> jaxpr.Rule:
         if name == "sharding_constraint":
             (x,) = args
             return [Partial(jaxpr.bind(eqn, [x.value])[0], groups.shard(x.sums, eqn.params["sharding"]))]
-        if name in (*_LAYOUT, "gather") and not any(map(_is_partial, args[1:])):
+        is_layout = name in (*_LAYOUT, "gather") or (name == "broadcast_in_dim" and _has_size_of_operand(eqn))
+        if is_layout and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
             by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
             return [Partial(jaxpr.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
@@ -144,6 +145,12 @@ def _rule(groups: Groups) -> jaxpr.Rule:
         return jaxpr.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
 
     return rule
+
+
+def _has_size_of_operand(eqn: JaxprEqn) -> bool:
+    """Return whether a broadcast only adds axes of size 1."""
+    sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
+    return sizes[0] == sizes[1]  # type: ignore[no-any-return]
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> list[Any]:
