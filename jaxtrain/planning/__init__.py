@@ -5,6 +5,7 @@ from jaxtrain.planning.candidate import Candidate as Candidate
 from jaxtrain.planning.candidate import compile_for_target as compile_for_target
 from jaxtrain.planning.candidate import format_settings as format_settings
 from jaxtrain.planning.gpu import gpu_program as gpu_program
+from jaxtrain.planning.gradient_sums import gradient_sums_note as gradient_sums_note
 from jaxtrain.planning.plan import Plan as Plan
 from jaxtrain.planning.plan import candidate_rows as candidate_rows
 from jaxtrain.planning.plan import choice_notes as choice_notes
@@ -18,7 +19,6 @@ from jaxtrain.planning.scaling import doubled_meshes as doubled_meshes
 from jaxtrain.planning.scaling import first_axis as first_axis
 from jaxtrain.planning.scaling import format_mesh as format_mesh
 from jaxtrain.planning.scaling import virtual_devices as virtual_devices
-from jaxtrain.planning.gradient_sums import gradient_sums_note as gradient_sums_note
 from jaxtrain.planning.state_parts import StatePart as StatePart
 from jaxtrain.planning.state_parts import state_parts as state_parts
 

@@ -34,6 +34,9 @@ REMATS = ("none", "dots", "full")
 """Settings of rematerialization, from the fastest to the one with the least memory."""
 
 
+NO_SUMS = GradientSums(0, 0)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
@@ -52,7 +55,7 @@ class Plan:
     chosen: Candidate
     batch_norm: bool
     state: Sequence[StatePart] = ()
-    sums: GradientSums = GradientSums(0, 0)
+    sums: GradientSums = NO_SUMS
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits into memory."""

@@ -112,9 +112,7 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
     return computed
 
 
-_LAYOUT = frozenset(
-    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"}
-)
+_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"})
 _SUMS = frozenset({"add", "sub"})
 CONVOLUTION = "conv_general_dilated"
 DIVIDED_LOOKUP = "divided_lookup"
@@ -150,7 +148,7 @@ def _rule(groups: Groups) -> jaxpr.Rule:
 def _has_size_of_operand(eqn: JaxprEqn) -> bool:
     """Return whether a broadcast only adds axes of size 1."""
     sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
-    return sizes[0] == sizes[1]  # type: ignore[no-any-return]
+    return bool(sizes[0] == sizes[1])
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> list[Any]:
@@ -271,7 +269,8 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
             sums = [_convolution_sums(eqn, values, gradient, rows, groups)]
         else:
             in_groups = [_split(values[i], axis, groups) for i, axis in rows.operands.items()]
-            sums = jax.vmap(of_group, spmd_axis_name=groups.axes)(in_groups, _split(gradient, rows.result, groups))
+            mapped = jax.vmap(of_group, spmd_axis_name=groups.axes)
+            sums = [*mapped(in_groups, _split(gradient, rows.result, groups))]
         of_values: list[Any] = [None] * len(values)
         _, pull_back = jax.vjp(lambda *x: call(values, others, x), *(values[i] for i in others))
         for i, of_operand in zip(others, pull_back(gradient), strict=True):
@@ -288,7 +287,7 @@ def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows:
 
     def of_group(images: jax.Array, gradient: jax.Array) -> jax.Array:
         (of_kernel,) = jax.linear_transpose(lambda kernel: jaxpr.bind(eqn, [images, kernel])[0], shape)(gradient)
-        return of_kernel  # type: ignore[no-any-return]
+        return jnp.asarray(of_kernel)
 
     shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
     return groups.each(of_group, (rows.operands[0], rows.result))(images, gradient)

@@ -42,8 +42,8 @@ def test_gradients_are_reduced_once_a_window_in_float32(family, mesh):
     traffic = compiled.communication.traffic
     reduced = sum(t.sent for t in traffic if t.kind in ("reduce-scatter", "all-reduce"))
     assert 1 <= reduced / (4 * params * ((n - 1) / n + 2 * (sizes["data"] - 1) / sizes["data"] / n)) <= 1.02
-    # In every micro-batch the layers are gathered forwards and backwards, the head's table once, in bfloat16; vectors and
-    # positions in float32. Of the table that is looked up only rows are exchanged.
+    # In every micro-batch the layers are gathered forwards and backwards, the head's table once, in bfloat16; vectors
+    # and positions in float32. Of the table that is looked up only rows are exchanged.
     matrices, table = sum(math.prod(x.shape) for x in leaves if len(x.shape) == 3), VOCABULARY * WIDTH
     others = sum(math.prod(x.shape) for x in leaves if len(x.shape) < 3 and VOCABULARY not in x.shape)
     gathered = sum(t.sent for t in traffic if t.kind == "all-gather")
