@@ -12,6 +12,7 @@ from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
+from jaxtrain.models.folder_digest import folder_digest as folder_digest
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.functional_loss import functional_loss
 from jaxtrain.models.generation import Sampling, generate, stream

@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer, read_examples, split_examples
-from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_adapters
+from jaxtrain.models import LoraConfig, PretrainedModel, folder_digest, open_pretrained, save_adapters
 from jaxtrain.recipes.answers import reply
 from jaxtrain.recipes.decoder import adapter_targets, check_decoder
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
@@ -59,6 +59,7 @@ class FineTuneRecipe(FineTuneSettings):
         return jt.Task(
             init=model.init,
             load=model.load,
+            digests=partial(folder_digest, folder),
             loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
             predict=None if is_dpo else predict,
             signature=Signature(

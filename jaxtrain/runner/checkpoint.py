@@ -89,6 +89,7 @@ class Checkpoints:
         self._run = path.parent
         self._retention = retention or Retention()
         self._unsaved = unsaved or Unsaved()
+        self._digests = self._unsaved.saved_digests()  # before the run goes on, and the files may change
         # Compressing nearly random numbers would take the cores from the steps, for a fifth of the size.
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -197,9 +198,11 @@ class Checkpoints:
           A tuple (state, data), as they were saved.
 
         Raises:
-          UserError: There is no intact checkpoint, or it holds a state of other shapes.
+          UserError: There is no intact checkpoint, it holds a state of other shapes, or files that parameters are read
+            from have changed.
         """
         folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
+        self._check_digests(folder)
         state = self._unsaved.complete_state(self._read(folder, self._unsaved.saved_state(like)), like)
         return state, json.loads((folder / _RUN).read_text())["data"]
 
@@ -214,8 +217,13 @@ class Checkpoints:
           UserError: As `restore`.
         """
         name = "ema" if averaged else "params"
-        saved = self._read(self._verified(None), {name: self._unsaved.saved(like)}, partial_restore=True)[name]
+        folder = self._verified(None)
+        self._check_digests(folder)
+        saved = self._read(folder, {name: self._unsaved.saved(like)}, partial_restore=True)[name]
         return self._unsaved.complete(saved, like)
+
+    def _check_digests(self, folder: Path) -> None:
+        self._unsaved.check_digests(json.loads((folder / _RUN).read_bytes()).get("digests"))
 
     def _read(self, folder: Path, like: Any, **how: bool) -> Any:
         """Read the tree `like`. Raises `UserError` if another was saved: orbax would convert it silently."""
@@ -250,7 +258,9 @@ class Checkpoints:
             return
         partial = self._partial(step)
         finite = eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None
-        (partial / _RUN).write_text(json.dumps({"data": data, "eval_loss": finite}))
+        (partial / _RUN).write_text(
+            json.dumps({"data": data, "eval_loss": finite, **({"digests": self._digests} if self._digests else {})})
+        )
         write_manifest(partial)
         partial.rename(self._path / str(step))
         sync(self._path)
