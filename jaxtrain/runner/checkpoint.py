@@ -30,6 +30,7 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.paths import merge
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import state_shapes, training_step
@@ -206,21 +207,26 @@ class Checkpoints:
         state = self._unsaved.complete_state(self._read(folder, self._unsaved.saved_state(like)), like)
         return state, json.loads((folder / _RUN).read_text())["data"]
 
-    def restore_params(self, like: Any, *, averaged: bool = False) -> Any:
+    def restore_params(self, like: Any, *, average: Any = None) -> Any:
         """Restore only the parameters of the newest checkpoint.
 
         Args:
           like: The parameters, or their shapes.
-          averaged: Whether to restore their moving average instead.
+          average: Their moving average, or its shapes, to restore it in the places of the parameters that it has; None
+            for the parameters themselves.
 
         Raises:
           UserError: As `restore`.
         """
-        name = "ema" if averaged else "params"
         folder = self._verified(None)
         self._check_digests(folder)
-        saved = self._read(folder, {name: self._unsaved.saved(like)}, partial_restore=True)[name]
-        return self._unsaved.complete(saved, like)
+        rest = self._unsaved.saved(like)
+        if average is not None:
+            rest = jax.tree.map(lambda x, like: like if x is None else None, average, rest, is_leaf=lambda x: x is None)
+        parts = {name: part for name, part in (("params", rest), ("ema", average)) if jax.tree.leaves(part)}
+        saved = {"params": rest, **self._read(folder, parts, partial_restore=True)}
+        params = saved["params"] if average is None else merge(saved["ema"], saved["params"])
+        return self._unsaved.complete(params, like)
 
     def _check_digests(self, folder: Path) -> None:
         self._unsaved.check_digests(json.loads((folder / _RUN).read_bytes()).get("digests"))
@@ -324,20 +330,20 @@ def saved_steps(path: Path) -> list[int]:
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
-def restore_params(path: Path, like: Any, *, averaged: bool = False, task: Task | None = None) -> Any:
+def restore_params(path: Path, like: Any, *, average: Any = None, task: Task | None = None) -> Any:
     """Restore the parameters of the newest checkpoint.
 
     Args:
       path: The folder of checkpoints.
       like: The parameters, or their shapes.
-      averaged: Whether to restore their moving average instead.
+      average: Their moving average, or its shapes, to restore in their places; None for the parameters themselves.
       task: The task of the run, which creates the parameters that its checkpoints leave out; None if there are none.
 
     Raises:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
     with Checkpoints(path, unsaved=None if task is None else Unsaved.of(task)) as checkpoints:
-        return checkpoints.restore_params(like, averaged=averaged)
+        return checkpoints.restore_params(like, average=average)
 
 
 def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:

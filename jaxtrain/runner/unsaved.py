@@ -17,7 +17,7 @@ from jaxtrain.step import TrainState
 
 @dataclass(frozen=True)
 class Unsaved:
-    """Parameters, and their copies in the moving average, that a checkpoint does not hold.
+    """Parameters that a checkpoint does not hold. None is in the moving average, which has no frozen ones.
 
     Attributes:
       is_unsaved: Predicate on a parameter's path.
@@ -62,7 +62,7 @@ class Unsaved:
 
     def saved_state(self, state: TrainState) -> TrainState:
         """Return a state with None for what is not saved."""
-        return state._replace(params=self.saved(state.params), ema=self.saved(state.ema))
+        return state._replace(params=self.saved(state.params))
 
     def complete(self, saved: Any, like: Any) -> Any:
         """Return restored parameters with those that were not saved.
@@ -82,9 +82,7 @@ class Unsaved:
 
     def complete_state(self, saved: TrainState, like: TrainState) -> TrainState:
         """Return a restored state with what was not saved."""
-        params = self.complete(saved.params, like.params)
-        ema = None if like.ema is None else self.complete(saved.ema, like.ema)
-        return saved._replace(params=params, ema=ema)
+        return saved._replace(params=self.complete(saved.params, like.params))
 
     def _created(self, saved: Any, like: Any) -> Any:
         """Return the initial parameters with the dtypes and shardings of `like`, None for those that were restored."""
