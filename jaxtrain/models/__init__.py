@@ -22,6 +22,8 @@ from jaxtrain.models.lora import LoraConfig
 from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
+from jaxtrain.models.parameter_forms import StoredKernel as StoredKernel
+from jaxtrain.models.parameter_forms import is_form as is_form
 from jaxtrain.models.peft import load_adapters, save_adapters
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig

@@ -12,7 +12,17 @@ from flax import nnx
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, param_shardings, shard
-from jaxtrain.models import Llama, LlamaConfig, LoraConfig, functional, lora, nf4, open_pretrained, save_pretrained
+from jaxtrain.models import (
+    Llama,
+    LlamaConfig,
+    LoraConfig,
+    functional,
+    generate,
+    lora,
+    nf4,
+    open_pretrained,
+    save_pretrained,
+)
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetuned_model import FineTunedModel
 from jaxtrain.run import Initial
@@ -126,7 +136,13 @@ def test_frozen_weights_in_bfloat16_give_the_bits_of_the_same_in_float32(folder,
             assert dtypes({**params, "base": None}) == {"float32"}
             state, metrics = step(step.init(params, donate=True), batch)
             assert all(x.is_deleted() for x in jax.tree.leaves(params))
-            bits.append((metrics["loss"], state.params["model" if is_dpo else "lora"]))
+            trained = state.params["model" if is_dpo else "lora"]
+            written = None
+            if precision == "fp32" and not is_dpo:
+                adapted = model.adapted(state.params)
+                assert dtypes(adapted["layers"]["mlp"]) == ({"bfloat16", "float32"} if dtype is None else {"float32"})
+                written = generate(opened.model, adapted, ROWS, 4)
+            bits.append((metrics["loss"], trained, written))
         equal(*bits)
 
 
