@@ -10,11 +10,13 @@ from jaxtrain.models.cnn import CNN
 from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
+from jaxtrain.models.folder import read_tensors as read_tensors
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.folder_digest import folder_digest as folder_digest
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.functional_loss import functional_loss
+from jaxtrain.models.generation import GREEDY as GREEDY
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
@@ -25,6 +27,7 @@ from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_par
 from jaxtrain.models.parameter_forms import StoredKernel as StoredKernel
 from jaxtrain.models.parameter_forms import is_form as is_form
 from jaxtrain.models.peft import load_adapters, save_adapters
+from jaxtrain.models.pretrained import FAMILIES as FAMILIES
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope

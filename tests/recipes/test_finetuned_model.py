@@ -25,6 +25,7 @@ from jaxtrain.models import (
 )
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetuned_model import FineTunedModel
+from jaxtrain.recipes.zoo_decoder import ZooDecoder
 from jaxtrain.run import Initial
 from jaxtrain.runner import Unsaved
 
@@ -70,7 +71,7 @@ def equal(a, b):
 @pytest.mark.slow
 def test_parameters_are_read_into_shards_and_what_a_checkpoint_lacks_is_read_again(folder, monkeypatch):
     opened = open_pretrained(folder)
-    model = FineTunedModel(pretrained=opened, config=LoraConfig(KERNELS, r=2, dora=True), quantized=True)
+    model = FineTunedModel(decoder=ZooDecoder(opened), config=LoraConfig(KERNELS, r=2, dora=True), quantized=True)
     task, mesh = task_of(model), make_mesh("data=2,fsdp=2", jax.devices()[:4])
     whole = task.initial().params
     shapes = task.shapes().params
@@ -124,7 +125,7 @@ def test_frozen_weights_in_bfloat16_give_the_bits_of_the_same_in_float32(folder,
         for dtype in (None, np.float32):
             opened = open_pretrained(folder, dtype=dtype)
             config = None if is_dpo else LoraConfig(KERNELS, r=2)
-            model = FineTunedModel(pretrained=opened, config=config, keeps_base=is_dpo)
+            model = FineTunedModel(decoder=ZooDecoder(opened), config=config, keeps_base=is_dpo)
             batch = {name: np.concatenate([x, x[::-1]], 1) for name, x in BATCH.items()} if is_dpo else BATCH
             task = task_of(model, partial(preference_loss, model, 0.1) if is_dpo else None)
             # The change of a parameter is its gradient.
