@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.data.finetuning import ModelTokenizer, read_examples, split_examples
-from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_adapters
+from jaxtrain.data.finetuning import ModelTokenizer
+from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, folder_digest, read_json, save_adapters
 from jaxtrain.recipes.answers import reply
-from jaxtrain.recipes.decoder import adapter_targets, check_decoder
+from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
+from jaxtrain.recipes.finetune_heads import head_task
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetune_rows import FineTuningRows
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
 from jaxtrain.recipes.held_out_answers import HeldOutAnswers
-from jaxtrain.run import Input, Signature
+from jaxtrain.recipes.imported_decoder import ImportedDecoder
+from jaxtrain.recipes.zoo_decoder import ZooDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,13 @@ class FineTuneRecipe(FineTuneSettings):
 
     def task(self) -> jt.Task:
         """Open the model and the examples; the weights are read when the run starts."""
+        if self.loss in ("reward", "classification"):
+            return head_task(self, self.fine_tuned)
         folder, data = self.checked_paths()
-        texts, pretrained = ModelTokenizer(folder), open_pretrained(folder)
-        check_decoder(pretrained, folder, texts.size, self.seq_len)
-        model, is_dpo = self.fine_tuned(pretrained), self.loss == "dpo"
+        texts, decoder = ModelTokenizer(folder), self.open_decoder(folder)
+        check_decoder(decoder, folder, texts.size, self.seq_len)
+        model, is_dpo = self.fine_tuned(decoder), self.loss == "dpo"
         train, validation = self.rows(data, texts)
-        decoder: Any = pretrained.model
         answers = HeldOutAnswers(
             model=model,
             rows=validation,
@@ -54,21 +56,21 @@ class FineTuneRecipe(FineTuneSettings):
 
         def write_adapters(path: Path, params: Any) -> None:
             assert model.config is not None
-            save_adapters(path, params["lora"], model.config, pretrained.names, base=str(folder))
+            where, names = str(folder.absolute()), decoder.weights.names
+            save_adapters(path, params["lora"], model.config, names, base=where, task_type="CAUSAL_LM")
 
         return jt.Task(
             init=model.init,
             load=model.load,
+            digests=partial(folder_digest, folder),
             loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
             predict=None if is_dpo else predict,
-            signature=Signature(
-                decoder,
-                {"tokens": Input((self.seq_len,), np.int32, texts.special("pad"))},
-                lambda call, tokens: call(tokens),
-                "tokens",
-            ),
+            signature=decoder.signature(self.seq_len, texts.special("pad")),
+            save_pretrained=decoder.save_pretrained,
             exported=None if model.frozen is None else jax.jit(model.merged),
             save_adapters=None if model.config is None else write_adapters,
+            on_stored_base=None if model.config is None else model.on_stored_base,
+            pretrained=folder,
             texts=texts,
             train=train.source,
             validation=validation.source,
@@ -83,7 +85,7 @@ class FineTuneRecipe(FineTuneSettings):
                 **{"positions": self.seq_len, "segments": self.seq_len + 1},
             },
             description={
-                "model": f"{type(decoder).__name__} of {folder}",
+                "model": f"{decoder.kind} of {folder}",
                 "examples": "; ".join(train.summary),
                 "held out": "; ".join(validation.summary),
                 **answers.describe(),
@@ -94,16 +96,26 @@ class FineTuneRecipe(FineTuneSettings):
             frozen=model.frozen,
             unsaved=model.frozen,
             sharding=model.sharding,
-            names=pretrained.names if model.frozen is None else None,
+            no_decay=decoder.no_decay,
+            names=decoder.weights.names if model.frozen is None else None,
         )
 
-    def fine_tuned(self, pretrained: PretrainedModel) -> FineTunedModel:
+    def open_decoder(self, folder: Path) -> Decoder:
+        """Open the decoder in a folder."""
+        if read_json(folder, CONFIG).get("model_type") in FAMILIES:
+            return ZooDecoder.open(folder)
+        is_dpo = self.loss == "dpo"
+        rows = self.batch_size // self.accumulate * (2 if is_dpo else 1)
+        return ImportedDecoder.open(folder, rows, self.seq_len, packed=self.packing and not is_dpo)
+
+    def fine_tuned(self, decoder: Decoder) -> FineTunedModel:
         """Return the model that the settings make of a pretrained one."""
         is_full, is_dpo = self.method == "full", self.loss == "dpo"
-        targets, dropout = adapter_targets(pretrained, self.targets), 0.0 if is_dpo else self.lora_dropout
-        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=self.method == "dora")
+        targets, dropout = adapter_targets(decoder, self.targets), 0.0 if is_dpo else self.lora_dropout
+        dora, out_in = self.method == "dora", out_in_targets(decoder)
+        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=dora, out_in=out_in)
         return FineTunedModel(
-            pretrained=pretrained,
+            decoder=decoder,
             config=None if is_full else config,
             quantized=self.quantize == "nf4",
             keeps_base=is_full and is_dpo,
@@ -113,9 +125,6 @@ class FineTuneRecipe(FineTuneSettings):
 
     def rows(self, data: Path, texts: ModelTokenizer) -> tuple[FineTuningRows, FineTuningRows]:
         """Return (train, validation)."""
-        if self.validation is None:
-            files = split_examples(data, self.validation_fraction)
-        else:
-            files = read_examples(data), read_examples(self.validation)
-        train, held_out = (FineTuningRows(x, texts, self.seq_len, self.loss == "dpo", self.packing) for x in files)
+        is_dpo, files = self.loss == "dpo", self.example_files(data)
+        train, held_out = (FineTuningRows(x, texts, self.seq_len, is_dpo, self.packing) for x in files)
         return train, held_out

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from jaxtrain.models import nf4, open_pretrained
+from jaxtrain.models import nf4
 from jaxtrain.models.peft import torch_names
 from jaxtrain.recipes.finetune import FineTuneRecipe
 from jaxtrain.runner.optimizer import training_step
@@ -23,7 +23,7 @@ from tests.models.programs import widened
 
 LENGTH = 48
 UPDATES, WARMUP, LR, BATCH, MICRO_BATCHES = 20, 4, 1e-2, 4, 2
-RANK, ALPHA, BETA, CLIP_NORM = 3, 7, 0.3, 1.0
+RANK, ALPHA, BETA, CENTER, CLIP_NORM = 3, 7, 0.3, 0.05, 1.0
 SIZES = {"initializer_range": 0.3, "vocab_size": byte_level().get_vocab_size()}
 
 
@@ -57,22 +57,56 @@ def write_model(folder: Path, family: str) -> Path:
             hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
             max_position_embeddings=64, **SIZES,
         )  # fmt: skip
-    else:
+    elif family == "gpt2":
         config = transformers.GPT2Config(
             n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **SIZES
         )
+    else:
+        config = imported_config(family)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
+def imported_config(family: str) -> Any:
+    """Return the configuration of a model that is imported from `transformers`."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        **SIZES,
+    }
+    grouped = {**sizes, "num_key_value_heads": 1, "intermediate_size": 24, "pad_token_id": 0}
+    if family == "opt":
+        return transformers.OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0, init_std=0.3)
+    if family == "gpt_neox":
+        return transformers.GPTNeoXConfig(**sizes, intermediate_size=24)
+    if family == "phi3":
+        return transformers.Phi3Config(**grouped, sliding_window=5)
+    if family == "gpt_oss":
+        # The factor of YaRN would be rounded to float32 when the program is traced.
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": rope}
+        return transformers.GptOssConfig(**grouped, **experts, sliding_window=5)
+    if family == "Qwen3Moe":
+        return transformers.Qwen3MoeConfig(**grouped, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    if family == "bloom":
+        return transformers.BloomConfig(n_layer=2, n_head=2, hidden_dropout=0.0, hidden_size=16, **SIZES)
+    # Gemma multiplies its embeddings.
+    grouped["initializer_range"] = 0.1
+    return getattr(transformers, f"{family}Config")(**grouped, head_dim=8, sliding_window=5)
+
+
 def write_examples(root: Path) -> None:
-    """Write conversations and preferences, enough for all updates, of several lengths."""
-    conversations, pairs = [], []
+    """Write conversations, preferences and labelled texts, enough for all updates, of several lengths."""
+    conversations, pairs, labelled = [], [], []
     for i in range(2 * BATCH * UPDATES):
         turns = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}" * (1 + i % 3)}]
         conversations.append({"messages": [{"role": "system", "content": "<"}, *turns]})
         pairs.append({"prompt": f"{i}? ", "chosen": f"yes{i % 7}", "rejected": "no " * (1 + i % 4)})
-    for name, rows in (("supervised", conversations), ("dpo", pairs)):
+        labelled.append({"text": f"{i}? " * (1 + i % 4) + "abc"[i % 3], "label": "cba"[i % 3]})
+    kinds = {"supervised": conversations, "dpo": pairs, "reward": pairs, "classification": labelled}
+    for name, rows in kinds.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -92,13 +126,17 @@ class Twin:
         self, root: Path, family: str, loss: str, method: str, *, quantize: str = "none", packing: bool = True
     ) -> None:
         self.folder, self.data = write_model(root / family, family), root / f"{loss}.jsonl"
-        self.is_dpo, self.is_full = loss == "dpo", method == "full"
+        self.loss, self.is_dpo, self.is_full = loss, loss == "dpo", method == "full"
         self.settings = FineTuneRecipe(
             model=self.folder, data=self.data, validation=self.data, loss=loss, method=method, quantize=quantize,
             packing=packing, seq_len=LENGTH, batch_size=BATCH, accumulate=MICRO_BATCHES, steps=UPDATES, lr=LR,
-            warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA, answers=None,
+            warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA,
+            center_rewards=CENTER, answers=None,
         )  # fmt: skip
-        self.task, self.names = self.settings.task(), open_pretrained(self.folder).names
+        self.task = self.settings.task()
+        self.names = self.task.loss_fn.args[0].decoder.weights.names
+        self.head = getattr(self.task.loss_fn.args[0].decoder.weights.model.config, "labels", None)
+        self.pad = self.task.texts.special("pad")
         assert len(self.task.train) >= BATCH * UPDATES
         self.initial = self._initial(np.random.default_rng(0))
         trained = self.initial[self._trained] if self._trained else self.initial
@@ -108,6 +146,7 @@ class Twin:
             "lora_alpha": ALPHA,
             "target_modules": "all-linear",
             "use_dora": method == "dora",
+            "task_type": "CAUSAL_LM" if self.head is None else "SEQ_CLS",
         }
         self.peft_settings["fan_in_fan_out"] = family == "gpt2"
 
@@ -152,7 +191,12 @@ class Twin:
 
     def base_model(self) -> Any:
         """Return the model of `transformers` before the training, in float64; of NF4 the dequantized one."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).double()
+        if self.head is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).double()
+        else:
+            settings = {"num_labels": len(self.head), "pad_token_id": self.pad}
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(self.folder, **settings).double()
+        model.config._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64
         if self.settings.quantize == "nf4":
             with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
                 base = jax.jit(in_float64(nf4.dequantize_params))(self.initial["base"])
@@ -188,6 +232,7 @@ def texts_of(batch: dict[str, np.ndarray]) -> Iterator[tuple[torch.Tensor, torch
 
 def saved_name(name: str) -> str:
     """Return the name of a parameter in an adapter folder."""
+    name = name.replace(".modules_to_save.default", "")
     return name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
 
 
