@@ -22,6 +22,7 @@ DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
     "mlflow": "mlflow-skinny",
+    "rouge_score": "rouge-score",
     "xla": "jax",
 }
 # Packages of jaxtrain that need only the base install; the others name the extra that they need.

@@ -26,6 +26,14 @@ class Documents(Protocol):
     def __getitem__(self, index: int, /) -> NDArray[np.integer[Any]]: ...
 
 
+class Weights(Protocol):
+    """Anything with a length whose items are the weights in the loss of the tokens of a text, float [N]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> NDArray[np.floating[Any]]: ...
+
+
 class Piece(NamedTuple):
     """Predictions `start` to `stop` of a document; prediction i is that of token i + 1."""
 
@@ -63,15 +71,15 @@ class PackedRows:
     `tokens[t]` in its document, `segments` numbers the documents of a row from 1, `positions` the tokens of a document
     from 0. Padding is segment 0, and its targets must be masked.
 
-    With `masks`, which tell for every token of every document whether it is in the loss, there is also `"weight"`,
-    float32 [length]: 1 where the target is in the loss, 0 elsewhere and at padding.
+    With `weights`, those in the loss of every token of every document, there is also `"weight"`, float32 [length]: that
+    of the target, 0 at padding.
     """
 
     documents: Documents
     rows: tuple[tuple[Piece, ...], ...]
     length: int
     pad: int
-    masks: Documents | None = None
+    weights: Weights | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,7 +90,7 @@ class PackedRows:
         names = ("tokens", "targets", "segments", "positions")
         row: Example = {name: np.zeros(self.length, np.int32) for name in names}
         row["tokens"][:] = row["targets"][:] = self.pad
-        if self.masks is not None:
+        if self.weights is not None:
             row["weight"] = np.zeros(self.length, np.float32)
         end = 0
         for segment, (document, start, stop) in enumerate(self.rows[index], 1):
@@ -91,8 +99,8 @@ class PackedRows:
             row["tokens"][columns], row["targets"][columns] = tokens[start:stop], tokens[start + 1 : stop + 1]
             # A later piece of a document does not attend to the earlier ones, so its positions start at 0 too.
             row["segments"][columns], row["positions"][columns] = segment, np.arange(stop - start)
-            if self.masks is not None:
-                row["weight"][columns] = self.masks[document][start + 1 : stop + 1]
+            if self.weights is not None:
+                row["weight"][columns] = self.weights[document][start + 1 : stop + 1]
         return row
 
 

@@ -10,10 +10,14 @@ from jaxtrain.models.cnn import CNN
 from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
+from jaxtrain.models.folder import read_tensors as read_tensors
+from jaxtrain.models.folder import stored_dtype as stored_dtype
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
+from jaxtrain.models.folder_digest import folder_digest as folder_digest
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.functional_loss import functional_loss
+from jaxtrain.models.generation import GREEDY as GREEDY
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
@@ -21,11 +25,15 @@ from jaxtrain.models.lora import LoraConfig
 from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
+from jaxtrain.models.parameter_forms import StoredKernel as StoredKernel
+from jaxtrain.models.parameter_forms import is_form as is_form
 from jaxtrain.models.peft import load_adapters, save_adapters
+from jaxtrain.models.pretrained import FAMILIES as FAMILIES
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope
-from jaxtrain.models.sequence_classifier import SequenceClassifier
+from jaxtrain.models.sequence_classifier import CLASSIFIERS as CLASSIFIERS
+from jaxtrain.models.sequence_classifier import NewHead, SequenceClassifier, SequenceClassifierConfig
 from jaxtrain.models.t5 import T5, T5Config
 from jaxtrain.models.text import generate_texts, stream_text
 from jaxtrain.models.token_log_probs import log_probs
@@ -48,12 +56,14 @@ __all__ = [
     "LoraConfig",
     "Mixtral",
     "MixtralConfig",
+    "NewHead",
     "PretrainedModel",
     "QuantizedKernel",
     "ResNet",
     "ResNetConfig",
     "Sampling",
     "SequenceClassifier",
+    "SequenceClassifierConfig",
     "T5Config",
     "ViT",
     "ViTConfig",

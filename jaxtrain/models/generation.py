@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.decoder import KVCache
+from jaxtrain.models.parameter_forms import accepts_forms
 from jaxtrain.models.t5 import T5
 from jaxtrain.models.t5.model import DecoderCache
 
@@ -112,7 +113,8 @@ def generate(
 
     Args:
       model: Decoder or `T5`. Only its structure is used, so the result of `nnx.eval_shape` will do.
-      params: Parameters of `model`, as `jaxtrain.models.functional` returns them.
+      params: Parameters of `model`, as `jaxtrain.models.functional` returns them; with adapters, those that
+        `jaxtrain.models.lora.adapted` returns.
       prompts: Tokens int [B, T].
       new_tokens: Number of tokens to generate for every row.
       mask: bool [B, T], False at padding. Decoders take padding on the left only; a `T5` takes it anywhere.
@@ -159,7 +161,8 @@ def stream(
 
     Args:
       model: Decoder. Only its structure is used, so the result of `nnx.eval_shape` will do.
-      params: Parameters of `model`, as `jaxtrain.models.functional` returns them.
+      params: Parameters of `model`, as `jaxtrain.models.functional` returns them; with adapters, those that
+        `jaxtrain.models.lora.adapted` returns.
       prompt: Tokens, at least one. Of a prompt longer than the context the end is used.
       new_tokens: Number of tokens to generate.
       context: Largest number of tokens that a token is computed from; None for `model.context_length`.
@@ -216,6 +219,7 @@ def _check_left_padding(real: np.ndarray) -> None:
 
 
 @partial(jax.jit, static_argnums=(0, 5))
+@accepts_forms
 def _generate(
     graphdef: Any, params: Any, prompts: jax.Array, real: jax.Array | None, rng: jax.Array, options: _Options
 ) -> jax.Array:
@@ -351,6 +355,7 @@ def _stream(program: _Program, text: list[int], new_tokens: int, stop: int | Non
 
 
 @partial(jax.jit, static_argnums=(0, 5))
+@accepts_forms
 def _read_window(
     graphdef: Any, params: Any, window: jax.Array, length: jax.Array, rng: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, KVCache]:
@@ -365,6 +370,7 @@ def _read_window(
 
 
 @partial(jax.jit, static_argnums=(0, 3))
+@accepts_forms
 def _grow(graphdef: Any, params: Any, cache: KVCache, slots: int) -> KVCache:
     """Return the cache of one row with more slots."""
     grown: KVCache = cache.resized(nnx.merge(graphdef, params).empty_cache(1, slots))
@@ -372,6 +378,7 @@ def _grow(graphdef: Any, params: Any, cache: KVCache, slots: int) -> KVCache:
 
 
 @partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
+@accepts_forms
 def _read_token(
     graphdef: Any, params: Any, last: jax.Array, cache: KVCache, rng: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, KVCache]:

@@ -8,6 +8,7 @@ any other operation uses its array.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -123,6 +124,50 @@ class _Converted(KernelForm):
         return jax.checkpoint(lambda x, kernel: product(x, kernel.array()))(x, self), None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredKernel(KernelForm):
+    """A kernel [..., in, out] that is stored in a lower precision than the model computes with.
+
+    Attributes:
+      stored: The kernel, or a stack of kernels.
+      to: Dtype of the model.
+      out_in: Whether the kernel is [out, in].
+    """
+
+    stored: Any
+    to: Any = field(metadata={"static": True})
+    out_in: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return tuple(self.stored.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the model."""
+        return self.to
+
+    @property
+    def inputs_axis(self) -> int:
+        """Axis of the inputs."""
+        return int(self.out_in)
+
+    def transpose(self) -> "StoredKernel":
+        """Return the transposed kernel."""
+        return replace(self, stored=self.stored.T, out_in=not self.out_in)
+
+    def array(self) -> jax.Array:
+        """Return the converted kernel."""
+        converted: jax.Array = self.stored.astype(self.to)
+        return converted
+
+    def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, None]:
+        """Return x W. For the gradient of x the kernel is converted again."""
+        return jax.checkpoint(lambda x, kernel: product(x, kernel.array()))(x, self), None
+
+
 def is_form(x: Any) -> bool:
     """Return whether a node of a pytree is a form."""
     return isinstance(x, Form)
@@ -153,6 +198,18 @@ def evaluate(apply: Callable[[Any], Any], params: Any, forms: Any) -> Any:
     return jaxpr.retrace(apply, evaluate_traced)(like)
 
 
+def accepts_forms(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `compute(model, params, *inputs)` for parameters that may include forms."""
+
+    @wraps(compute)
+    def computed(model: Any, params: Any, *inputs: Any) -> Any:
+        if not any(map(is_form, jax.tree.leaves(params, is_leaf=is_form))):
+            return compute(model, params, *inputs)
+        return evaluate(lambda arrays: compute(model, arrays, *inputs), params, params)
+
+    return computed
+
+
 def _shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_form(x) else x
 
@@ -180,6 +237,9 @@ class _Rule:
             n_consts, n_carry = jaxpr.scan_sizes(eqn)
             carry = map(array_of, args[n_consts : n_consts + n_carry])
             return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *carry, *args[n_consts + n_carry :]], run)
+        if name == "while":
+            n_consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            return jaxpr.HIGHER_ORDER[name](eqn, [*args[:n_consts], *map(array_of, args[n_consts:])], run)
         if name == "transpose" and isinstance(args[0], KernelForm) and eqn.params["permutation"] == (1, 0):
             return [args[0].transpose()]
         if name == "convert_element_type" and isinstance(args[0], KernelForm) and _is_floating(eqn):

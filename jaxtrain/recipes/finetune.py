@@ -1,24 +1,26 @@
 """Fine-tuning of a pretrained language model on your examples: all weights or adapters, answers or preferences."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxtrain as jt
-from jaxtrain.data.finetuning import ModelTokenizer, read_examples, split_examples
-from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_adapters
-from jaxtrain.recipes.answers import answer, answer_table, questions, reply
-from jaxtrain.recipes.decoder import adapter_targets, check_decoder
+from jaxtrain.data.finetuning import ModelTokenizer
+from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, folder_digest, read_json, save_adapters
+from jaxtrain.recipes.answers import reply
+from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
+from jaxtrain.recipes.finetune_heads import head_task
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetune_rows import FineTuningRows
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
-from jaxtrain.run import Input, Signature
+from jaxtrain.recipes.held_out_answers import HeldOutAnswers
+from jaxtrain.recipes.imported_decoder import ImportedDecoder
+from jaxtrain.recipes.zoo_decoder import ZooDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,51 +30,54 @@ class FineTuneRecipe(FineTuneSettings):
 
     def task(self) -> jt.Task:
         """Open the model and the examples; the weights are read when the run starts."""
+        if self.loss in ("reward", "classification"):
+            return head_task(self, self.fine_tuned)
         folder, data = self.checked_paths()
-        texts, pretrained = ModelTokenizer(folder), open_pretrained(folder)
-        check_decoder(pretrained, folder, texts.size, self.seq_len)
-        model, is_dpo = self.fine_tuned(pretrained), self.loss == "dpo"
+        texts, decoder = ModelTokenizer(folder), self.open_decoder(folder)
+        check_decoder(decoder, folder, texts.size, self.seq_len)
+        model, is_dpo = self.fine_tuned(decoder), self.loss == "dpo"
         train, validation = self.rows(data, texts)
-        decoder: Any = pretrained.model
-        longest = decoder.context_length - self.answer_tokens
-        asked = questions(validation.examples, texts, self.answers or 0, longest)
-        merged = jax.jit(model.merged)
-
-        def answers(state: jt.TrainState) -> list[str]:
-            return answer(decoder, merged(state.params), asked, texts, self.answer_tokens)
-
-        def evaluate(state: jt.TrainState, batches: Iterator[Any]) -> Mapping[str, Any]:
-            del batches  # the loss is evaluated on them
-            return {"answers": answer_table(asked, answers(state), texts)}
+        answers = HeldOutAnswers(
+            model=model,
+            rows=validation,
+            texts=texts,
+            shown=self.answers or 0,
+            scored=self.scored_answers or 0,
+            new_tokens=self.answer_tokens,
+            batch_tokens=self.batch_size // self.accumulate * self.seq_len,
+        )
 
         def predict(params: Any, batch: Any, model_state: Any) -> jt.Predictions:
             del model_state
             return jt.Predictions(model.logits(params, batch), batch["targets"], batch["weight"])
 
-        def continue_text(params: Any, prompt: str, **options: Any) -> Iterator[str]:
-            return reply(decoder, merged(params), texts, prompt, is_chat=train.has_messages, **options)
+        def answer_messages(params: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> Iterator[str]:
+            return reply(decoder, model.adapted(params), texts, messages, is_chat=train.has_messages, **options)
 
         def write_adapters(path: Path, params: Any) -> None:
             assert model.config is not None
-            save_adapters(path, params["lora"], model.config, pretrained.names, base=str(folder))
+            where, names = str(folder.absolute()), decoder.weights.names
+            save_adapters(path, params["lora"], model.config, names, base=where, task_type="CAUSAL_LM")
 
         return jt.Task(
             init=model.init,
+            load=model.load,
+            digests=partial(folder_digest, folder),
             loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
             predict=None if is_dpo else predict,
-            signature=Signature(
-                decoder,
-                {"tokens": Input((self.seq_len,), np.int32, texts.special("pad"))},
-                lambda call, tokens: call(tokens),
-                "tokens",
-            ),
-            exported=None if model.frozen is None else merged,
+            signature=decoder.signature(self.seq_len, texts.special("pad")),
+            save_pretrained=decoder.save_pretrained,
+            exported=None if model.frozen is None else jax.jit(model.merged),
             save_adapters=None if model.config is None else write_adapters,
+            on_stored_base=None if model.config is None else model.on_stored_base,
+            pretrained=folder,
             texts=texts,
             train=train.source,
             validation=validation.source,
             eval_rows=min(self.eval_rows, len(validation.source)),
-            evaluate=evaluate if asked else None,
+            evaluate_answers=answers.evaluate if answers.asked else None,
+            best_metric=self.best_metric,
+            is_highest_best=self.best_metric != "loss",
             unit="tokens",
             units_per_row=self.seq_len * (2 if is_dpo else 1),
             bounds={
@@ -80,26 +85,37 @@ class FineTuneRecipe(FineTuneSettings):
                 **{"positions": self.seq_len, "segments": self.seq_len + 1},
             },
             description={
-                "model": f"{type(decoder).__name__} of {folder}",
+                "model": f"{decoder.kind} of {folder}",
                 "examples": "; ".join(train.summary),
                 "held out": "; ".join(validation.summary),
+                **answers.describe(),
             },
-            sample=(lambda state, seed: answers(state)[0]) if asked else None,
-            continue_text=continue_text,
+            sample=answers.sample if answers.asked else None,
+            reply=answer_messages,
             show_data=train.show,
             frozen=model.frozen,
             unsaved=model.frozen,
             sharding=model.sharding,
-            names=pretrained.names if model.frozen is None else None,
+            no_decay=decoder.no_decay,
+            names=decoder.weights.names if model.frozen is None else None,
         )
 
-    def fine_tuned(self, pretrained: PretrainedModel) -> FineTunedModel:
+    def open_decoder(self, folder: Path) -> Decoder:
+        """Open the decoder in a folder."""
+        if read_json(folder, CONFIG).get("model_type") in FAMILIES:
+            return ZooDecoder.open(folder)
+        is_dpo = self.loss == "dpo"
+        rows = self.batch_size // self.accumulate * (2 if is_dpo else 1)
+        return ImportedDecoder.open(folder, rows, self.seq_len, packed=self.packing and not is_dpo)
+
+    def fine_tuned(self, decoder: Decoder) -> FineTunedModel:
         """Return the model that the settings make of a pretrained one."""
         is_full, is_dpo = self.method == "full", self.loss == "dpo"
-        targets, dropout = adapter_targets(pretrained, self.targets), 0.0 if is_dpo else self.lora_dropout
-        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=self.method == "dora")
+        targets, dropout = adapter_targets(decoder, self.targets), 0.0 if is_dpo else self.lora_dropout
+        dora, out_in = self.method == "dora", out_in_targets(decoder)
+        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=dora, out_in=out_in)
         return FineTunedModel(
-            pretrained=pretrained,
+            decoder=decoder,
             config=None if is_full else config,
             quantized=self.quantize == "nf4",
             keeps_base=is_full and is_dpo,
@@ -109,9 +125,6 @@ class FineTuneRecipe(FineTuneSettings):
 
     def rows(self, data: Path, texts: ModelTokenizer) -> tuple[FineTuningRows, FineTuningRows]:
         """Return (train, validation)."""
-        if self.validation is None:
-            files = split_examples(data, self.validation_fraction)
-        else:
-            files = read_examples(data), read_examples(self.validation)
-        train, held_out = (FineTuningRows(x, texts, self.seq_len, self.loss == "dpo", self.packing) for x in files)
+        is_dpo, files = self.loss == "dpo", self.example_files(data)
+        train, held_out = (FineTuningRows(x, texts, self.seq_len, is_dpo, self.packing) for x in files)
         return train, held_out

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 import jaxtrain as jt
+from jaxtrain.data.finetuning import ExampleFiles, Parse, parse_example, read_examples, split_examples
+from jaxtrain.recipes.answer_scores import check_best_metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,8 @@ class FineTuneSettings(jt.Recipe):
     """Train low-rank adapters, adapters with the norms of columns (DoRA), or all weights."""
     quantize: Literal["none", "nf4"] = "none"
     """Store the frozen kernels in 4 bits (QLoRA)."""
-    loss: Literal["supervised", "dpo"] = "supervised"
-    """Learn answers, or which of two answers is preferred."""
+    loss: Literal["supervised", "dpo", "reward", "classification"] = "supervised"
+    """Learn answers, or which of two is preferred; or with a head on the last token, rewards or the labels of texts."""
     steps: int = 300
     # The settings of Dettmers et al. (2023), "QLoRA", for 7B and 13B models: batches of 16, learning rate 2e-4, beta2
     # 0.999, no weight decay; 3% of the updates of this recipe warm up. A full fine-tuning takes 2e-5, the default of
@@ -53,14 +55,26 @@ class FineTuneSettings(jt.Recipe):
     layers but the head."""
     beta: float = 0.1  # of Rafailov et al. (2023), and TRL's DPOConfig
     """Factor of the rewards of --loss dpo: the larger, the nearer the model stays to the one before."""
+    center_rewards: float = 0.0
+    """Factor of (c + r)² of the rewards of --loss reward, which keeps them around 0; 0.01 is common."""
     neftune: float | None = None
     """Size of the noise on the embeddings of tokens (NEFTune); 5 is the paper's, None for none."""
     answers: int | None = 2
-    """Number of held-out prompts that are answered at every evaluation; None for none."""
+    """Number of held-out prompts whose answers are shown at every evaluation; None for none."""
+    scored_answers: int | None = 64
+    """Number of held-out prompts whose answers are scored by exact match and ROUGE-L; None for none."""
     answer_tokens: int = 64
     """Number of tokens of the longest of these answers."""
+    best_metric: Literal["loss", "exact_match", "rouge_l"] = "loss"
+    """Metric of the evaluations that --keep-best and --patience go by."""
     eval_rows: int = 128
     """Largest number of validation rows per evaluation."""
+
+    def example_files(self, data: Path, parse: Parse = parse_example) -> tuple[ExampleFiles, ExampleFiles]:
+        """Open the examples of (training, validation)."""
+        if self.validation is None:
+            return split_examples(data, self.validation_fraction, parse)
+        return read_examples(data, parse), read_examples(self.validation, parse)
 
     def checked_paths(self) -> tuple[Path, Path]:
         """Return the model and the data. Raises `UserError` for settings that cannot work."""
@@ -72,8 +86,9 @@ class FineTuneSettings(jt.Recipe):
             raise jt.UserError(f"quantize {self.quantize} needs frozen weights: use --method lora, or --quantize none")
         if self.quantize != "none" and self.precision == "bf16_params":
             raise jt.UserError(f"quantize {self.quantize} needs its scales in float32: use --precision bf16")
-        if self.neftune is not None and self.loss == "dpo":
-            raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, preferences have no noise")
+        if self.neftune is not None and self.loss != "supervised":
+            raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, {self.loss} has no noise")
+        check_best_metric(self.best_metric, self.scored_answers)
         if self.model is None or self.data is None:
             raise jt.UserError("fine-tuning needs a model and examples: use --model FOLDER --data FILE")
         return self.model, self.data

@@ -1,12 +1,15 @@
-"""Parameters that checkpoints leave out: frozen ones that the task's `init` creates again, bit for bit."""
+"""Parameters that checkpoints leave out: frozen ones that the task reads or creates again, bit for bit."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, none_frozen, path_name
 from jaxtrain.run import Initial, Task
 from jaxtrain.step import TrainState
@@ -14,24 +17,40 @@ from jaxtrain.step import TrainState
 
 @dataclass(frozen=True)
 class Unsaved:
-    """Parameters, and their copies in the moving average, that a checkpoint does not hold.
+    """Parameters that a checkpoint does not hold. None is in the moving average, which has no frozen ones.
 
     Attributes:
       is_unsaved: Predicate on a parameter's path.
-      create: Creates all parameters of the run as they were before the first step.
-      create_on_host: The same in the host's memory, from which a mesh has its shards.
+      task: The task that reads or creates them.
     """
 
     is_unsaved: Frozen = none_frozen
-    create: Callable[[], Any] = dict
-    create_on_host: Callable[[], Any] = dict
+    task: Task | None = None
 
     @classmethod
     def of(cls, task: Task) -> "Unsaved":
         """Return those of a task."""
-        if task.unsaved is None:
-            return cls()
-        return cls(task.unsaved, lambda: task.initial().params, lambda: initial_on_host(task).params)
+        return cls() if task.unsaved is None else cls(task.unsaved, task)
+
+    @cached_property
+    def digests(self) -> Mapping[str, str]:
+        """Digests of the files that they are read from, by path."""
+        return {} if self.task is None or self.task.digests is None else self.task.digests()
+
+    def saved_digests(self) -> dict[str, str]:
+        """Return the digests as a checkpoint holds them, by the names of the files: their folder may be moved."""
+        return {Path(path).name: digest for path, digest in self.digests.items()}
+
+    def check_digests(self, saved: Mapping[str, str] | None) -> None:
+        """Raise `UserError` if the files differ from those of a checkpoint; None if it holds no digests."""
+        found = self.saved_digests()
+        if saved is None or saved == found:
+            return
+        changed = [path for path in self.digests if saved.get(Path(path).name) != found[Path(path).name]]
+        raise UserError(
+            f"{', '.join(changed or sorted(saved.keys() - found.keys()))}, which the run's parameters are read from, "
+            "changed after the run started: restore it, or start a new run with another --out"
+        )
 
     def saved(self, params: Any) -> Any:
         """Return parameters with None for those that are not saved."""
@@ -43,14 +62,14 @@ class Unsaved:
 
     def saved_state(self, state: TrainState) -> TrainState:
         """Return a state with None for what is not saved."""
-        return state._replace(params=self.saved(state.params), ema=self.saved(state.ema))
+        return state._replace(params=self.saved(state.params))
 
     def complete(self, saved: Any, like: Any) -> Any:
         """Return restored parameters with those that were not saved.
 
         Args:
           saved: Result of `saved`, with arrays.
-          like: All parameters, or their shapes, with the dtypes and shardings to create.
+          like: All parameters, or their shapes, with their dtypes and shardings.
         """
         if self.is_unsaved is none_frozen:
             return saved
@@ -59,22 +78,18 @@ class Unsaved:
             # A policy may have other dtypes than the initial parameters.
             return created.astype(like.dtype) if self.is_unsaved(path_name(path)) else restored
 
-        return jax.tree_util.tree_map_with_path(leaf, like, self._created(like), saved)
+        return jax.tree_util.tree_map_with_path(leaf, like, self._created(saved, like), saved)
 
     def complete_state(self, saved: TrainState, like: TrainState) -> TrainState:
         """Return a restored state with what was not saved."""
-        params = self.complete(saved.params, like.params)
-        ema = None if like.ema is None else self.complete(saved.ema, like.ema)
-        return saved._replace(params=params, ema=ema)
+        return saved._replace(params=self.complete(saved.params, like.params))
 
-    def _created(self, like: Any) -> Any:
-        shardings = jax.tree.map(lambda x: x.sharding, like)
-        if all(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings)):
-            return jax.device_put(self.create_on_host(), shardings)
-        return self.create()
-
-
-def initial_on_host(task: Task) -> Initial:
-    """Create the initial arrays of a task in the host's memory, so that no device has to hold all of them."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return task.initial()
+    def _created(self, saved: Any, like: Any) -> Any:
+        """Return the initial parameters with the dtypes and shardings of `like`, None for those that were restored."""
+        assert self.task is not None
+        if self.task.load is not None:
+            wanted = jax.tree.map(lambda x, like: like if x is None else None, saved, like, is_leaf=lambda x: x is None)
+            return self.task.initial(Initial(wanted)).params
+        shardings, create = jax.tree.map(lambda x: x.sharding, like), lambda: self.task.create().params
+        is_sharded = all(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings))
+        return jax.jit(create, out_shardings=shardings)() if is_sharded else create()

@@ -107,26 +107,29 @@ class Gradient(NamedTuple):
     nonfinite: Nonfinite | None = None
 
 
-def init_state(parts: StepParts, params: Any, model_state: Any, seed: int, streaming: bool) -> TrainState:
-    """Return the state before the first update."""
+def init_state(
+    parts: StepParts, params: Any, model_state: Any, seed: int, streaming: bool, *, donate: bool = False
+) -> TrainState:
+    """Return the state before the first update; with `donate` of the same arrays."""
     if not jnp.issubdtype(jnp.result_type(seed), np.integer):
         raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
     require_trainable(params, parts.frozen)
     trained, frozen = partition(params, parts.frozen)
-    trained, frozen = parts.loss.policy.cast_params(trained), parts.loss.policy.cast_frozen(frozen)
+    policy, copy = parts.loss.policy, not donate
+    trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)
     params = merge(trained, frozen)
     zero = jnp.zeros([], np.int32)
     return TrainState(
         step=zero,
         micro_step=jnp.copy(zero),
         params=params,
-        model_state=parts.loss.policy.cast_params(model_state),
+        model_state=policy.cast_params(model_state, copy=copy),
         # Copies: an optimizer that stores the initial parameters shares their buffers, and both are donated.
         opt_state=jax.tree.map(jnp.copy, parts.optimizer.init(trained)),
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
         window=empty_window(parts, params) if streaming else None,
-        ema=None if parts.ema is None else jax.tree.map(jnp.copy, params),
+        ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
     )
 
 
@@ -238,12 +241,12 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
     new_trained = jax.tree.map(_apply_update, trained, updates)
-    ema = state.ema
+    old_ema = ema = state.ema
     if parts.ema is not None:
-        params = merge(new_trained, frozen)
-        ema = update_ema(ema, params, parts.ema, is_first=applied_updates(state) == 0)
+        old_ema, _ = partition(state.ema, parts.frozen)  # in case it was set to all parameters
+        ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
 
-    before = trained, state.opt_state, state.ema
+    before = trained, state.opt_state, old_ema
     new_trained, opt_state, ema = _restore_if(skip, before, (new_trained, opt_state, ema))
     new = state._replace(
         step=state.step + 1,

@@ -14,7 +14,20 @@ from safetensors.numpy import load_file
 import jaxtrain as jt
 from jaxtrain.interop.names import leaves
 from jaxtrain.losses import cross_entropy
-from jaxtrain.models import GPT2, MLP, GPT2Config, LoraConfig, functional, load_adapters, lora, save_adapters
+from jaxtrain.models import (
+    GPT2,
+    MLP,
+    GPT2Config,
+    LoraConfig,
+    Sampling,
+    functional,
+    generate,
+    load_adapters,
+    lora,
+    quantize_params,
+    save_adapters,
+    stream,
+)
 from jaxtrain.models.dropout import dropout
 from jaxtrain.models.gpt2 import torch_names
 from jaxtrain.transforms.precision import autocast
@@ -271,7 +284,7 @@ def test_a_peft_folder_is_written_and_read_to_the_bit(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"peft_type": "LOHA"}, {"lora_bias": True}, {"bias": "all"}, {"modules_to_save": ["wte"]},
+        {"peft_type": "LOHA"}, {"lora_bias": True}, {"trainable_token_indices": [1]},
         {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"}, {"r": "3"}, {"lora_alpha": None},
     ],
 )  # fmt: skip
@@ -282,8 +295,63 @@ def test_an_unsupported_adapter_configuration_is_refused(tmp_path, changes):
     assert next(iter(changes)) in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
 
 
+def test_parameters_that_are_trained_themselves_are_written_and_read_to_the_bit(tmp_path):
+    for number, (trained, settings) in enumerate(
+        {
+            r".*/bias": ("all", None),
+            r"blocks/(qkv|fc|mlp_proj)/bias": ("lora_only", None),
+            r"ln_f/.*|wpe": ("none", ["transformer.ln_f", "transformer.wpe"]),
+        }.items()
+    ):
+        config = replace(CONFIG, trained=trained)
+        adapters = some_adapters(config)
+        folder = tmp_path / str(number)
+        save_adapters(folder, adapters, config, NAMES)
+        stored = json.loads((folder / "adapter_config.json").read_text())
+        assert (stored["bias"], stored["modules_to_save"]) == settings
+        read, found = load_adapters(folder, PARAMS, NAMES)
+        jax.tree.map(np.testing.assert_array_equal, read, adapters)
+        np.testing.assert_array_equal(lora.merge(PARAMS, read, found)["ln_f"]["bias"], merged_bias(adapters))
+    assert "cannot be unmerged" in refused(lambda: lora.unmerge(PARAMS, adapters, config))
+    half = some_adapters(replace(CONFIG, trained="ln_f/scale"))
+    assert "ln_f/bias must be trained too" in refused(lambda: save_adapters(tmp_path / "half", half, CONFIG, NAMES))
+    tied = replace(CONFIG, trained="wte")
+    save_adapters(tmp_path / "tied", some_adapters(tied), tied, NAMES)
+    assert "trains transformer.wte.weight apart" in refused(lambda: load_adapters(tmp_path / "tied", PARAMS, NAMES))
+    assert "match no whole path" not in refused(lambda: some_adapters(replace(CONFIG, trained="blocks/qkv/kernel")))
+
+
+def merged_bias(adapters):
+    return adapters["ln_f"]["bias"] if "bias" in adapters.get("ln_f", {}) else PARAMS["ln_f"]["bias"]
+
+
 def test_mis_shaped_tensors_are_named(tmp_path):
     save_adapters(tmp_path, some_adapters(), CONFIG, NAMES)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4}))
     assert "mis-shaped base_model.model.transformer.h.0" in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["lora", "quantized dora"])
+def test_texts_generated_through_adapters_are_those_of_the_merged_model(form):
+    config = replace(CONFIG, dora=form != "lora")
+    model = GPT2(SIZES, rngs=nnx.Rngs(0))
+    prompts, mask = TOKENS[:, :4], np.array([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]], bool)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        base = widened(random_like(PARAMS))
+        if form != "lora":
+            base = quantize_params(base, config.targets)
+        adapters = widened(some_adapters(config, base))
+        merged, adapted = lora.merge(base, adapters, config), lora.adapted(base, adapters, config)
+        drawn = {"new_tokens": 4, "sampling": Sampling(1.0)}
+        expected = np.asarray(generate(model, merged, prompts, mask=mask, **drawn))
+        assert len(np.unique(expected)) > 5
+        np.testing.assert_array_equal(generate(model, adapted, prompts, mask=mask, **drawn), expected)
+        assert [*stream(model, adapted, prompts[2], **drawn)] == [*stream(model, merged, prompts[2], **drawn)]
+        program = jax.make_jaxpr(lambda adapted: generate(model, adapted, prompts, 4, mask=mask))(adapted)
+    kernels = {base["blocks"][name]["kernel"].shape for name in ("qkv", "fc", "mlp_proj")}
+    # A kernel or a stack of them, merged; of a quantized one a layer is dequantized at a time.
+    unwanted = kernels if form != "lora" else kernels | {shape[1:] for shape in kernels}
+    shapes = {out.aval.shape for eqn in equations(program) for out in eqn.outvars if eqn.primitive.name == "add"}
+    assert not unwanted & shapes

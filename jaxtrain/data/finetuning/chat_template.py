@@ -112,9 +112,14 @@ class ChatTemplate:
         return "".join(recording.chunks), recording.spans
 
 
+def reasoning_of(message: Message) -> Any:
+    """Return the reasoning in a field of its own; None if there is none."""
+    return next((message[name] for name in _REASONING if message.get(name) is not None), None)
+
+
 def _with_reasoning(message: Message) -> Message:
     """Return a message with its reasoning under the names that templates read."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    reasoning = reasoning_of(message)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

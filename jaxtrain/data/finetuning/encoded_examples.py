@@ -1,5 +1,6 @@
 """Examples as tokens and masks, in one memory-mapped array that is shared by processes and later commands."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +15,21 @@ from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.token_cache import TokenizedDocuments, tokenized
 
 # Of the tokens and masks of an example, or how they are derived: part of the key of the cache.
-_VERSION = "masked tokens 1"
+_VERSION = "masked tokens 2"
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedExamples:
     """Examples as tokens with their masks. Item `i` is a text: an example, or one of the two of a preference.
 
-    The chosen and the rejected text of preference `i` are the items `2 * i` and `2 * i + 1`.
+    The chosen and the rejected text of preference `i` are the items `2 * i` and `2 * i + 1`. A conversation whose chat
+    template rewrites earlier answers is several texts, one after the other.
 
     Attributes:
       coded: Twice every token, plus 1 where it is in the loss: one array holds both.
       kind: Type of the examples.
+      numbers: Number of the example of every text, int [texts]; None if each is one text, or two of a preference.
+      weights: Weight of every text in the loss, float [texts]; None for 1.
 
     Example:
       >>> from jaxtrain.data.finetuning import PlainText
@@ -36,6 +40,8 @@ class EncodedExamples:
 
     coded: TokenizedDocuments
     kind: type[FineTuningExample]
+    numbers: NDArray[np.integer[Any]] | None = None
+    weights: NDArray[np.floating[Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.coded)
@@ -46,6 +52,10 @@ class EncodedExamples:
     def mask(self, index: int) -> NDArray[np.bool_]:
         """Return whether each token of a text is in the loss, bool [N]."""
         return (self.coded[index] & 1).astype(bool)
+
+    def weight(self, index: int) -> float:
+        """Return the weight of a text in the loss."""
+        return 1.0 if self.weights is None else float(self.weights[index])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -67,16 +77,16 @@ class TokenDocuments:
 
 
 @dataclass(frozen=True, eq=False)
-class MaskDocuments:
-    """The masks of encoded examples, as those of documents to pack."""
+class TokenWeights:
+    """The weight in the loss of every token of encoded examples, as documents to pack."""
 
     examples: EncodedExamples
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def __getitem__(self, index: int, /) -> NDArray[np.integer[Any]]:
-        return self.examples.coded[index] & 1
+    def __getitem__(self, index: int, /) -> NDArray[np.float32]:
+        return self.examples.mask(index) * np.float32(self.examples.weight(index))
 
 
 def encode_examples(examples: ExampleFiles, texts: ModelTokenizer) -> EncodedExamples:
@@ -96,12 +106,21 @@ def encode_examples(examples: ExampleFiles, texts: ModelTokenizer) -> EncodedExa
     """
 
     def coded() -> Iterator[NDArray[np.integer[Any]]]:
-        for encoded in encode_each((examples[i] for i in range(len(examples))), texts):
+        numbers, weights = array("I"), array("f")
+        parsed = (examples[i] for i in range(len(examples)))
+        for number, (example, encoded) in enumerate(encode_each(parsed, texts)):
             for tokens, mask in encoded:
+                numbers.append(number)
+                weights.append(example.weight)
                 yield 2 * tokens.astype(np.int64) + mask
+        yield np.frombuffer(numbers, np.uint32)
+        yield np.frombuffer(weights, np.uint32)
 
     key = [_VERSION, examples.kind.__name__, *texts.identity(), *examples.identity()]
-    return EncodedExamples(tokenized(key, coded, np.min_scalar_type(2 * texts.size)), examples.kind)
+    stored = tokenized(key, coded, np.uint32)
+    # The numbers and weights of the texts are the last two documents.
+    only_texts = TokenizedDocuments(stored.tokens, stored.offsets[:-2])
+    return EncodedExamples(only_texts, examples.kind, stored[len(stored) - 2], stored[len(stored) - 1].view(np.float32))
 
 
 def texts_per_example(kind: type[FineTuningExample]) -> int:

@@ -10,12 +10,13 @@
 A row that has the fields of several kinds is of the first of them. Prompts, completions and preferences are texts or
 messages. A message is `{"role": …, "content": …}`, or ShareGPT's `{"from": …, "value": …}`; other fields of a
 message, such as `tool_calls`, are passed to the chat template. The field `tools` lists the tools of a conversation, as
-JSON Schemas or as their JSON. A field that is null counts as missing.
+JSON Schemas or as their JSON. The field `weight` is the weight of an example in the loss, a number of at least 0, 1 if
+it is missing. A field that is null counts as missing.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from jaxtrain.errors import UserError
@@ -36,6 +37,7 @@ _ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+_LARGEST_WEIGHT = 1e30  # far from the largest float32
 _FORM = 'write messages as [{"role": "user", "content": "…"}, …]'
 
 
@@ -46,10 +48,12 @@ class PlainText:
     Attributes:
       text: The text.
       where: Where it is, for messages.
+      weight: Weight in the loss.
     """
 
     text: str
     where: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,14 @@ class Completion:
       completion: Text or messages to learn.
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
+      weight: Weight in the loss.
     """
 
     prompt: str | Messages
     completion: str | Messages
     tools: list[Any] | None
     where: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,13 @@ class Conversation:
       messages: The messages.
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
+      weight: Weight in the loss.
     """
 
     messages: Messages
     tools: list[Any] | None
     where: str
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,7 @@ class Preference:
       rejected: The other completion.
       tools: Tools, as JSON Schemas; None if there are none.
       where: Where it is, for messages.
+      weight: Weight in the loss.
     """
 
     prompt: str | Messages
@@ -101,6 +110,7 @@ class Preference:
     rejected: str | Messages
     tools: list[Any] | None
     where: str
+    weight: float = 1.0
 
 
 FineTuningExample: TypeAlias = PlainText | Completion | Conversation | Preference
@@ -130,17 +140,18 @@ def parse_example(row: Mapping[str, Any], where: str) -> FineTuningExample:
     prompt, completion, conversation = (
         next((name for name in names if name in fields), None) for names in (_PROMPTS, _COMPLETIONS, _CONVERSATIONS)
     )
-    tools = _tools(fields.get("tools"), where)
+    tools, weight = _tools(fields.get("tools"), where), _weight(fields.get("weight", 1.0), where)
     if "chosen" in fields and "rejected" in fields:
-        return _preference(fields, None if prompt is None else fields[prompt], tools, where)
+        example = _preference(fields, None if prompt is None else fields[prompt], tools, where)
+        return replace(example, weight=weight)
     if conversation is not None:
-        return Conversation(_messages(fields[conversation], conversation, where), tools, where)
+        return Conversation(_messages(fields[conversation], conversation, where), tools, where, weight)
     if prompt is not None and completion is not None:
         start, end = (_text_or_messages(fields[name], name, where) for name in (prompt, completion))
         _check_alike([start, end], f"{prompt} and {completion}", where)
-        return Completion(start, end, tools, where)
+        return Completion(start, end, tools, where, weight)
     if "text" in fields:
-        return PlainText(_text(fields["text"], "text", where), where)
+        return PlainText(_text(fields["text"], "text", where), where, weight)
     raise UserError(
         f"{where} has only the fields {', '.join(fields) or 'of no value'}: name them text; prompt and completion;"
         " messages; or prompt, chosen and rejected"
@@ -223,6 +234,12 @@ def _tools(value: Any, where: str) -> list[Any] | None:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{where}: tools is not a list of objects: write a list of JSON Schemas")
     return [_json(tool, "tools", where) for tool in value]
+
+
+def _weight(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST_WEIGHT:
+        raise UserError(f"{where}: weight is {value!r}, not a number of at least 0: correct it, or rename the field")
+    return float(value)
 
 
 def _json(value: Any, name: str, where: str) -> Any:

@@ -1,18 +1,10 @@
 """Examples as tokens, with a mask of those that the model learns to write.
 
-A conversation is in the loss where the assistant writes:
+The texts of an example and the spans in the loss are those of `rendering`. Where they are the `{% generation %}` blocks
+of a chat template, the mask is that of `return_assistant_tokens_mask` in `transformers`, to the letter: a block whose
+first character is in no token, as a space may be if the tokenizer removes spaces from its offsets, is not in the loss,
+nor are those after it. Otherwise every token with a character of a span is in the loss.
 
-- Where the template has `{% generation %}` blocks, the mask is that of `return_assistant_tokens_mask` in
-  `transformers`, to the letter: a block whose first character is in no token, as a space may be if the tokenizer
-  removes spaces from its offsets, is not in the loss, nor are those after it.
-- Otherwise the text of message `i` of the assistant is the difference of two prefixes of the whole text: of messages
-  0 to `i` rendered, without that of messages 0 to `i - 1` rendered with the generation prompt. It includes what the
-  template writes after an answer, such as the token that ends the turn; an `eos_token` that it writes at the end of
-  the text alone belongs to the last answer. A template whose whole text does not start with both is refused; for
-  instance, one that removes the reasoning from earlier answers, or whose generation prompt opens a reasoning that
-  messages lack.
-
-A completion is in the loss from its first character on, and a token with characters of both prompt and completion is.
 Around plain texts, and prompts and completions that are texts, stand the special tokens that the tokenizer adds, and
 `eos_token` is last; around messages, what the template writes, and no more.
 """
@@ -24,18 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.finetuning.chat_template import ChatTemplate, Span
-from jaxtrain.data.finetuning.examples import (
-    Completion,
-    Conversation,
-    FineTuningExample,
-    Messages,
-    PlainText,
-    Preference,
-)
+from jaxtrain.data.finetuning.chat_template import Span
+from jaxtrain.data.finetuning.examples import FineTuningExample
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.rendering import Rendered, render_example
 from jaxtrain.data.tokens import Tokens
-from jaxtrain.errors import UserError
 
 _BATCH = 64  # texts that are tokenized at once
 
@@ -52,22 +37,10 @@ class Encoded(NamedTuple):
     mask: NDArray[np.bool_]
 
 
-class _Rendered(NamedTuple):
-    """A text with the spans that are in the loss.
-
-    Attributes:
-      is_whole: Whether the text has all its special tokens, as that of a chat template.
-      is_generation: Whether the spans are those of generation blocks.
-    """
-
-    text: str
-    spans: list[Span]
-    is_whole: bool
-    is_generation: bool = False
-
-
 def encode_example(example: FineTuningExample, texts: ModelTokenizer) -> tuple[Encoded, ...]:
-    """Return an example as tokens; a preference as two, the chosen and the rejected one.
+    """Return an example as the tokens of one text, or of several where a chat template rewrites earlier answers.
+
+    A preference has two, the chosen and the rejected one.
 
     Args:
       example: Example of any kind.
@@ -76,85 +49,22 @@ def encode_example(example: FineTuningExample, texts: ModelTokenizer) -> tuple[E
     Raises:
       UserError: The template refuses the example or is not stable, or the tokenizer has no `eos_token`.
     """
-    return next(encode_each([example], texts))
+    _, encoded = next(encode_each([example], texts))
+    return encoded
 
 
-def encode_each(examples: Iterable[FineTuningExample], texts: ModelTokenizer) -> Iterator[tuple[Encoded, ...]]:
-    """Return examples as `encode_example` does, tokenized in several threads."""
+def encode_each(
+    examples: Iterable[FineTuningExample], texts: ModelTokenizer
+) -> Iterator[tuple[FineTuningExample, tuple[Encoded, ...]]]:
+    """Yield examples with what `encode_example` returns, tokenized in several threads."""
     iterator = iter(examples)
-    while batch := [_render(example, texts) for example in islice(iterator, _BATCH)]:
-        flat = [rendered for example in batch for rendered in example]
+    while batch := [(example, render_example(example, texts)) for example in islice(iterator, _BATCH)]:
+        flat = [rendered for _, several in batch for rendered in several]
         encoded = iter(_encode(flat, texts))
-        yield from (tuple(islice(encoded, len(example))) for example in batch)
+        yield from ((example, tuple(islice(encoded, len(several)))) for example, several in batch)
 
 
-def _render(example: FineTuningExample, texts: ModelTokenizer) -> tuple[_Rendered, ...]:
-    try:
-        match example:
-            case PlainText():
-                return (_Rendered(example.text, [Span(0, len(example.text))], is_whole=False),)
-            case Conversation():
-                return (_render_conversation(example.messages, example.tools, texts.chat_template(example.tools)),)
-            case Completion():
-                completions: tuple[str | Messages, ...] = (example.completion,)
-            case Preference():
-                completions = (example.chosen, example.rejected)
-        return tuple(_render_completion(example.prompt, completion, example.tools, texts) for completion in completions)
-    except UserError as error:
-        raise UserError(f"{example.where}: {error}") from None
-
-
-def _render_completion(
-    prompt: str | Messages, completion: str | Messages, tools: list[Any] | None, texts: ModelTokenizer
-) -> _Rendered:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        text = prompt + completion
-        return _Rendered(text, [Span(len(prompt), len(text))], is_whole=False)
-    assert not isinstance(prompt, str)
-    assert not isinstance(completion, str)
-    template = texts.chat_template(tools)
-    start = template.render(prompt, tools, add_generation_prompt=True)
-    text = template.render(prompt + completion, tools)
-    if not text.startswith(start):
-        raise _unstable(template, len(prompt) + 1)
-    return _Rendered(text, [Span(len(start), len(text))], is_whole=True)
-
-
-def _render_conversation(messages: Messages, tools: list[Any] | None, template: ChatTemplate) -> _Rendered:
-    text, spans = template.render_spans(messages, tools)
-    if template.marks_generation:
-        return _Rendered(text, spans, is_whole=True, is_generation=True)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = template.render(messages[:i], tools, add_generation_prompt=True)
-            after = _stable_prefix(template, messages, i + 1, tools, text)
-            if not after.startswith(before):
-                raise _unstable(template, i + 1)
-            spans.append(Span(len(before), len(after)))
-    return _Rendered(text, spans, is_whole=True)
-
-
-def _stable_prefix(template: ChatTemplate, messages: Messages, count: int, tools: list[Any] | None, text: str) -> str:
-    """Return the part of the text of all messages that the first ones have."""
-    if count == len(messages):
-        return text
-    prefix = template.render(messages[:count], tools)
-    # Some templates, such as that of Phi-3, end the conversation, and not every answer, with this token.
-    for stable in (prefix, prefix.removesuffix(template.variables.get("eos_token", ""))):
-        if text.startswith(stable):
-            return stable
-    raise _unstable(template, count)
-
-
-def _unstable(template: ChatTemplate, number: int) -> UserError:
-    return UserError(
-        f"{template.name} renders the messages up to {number} differently when others follow, so that its part of the"
-        " text is unknown: mark the assistant's text in the template by {% generation %}…{% endgeneration %}, or use"
-        " conversations with one answer"
-    )
-
-
-def _encode(rendered: Sequence[_Rendered], texts: ModelTokenizer) -> list[Encoded]:
+def _encode(rendered: Sequence[Rendered], texts: ModelTokenizer) -> list[Encoded]:
     encodings: dict[int, Any] = {}
     for is_whole in (True, False):
         numbers = [i for i, one in enumerate(rendered) if one.is_whole == is_whole]
@@ -163,11 +73,9 @@ def _encode(rendered: Sequence[_Rendered], texts: ModelTokenizer) -> list[Encode
     return [_masked(one, encodings[i], texts) for i, one in enumerate(rendered)]
 
 
-def _masked(rendered: _Rendered, encoding: Any, texts: ModelTokenizer) -> Encoded:
-    tokens = np.array(encoding.ids, np.int32)
-    mask = (
-        _generation_mask(encoding, rendered.spans) if rendered.is_generation else _span_mask(encoding, rendered.spans)
-    )
+def _masked(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> Encoded:
+    tokens, offsets = _apart(rendered, encoding, texts)
+    mask = _generation_mask(encoding, rendered.spans) if rendered.is_generation else _span_mask(offsets, rendered.spans)
     if rendered.is_whole:
         return Encoded(tokens, mask)
     end = texts.special("end")
@@ -177,9 +85,21 @@ def _masked(rendered: _Rendered, encoding: Any, texts: ModelTokenizer) -> Encode
     return Encoded(tokens, mask)
 
 
-def _span_mask(encoding: Any, spans: Sequence[Span]) -> NDArray[np.bool_]:
+def _apart(rendered: Rendered, encoding: Any, texts: ModelTokenizer) -> tuple[Tokens, NDArray[np.int64]]:
+    """Return the tokens of a text and their offsets, int64 [N, 2], none with characters on both sides of a cut."""
+    offsets, cut = _offsets(encoding), rendered.cut
+    if cut is None or not ((offsets[:, 0] < cut) & (cut < offsets[:, 1])).any():
+        return np.array(encoding.ids, np.int32), offsets
+    before, after = texts.encodings([rendered.text[:cut], rendered.text[cut:]])
+    return np.array(before.ids + after.ids, np.int32), np.concatenate([_offsets(before), _offsets(after) + cut])
+
+
+def _offsets(encoding: Any) -> NDArray[np.int64]:
+    return np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+def _span_mask(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
     """Return a mask of the tokens that have a character of a span."""
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     starts, stops = offsets[:, 0], offsets[:, 1]
     mask = np.zeros(len(offsets), bool)
     for start, stop in spans:

@@ -136,6 +136,11 @@ class ModelTokenizer(FileTokenizer):
                 return int(token)
         return super().special(role)
 
+    def ends_in_added_token(self, text: str) -> bool:
+        """Return whether a text ends with an added token, such as a special one, and white space."""
+        contents = (token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+        return text.rstrip().endswith(tuple(contents))
+
     def identity(self) -> list[str]:
         """Return texts that change whenever the tokens of an example may."""
         added = sorted((i, repr(token)) for i, token in self._tokenizer.get_added_tokens_decoder().items())

@@ -1,69 +1,20 @@
-"""Rows of equal length from encoded examples, and the summary of what did not fit into them."""
+"""Rows of equal length from encoded examples, with a summary of what did not fit into them."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, MaskDocuments, TokenDocuments, texts_per_example
+from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, TokenDocuments, TokenWeights, texts_per_example
 from jaxtrain.data.finetuning.examples import PlainText, Preference
+from jaxtrain.data.finetuning.row_summary import RowSummary
 from jaxtrain.data.packing import PackedRows, Piece, check_length, pack_pieces
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
 
-
-@dataclass(frozen=True)
-class RowSummary:
-    """What rows hold of their examples.
-
-    Attributes:
-      examples: Number of examples.
-      tokens: Number of their tokens.
-      cut_examples: Number of examples that are longer than a row and lose their end, but are in the rows.
-      cut_tokens: Number of the tokens of these that are not in the rows.
-      dropped_examples: Number of examples that are not in the rows: no token in the loss is in their first
-        `length + 1` tokens, or one of the two texts of a preference has none.
-      dropped_tokens: Number of the tokens of these.
-      loss_tokens: Number of tokens in the loss.
-      rows: Number of rows.
-      length: Number of predictions of a row.
-    """
-
-    examples: int
-    tokens: int
-    cut_examples: int
-    cut_tokens: int
-    dropped_examples: int
-    dropped_tokens: int
-    loss_tokens: int
-    rows: int
-    length: int
-
-    def lines(self) -> list[str]:
-        """Return the summary as sentences.
-
-        Example:
-          >>> print(*RowSummary(9, 1000, 2, 30, 1, 70, 400, 8, 128).lines(), sep="\\n")
-          9 examples of 1,000 tokens in 8 rows of 128: 400 tokens (40.0%) are in the loss
-          2 examples (22.2%) are longer than a row: 30 tokens (3.0%) are cut off at their end
-          1 example (11.1%) is dropped, with 70 tokens (7.0%): no token that fits into a row is in the loss
-        """
-        lines = [
-            f"{_count(self.examples, 'example')} of {_count(self.tokens, 'token')} in {_count(self.rows, 'row')} of"
-            f" {self.length:,}: {_share(self.loss_tokens, self.tokens, 'token')} in the loss"
-        ]
-        if self.cut_examples:
-            lines.append(
-                f"{_share(self.cut_examples, self.examples, 'example')} longer than a row:"
-                f" {_share(self.cut_tokens, self.tokens, 'token')} cut off at their end"
-            )
-        if self.dropped_examples:
-            dropped = _share(self.dropped_tokens, self.tokens, "token").rpartition(" ")[0]
-            lines.append(
-                f"{_share(self.dropped_examples, self.examples, 'example')} dropped, with {dropped}: no token that"
-                " fits into a row is in the loss"
-            )
-        return lines
+_COUNTS = [field.name for field in fields(RowSummary) if field.name not in ("examples", "rows", "length")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +53,7 @@ def supervised_rows(
 
     Returns:
       A tuple (rows, summary). A row has `"tokens"`, `"targets"`, `"segments"` and `"positions"`, int32 [length], and
-      `"weight"`, float32 [length], which is 1 where the target is in the loss.
+      `"weight"`, float32 [length], which is the example's weight where the target is in the loss and 0 elsewhere.
 
     Raises:
       UserError: The length is less than 1, the examples are preferences, or no example is left.
@@ -122,7 +73,7 @@ def supervised_rows(
         raise UserError("the examples are preferences: choose a method that learns from chosen and rejected answers")
     pieces, counts = _fit(examples, length)
     rows = pack_pieces(pieces, length) if packing else tuple((piece,) for piece in pieces)
-    packed = PackedRows(TokenDocuments(examples), rows, length, pad, MaskDocuments(examples))
+    packed = PackedRows(TokenDocuments(examples), rows, length, pad, TokenWeights(examples))
     return packed, RowSummary(**counts, rows=len(rows), length=length)
 
 
@@ -144,7 +95,7 @@ def preference_rows(examples: EncodedExamples, length: int, pad: int) -> tuple[P
         raise UserError(f"the examples are of the kind {examples.kind.__name__}: add the fields chosen and rejected")
     pieces, counts = _fit(examples, length)
     texts = PackedRows(
-        TokenDocuments(examples), tuple((piece,) for piece in pieces), length, pad, MaskDocuments(examples)
+        TokenDocuments(examples), tuple((piece,) for piece in pieces), length, pad, TokenWeights(examples)
     )
     rows = PreferenceRows(texts)
     return rows, RowSummary(**counts, rows=len(rows), length=length)
@@ -160,18 +111,21 @@ def _fit(examples: EncodedExamples, length: int) -> tuple[list[Piece], dict[str,
     for first in range(0, len(sizes), per_example):
         numbers = range(first, first + per_example)
         tokens = sum(sizes[i] for i in numbers)
+        counts["tokens"] += tokens
         # A text of n tokens has n - 1 predictions.
         stops = [sizes[i] - 1 if examples.kind is PlainText else min(sizes[i] - 1, length) for i in numbers]
-        in_loss = [int(examples.mask(i)[1 : stop + 1].sum()) for i, stop in zip(numbers, stops, strict=True)]
-        counts["tokens"] += tokens
-        if not all(in_loss):
-            counts["dropped_examples"] += 1
+        in_loss = [examples.mask(i)[1:] for i in numbers]
+        kept = [int(mask[:stop].sum()) for mask, stop in zip(in_loss, stops, strict=True)]
+        reason = _reason(in_loss, kept, examples.weight(first))
+        if reason:
+            counts[reason] += 1
             counts["dropped_tokens"] += tokens
             continue
         cut = tokens - sum(stop + 1 for stop in stops)
         counts["cut_examples"] += cut > 0
         counts["cut_tokens"] += cut
-        counts["loss_tokens"] += sum(in_loss)
+        counts["cut_loss_tokens"] += sum(int(mask.sum()) for mask in in_loss) - sum(kept)
+        counts["loss_tokens"] += sum(kept)
         for i, stop in zip(numbers, stops, strict=True):
             pieces += [Piece(i, start, min(start + length, stop)) for start in range(0, stop, length)]
     if not pieces:
@@ -179,14 +133,23 @@ def _fit(examples: EncodedExamples, length: int) -> tuple[list[Piece], dict[str,
             f"no example has a token in the loss that fits into a row of {length:,}: use longer rows, or examples with"
             " an answer of the assistant"
         )
-    names = ("tokens", "cut_examples", "cut_tokens", "dropped_examples", "dropped_tokens", "loss_tokens")
-    return pieces, {"examples": len(sizes) // per_example, **{name: counts[name] for name in names}}
+    counts |= _divided(examples)
+    return pieces, {"examples": len(sizes) // per_example, **{name: counts[name] for name in _COUNTS}}
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _reason(in_loss: Sequence[NDArray[np.bool_]], kept: Sequence[int], weight: float) -> str | None:
+    """Return the count of a summary that an example belongs to if it is dropped."""
+    if not all(mask.any() for mask in in_loss):
+        return "unanswered"
+    if not all(kept):
+        return "cut_away"
+    return None if weight else "weightless"
 
 
-def _share(number: int, total: int, noun: str) -> str:
-    share = f" ({number / total:.1%})" if total else ""
-    return f"{_count(number, noun)}{share} {'is' if number == 1 else 'are'}"
+def _divided(examples: EncodedExamples) -> Counter[str]:
+    """Return how many conversations are several texts, and how many these are."""
+    if examples.numbers is None or examples.kind is Preference:
+        return Counter()
+    texts = np.bincount(examples.numbers)
+    several = texts[texts > 1]
+    return Counter(divided=len(several), parts=int(several.sum()))

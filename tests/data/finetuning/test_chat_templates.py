@@ -128,7 +128,7 @@ def test_prefix_differences_are_the_generation_blocks_of_transformers(
     assert texts.decode_all(found.tokens) == texts.chat_template().render(messages)
 
 
-def test_answers_are_masked_by_family_and_unstable_templates_are_refused(made: Any, tmp_path: Path) -> None:
+def test_answers_are_masked_by_family(made: Any, tmp_path: Path) -> None:
     turns = [*USER, {"role": "assistant", "content": "A1"}, *USER, {"role": "assistant", "content": "A2"}]
     expected = {
         "chatml": ["A1<|im_end|>\n", "A2<|im_end|>\n"],
@@ -145,11 +145,6 @@ def test_answers_are_masked_by_family_and_unstable_templates_are_refused(made: A
         assert texts.decode_all(found.tokens[found.mask]) == "".join(answers), family
         edges = found.mask.astype(int)
         assert (edges[1:] > edges[:-1]).sum() == 2, family
-    texts = ModelTokenizer(write_folder(tmp_path / "qwen-3", "qwen-3", made))
-    with pytest.raises(UserError, match=r"^a, line 3: .* renders the messages up to 2 differently when others follow"):
-        encode_example(parse_example({"messages": turns}, "a, line 3"), texts)
-    (found,) = encode_example(parse_example({"messages": turns[:2]}, "here"), texts)
-    assert texts.decode_all(found.tokens[found.mask]) == "<think>\n\n</think>\n\nA1<|im_end|>\n"
 
 
 @pytest.mark.parametrize(

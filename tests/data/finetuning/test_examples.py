@@ -44,6 +44,8 @@ def test_kinds_are_recognized_by_their_fields() -> None:
         ("tool", "o"),
     ]
     assert found.tools is None
+    for row in ({"text": "a"}, {"prompt": "a", "answer": "b"}, {"messages": [USER]}):
+        assert parse_example({**row, "weight": 2}, "w").weight == 2.0
     called = parse_example({"messages": [USER, CALL]}, "w").messages[1]
     assert called == {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": None}}]}
 
@@ -58,7 +60,7 @@ def test_preferences_contain_their_prompt_or_have_it_beside_them() -> None:
     ):
         assert parse_example(row, "w") == expected
     texts = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    assert parse_example(texts, "w") == Preference("p", "c", "r", None, "w")
+    assert parse_example({**texts, "weight": 0.5}, "w") == Preference("p", "c", "r", None, "w", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,10 @@ def test_preferences_contain_their_prompt_or_have_it_beside_them() -> None:
         ({"messages": [{**USER, "at": b"a"}]}, "^w: message 1: at is of type bytes: use text, numbers"),
         ({"messages": [USER], "tools": "[{"}, "^w: tools is not valid JSON"),
         ({"messages": [USER], "tools": {"a": 1}}, "^w: tools is not a list of objects"),
+        ({"text": "a", "weight": "5 kg"}, "^w: weight is '5 kg', not a number of at least 0: correct it, or rename"),
+        ({"text": "a", "weight": -1}, "^w: weight is -1, not a number of at least 0"),
+        ({"text": "a", "weight": float("nan")}, "^w: weight is nan, not a number of at least 0"),
+        ({"text": "a", "weight": True}, "^w: weight is True, not a number of at least 0"),
         ({"chosen": "a", "rejected": "b"}, "^w has no prompt beside chosen and rejected"),
         ({"chosen": "a", "rejected": [USER]}, "^w: of chosen and rejected one is text"),
         ({"chosen": [USER], "rejected": [USER]}, "^w: chosen and rejected do not differ in their answer"),

@@ -37,8 +37,13 @@ MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=2, m
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    return ModelTokenizer(write_folder(tmp_path_factory.mktemp("model"), "chatml", byte_level()))
+def made() -> tokenizers.Tokenizer:
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def texts(made: Any, tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer(write_folder(tmp_path_factory.mktemp("model"), "chatml", made))
 
 
 def encoded(masks: list[list[bool]], kind: Any) -> EncodedExamples:
@@ -175,6 +180,31 @@ def test_examples_are_tokenized_once_and_errors_name_their_line(
     write(file, [{"messages": turns[3]}, {"messages": [{"role": "user", "content": "Hi"}, {"role": "tool"}]}])
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: message 2 has no content"):
         encode_examples(read_examples(file), texts)
+
+
+def test_rows_have_the_weights_of_their_examples_and_count_divided_ones(made: Any, tmp_path: Path) -> None:
+    texts = ModelTokenizer(write_folder(tmp_path / "model", "qwen-3", made))
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    turns = [(4 * [user, answer], 2.0), ([user, answer], 0), ([user, answer], None), ([user], 1), ([user, answer], 0.5)]
+    turns += [([{**user, "content": "long " * 90}, answer], 1)]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages[:4], "weight": weight} for messages, weight in turns])
+    for _ in range(2):  # the second time from the cache
+        examples = encode_examples(read_examples(file), texts)
+        rows, summary = supervised_rows(examples, 100, pad=0)
+        weights = [
+            sorted({float(weight) for weight in row["weight"][row["segments"] == segment]})
+            for row in map(rows.__getitem__, range(len(rows)))
+            for segment in range(1, row["segments"].max() + 1)
+        ]
+        assert sorted(weights) == [[0.0, 0.5], [0.0, 1.0], [0.0, 2.0], [0.0, 2.0]]
+    assert (summary.examples, summary.divided, summary.parts) == (7, 1, 2)
+    assert (summary.unanswered, summary.cut_away, summary.weightless) == (1, 1, 1)
+    assert summary.lines()[1] == (
+        "1 conversation is 2 of these examples, since the chat template rewrites earlier answers"
+    )
+    assert summary.lines()[-1].endswith(
+        ": 1 without a token in the loss, 1 whose answer starts after the end of a row, 1 of weight 0"
+    )
 
 
 def test_a_page_of_examples_grays_what_is_not_in_the_loss(texts: ModelTokenizer, tmp_path: Path) -> None:
