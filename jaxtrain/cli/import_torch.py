@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
 from jaxtrain.cli.flags import check_recipe_name, parse_known, parse_with_recipe
@@ -39,7 +38,7 @@ def main(args: list[str]) -> int:
     check_free(run)
     preflight.check_settings(recipe)
     task = recipe.task()
-    params_like, state_like = jax.eval_shape(task.initial)
+    params_like, state_like = task.shapes()
     if task.names is None:
         raise UserError(
             f"{name} has no table of PyTorch parameter names: define Task.names, or choose one of {', '.join(RECIPES)}"

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from jaxtrain.cli.conversation import message, print_chunks, talk
@@ -16,7 +15,7 @@ from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import read_recipe, restore_params, restore_state
+from jaxtrain.runner import read_recipe, restore_params, restore_state, state_shapes, training_step
 from jaxtrain.step import averaged
 
 _PROMPT = "def "
@@ -74,7 +73,7 @@ def _check(options: Sample) -> None:
 
 
 def _params(run: RunFolder, recipe: Recipe, task: Task) -> Any:
-    like = jax.eval_shape(task.initial).params
+    like = state_shapes(training_step(recipe, task), task, recipe).params
     return restore_params(run.checkpoints, like, averaged=recipe.ema is not None, task=task)
 
 

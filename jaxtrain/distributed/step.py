@@ -94,15 +94,19 @@ class ShardedStep(TrainStep):
         return _Jitted(limited, shardings, self._mesh, options)
 
     @user_facing
-    def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+    def init(
+        self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False, donate: bool = False
+    ) -> TrainState:
         """As `TrainStep.init`, with parameters and state sharded from the start."""
         shapes = self.shapes(params, model_state=model_state, seed=seed, streaming=streaming)
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
-        init = partial(init_state, self.parts, seed=seed, streaming=streaming)
+        init = partial(init_state, self.parts, seed=seed, streaming=streaming, donate=donate)
         with bypass_compilation_cache(self._mesh):
             params = _on_devices(params, shardings.params)
             model_state = _on_devices(model_state, shardings.model_state)
-            state: TrainState = jax.jit(init, out_shardings=shardings)(params, model_state)
+            state: TrainState = jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1) if donate else ())(
+                params, model_state
+            )
         return state
 
     @user_facing

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxtrain.data import FileTokenizer, Role, Tokenizer
+from jaxtrain.data import ByteTokenizer, FileTokenizer, Role, Tokenizer
 from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.export import byte_tokenizer
 from jaxtrain.export.inference import Inference, named_weights
 from jaxtrain.models import CONFIG, from_pretrained, functional_with_state, read_json, save_pretrained, write_json
 
@@ -38,7 +39,8 @@ def write_huggingface(
       params: Its parameters, written in their dtypes.
       model_state: Its running statistics, if it has any.
       class_names: Names of the classes, for a classifier.
-      texts: The tokenizer; it is written if it was read from a file, with its chat templates if it has any.
+      texts: The tokenizer; it is written if it was read from a file, with its chat templates if it has any, or if the
+        model is a decoder of bytes.
 
     Raises:
       UserError: `transformers` has no such model.
@@ -57,6 +59,8 @@ def write_huggingface(
         _copy_texts(texts.folder, folder)
     elif isinstance(texts, FileTokenizer):
         _write_tokenizer(folder, texts)
+    elif isinstance(texts, ByteTokenizer) and entries.get("vocab_size") == byte_tokenizer.SIZE:
+        byte_tokenizer.write_byte_tokenizer(folder)
 
 
 def load_huggingface(folder: Path, inference: Inference) -> Callable[..., np.ndarray]:

@@ -43,13 +43,13 @@ def write_run(path: Path, run: RunFolder, recipe: Recipe, task: Task, names: Nam
 
 
 def _metadata(recipe: Recipe, task: Task, names: NameTable, state: TrainState) -> CheckpointMetadata:
-    excluded = task.no_decay or no_decay
+    excluded, initial = task.no_decay or no_decay, task.shapes()
     scaled = isinstance(state.loss_scale, LossScaleState)
     return new_metadata(
         optimizer_expression(recipe),
         names,
-        task.params,
-        buffer_names=task.buffers.torch_order(task.model_state) if task.buffers else [],
+        initial.params,
+        buffer_names=task.buffers.torch_order(initial.model_state) if task.buffers else [],
         count=int(applied_updates(state)),
         lr=recipe.lr,
         scaler=state_dict(loss_scale(recipe) or dynamic_loss_scale(), state.loss_scale) if scaled else {},

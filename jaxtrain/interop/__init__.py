@@ -18,6 +18,7 @@ from jaxtrain.interop.names import (
 from jaxtrain.interop.names import LAYER as LAYER
 from jaxtrain.interop.names import OUT_IN as OUT_IN
 from jaxtrain.interop.names import Layout as Layout
+from jaxtrain.interop.names import StoredLeaf as StoredLeaf
 from jaxtrain.interop.names import leaves as leaves
 from jaxtrain.interop.names import unflatten as unflatten
 from jaxtrain.interop.torch_file import StoredTensor as StoredTensor

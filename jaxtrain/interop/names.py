@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.paths import path_name
 
 Array = np.ndarray
+Index = tuple[slice, ...]
 LAYER = "{layer}"
 
 
@@ -28,19 +29,27 @@ class Layout:
       to_jax: Conversion from PyTorch's array to JAX's.
       to_torch: Its inverse.
       source: Python expression that creates the layout, for generated code.
+      part: Conversion of the slices of a part of JAX's array to those of the same part of PyTorch's; None if a part is
+        cut out of the whole array.
     """
 
     to_jax: Callable[[Array], Array]
     to_torch: Callable[[Array], Array]
     source: str = ""
+    part: Callable[[Index], Index] | None = None
 
 
-AS_IS = Layout(lambda x: x, lambda x: x, "AS_IS")
-LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR")
+AS_IS = Layout(lambda x: x, lambda x: x, "AS_IS", lambda index: index)
+LINEAR = Layout(lambda x: x.T, lambda x: x.T, "LINEAR", lambda index: index[::-1])
 """Weight of `torch.nn.Linear`: [out, in] in PyTorch, [in, out] in JAX."""
-OUT_IN = Layout(lambda x: x, lambda x: x, "OUT_IN")
+OUT_IN = Layout(lambda x: x, lambda x: x, "OUT_IN", lambda index: index)
 """Weight of `torch.nn.Linear` that is [out, in] in JAX too, as in an imported module."""
-CONV = Layout(lambda x: np.moveaxis(x, (0, 1), (-1, -2)), lambda x: np.moveaxis(x, (-1, -2), (0, 1)), "CONV")
+CONV = Layout(
+    lambda x: np.moveaxis(x, (0, 1), (-1, -2)),
+    lambda x: np.moveaxis(x, (-1, -2), (0, 1)),
+    "CONV",
+    lambda index: (index[-1], index[-2], *index[:-2]),
+)
 """Weight of `torch.nn.Conv1d`, `Conv2d` and `Conv3d`: [out, in, ...] in PyTorch, [..., in, out] in JAX."""
 
 
@@ -159,18 +168,17 @@ class NameTable:
         Raises:
           UserError: Tensors are missing, unexpected or mis-shaped, or tied tensors differ; it lists all of them.
         """
-        read = self.readers(tensors, like)
-        return jax.tree.map(lambda read, leaf: put(read(), leaf) if put else read(), read, like)
+        stored = self.stored(tensors, like)
+        return jax.tree.map(lambda x, leaf: put(np.asarray(x), leaf) if put else np.asarray(x), stored, like)
 
-    def readers(self, tensors: Mapping[str, Any], like: Any) -> Any:
-        """Return functions that read the arrays of `to_jax` one by one, without arguments, in a tree as `like`.
+    def stored(self, tensors: Mapping[str, Any], like: Any) -> Any:
+        """Return the arrays of `to_jax` as `StoredLeaf`s, which are read later, in a tree as `like`.
 
         Raises:
           UserError: As `to_jax`.
         """
         wanted = self.check(tensors, like)
-        found = {path: functools.partial(self._read, tensors, self.params[path], leaf) for path, leaf in wanted.items()}
-        return unflatten(found, like)
+        return unflatten({path: StoredLeaf(tensors, self.params[path], leaf) for path, leaf in wanted.items()}, like)
 
     def check(self, tensors: Mapping[str, Any], like: Any) -> dict[str, Any]:
         """Return the leaves of `like` by path if `tensors` fit, or raise as `to_jax`; only tied tensors are read."""
@@ -198,16 +206,6 @@ class NameTable:
             for alias, name in self.tied.items()
             if alias in tensors and name in tensors and not _equal(tensors[alias], tensors[name])
         ]
-
-    def _read(self, tensors: Mapping[str, Any], param: TorchParam, leaf: Any) -> Array:
-        """Read the array of one leaf; a stack is filled layer by layer."""
-        names = _names(param, leaf)
-        if not param.is_stack:
-            return param.layout.to_jax(np.asarray(tensors[names[0]]))
-        stack = np.empty(leaf.shape, np.result_type(*(tensors[name].dtype for name in names)) if names else leaf.dtype)
-        for i, name in enumerate(names):
-            stack[i] = param.layout.to_jax(np.asarray(tensors[name]))
-        return stack
 
     def to_torch(self, params: Any) -> dict[str, Array]:
         """Return the leaves of parameters, gradients or moments under PyTorch's names, without tied aliases."""
@@ -250,6 +248,53 @@ class NameTable:
                 f"the name table does not fit the model: without an entry {sorted(set(found) - set(self.params))}, "
                 f"without a leaf {sorted(set(self.params) - set(found))}"
             )
+
+
+class StoredLeaf:
+    """JAX array of PyTorch tensors, read by `numpy.asarray`, or a part of it by slices.
+
+    Args:
+      tensors: PyTorch tensors by name; parts are read of those that have them.
+      param: Name and layout of the tensors.
+      like: Array or shape of the leaf.
+
+    Example:
+      >>> weight = TorchParam("fc.weight", LINEAR)
+      >>> leaf = StoredLeaf({"fc.weight": np.arange(6).reshape(2, 3)}, weight, np.zeros((3, 2)))
+      >>> leaf[1:3, 0:1].tolist()
+      [[1], [2]]
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], param: TorchParam, like: Any) -> None:
+        self._tensors = [tensors[name] for name in _names(param, like)]
+        self._param, self.shape = param, tuple(like.shape)
+        dtypes = [tensor.dtype for tensor in self._tensors]
+        self.dtype = np.result_type(*dtypes) if dtypes else np.dtype(like.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        del copy
+        array = self[tuple(slice(None) for _ in self.shape)]
+        return array if dtype is None else array.astype(dtype)
+
+    def __getitem__(self, index: Index) -> Array:
+        """Read a part; a stack is filled layer by layer."""
+        bounds = tuple(slice(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
+        if not self._param.is_stack:
+            return self._read(self._tensors[0], bounds, self.shape)
+        layers, *part = bounds
+        chosen = self._tensors[layers]
+        stack = np.empty([len(chosen), *(x.stop - x.start for x in part)], self.dtype)
+        for i, tensor in enumerate(chosen):
+            stack[i] = self._read(tensor, tuple(part), self.shape[1:])
+        return stack
+
+    def _read(self, tensor: Any, part: Index, shape: tuple[int, ...]) -> Array:
+        layout = self._param.layout
+        if all((x.start, x.stop) == (0, size) for x, size in zip(part, shape, strict=True)):
+            return layout.to_jax(np.asarray(tensor))
+        if layout.part is None:
+            return layout.to_jax(np.asarray(tensor))[part]
+        return layout.to_jax(np.asarray(tensor[layout.part(part)]))
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:

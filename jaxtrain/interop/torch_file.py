@@ -27,29 +27,47 @@ _MAX_NUMBERS = 10**6
 _MAX_UPDATES = 2**31  # counts are int32
 
 
+Index = tuple[slice, ...]
+"""Part of an array: a slice of every axis."""
+
+
 class StoredTensor:
-    """Tensor of a file with known shape and NumPy dtype, read by `numpy.asarray`.
+    """Tensor of a file with known shape and NumPy dtype, read by `numpy.asarray`, or a part of it by slices.
 
     Args:
       name: Name of the tensor.
       shape: Shape.
       dtype: Dtype.
       read: Function that reads the array.
+      read_part: Function that reads a part of it; None reads all of it for a part.
 
     Raises:
       UserError: When it is read and contains inf or NaN.
     """
 
-    def __init__(self, name: str, shape: Iterable[int], dtype: Any, read: Callable[[], np.ndarray]) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: Iterable[int],
+        dtype: Any,
+        read: Callable[[], np.ndarray],
+        read_part: Callable[[Index], np.ndarray] | None = None,
+    ) -> None:
         self.name, self.shape, self.dtype = name, tuple(shape), np.dtype(dtype)
-        self._read = read
+        self._read, self._read_part = read, read_part
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        array = self._read()
+        array = self._finite(self._read())
+        return array if dtype is None else array.astype(dtype)
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        return self._finite(self._read()[index] if self._read_part is None else self._read_part(index))
+
+    def _finite(self, array: np.ndarray) -> np.ndarray:
         if not (np.issubdtype(array.dtype, np.integer) or np.isfinite(array).all()):
             raise UserError(f"{self.name} contains inf or NaN: use an earlier checkpoint")
-        return array if dtype is None else array.astype(dtype)
+        return array
 
 
 @dataclass(frozen=True)
@@ -202,7 +220,8 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
         kind = names[name].get_dtype()
         if kind not in _SAFETENSORS:
             raise UserError(f"{name} in {path} has the unsupported dtype {kind}: convert it first")
-        return StoredTensor(name, names[name].get_shape(), _SAFETENSORS[kind], lambda: file.get_tensor(name))
+        shape, dtype = names[name].get_shape(), _SAFETENSORS[kind]
+        return StoredTensor(name, shape, dtype, lambda: file.get_tensor(name), names[name].__getitem__)
 
     return {name: stored(name) for name in names}
 

@@ -64,11 +64,17 @@ def _stacked(name: str, stacks: list[list[Any]]) -> StoredTensor:
     rows, columns = first.shape
     shape = (len(stacks), rows * len(stacks[0]), columns)
 
-    def read() -> np.ndarray:
-        stack = np.empty(shape, first.dtype)
-        for target, expert in zip(stack, stacks, strict=True):
-            for i, part in enumerate(expert):
-                target[i * rows : (i + 1) * rows] = np.asarray(part)
+    def read_part(index: tuple[slice, ...]) -> np.ndarray:
+        experts, among, within = (slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+        chosen = stacks[experts]
+        stack = np.empty((len(chosen), among.stop - among.start, within.stop - within.start), first.dtype)
+        for target, expert in zip(stack, chosen, strict=True):
+            for i, tensor in enumerate(expert):
+                # The rows of this tensor, numbered in the stack.
+                start, stop = max(among.start, i * rows), min(among.stop, (i + 1) * rows)
+                if start < stop:
+                    part = tensor[start - i * rows : stop - i * rows, within]
+                    target[start - among.start : stop - among.start] = part
         return stack
 
-    return StoredTensor(name, shape, first.dtype, read)
+    return StoredTensor(name, shape, first.dtype, lambda: read_part((slice(None),) * 3), read_part)

@@ -136,7 +136,12 @@ SHARDING = {
 }
 """Mesh axes that shard each axis, by parameter path; every expert is sharded as the MLP of a Llama."""
 
-EXPERTS = Layout(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2), "EXPERTS")
+EXPERTS = Layout(
+    lambda x: x.swapaxes(-1, -2),
+    lambda x: x.swapaxes(-1, -2),
+    "EXPERTS",
+    lambda index: (*index[:-2], index[-1], index[-2]),
+)
 """A stack of `torch.nn.Linear` weights [experts, out, in]."""
 
 

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.parameter_forms import KernelForm, Product, array_of, evaluate, is_form
+from jaxtrain.models.stored_arrays import read_arrays
 from jaxtrain.paths import path_name
 
 BLOCK = 64
@@ -201,6 +202,30 @@ def quantize_params(params: Any, targets: str, *, out_in: str = "") -> Any:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
+def read_params(stored: Any, like: Any) -> Any:
+    """Read stored parameters into their shards, some of them quantized: stacks of kernels one layer at a time.
+
+    Args:
+      stored: Pytree of arrays in files, as of `PretrainedModel.stored`.
+      like: Shapes, dtypes and shardings of the results, with a `QuantizedKernel` of shapes for a quantized kernel, and
+        with None for what is not read.
+
+    Returns:
+      The parameters, with None for None. A layer is quantized on the default device.
+
+    Example:
+      >>> stored = {"kernel": np.ones((2, 64, 3), jnp.bfloat16)}
+      >>> like = jax.eval_shape(lambda: quantize_params({"kernel": jnp.ones((2, 64, 3))}, "kernel"))
+      >>> read_params(stored, like)["kernel"].packed.shape
+      (2, 3, 32)
+    """
+
+    def read(like: Any, array: Any) -> Any:
+        return _read_quantized(array, like) if is_form(like) else read_arrays(array, like)
+
+    return jax.tree.map(read, like, stored, is_leaf=lambda x: x is None or is_form(x))
+
+
 def dequantize_params(params: Any) -> Any:
     """Return parameters with the array of every quantized kernel.
 
@@ -255,6 +280,23 @@ def sharding(rules: Mapping[str, P], *, out_in: str = "") -> dict[str, P]:
 
 def _paths(params: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_form)]
+
+
+def _read_quantized(stored: Any, like: QuantizedKernel) -> QuantizedKernel:
+    if not jax.tree.leaves(like):
+        return like
+    whole = tuple(slice(None) for _ in stored.shape[-2:])
+
+    def quantized(*layer: slice) -> Any:
+        kernel = jnp.asarray(stored[*layer, *whole], like.dtype)
+        return jax.device_get(quantize(kernel, out_in=like.out_in))
+
+    if len(stored.shape) == 2:
+        parts = quantized()
+    else:
+        layers = [quantized(slice(i, i + 1)) for i in range(stored.shape[0])]
+        parts = jax.tree.map(lambda *x: np.concatenate(x), *layers)
+    return jax.tree.map(read_arrays, parts, like)
 
 
 def _quantize_blocks(rows: jax.Array, block: int, values: np.ndarray) -> tuple[jax.Array, jax.Array]:

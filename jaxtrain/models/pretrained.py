@@ -23,7 +23,7 @@ from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
-from jaxtrain.paths import path_name
+from jaxtrain.models.stored_arrays import read_arrays
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,15 @@ FAMILIES = {
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def from_pretrained(path: Path | str, *, dtype: Any = np.float32, shardings: Callable[[Any], Any] | None = None) -> Any:
+def from_pretrained(
+    path: Path | str, *, dtype: Any | None = np.float32, shardings: Callable[[Any], Any] | None = None
+) -> Any:
     """Load a model from a folder in Hugging Face layout or from the Hub.
 
     Args:
       path: Folder, or Hub id such as "openai-community/gpt2", of which `huggingface_hub` downloads the configuration
         and the safetensors only.
-      dtype: Dtype of the floating parameters, whatever the stored one.
+      dtype: Dtype of the floating parameters; None for the stored ones.
       shardings: Function of the shapes of the parameters that returns their shardings, such as
         `partial(jaxtrain.distributed.param_shardings, mesh=mesh, rules=llama.SHARDING)`. No device ever has a whole
         parameter that is sharded. None places all of them on the default device.
@@ -116,7 +118,7 @@ def from_pretrained(path: Path | str, *, dtype: Any = np.float32, shardings: Cal
     graphdef, *_ = nnx.split(stored.model, nnx.Param, nnx.BatchStat)
     if shardings is not None:
         stored.likes[0] = jax.tree.map(_with_sharding, stored.likes[0], shardings(stored.likes[0]))
-    return nnx.merge(graphdef, *(jax.tree.map(_read, *pair) for pair in zip(stored.readers, stored.likes, strict=True)))
+    return nnx.merge(graphdef, *map(read_arrays, stored.arrays, stored.likes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,36 +130,31 @@ class PretrainedModel:
       names: Names of its parameters in the model of `transformers`.
       sharding: Sharding rules of its parameters, as of `jaxtrain.distributed.shard`.
       shapes: Shapes and dtypes of its parameters.
+      stored: Its parameters as they are stored; slices of every axis read a part of one.
     """
 
     model: Any
     names: NameTable
     sharding: Mapping[str, PartitionSpec]
     shapes: Any
-    _readers: Any
+    stored: Any
 
-    def params(self, put: Callable[[str, jax.Array], Any] = lambda path, array: array) -> Any:
-        """Read the parameters; where JAX traces this, when the traced program runs.
+    def params(self, like: Any = None) -> Any:
+        """Read the parameters.
 
         Args:
-          put: Function of a path and an array that makes a leaf of each array before the next is read, for instance
-            a quantized kernel.
+          like: Their shapes with the dtypes and shardings to read them into, and with None for those that are not read;
+            None for `shapes`, on the default device. Each process reads what its devices hold.
         """
-        is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-
-        def leaf(path: Any, like: Any, read: Callable[[], np.ndarray]) -> Any:
-            array = jax.pure_callback(read, like) if is_traced else jnp.asarray(read())
-            return put(path_name(path), array)
-
-        return jax.tree_util.tree_map_with_path(leaf, self.shapes, self._readers)
+        return read_arrays(self.stored, self.shapes if like is None else like)
 
 
-def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedModel:
+def open_pretrained(path: Path | str, *, dtype: Any | None = None) -> PretrainedModel:
     """Open a model without running statistics as `from_pretrained` does, without reading its weights.
 
     Args:
       path: As of `from_pretrained`.
-      dtype: As of `from_pretrained`.
+      dtype: As of `from_pretrained`, by default the stored ones.
 
     Returns:
       The model.
@@ -174,26 +171,27 @@ def open_pretrained(path: Path | str, *, dtype: Any = np.float32) -> PretrainedM
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     save_pretrained(folder, params, config)
       ...     opened = open_pretrained(folder)
-      ...     jax.eval_shape(opened.params)["wte"].shape, bool((opened.params()["wte"] == params["wte"]).all())
+      ...     opened.shapes["wte"].shape, bool((opened.params()["wte"] == params["wte"]).all())
       ((7, 4), True)
     """
     stored = _open(path, dtype)
     names, sharding = stored.module.torch_names(stored.config), stored.module.SHARDING
-    return PretrainedModel(stored.model, names, sharding, stored.likes[0], stored.readers[0])
+    return PretrainedModel(stored.model, names, sharding, stored.likes[0], stored.arrays[0])
 
 
 class _Stored(NamedTuple):
-    """A model in a folder: what it is, and functions that read its arrays."""
+    """A model in a folder: what it is, and its arrays, which are read later."""
 
     module: ModuleType
     config: Any
     model: Any
     likes: list[Any]
-    readers: list[Any]
+    arrays: list[Any]
 
 
-def _open(path: Path | str, dtype: Any) -> _Stored:
-    _check_dtype(dtype)
+def _open(path: Path | str, dtype: Any | None) -> _Stored:
+    if dtype is not None:
+        _check_dtype(dtype)
     folder = resolve_folder(path)
     values = read_json(folder, CONFIG)
     family, head = _family(values, folder)
@@ -211,19 +209,15 @@ def _open(path: Path | str, dtype: Any) -> _Stored:
         {name: tensor for name, tensor in tensors.items() if name in buffers},
     ]
 
-    def wide(leaf: Any) -> jax.ShapeDtypeStruct:
-        floating = jnp.issubdtype(leaf.dtype, np.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype if floating else leaf.dtype)
+    def typed(leaf: Any, array: Any) -> jax.ShapeDtypeStruct:
+        wanted = array.dtype if dtype is None else np.dtype(dtype)
+        if not all(jnp.issubdtype(x, np.floating) for x in (leaf.dtype, wanted)):
+            wanted = leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(wanted))
 
-    def reader(read: Callable[[], np.ndarray], leaf: Any) -> Callable[[], np.ndarray]:
-        return lambda: read().astype(leaf.dtype, copy=False)
-
-    likes = [jax.tree.map(wide, like) for like in likes]
-    readers = [
-        jax.tree.map(reader, table.readers(part, like), like)
-        for table, part, like in zip(tables, parts, likes, strict=True)
-    ]
-    return _Stored(module, config, model, likes, readers)
+    arrays = [table.stored(part, like) for table, part, like in zip(tables, parts, likes, strict=True)]
+    likes = [jax.tree.map(typed, like, found) for like, found in zip(likes, arrays, strict=True)]
+    return _Stored(module, config, model, likes, arrays)
 
 
 def save_pretrained(
@@ -250,13 +244,6 @@ def save_pretrained(
     write_tensors(Path(folder), _sharded(FAMILIES[values["model_type"]].write(named), max_shard_size))
     dtypes = {jnp.result_type(leaf).name for leaf in jax.tree.leaves(params)}
     write_json(Path(folder), CONFIG, {**values, **({"dtype": dtypes.pop()} if len(dtypes) == 1 else {})})
-
-
-def _read(read: Callable[[], np.ndarray], like: Any) -> jax.Array:
-    array = read()
-    if like.sharding is None:
-        return jnp.asarray(array)
-    return jax.make_array_from_callback(like.shape, like.sharding, array.__getitem__)
 
 
 def _with_sharding(x: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

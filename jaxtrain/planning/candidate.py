@@ -92,7 +92,7 @@ def compile_for_target(recipe: Recipe, task: Task, target: GpuTarget) -> Candida
     begin = time.perf_counter()
     check_settings(recipe)
     step, batch = training_step(recipe, task), abstract_batch(recipe, task)
-    initial = jax.eval_shape(task.initial)
+    initial = task.shapes()
     program = gpu_program(
         step,
         initial.params,
@@ -155,7 +155,7 @@ def planned_mesh(recipe: Recipe, devices: Sequence[Any] | None) -> Mesh | None:
 
 def abstract_state(step: TrainStep, task: Task) -> TrainState:
     """Return the shapes of the initial state of a run."""
-    return step.shapes(lambda: task.initial().params, model_state=lambda: task.initial().model_state)
+    return step.shapes(lambda: task.create().params, model_state=lambda: task.create().model_state)
 
 
 def abstract_batch(recipe: Recipe, task: Task) -> dict[str, jax.ShapeDtypeStruct]:

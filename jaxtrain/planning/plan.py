@@ -113,7 +113,7 @@ def plan(
         memory,
         list(search.done.values()),
         _fastest(fitting, own),
-        batch_norm=jax.eval_shape(task.initial).model_state is not None,
+        batch_norm=task.shapes().model_state is not None,
         state=_state_parts(recipe, task, devices),
     )
 

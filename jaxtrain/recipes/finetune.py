@@ -58,6 +58,7 @@ class FineTuneRecipe(FineTuneSettings):
 
         return jt.Task(
             init=model.init,
+            load=model.load,
             loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
             predict=None if is_dpo else predict,
             signature=Signature(

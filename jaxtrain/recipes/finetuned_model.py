@@ -6,9 +6,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtrain.models import LoraConfig, PretrainedModel, functional, log_probs, lora, nf4, with_neftune
+from jaxtrain.paths import path_name
 from jaxtrain.recipes.decoder import linear_kernels
 
 _EMBEDDINGS = ("wte", "embed_tokens")  # of GPT-2, and of the Llama family
@@ -38,12 +41,40 @@ class FineTunedModel:
     seed: int = 0
 
     def init(self) -> Any:
-        """Read the weights, kernel by kernel, and create the adapters."""
-        kernels = set(linear_kernels(self.pretrained)) if self.quantized else set()
-        base = self.pretrained.params(lambda path, x: nf4.quantize(x) if path in kernels else x)
+        """Create the params, with zeros for the weights, which `load` reads."""
+        base = jax.tree_util.tree_map_with_path(self._zeros, self.pretrained.shapes)
         if self.config is not None:
-            return {"base": base, "lora": lora.init(jax.random.key(self.seed), base, self.config)}
+            return {"base": base, "lora": self._adapters(base)}
         return {"base": base, "model": base} if self.keeps_base else base
+
+    def load(self, like: Any) -> Any:
+        """Read the weights into their shards, kernel by kernel; `init` creates the adapters.
+
+        Args:
+          like: Shapes, dtypes and shardings of the params, with None for those that are not read.
+        """
+        if self.config is not None:
+            base = nf4.read_params(self.pretrained.stored, like["base"])
+            # The norms of DoRA are those of the base.
+            is_created = jax.tree.leaves(like["lora"]) and self.config.dora
+            shardings = jax.tree.map(lambda x: x.sharding, like["lora"])
+            return {
+                "base": base,
+                "lora": jax.jit(self._adapters, out_shardings=shardings)(base) if is_created else None,
+            }
+        if self.keeps_base:
+            return {name: None if part is None else self.pretrained.params(part) for name, part in like.items()}
+        return self.pretrained.params(like)
+
+    def _zeros(self, path: Any, like: Any) -> Any:
+        zeros = jnp.zeros(like.shape, like.dtype)
+        is_quantized = self.quantized and path_name(path) in linear_kernels(self.pretrained)
+        # Dequantized to float32, in which nothing is rounded once more.
+        return nf4.quantize(zeros.astype(np.float32)) if is_quantized else zeros
+
+    def _adapters(self, base: Any) -> Any:
+        assert self.config is not None
+        return lora.init(jax.random.key(self.seed), base, self.config)
 
     @property
     def frozen(self) -> Callable[[str], bool] | None:
@@ -91,16 +122,18 @@ class FineTunedModel:
         return self._adapted(compute, None)(params, batch["tokens"], None, batch["positions"], batch["segments"])
 
     def merged(self, params: Any) -> Any:
-        """Return the parameters of the decoder: with adapters merged, dequantized."""
+        """Return the parameters of the decoder in float32 at least: with adapters merged, dequantized."""
+        wide = _wide(params)
         if self.config is not None:
-            return lora.merge(params["base"], params["lora"], self.config)
-        return params["model"] if self.keeps_base else params
+            return lora.merge(wide["base"], wide["lora"], self.config)
+        return wide["model"] if self.keeps_base else wide
 
     def adapted(self, params: Any) -> Any:
         """Return the parameters of the decoder for `generate` and `stream`, with adapters that are not merged."""
+        wide = _wide(params)
         if self.config is not None:
-            return lora.adapted(params["base"], params["lora"], self.config)
-        return params["model"] if self.keeps_base else params
+            return lora.adapted(wide["base"], wide["lora"], self.config)
+        return wide["model"] if self.keeps_base else wide
 
     def _adapted(self, compute: Callable[..., Any], rng: jax.Array | None) -> Callable[..., jax.Array]:
         """Return a function of the params from one of the decoder's."""
@@ -111,3 +144,9 @@ class FineTunedModel:
     def _embeddings(self) -> str:
         """Return the path of the embeddings of tokens."""
         return next(name for name in _EMBEDDINGS if name in self.pretrained.names.params)
+
+
+def _wide(params: Any) -> Any:
+    """Return parameters with bfloat16 and float16 ones in float32."""
+    low = (jnp.bfloat16, np.float16)
+    return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype in low else x, params)

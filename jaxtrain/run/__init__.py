@@ -4,6 +4,7 @@ from jaxtrain.run.evaluation import EvaluationSums as EvaluationSums
 from jaxtrain.run.evaluation import evaluation_batches as evaluation_batches
 from jaxtrain.run.evaluation import means as means
 from jaxtrain.run.evaluation import task_batches as task_batches
+from jaxtrain.run.initial import Initial
 from jaxtrain.run.media import Audio, Image, Table, Text
 from jaxtrain.run.media import Media as Media
 from jaxtrain.run.media import MediaFile as MediaFile
@@ -19,7 +20,7 @@ from jaxtrain.run.reference import name_of as name_of
 from jaxtrain.run.reference import reference_to as reference_to
 from jaxtrain.run.reference import source_of as source_of
 from jaxtrain.run.signature import Input, Signature
-from jaxtrain.run.task import Initial, Predictions, Task, row_weights
+from jaxtrain.run.task import Predictions, Task, row_weights
 from jaxtrain.run.task import check_memory as check_memory
 
 __all__ = [

@@ -18,6 +18,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.interop import NameTable
 from jaxtrain.losses import cross_entropy
 from jaxtrain.paths import Frozen, none_frozen, path_name
+from jaxtrain.run.initial import Initial, read_initial
 from jaxtrain.run.signature import Signature
 from jaxtrain.run.task_fields import check_fields
 from jaxtrain.step import Loss, LossFn, TrainState
@@ -48,30 +49,21 @@ class Predictions(NamedTuple):
         return Loss(right.sum(), self.weight.sum())
 
 
-class Initial(NamedTuple):
-    """What a model starts from.
-
-    Attributes:
-      params: Trained parameters, a pytree of floating arrays.
-      model_state: What the loss updates besides, such as the running statistics of BatchNorm. With a model_state the
-        loss takes and returns it.
-    """
-
-    params: Any
-    model_state: Any = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Data, model and loss of a training run. Only `init`, `loss_fn` and `train` are required."""
 
     init: Callable[[], Any]
-    """Creates the initial params, or `Initial(params, model_state)`."""
+    """Creates the initial params, or `Initial(params, model_state)`. Only shapes matter of params that `load` reads."""
     loss_fn: LossFn
     """The loss, as `jaxtrain.train_step` takes it."""
     train: Any
     """Training data: a mapping of arrays, anything with `__len__` and `__getitem__`, an iterable or a function that
     returns one, or a DataLoader; see `jaxtrain.data.batches.training_batches`."""
+    load: Callable[[Any], Any] | None = None
+    """`load(like)` reads the initial params that are stored in files, as those of a pretrained model. `like` has their
+    shapes, dtypes and shardings, and None for params that are not wanted. The result is the same tree of arrays, with
+    None for params, or whole subtrees of them, that `init` creates. None creates all by `init`."""
     collate: Collate | None = None
     """Makes a batch of a list of examples; None stacks their arrays."""
     batch_keys: Sequence[str] | None = None
@@ -136,8 +128,8 @@ class Task:
     frozen: Frozen | None = None
     """Predicate on a parameter's path: whether it is not trained, besides those of the setting `frozen`."""
     unsaved: Frozen | None = None
-    """Predicate on a frozen parameter's path: whether checkpoints leave it out, because `init` creates the same again,
-    as the weights of a pretrained model from its folder. None saves all."""
+    """Predicate on a frozen parameter's path: whether checkpoints leave it out, because `load` reads it again, as the
+    weights of a pretrained model from its folder, or `init` creates the same. None saves all."""
     no_decay: Callable[[str], bool] | None = None
     """Predicate on a parameter's path: whether it does not decay, if the optimizer has one group; None for
     `jaxtrain.optim.no_decay`, biases and scales."""
@@ -149,10 +141,24 @@ class Task:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def initial(self) -> Initial:
-        """Create the initial params and model_state."""
+    def create(self) -> Initial:
+        """Call `init`, which creates params and model_state."""
         made = self.init()
         return made if isinstance(made, Initial) else Initial(made)
+
+    def shapes(self) -> Initial:
+        """Return the shapes and dtypes of the initial params and model_state; nothing is created or read."""
+        shapes: Initial = jax.eval_shape(self.create)
+        return shapes
+
+    def initial(self, like: Initial | None = None) -> Initial:
+        """Create the initial params and model_state, or read them from files.
+
+        Args:
+          like: Shapes with the dtypes and shardings to read into, and with None for params that are not wanted, if the
+            task has `load`; None for `shapes()`, on the default device.
+        """
+        return self.create() if self.load is None else read_initial(self.create, self.load, like or self.shapes())
 
     @property
     def params(self) -> Any:
@@ -166,7 +172,7 @@ class Task:
 
     @cached_property
     def _initial(self) -> Initial:
-        check_memory(self.initial, frozen=self.frozen or none_frozen)
+        check_memory(self.create, frozen=self.frozen or none_frozen)
         with jax.ensure_compile_time_eval():  # concrete arrays, even if first used during a trace
             return self.initial()
 

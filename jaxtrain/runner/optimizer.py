@@ -71,7 +71,7 @@ def frozen(recipe: Recipe, task: Task) -> Frozen:
 
 def state_shapes(step: TrainStep, task: Task, recipe: Recipe) -> TrainState:
     """Return the shapes of a recipe's state: nothing is allocated."""
-    initial = cache(task.initial)  # params and model_state are of one trace
+    initial = cache(task.create)  # params and model_state are of one trace
     return step.shapes(lambda: initial().params, model_state=lambda: initial().model_state, seed=recipe.seed)
 
 

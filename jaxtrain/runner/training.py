@@ -23,6 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.observe import Gauges
 from jaxtrain.run import (
     EvaluationSums,
+    Initial,
     Media,
     Recipe,
     Task,
@@ -35,7 +36,6 @@ from jaxtrain.run import (
 from jaxtrain.runner.batches import FetchedBatch
 from jaxtrain.runner.optimizer import frozen, state_shapes, training_step
 from jaxtrain.runner.transfer import Place
-from jaxtrain.runner.unsaved import initial_on_host
 from jaxtrain.step import TrainState, TrainStep, averaged, eval_step, validated
 
 
@@ -69,11 +69,12 @@ class Training:
     def init(self) -> TrainState:
         """Create the initial state: besides it, nothing stays on the devices. On a mesh it is created in shards."""
         task, seed = self.task, self.recipe.seed
+        if task.load is not None:
+            like = self.shapes()
+            initial = task.initial(Initial(like.params, like.model_state))
+            return self.step.init(initial.params, model_state=initial.model_state, seed=seed, donate=True)
         if run_mesh(self.recipe.mesh) is None:
             initial = task.initial()
-            return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
-        if task.unsaved is not None:  # read from files, which a compiled program would read on one device
-            initial = initial_on_host(task)
             return self.step.init(initial.params, model_state=initial.model_state, seed=seed)
         # Each function creates the shards of its own result, never all of it on one device.
         return self.step.init(lambda: task.initial().params, model_state=lambda: task.initial().model_state, seed=seed)
@@ -113,9 +114,9 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
     shorter_step = training_step(by_rows, task)
     rows = None
     if mesh is None:
-        check_memory(task.initial, frozen=frozen(recipe, task))
+        check_memory(task.create, frozen=frozen(recipe, task))
     else:
-        check_memory(task.initial, mesh.shape["fsdp"] * mesh.shape["tensor"], frozen(recipe, task))
+        check_memory(task.create, mesh.shape["fsdp"] * mesh.shape["tensor"], frozen(recipe, task))
         step = shard(step, mesh, task.sharding)
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)

@@ -1,6 +1,5 @@
-"""Parameters that checkpoints leave out: frozen ones that the task's `init` creates again, bit for bit."""
+"""Parameters that checkpoints leave out: frozen ones that the task reads or creates again, bit for bit."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +17,16 @@ class Unsaved:
 
     Attributes:
       is_unsaved: Predicate on a parameter's path.
-      create: Creates all parameters of the run as they were before the first step.
-      create_on_host: The same in the host's memory, from which a mesh has its shards.
+      task: The task that reads or creates them.
     """
 
     is_unsaved: Frozen = none_frozen
-    create: Callable[[], Any] = dict
-    create_on_host: Callable[[], Any] = dict
+    task: Task | None = None
 
     @classmethod
     def of(cls, task: Task) -> "Unsaved":
         """Return those of a task."""
-        if task.unsaved is None:
-            return cls()
-        return cls(task.unsaved, lambda: task.initial().params, lambda: initial_on_host(task).params)
+        return cls() if task.unsaved is None else cls(task.unsaved, task)
 
     def saved(self, params: Any) -> Any:
         """Return parameters with None for those that are not saved."""
@@ -50,7 +45,7 @@ class Unsaved:
 
         Args:
           saved: Result of `saved`, with arrays.
-          like: All parameters, or their shapes, with the dtypes and shardings to create.
+          like: All parameters, or their shapes, with their dtypes and shardings.
         """
         if self.is_unsaved is none_frozen:
             return saved
@@ -59,7 +54,7 @@ class Unsaved:
             # A policy may have other dtypes than the initial parameters.
             return created.astype(like.dtype) if self.is_unsaved(path_name(path)) else restored
 
-        return jax.tree_util.tree_map_with_path(leaf, like, self._created(like), saved)
+        return jax.tree_util.tree_map_with_path(leaf, like, self._created(saved, like), saved)
 
     def complete_state(self, saved: TrainState, like: TrainState) -> TrainState:
         """Return a restored state with what was not saved."""
@@ -67,14 +62,12 @@ class Unsaved:
         ema = None if like.ema is None else self.complete(saved.ema, like.ema)
         return saved._replace(params=params, ema=ema)
 
-    def _created(self, like: Any) -> Any:
-        shardings = jax.tree.map(lambda x: x.sharding, like)
-        if all(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings)):
-            return jax.device_put(self.create_on_host(), shardings)
-        return self.create()
-
-
-def initial_on_host(task: Task) -> Initial:
-    """Create the initial arrays of a task in the host's memory, so that no device has to hold all of them."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return task.initial()
+    def _created(self, saved: Any, like: Any) -> Any:
+        """Return the initial parameters with the dtypes and shardings of `like`, None for those that were restored."""
+        assert self.task is not None
+        if self.task.load is not None:
+            wanted = jax.tree.map(lambda x, like: like if x is None else None, saved, like, is_leaf=lambda x: x is None)
+            return self.task.initial(Initial(wanted)).params
+        shardings, create = jax.tree.map(lambda x: x.sharding, like), lambda: self.task.create().params
+        is_sharded = all(isinstance(sharding, NamedSharding) for sharding in jax.tree.leaves(shardings))
+        return jax.jit(create, out_shardings=shardings)() if is_sharded else create()

@@ -55,7 +55,9 @@ class TrainStep:
         return TrainStep(self.parts.for_platform(platform), self.allow_recompile, self.deterministic)
 
     @user_facing
-    def init(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:
+    def init(
+        self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False, donate: bool = False
+    ) -> TrainState:
         """Create the state before the first update, around a copy of `params`.
 
         Args:
@@ -63,6 +65,7 @@ class TrainStep:
           model_state: Pytree of model state, or a function that creates it; None for a model without any.
           seed: Seed of the key that every micro-batch's key is derived from.
           streaming: Whether to add a window to the state, for `micro`.
+          donate: Whether the state may take over the arrays of `params` and `model_state`, which are copied otherwise.
 
         Returns:
           A `TrainState`, its trained parameters in the policy's param dtype. Frozen ones in bfloat16 or float16 keep
@@ -72,7 +75,7 @@ class TrainStep:
         Raises:
           UserError: No parameter is trained, `frozen` matches none, or one is a Python int.
         """
-        return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming)
+        return init_state(self.parts, materialize(params), materialize(model_state), seed, streaming, donate=donate)
 
     @user_facing
     def shapes(self, params: Any, *, model_state: Any = None, seed: int = 0, streaming: bool = False) -> TrainState:

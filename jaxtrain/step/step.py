@@ -105,20 +105,23 @@ class Gradient(NamedTuple):
     nonfinite: Nonfinite | None = None
 
 
-def init_state(parts: StepParts, params: Any, model_state: Any, seed: int, streaming: bool) -> TrainState:
-    """Return the state before the first update."""
+def init_state(
+    parts: StepParts, params: Any, model_state: Any, seed: int, streaming: bool, *, donate: bool = False
+) -> TrainState:
+    """Return the state before the first update; with `donate` of the same arrays."""
     if not jnp.issubdtype(jnp.result_type(seed), np.integer):
         raise UserError(f"seed must be an integer, got {describe(seed)}: use 0, for example")
     require_trainable(params, parts.frozen)
     trained, frozen = partition(params, parts.frozen)
-    trained, frozen = parts.loss.policy.cast_params(trained), parts.loss.policy.cast_frozen(frozen)
+    policy, copy = parts.loss.policy, not donate
+    trained, frozen = policy.cast_params(trained, copy=copy), policy.cast_frozen(frozen, copy=copy)
     params = merge(trained, frozen)
     zero = jnp.zeros([], np.int32)
     return TrainState(
         step=zero,
         micro_step=jnp.copy(zero),
         params=params,
-        model_state=parts.loss.policy.cast_params(model_state),
+        model_state=policy.cast_params(model_state, copy=copy),
         # Copies: an optimizer that stores the initial parameters shares their buffers, and both are donated.
         opt_state=jax.tree.map(jnp.copy, parts.optimizer.init(trained)),
         loss_scale=parts.scaler.init(trained),

@@ -45,11 +45,12 @@ class Policy:
     matmul_precision: str = "highest"
     loss_scaling: bool = False
 
-    def cast_params(self, params: Any) -> Any:
+    def cast_params(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters or model state, converting floating-point leaves to `param_dtype`.
 
         Args:
           params: Pytree of arrays.
+          copy: Whether to copy arrays that have their dtype already.
 
         Returns:
           The copy; leaves that are not floating-point keep their dtypes.
@@ -58,15 +59,15 @@ class Policy:
           UserError: `param_dtype` is float64 and JAX's x64 mode is off.
         """
         self._check_available()
-        return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if is_float(x) else None, copy=True), params)
+        return jax.tree.map(lambda x: jnp.array(x, self.param_dtype if is_float(x) else None, copy=copy), params)
 
-    def cast_frozen(self, params: Any) -> Any:
+    def cast_frozen(self, params: Any, *, copy: bool = True) -> Any:
         """Copy parameters that are not trained: as `cast_params`, but bfloat16 and float16 leaves keep their dtypes.
 
         There is nothing to add to them, so that they need no copy in a wider `param_dtype`.
         """
         self._check_available()
-        return jax.tree.map(lambda x: jnp.array(x, self._stored_dtype(x), copy=True), params)
+        return jax.tree.map(lambda x: jnp.array(x, self._stored_dtype(x), copy=copy), params)
 
     def _stored_dtype(self, x: Any) -> Any:
         return self.param_dtype if is_float(x) and not is_stored_low(x, self.param_dtype) else None

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any, cast
 
-import jax
-
 from jaxtrain.errors import UserError
 from jaxtrain.run import Recipe, task_batches
 from parity.case import Batch, Case
@@ -39,7 +37,7 @@ def recipe_case(recipe: Recipe) -> Case:
     task, torch_side = recipe.task(), cast(Any, recipe)
     if task.frozen is not None:
         raise UserError("the frozen parameters of the task have no counterpart in torch_model: leave Task.frozen out")
-    shapes = jax.eval_shape(task.initial)
+    shapes = task.shapes()
 
     def batch(seed: int, rows: int) -> Batch:
         batches = task_batches(task, replace(recipe, batch_size=rows, seed=seed))

@@ -7,8 +7,10 @@ import torch
 from flax import nnx
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from jaxtrain.data import tokenizer
+from jaxtrain.data import ByteTokenizer, tokenizer
+from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.export.byte_tokenizer import write_byte_tokenizer
 from jaxtrain.export.huggingface import write_huggingface
 from jaxtrain.models import GPT2, MLP, GPT2Config, functional
 from jaxtrain.models.bert import Bert, BertConfig
@@ -42,6 +44,21 @@ def test_a_language_model_is_exported_with_its_tokenizer(words, tmp_path):
     with jax.enable_x64(True):
         ours = apply(jax.tree.map(lambda x: x.astype(np.float64), params), tokens[None])
     np.testing.assert_allclose(logits, ours, rtol=1e-10, atol=1e-10)
+
+
+def test_a_decoder_of_bytes_is_exported_with_a_tokenizer_for_conversations(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ModelTokenizer(tmp_path)
+    text = "".join(map(chr, range(0x300))) + "  €\t\n𝄞 don't  "
+    assert theirs(text).input_ids == ours.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
+    assert theirs.decode(list(text.encode())) == ours.decode(list(text.encode())) == text
+    assert len(theirs) == ours.size == 256
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.special("end"), ours.special("pad")) == (255, 251)
+    chat = [{"role": "user", "content": "é?\n"}, {"role": "assistant", "content": " \n"}]
+    expected = [253, *"é?\n".encode(), 255, 254, *b" \n", 255]
+    assert theirs.apply_chat_template(chat)["input_ids"] == ours.encode_chat(chat).tolist() == expected
+    prompt = ours.encode_chat(chat[:1], add_generation_prompt=True).tolist()
+    assert theirs.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"] == prompt == expected[:-3]
 
 
 def test_classes_keep_their_names(tmp_path):

@@ -17,6 +17,7 @@ from jaxtrain.data.finetuning.masks import Encoded, encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.row_summary import RowSummary
 from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
+from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
 
 __all__ = [
     "ChatTemplate",
@@ -28,12 +29,14 @@ __all__ = [
     "FineTuningExample",
     "Message",
     "ModelTokenizer",
+    "Pair",
     "PlainText",
     "Preference",
     "PreferenceRows",
     "RowSummary",
     "Run",
     "Span",
+    "StdlibPairs",
     "decoded_runs",
     "encode_example",
     "encode_examples",
@@ -42,5 +45,7 @@ __all__ = [
     "print_examples",
     "read_examples",
     "split_examples",
+    "stdlib_pairs",
     "supervised_rows",
+    "write_stdlib_pairs",
 ]
