@@ -1,6 +1,6 @@
 """Fine-tuning of a pretrained language model on your examples: all weights or adapters, answers or preferences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ class FineTuneRecipe(FineTuneSettings):
     def task(self) -> jt.Task:
         """Open the model and the examples; the weights are read when the run starts."""
         folder, data = self.checked_paths()
-        texts, pretrained = ModelTokenizer(folder), open_pretrained(folder)
+        texts, pretrained = self.tokenizer(folder), open_pretrained(folder)
         check_decoder(pretrained, folder, texts.size, self.seq_len)
         model, is_dpo = self.fine_tuned(pretrained), self.loss == "dpo"
         train, validation = self.rows(data, texts)
@@ -59,7 +59,7 @@ class FineTuneRecipe(FineTuneSettings):
         return jt.Task(
             init=model.init,
             load=model.load,
-            loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
+            loss_fn=self.loss_of(model),
             predict=None if is_dpo else predict,
             signature=Signature(
                 decoder,
@@ -110,6 +110,12 @@ class FineTuneRecipe(FineTuneSettings):
             neftune=self.neftune,
             seed=self.seed,
         )
+
+    def loss_of(self, model: FineTunedModel) -> Callable[..., Any]:
+        """Return the loss function of the settings."""
+        if self.loss == "dpo":
+            return partial(preference_loss, model, self.beta)
+        return partial(supervised_loss, model, self.normalize == "sequence")
 
     def rows(self, data: Path, texts: ModelTokenizer) -> tuple[FineTuningRows, FineTuningRows]:
         """Return (train, validation)."""
