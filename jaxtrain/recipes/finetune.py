@@ -15,7 +15,7 @@ from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_a
 from jaxtrain.recipes.answers import reply
 from jaxtrain.recipes.decoder import adapter_targets, check_decoder
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
-from jaxtrain.recipes.finetune_rows import FineTuningRows
+from jaxtrain.recipes.finetune_rows import FineTuningRows, show, summaries
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
 from jaxtrain.recipes.held_out_answers import HeldOutAnswers
@@ -84,13 +84,12 @@ class FineTuneRecipe(FineTuneSettings):
             },
             description={
                 "model": f"{type(decoder).__name__} of {folder}",
-                "examples": "; ".join(train.summary),
-                "held out": "; ".join(validation.summary),
+                **{name: "; ".join(sentences) for name, sentences in summaries(train, validation).items()},
                 **answers.describe(),
             },
             sample=answers.sample if answers.asked else None,
             reply=answer_messages,
-            show_data=train.show,
+            show_data=partial(show, train, validation),
             frozen=model.frozen,
             unsaved=model.frozen,
             sharding=model.sharding,

@@ -15,6 +15,7 @@ from jaxtrain.data.finetuning.examples import (
 )
 from jaxtrain.data.finetuning.masks import Encoded, encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.remarks import duplicates, remarks
 from jaxtrain.data.finetuning.row_summary import RowSummary
 from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
 from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
@@ -38,12 +39,14 @@ __all__ = [
     "Span",
     "StdlibPairs",
     "decoded_runs",
+    "duplicates",
     "encode_example",
     "encode_examples",
     "parse_example",
     "preference_rows",
     "print_examples",
     "read_examples",
+    "remarks",
     "split_examples",
     "stdlib_pairs",
     "supervised_rows",

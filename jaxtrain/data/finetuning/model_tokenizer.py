@@ -73,6 +73,7 @@ class ModelTokenizer(FileTokenizer):
         config = read_json(self.folder, _CONFIG) if (self.folder / _CONFIG).is_file() else {}
         self.special_tokens = {name: _content(config[name], name, self.folder) for name in _NAMED if config.get(name)}
         _add_tokens(self._tokenizer, config, self.folder)
+        self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         sources = _template_sources(self.folder, config) if template is None else _template_file(template)
         self._templates = {
             key: ChatTemplate(source, name, self.special_tokens, self.now) for key, (name, source) in sources.items()
@@ -138,6 +139,15 @@ class ModelTokenizer(FileTokenizer):
             if token is not None:
                 return int(token)
         return super().special(role)
+
+    @property
+    def size(self) -> int:
+        """Number of rows that embeddings need: the largest token plus 1, which may exceed the number of tokens."""
+        return self._size
+
+    def special_ids(self) -> list[int]:
+        """Return the special tokens, which decoded texts do not show."""
+        return [i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
     def ends_in_added_token(self, text: str) -> bool:
         """Return whether a text ends with an added token, such as a special one, and white space."""
