@@ -78,7 +78,7 @@ def draw(folder: Path) -> None:
             axes.plot(steps, values, color=color, linewidth=1.2, marker="o", markersize=2.5, label=seed or label)
     start = mean(losses(folder)["pretrained"])
     axes.axhline(start, color=PRETRAINED, linewidth=0.8, linestyle=":")
-    axes.annotate("pretrained", (steps[-1], start), (0, 3), textcoords="offset points", color=INK, ha="right")
+    axes.annotate("pretrained, mean", (steps[-1], start), (0, 3), textcoords="offset points", color=INK, ha="right")
     handles = [line for line in axes.get_lines() if str(line.get_label()) in ("LoRA", "all weights")]
     axes.set(xlabel="step", ylabel="held-out loss, nats per byte", title="Answers about modules that no run has read")
     axes.spines[["top", "right"]].set_visible(False)

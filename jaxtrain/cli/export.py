@@ -113,7 +113,13 @@ def _stablehlo(folder: Path, restored: Restored) -> str:
 def _huggingface(folder: Path, restored: Restored) -> str:
     found, task, state = restored.inference(), restored.task, averaged(restored.state)
     huggingface.write_huggingface(
-        folder, found.model, restored.params, state.model_state, class_names=task.class_names, texts=task.texts
+        folder,
+        found.model,
+        restored.params,
+        state.model_state,
+        class_names=task.class_names,
+        texts=task.texts,
+        save=task.save_pretrained,
     )
     run, inputs = huggingface.load_huggingface(folder, found), make_trials(found)
     return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))

@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.export import byte_tokenizer
 from jaxtrain.export.inference import Inference, named_weights
 from jaxtrain.models import CONFIG, from_pretrained, functional_with_state, read_json, save_pretrained, write_json
+from jaxtrain.torch_import import load_causal_lm
 
 _TEXTS = ("tokenizer*.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json")
 _ROLES: dict[str, Role] = {"pad_token": "pad", "mask_token": "mask"}
@@ -30,6 +31,7 @@ def write_huggingface(
     *,
     class_names: Sequence[str] = (),
     texts: Tokenizer | None = None,
+    save: Callable[[Path, Any], None] | None = None,
 ) -> None:
     """Write the configuration, the weights and the tokenizer of a model as a Hugging Face folder.
 
@@ -41,15 +43,19 @@ def write_huggingface(
       class_names: Names of the classes, for a classifier.
       texts: The tokenizer; it is written if it was read from a file, with its chat templates if it has any, or if the
         model is a decoder of bytes.
+      save: `Task.save_pretrained`, for a model that is not one of `jaxtrain.models`.
 
     Raises:
       UserError: `transformers` has no such model.
     """
     config = getattr(model, "config", None)
-    if config is None:
+    if save is not None:
+        save(folder, params)
+    elif config is not None:
+        save_pretrained(folder, params, config, model_state=model_state)
+    else:
         kind = "such model" if model is None else type(model).__name__
         raise UserError(f"transformers has no {kind}: export it as onnx, stablehlo or torch")
-    save_pretrained(folder, params, config, model_state=model_state)
     entries = read_json(folder, CONFIG)
     if "id2label" in entries and class_names:
         entries["id2label"] = {str(i): name for i, name in enumerate(class_names)}
@@ -66,10 +72,14 @@ def write_huggingface(
 def load_huggingface(folder: Path, inference: Inference) -> Callable[..., np.ndarray]:
     """Load the exported model with `jaxtrain.from_pretrained`; return a function from its inputs to logits.
 
+    A model that is not one of `jaxtrain.models` is loaded by `transformers`.
+
     Args:
       folder: The folder.
       inference: The model that was exported, whose signature is used.
     """
+    if inference.model is None:
+        return load_causal_lm(folder)
     model = from_pretrained(folder)
     _, params, model_state = functional_with_state(model)
     loaded = replace(inference, model=nnx.eval_shape(lambda: model), weights=named_weights(params, model_state))

@@ -1,7 +1,7 @@
 """The model of a run as a function for export: named weights and inputs to logits."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ class Inference:
     """A function from weights and inputs to logits, with rows of the validation data to verify it on.
 
     Attributes:
-      model: The module, with shapes instead of arrays; None if the function is the task's `predict`.
+      model: The module, with shapes instead of arrays; None if the function is the task's `predict`, or the model is no
+        module.
       weights: Parameters and BatchNorm's running statistics by path.
       inputs: The inputs by name.
       logits: `logits(call, *inputs)` computes the logits, given the model's `call`; without a model
@@ -88,7 +89,7 @@ def build_inference(task: Task, signature: Signature, params: Any, model_state: 
         name: np.stack([np.asarray(example[name], x.dtype)[: x.shape[0]] for example in examples])
         for name, x in signature.inputs.items()
     }
-    return Inference(
+    found = Inference(
         signature.model,
         named_weights(params, model_state),
         signature.inputs,
@@ -96,6 +97,11 @@ def build_inference(task: Task, signature: Signature, params: Any, model_state: 
         signature.length_input,
         rows,
     )
+    if signature.model is not None:
+        return found
+    note = "the batch size and the length are fixed, because the model is imported"
+    inputs = {name: replace(x, fill=None) for name, x in signature.inputs.items()}
+    return replace(found, inputs=inputs, length_input=None, batch=len(examples), note=note)
 
 
 def named_weights(params: Any, model_state: Any) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from jaxtrain.models.cnn import CNN
 from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
+from jaxtrain.models.folder import read_tensors as read_tensors
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.functional_loss import functional_loss
+from jaxtrain.models.generation import GREEDY as GREEDY
 from jaxtrain.models.generation import Sampling, generate, stream
 from jaxtrain.models.gpt2 import GPT2, GPT2Config
 from jaxtrain.models.llama import Llama, LlamaConfig
@@ -22,6 +24,7 @@ from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
 from jaxtrain.models.peft import load_adapters, save_adapters
+from jaxtrain.models.pretrained import FAMILIES as FAMILIES
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope

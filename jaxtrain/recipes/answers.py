@@ -9,7 +9,8 @@ import numpy as np
 import jaxtrain as jt
 from jaxtrain.data import decode_stream
 from jaxtrain.data.finetuning import EncodedExamples, ModelTokenizer, PlainText, Preference
-from jaxtrain.models import Sampling, generate, stream
+from jaxtrain.models import Sampling
+from jaxtrain.recipes.decoder import Decoder
 
 _ROWS = 64  # of a batch, at most
 _SHORTEST = 32  # width of a batch
@@ -68,7 +69,7 @@ def _end_of_turn(texts: ModelTokenizer) -> int | None:
 
 
 def answer(
-    model: Any,
+    decoder: Decoder,
     params: Any,
     prompts: Sequence[np.ndarray],
     texts: ModelTokenizer,
@@ -83,7 +84,7 @@ def answer(
     each of a few widths.
 
     Args:
-      model: The decoder; only its structure is used.
+      decoder: The decoder.
       params: Its parameters, or adapted ones.
       prompts: Tokens of each prompt, int32 [N].
       texts: Tokenizer.
@@ -94,7 +95,7 @@ def answer(
     """
     written = [""] * len(prompts)
     pad = texts.special("pad") if end is None else end
-    longest = model.context_length - new_tokens
+    longest = decoder.context_length - new_tokens
     for width, members in _by_width([len(prompt) for prompt in prompts], longest).items():
         rows = min(max(batch_tokens // (width + new_tokens), 1), _ROWS, len(members))
         for first in range(0, len(members), rows):
@@ -105,14 +106,14 @@ def answer(
             for row, i in enumerate(batch):
                 start = width - len(prompts[i])
                 tokens[row, start:], mask[row, start:] = prompts[i], True
-            answers = np.asarray(generate(model, params, tokens, new_tokens, mask=mask, stop=end, pad=pad))
+            answers = np.asarray(decoder.generate(params, tokens, new_tokens, mask=mask, stop=end, pad=pad))
             for row, i in enumerate(batch):
                 written[i] = texts.decode(answers[row])
     return written
 
 
 def reply(
-    model: Any,
+    decoder: Decoder,
     params: Any,
     texts: ModelTokenizer,
     messages: Sequence[Mapping[str, str]],
@@ -128,7 +129,7 @@ def reply(
     else:
         start = texts.encode(messages[-1]["content"]).tolist()
     end = end_token(texts, is_chat)
-    tokens = stream(model, params, start, length, sampling=Sampling(temperature), stop=end, seed=seed)
+    tokens = decoder.stream(params, start, length, sampling=Sampling(temperature), stop=end, seed=seed)
     return islice(decode_stream(texts, start, tokens), 1, None)  # without the prompt
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer, read_examples, split_examples
-from jaxtrain.models import LoraConfig, PretrainedModel, open_pretrained, save_adapters
+from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, read_json, save_adapters
 from jaxtrain.recipes.answers import reply
-from jaxtrain.recipes.decoder import adapter_targets, check_decoder
+from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetune_rows import FineTuningRows, show, summaries
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
 from jaxtrain.recipes.held_out_answers import HeldOutAnswers
-from jaxtrain.run import Input, Signature
+from jaxtrain.recipes.imported_decoder import ImportedDecoder
+from jaxtrain.recipes.zoo_decoder import ZooDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,10 @@ class FineTuneRecipe(FineTuneSettings):
     def task(self) -> jt.Task:
         """Open the model and the examples; the weights are read when the run starts."""
         folder, data = self.checked_paths()
-        texts, pretrained = self.tokenizer(folder), open_pretrained(folder)
-        check_decoder(pretrained, folder, texts.size, self.seq_len)
-        model, is_dpo = self.fine_tuned(pretrained), self.loss == "dpo"
+        texts, decoder = self.tokenizer(folder), self.open_decoder(folder)
+        check_decoder(decoder, folder, texts.size, self.seq_len)
+        model, is_dpo = self.fine_tuned(decoder), self.loss == "dpo"
         train, validation = self.rows(data, texts)
-        decoder: Any = pretrained.model
         answers = HeldOutAnswers(
             model=model,
             rows=validation,
@@ -54,19 +53,15 @@ class FineTuneRecipe(FineTuneSettings):
 
         def write_adapters(path: Path, params: Any) -> None:
             assert model.config is not None
-            save_adapters(path, params["lora"], model.config, pretrained.names, base=str(folder))
+            save_adapters(path, params["lora"], model.config, decoder.weights.names, base=str(folder))
 
         return jt.Task(
             init=model.init,
             load=model.load,
             loss_fn=self.loss_of(model),
             predict=None if is_dpo else predict,
-            signature=Signature(
-                decoder,
-                {"tokens": Input((self.seq_len,), np.int32, texts.special("pad"))},
-                lambda call, tokens: call(tokens),
-                "tokens",
-            ),
+            signature=decoder.signature(self.seq_len, texts.special("pad")),
+            save_pretrained=decoder.save_pretrained,
             exported=None if model.frozen is None else jax.jit(model.merged),
             save_adapters=None if model.config is None else write_adapters,
             texts=texts,
@@ -83,7 +78,7 @@ class FineTuneRecipe(FineTuneSettings):
                 **{"positions": self.seq_len, "segments": self.seq_len + 1},
             },
             description={
-                "model": f"{type(decoder).__name__} of {folder}",
+                "model": f"{decoder.kind} of {folder}",
                 **{name: "; ".join(sentences) for name, sentences in summaries(train, validation).items()},
                 **answers.describe(),
             },
@@ -93,16 +88,26 @@ class FineTuneRecipe(FineTuneSettings):
             frozen=model.frozen,
             unsaved=model.frozen,
             sharding=model.sharding,
-            names=pretrained.names if model.frozen is None else None,
+            no_decay=decoder.no_decay,
+            names=decoder.weights.names if model.frozen is None else None,
         )
 
-    def fine_tuned(self, pretrained: PretrainedModel) -> FineTunedModel:
+    def open_decoder(self, folder: Path) -> Decoder:
+        """Open the decoder in a folder."""
+        if read_json(folder, CONFIG).get("model_type") in FAMILIES:
+            return ZooDecoder.open(folder)
+        is_dpo = self.loss == "dpo"
+        rows = self.batch_size // self.accumulate * (2 if is_dpo else 1)
+        return ImportedDecoder.open(folder, rows, self.seq_len, packed=self.packing and not is_dpo)
+
+    def fine_tuned(self, decoder: Decoder) -> FineTunedModel:
         """Return the model that the settings make of a pretrained one."""
         is_full, is_dpo = self.method == "full", self.loss == "dpo"
-        targets, dropout = adapter_targets(pretrained, self.targets), 0.0 if is_dpo else self.lora_dropout
-        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=self.method == "dora")
+        targets, dropout = adapter_targets(decoder, self.targets), 0.0 if is_dpo else self.lora_dropout
+        dora, out_in = self.method == "dora", out_in_targets(decoder)
+        config = LoraConfig(targets, self.rank, self.alpha, dropout, dora=dora, out_in=out_in)
         return FineTunedModel(
-            pretrained=pretrained,
+            decoder=decoder,
             config=None if is_full else config,
             quantized=self.quantize == "nf4",
             keeps_base=is_full and is_dpo,

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import LoraConfig, PretrainedModel, functional, log_probs, lora, nf4, with_neftune
+from jaxtrain.models import LoraConfig, lora, nf4, with_neftune
 from jaxtrain.paths import path_name
-from jaxtrain.recipes.decoder import linear_kernels
-
-_EMBEDDINGS = ("wte", "embed_tokens")  # of GPT-2, and of the Llama family
+from jaxtrain.recipes.decoder import Decoder, out_in_targets
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -25,7 +23,7 @@ class FineTunedModel:
     frozen, "model": trained weights}, where a loss compares the two.
 
     Args:
-      pretrained: The decoder.
+      decoder: The decoder.
       config: Configuration of the adapters; None trains all weights.
       quantized: Whether the kernels of the base are in NF4.
       keeps_base: Whether all weights are trained beside the initial ones.
@@ -33,7 +31,7 @@ class FineTunedModel:
       seed: Seed of the initial adapters.
     """
 
-    pretrained: PretrainedModel
+    decoder: Decoder
     config: LoraConfig | None = None
     quantized: bool = False
     keeps_base: bool = False
@@ -42,7 +40,7 @@ class FineTunedModel:
 
     def init(self) -> Any:
         """Create the params, with zeros for the weights, which `load` reads."""
-        base = jax.tree_util.tree_map_with_path(self._zeros, self.pretrained.shapes)
+        base = jax.tree_util.tree_map_with_path(self._zeros, self.decoder.weights.shapes)
         if self.config is not None:
             return {"base": base, "lora": self._adapters(base)}
         return {"base": base, "model": base} if self.keeps_base else base
@@ -54,7 +52,7 @@ class FineTunedModel:
           like: Shapes, dtypes and shardings of the params, with None for those that are not read.
         """
         if self.config is not None:
-            base = nf4.read_params(self.pretrained.stored, like["base"])
+            base = nf4.read_params(self.decoder.weights.stored, like["base"])
             # The norms of DoRA are those of the base.
             is_created = jax.tree.leaves(like["lora"]) and self.config.dora
             shardings = jax.tree.map(lambda x: x.sharding, like["lora"])
@@ -63,14 +61,15 @@ class FineTunedModel:
                 "lora": jax.jit(self._adapters, out_shardings=shardings)(base) if is_created else None,
             }
         if self.keeps_base:
-            return {name: None if part is None else self.pretrained.params(part) for name, part in like.items()}
-        return self.pretrained.params(like)
+            return {name: None if part is None else self.decoder.weights.params(part) for name, part in like.items()}
+        return self.decoder.weights.params(like)
 
     def _zeros(self, path: Any, like: Any) -> Any:
-        zeros = jnp.zeros(like.shape, like.dtype)
-        is_quantized = self.quantized and path_name(path) in linear_kernels(self.pretrained)
+        zeros, out_in = jnp.zeros(like.shape, like.dtype), self.decoder.kernels.get(path_name(path))
+        if out_in is None or not self.quantized:
+            return zeros
         # Dequantized to float32, in which nothing is rounded once more.
-        return nf4.quantize(zeros.astype(np.float32)) if is_quantized else zeros
+        return nf4.quantize(zeros.astype(np.float32), out_in=out_in)
 
     def _adapters(self, base: Any) -> Any:
         assert self.config is not None
@@ -84,9 +83,11 @@ class FineTunedModel:
     @property
     def sharding(self) -> Mapping[str, PartitionSpec]:
         """Sharding rules of the params."""
-        rules = nf4.sharding(self.pretrained.sharding) if self.quantized else self.pretrained.sharding
+        rules = self.decoder.weights.sharding
+        if self.quantized:
+            rules = nf4.sharding(rules, out_in=out_in_targets(self.decoder))
         if self.config is not None:
-            return lora.sharding(rules)
+            return lora.sharding(rules, self.config)
         if self.keeps_base:
             return {f"(base|model)/({pattern})": spec for pattern, spec in rules.items()}
         return rules
@@ -100,15 +101,16 @@ class FineTunedModel:
           rng: Key of dropout and noise; None in evaluation.
         """
         dropout, adapters, noise = (None, None, None) if rng is None else jax.random.split(rng, 3)
-        compute, _ = functional(self.pretrained.model, log_probs)
+        compute: Callable[..., Any] = self.decoder.log_probs
         if self.neftune is not None:
-            compute = partial(with_neftune(compute, self._embeddings(), self.neftune), rng=noise)
+            table, scale = self.decoder.embeddings
+            compute = partial(with_neftune(compute, table, self.neftune / scale), rng=noise)
         inputs = batch["tokens"], batch["targets"], dropout, batch["positions"], batch["segments"]
         return self._adapted(compute, adapters)(params, *inputs)
 
     def base_log_probs(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
         """Return the log-probabilities under the initial weights, without adapters, as `log_probs` in evaluation."""
-        compute, _ = functional(self.pretrained.model, log_probs)
+        compute: Callable[..., Any] = self.decoder.log_probs
         if self.quantized:
             compute = nf4.with_quantized(compute)
         result: jax.Array = compute(
@@ -118,8 +120,8 @@ class FineTunedModel:
 
     def logits(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
         """Return the logits of every target, float [B, T, vocabulary], in evaluation."""
-        compute, _ = functional(self.pretrained.model)
-        return self._adapted(compute, None)(params, batch["tokens"], None, batch["positions"], batch["segments"])
+        inputs = batch["tokens"], batch["positions"], batch["segments"]
+        return self._adapted(self.decoder.logits, None)(params, *inputs)
 
     def merged(self, params: Any) -> Any:
         """Return the parameters of the decoder in float32 at least: with adapters merged, dequantized."""
@@ -140,10 +142,6 @@ class FineTunedModel:
         if self.config is not None:
             return partial(lora.with_adapters(compute, self.config), rng=rng)
         return lambda params, *inputs: compute(params["model"] if self.keeps_base else params, *inputs)
-
-    def _embeddings(self) -> str:
-        """Return the path of the embeddings of tokens."""
-        return next(name for name in _EMBEDDINGS if name in self.pretrained.names.params)
 
 
 def _wide(params: Any) -> Any:

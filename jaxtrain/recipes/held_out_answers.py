@@ -77,7 +77,7 @@ class HeldOutAnswers:
     def answers(self, params: Any, asked: Sequence[Question]) -> list[str]:
         """Return the most likely answers."""
         return answer(
-            self.model.pretrained.model,
+            self.model.decoder,
             self.model.adapted(params),
             [question.prompt for question in asked],
             self.texts,
@@ -91,5 +91,5 @@ class HeldOutAnswers:
         return end_token(self.texts, self.rows.has_messages)
 
     def _questions(self, count: int | None) -> list[Question]:
-        decoder: Any = self.model.pretrained.model
-        return questions(self.rows.examples, count, decoder.context_length - self.new_tokens, self._end)
+        longest = self.model.decoder.context_length
+        return questions(self.rows.examples, count, longest - self.new_tokens, self._end)

@@ -29,12 +29,13 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """A flax.nnx model as it is exported.
+    """A model as it is exported.
 
     Attributes:
-      model: The module, with arrays or their shapes.
+      model: The flax.nnx module, with arrays or their shapes; None for a model that is no module.
       inputs: The inputs by name, which are arrays of the validation examples, or begin them.
-      logits: `logits(call, *inputs)` computes the logits, given the model's `call`.
+      logits: `logits(call, *inputs)` computes the logits, given the model's `call`; without a module
+        `logits(params, *inputs)`, given the parameters by path, for one batch size.
       length_input: Name of the input whose length the logits have; None for logits per row.
 
     Example:

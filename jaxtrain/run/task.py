@@ -104,6 +104,9 @@ class Task:
     exported: Callable[[Any], Any] | None = None
     """Returns the parameters of the signature's model from those of the task, as with adapters merged into them; None
     if they are the same."""
+    save_pretrained: Callable[[Path, Any], None] | None = None
+    """`save_pretrained(folder, params)` writes the exported parameters as a folder that `transformers` reads; None for
+    models of `jaxtrain.models`."""
     save_adapters: Callable[[Path, Any], None] | None = None
     """`save_adapters(folder, params)` writes the adapters among the parameters as `peft` reads them; None without."""
     show_data: Callable[[], None] | None = None

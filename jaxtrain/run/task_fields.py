@@ -13,6 +13,7 @@ _ARGUMENTS = {
     "predict": ("params", "batch", "model_state"),
     "collate": ("examples",),
     "exported": ("params",),
+    "save_pretrained": ("folder", "params"),
     "save_adapters": ("folder", "params"),
     "sample": ("state", "seed"),
 }

@@ -4,6 +4,7 @@ model     `from_torch`, and the model that it returns
 function  a captured module as a function of its parameters
 saved     the model as a folder, and `load_imported`
 task      the task of a training run
+causal_lm a language model in a folder, for fine-tuning
 capture   PyTorch's module to a graph; the only importer of PyTorch
 graph     the graph: operations, shapes, dtypes, lines of PyTorch code
 channels_last  keeps values between convolutions with the channels on the last axis
@@ -17,6 +18,9 @@ ops       the table of operations, a file a family
 refusals  errors with the line of PyTorch code
 """
 
+from jaxtrain.torch_import.causal_lm import CausalLM as CausalLM
+from jaxtrain.torch_import.causal_lm import load_causal_lm as load_causal_lm
+from jaxtrain.torch_import.causal_lm import open_causal_lm as open_causal_lm
 from jaxtrain.torch_import.graph import RECOMPUTED as RECOMPUTED
 from jaxtrain.torch_import.graph import Graph as Graph
 from jaxtrain.torch_import.graph import Node as Node

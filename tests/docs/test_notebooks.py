@@ -18,9 +18,9 @@ notebooks = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = notebooks  # required by dataclass
 SPEC.loader.exec_module(notebooks)
 
-LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data"}
+LESSONS = {"train", "port", "migrate", "scale", "plan", "nans", "data", "finetuning"}
 # They start dozens of programs, or run longer than `train`, which is representative.
-LONG = {"data", "migrate", "nans", "plan", "port", "scale"}
+LONG = {"data", "finetuning", "migrate", "nans", "plan", "port", "scale"}
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

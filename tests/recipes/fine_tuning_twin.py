@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from jaxtrain.models import nf4, open_pretrained
+from jaxtrain.models import nf4
 from jaxtrain.models.peft import torch_names
 from jaxtrain.recipes.finetune import FineTuneRecipe
 from jaxtrain.runner.optimizer import training_step
@@ -57,12 +57,40 @@ def write_model(folder: Path, family: str) -> Path:
             hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
             max_position_embeddings=64, **SIZES,
         )  # fmt: skip
-    else:
+    elif family == "gpt2":
         config = transformers.GPT2Config(
             n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **SIZES
         )
+    else:
+        config = imported_config(family)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def imported_config(family: str) -> Any:
+    """Return the configuration of a model that is imported from `transformers`."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        **SIZES,
+    }
+    grouped = {**sizes, "num_key_value_heads": 1, "intermediate_size": 24, "pad_token_id": 0}
+    if family == "opt":
+        return transformers.OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0, init_std=0.3)
+    if family == "gpt_neox":
+        return transformers.GPTNeoXConfig(**sizes, intermediate_size=24)
+    if family == "phi3":
+        return transformers.Phi3Config(**grouped, sliding_window=5)
+    if family == "gpt_oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": None}
+        return transformers.GptOssConfig(**grouped, **experts, sliding_window=5)
+    if family == "bloom":
+        return transformers.BloomConfig(n_layer=2, n_head=2, hidden_dropout=0.0, hidden_size=16, **SIZES)
+    # Gemma multiplies its embeddings.
+    grouped["initializer_range"] = 0.1
+    return getattr(transformers, f"{family}Config")(**grouped, head_dim=8, sliding_window=5)
 
 
 def write_examples(root: Path) -> None:
@@ -98,7 +126,8 @@ class Twin:
             packing=packing, seq_len=LENGTH, batch_size=BATCH, accumulate=MICRO_BATCHES, steps=UPDATES, lr=LR,
             warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA, answers=None,
         )  # fmt: skip
-        self.task, self.names = self.settings.task(), open_pretrained(self.folder).names
+        self.task = self.settings.task()
+        self.names = self.task.loss_fn.args[0].decoder.weights.names
         assert len(self.task.train) >= BATCH * UPDATES
         self.initial = self._initial(np.random.default_rng(0))
         trained = self.initial[self._trained] if self._trained else self.initial
@@ -153,6 +182,7 @@ class Twin:
     def base_model(self) -> Any:
         """Return the model of `transformers` before the training, in float64; of NF4 the dequantized one."""
         model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).double()
+        model.config._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64
         if self.settings.quantize == "nf4":
             with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
                 base = jax.jit(in_float64(nf4.dequantize_params))(self.initial["base"])

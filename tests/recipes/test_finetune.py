@@ -113,10 +113,8 @@ def test_a_model_and_examples_are_required(capsys):
         FineTuneRecipe(model=Path("nowhere")).task()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", ["--lora-dropout 0.3 --neftune 5", "--method dora --quantize nf4 --mesh data=2,fsdp=2"]
-)
+@pytest.mark.slow  # killed runs of adapters with dropout and noise: tests/soak/test_kills.py
+@pytest.mark.parametrize("method", ["--method dora --quantize nf4 --mesh data=2,fsdp=2"])
 def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone(root, method, capsys):
     assert train(root, "conversations.jsonl", f"--steps 6 --out whole {method}") == 0
     assert train(root, "conversations.jsonl", f"--steps 4 --out parts {method}") == 0

@@ -55,7 +55,7 @@ def recipe(root, data="questions.jsonl", **settings):
 
 def trained(task):
     draw = np.random.default_rng(0)
-    params = task.init()
+    params = task.initial().params
     return {**params, "lora": jax.tree.map(lambda x: x + 0.1 * draw.normal(size=x.shape), params["lora"])}
 
 

@@ -17,7 +17,13 @@ from pathlib import Path
 
 # Modules that `jaxtrain train` imports lazily.
 IMPORTED = (
-    *("jaxtrain.cli.train", "jaxtrain.recipes.image", "matplotlib.figure", "sklearn.datasets"),
+    *(
+        "jaxtrain.cli.train",
+        "jaxtrain.recipes.image",
+        "jaxtrain.recipes.finetune",
+        "matplotlib.figure",
+        "sklearn.datasets",
+    ),
     *("tensorboardX.proto.event_pb2", "tensorboardX.proto.summary_pb2", "tensorboardX.record_writer"),
     *("PIL.ImageDraw", "PIL.ImageFont", "PIL.JpegImagePlugin", "typeguard"),
 )

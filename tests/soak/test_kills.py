@@ -10,11 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxtrain.models import GPT2, GPT2Config, functional, save_pretrained
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import read_recipe
-from jaxtrain.runner.checkpoint import Checkpoints, saved_steps
-from jaxtrain.runner.optimizer import training_step
+from jaxtrain.runner import read_recipe, restore_state
+from jaxtrain.runner.checkpoint import saved_steps
+from tests.data.finetuning.templates import byte_level, write_folder
 
 from .fork_server import Child, ForkServer
 
@@ -22,6 +24,10 @@ from .fork_server import Child, ForkServer
 COMMAND = (
     "train digits-mlp --hidden 8 --batch-size 8 --accumulate 2 --precision fp16 --warmup-steps 4 "
     "--log-every 3 --eval-every 4 --save-every 2 --keep-last 2 --keep-every 10 --resume auto"
+)
+FINETUNE = (
+    "train finetune --model pretrained --data chats.jsonl --seq-len 60 --quantize nf4 --targets .*attn.* --rank 2 "
+    "--neftune 5 --answers None --batch-size 2 --log-every 3 --eval-every 8 --save-every 2 --resume auto --steps 24"
 )
 # Seconds from the start of a child until it has trained for some steps.
 LONG = 1.6
@@ -46,6 +52,32 @@ def test_a_run_killed_at_random_times_ends_like_an_uninterrupted_one(kills, serv
         assert_same_run(whole, folder)
     print(f"{done}, {chains} chains")
     assert min(done.values()) >= kills // len(MOMENTS)
+
+
+@pytest.mark.slow
+def test_a_killed_fine_tuning_resumes_from_adapters_alone(server):
+    write_pretrained(server.folder)
+    whole, killed = server.folder / "whole-adapters", server.folder / "killed-adapters"
+    status, text = server.run(f"{FINETUNE} --out {whole.name}")
+    assert status == 0, text
+    done = dict.fromkeys(("save", "commit", "restore"), 0)
+    killed_chain(server, FINETUNE, killed, len(done), done, random.Random(0))
+    assert set(done.values()) == {1}
+    assert_same_run(whole, killed)
+    base = (server.folder / "pretrained" / "model.safetensors").stat().st_size
+    arrays = [*killed.glob("checkpoints/*/state/ocdbt.process_0/d/*")]
+    assert 0 < sum(file.stat().st_size for file in arrays) < base / 8
+
+
+def write_pretrained(folder: Path) -> None:
+    """Write a model in bfloat16 with a tokenizer and conversations: folder/pretrained and folder/chats.jsonl."""
+    made = byte_level()
+    write_folder(folder / "pretrained", "chatml", made)
+    config = GPT2Config(vocab_size=made.get_vocab_size(), n_positions=64, n_embd=256, n_layer=1, n_head=2)
+    _, params = functional(GPT2(config, rngs=nnx.Rngs(0)))
+    save_pretrained(folder / "pretrained", jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16), params), config)
+    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "42"}] for i in range(40)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
 def killed_chain(
@@ -130,16 +162,13 @@ def assert_same_run(whole: Path, other: Path) -> None:
 
 def state(folder: Path):
     recipe = read_recipe(RunFolder(folder))[1]
-    task = recipe.task()
-    like = training_step(recipe, task).init(task.params, model_state=task.model_state, seed=recipe.seed)
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        return checkpoints.restore(like)[0]
+    return restore_state(folder / "checkpoints", recipe, recipe.task())
 
 
 def untimed(folder: Path) -> list[dict]:
     """Return the lines of metrics.jsonl without the values that differ between any two runs."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("step_time_s", "examples_per_s", "input_wait_s", "peak_memory_bytes")
+    timed = ("step_time_s", "examples_per_s", "tokens_per_s", "input_wait_s", "peak_memory_bytes")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines]
 
 

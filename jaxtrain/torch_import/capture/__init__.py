@@ -11,10 +11,21 @@ export     the capture
 no_grad    regions without gradient
 autocast   conversions to float32 and regions without autocast
 pretrained models of transformers in folders
+causal_lm  language models in folders without their weights
 convert    PyTorch's graph to ours
 origins    where operations come from
 """
 
+from jaxtrain.torch_import.capture.causal_lm import (
+    adaptable_weights,
+    empty_causal_lm,
+    logits_of,
+    model_tensors,
+    packed_call,
+    plain_call,
+    token_embeddings,
+    write_causal_lm,
+)
 from jaxtrain.torch_import.capture.export import capture
 from jaxtrain.torch_import.capture.pretrained import pretrained
 from jaxtrain.torch_import.capture.structure import (
@@ -29,12 +40,20 @@ from jaxtrain.torch_import.capture.structure import (
 
 __all__ = [
     "Structure",
+    "adaptable_weights",
     "as_array",
     "as_arrays",
     "capture",
+    "empty_causal_lm",
     "filled",
+    "logits_of",
+    "model_tensors",
+    "packed_call",
     "persistent_buffers",
+    "plain_call",
     "pretrained",
     "shape_of",
     "structure_of",
+    "token_embeddings",
+    "write_causal_lm",
 ]
