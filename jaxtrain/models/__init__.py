@@ -11,6 +11,7 @@ from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
 from jaxtrain.models.folder import read_tensors as read_tensors
+from jaxtrain.models.folder import stored_dtype as stored_dtype
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
 from jaxtrain.models.functional import functional, functional_with_state
@@ -28,7 +29,8 @@ from jaxtrain.models.pretrained import FAMILIES as FAMILIES
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained
 from jaxtrain.models.resnet import RESNET_18, RESNET_34, RESNET_50, ResNet, ResNetConfig
 from jaxtrain.models.rope import Rope as Rope
-from jaxtrain.models.sequence_classifier import SequenceClassifier
+from jaxtrain.models.sequence_classifier import CLASSIFIERS as CLASSIFIERS
+from jaxtrain.models.sequence_classifier import NewHead, SequenceClassifier, SequenceClassifierConfig
 from jaxtrain.models.t5 import T5, T5Config
 from jaxtrain.models.text import generate_texts, stream_text
 from jaxtrain.models.token_log_probs import log_probs
@@ -51,12 +53,14 @@ __all__ = [
     "LoraConfig",
     "Mixtral",
     "MixtralConfig",
+    "NewHead",
     "PretrainedModel",
     "QuantizedKernel",
     "ResNet",
     "ResNetConfig",
     "Sampling",
     "SequenceClassifier",
+    "SequenceClassifierConfig",
     "T5Config",
     "ViT",
     "ViTConfig",

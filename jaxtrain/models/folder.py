@@ -4,11 +4,13 @@ Folders are not trusted: names and links out of the folder are refused, and pick
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data import inside
@@ -70,6 +72,15 @@ def read_tensors(folder: Path, name: str = "model.safetensors") -> dict[str, Sto
             raise UserError(f"{', '.join(twice)} is in {file} and in another shard of {folder}: remove one")
         tensors |= found
     return tensors
+
+
+def stored_dtype(folder: Path) -> np.dtype[Any]:
+    """Return the dtype of most of the floating-point numbers in a folder's weights."""
+    sizes: dict[Any, int] = {}
+    for tensor in read_tensors(folder).values():
+        if jnp.issubdtype(tensor.dtype, np.floating):
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return max(sizes, key=sizes.__getitem__, default=np.dtype(np.float32))
 
 
 def write_tensors(folder: Path, shards: Iterable[Mapping[str, np.ndarray]], name: str = "model.safetensors") -> None:

@@ -43,6 +43,8 @@ class LoraConfig:
       dora: Whether the norms of the columns are trained as well (Liu et al. 2024).
       out_in: Regular expression that matches the whole paths of kernels stored [out, in], as in `torch.nn.Linear`;
         `ImportedModel.lora_config` fills it in.
+      trained: Regular expression that matches the whole paths of parameters that are trained themselves, beside the
+        adapters, such as the head of a classifier: `modules_to_save` of `peft`.
 
     Raises:
       UserError: The rank is not positive or the dropout rate is not in [0, 1).
@@ -59,6 +61,7 @@ class LoraConfig:
     rslora: bool = False
     dora: bool = False
     out_in: str = ""
+    trained: str = ""
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -70,6 +73,10 @@ class LoraConfig:
     def scale(self) -> float:
         """Factor of the product of the adapters."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def is_trained(self, path: str) -> bool:
+        """Return whether the parameter at a path is trained itself."""
+        return bool(self.trained) and re.fullmatch(self.trained, path) is not None
 
     def is_out_in(self, path: str) -> bool:
         """Return whether the kernel at a path is stored [out, in]."""
@@ -87,17 +94,19 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
 
     Returns:
       Nested dicts that end in {"a": [..., in, r], "b": [..., r, out]} at the path of every targeted kernel, with DoRA
-      also {"m": [..., out]}, the norms of the kernel's columns. They are in its dtype, in float32 at least.
+      also {"m": [..., out]}, the norms of the kernel's columns, and copies of the parameters that are trained
+      themselves, at their paths. They are in the dtype of the kernel or parameter, in float32 at least.
 
     Raises:
-      UserError: `targets` match nothing, or a parameter that is not the kernel of a linear layer.
+      UserError: `targets` match nothing, or a parameter that is not the kernel of a linear layer; `trained` matches
+        nothing, or a targeted kernel.
 
     Example:
       >>> params = {"fc": {"kernel": jnp.ones((6, 4)), "bias": jnp.zeros(4)}}
       >>> jax.tree.map(jnp.shape, init(jax.random.key(0), params, LoraConfig("fc/kernel", r=2)))
       {'fc': {'kernel': {'a': (6, 2), 'b': (2, 4)}}}
     """
-    adapters = {}
+    adapters: dict[str, Any] = _copies(params, config)
     for i, (path, kernel) in enumerate(_targets(params, config)):
         *layers, n, m = _in_out(kernel.shape, config.is_out_in(path))
         bound, dtype = 1 / math.sqrt(n), np.promote_types(kernel.dtype, np.float32)
@@ -110,6 +119,17 @@ def init(key: jax.Array, params: Any, config: LoraConfig) -> dict[str, Any]:
     return nested
 
 
+def _copies(params: Any, config: LoraConfig) -> dict[str, jax.Array]:
+    """Return copies of the parameters that are trained themselves, by path."""
+    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_form)}
+    found = {path: array_of(leaf) for path, leaf in named.items() if config.is_trained(path)}
+    if config.trained and not found:
+        raise UserError(f"trained {config.trained!r} matches no whole path: the model has {', '.join(named)}")
+    if both := sorted(path for path in found if re.fullmatch(config.targets, path)):
+        raise UserError(f"{', '.join(both)} cannot have adapters and be trained itself: change targets or trained")
+    return {path: jnp.array(x, np.promote_types(x.dtype, np.float32)) for path, x in found.items()}
+
+
 def frozen(path: str) -> bool:
     """Return whether a path of {"base": params, "lora": adapters} is frozen: the `frozen` of `train_step`."""
     return path.startswith("base/")
@@ -118,7 +138,8 @@ def frozen(path: str) -> bool:
 def sharding(rules: Mapping[str, P], config: LoraConfig | None = None) -> dict[str, P]:
     """Return sharding rules of {"base": params, "lora": adapters} from the rules of `params`.
 
-    A is sharded as the inputs of its kernel, B and the norms of DoRA as the outputs.
+    A is sharded as the inputs of its kernel, B and the norms of DoRA as the outputs; a parameter that is trained itself
+    as the original.
 
     Args:
       rules: Rules of the parameters.
@@ -130,7 +151,8 @@ def sharding(rules: Mapping[str, P], config: LoraConfig | None = None) -> dict[s
     """
     base = {f"base/({pattern})": spec for pattern, spec in rules.items()}
     out_in = {} if config is None or not config.out_in else _half_rules(rules, f"(?=({config.out_in})/.$)", (-1, -2))
-    return base | out_in | _half_rules(rules, "", (-2, -1))
+    itself = {f"lora/({pattern})": spec for pattern, spec in rules.items()}
+    return base | out_in | _half_rules(rules, "", (-2, -1)) | itself
 
 
 def _half_rules(rules: Mapping[str, P], only: str, axes: tuple[int, int]) -> dict[str, P]:
@@ -145,7 +167,7 @@ def _half_rules(rules: Mapping[str, P], only: str, axes: tuple[int, int]) -> dic
 
 
 def with_adapters(apply: Callable[..., Any], config: LoraConfig) -> Callable[..., Any]:
-    """Return a function that computes `apply` with adapters.
+    """Return a function that computes `apply` with adapters, and with the parameters that are trained themselves.
 
     Args:
       apply: Function `apply(params, *inputs)`: a model or a whole loss function.
@@ -175,7 +197,8 @@ def with_adapters(apply: Callable[..., Any], config: LoraConfig) -> Callable[...
 def merge(params: Any, adapters: Any, config: LoraConfig) -> Any:
     """Return `params` with every targeted W replaced by the adapted kernel, for use without adapters.
 
-    Quantized kernels are dequantized.
+    Parameters that are trained themselves replace the original ones, in their dtypes. Quantized kernels are
+    dequantized.
 
     Example:
       >>> adapters = {"w": {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}
@@ -206,10 +229,12 @@ def unmerge(params: Any, adapters: Any, config: LoraConfig) -> Any:
     """Return the parameters from which `merge` computed these, up to rounding.
 
     Raises:
-      UserError: The adapters are DoRA's, which do not tell the norms of the kernels before.
+      UserError: The adapters are DoRA's, which do not tell the norms of the kernels before; or there are parameters
+        that are trained themselves.
     """
-    if config.dora:
-        raise UserError("DoRA adapters cannot be unmerged: keep the parameters of the base model")
+    if config.dora or config.trained:
+        what = "DoRA adapters" if config.dora else f"parameters trained themselves, {config.trained!r},"
+        raise UserError(f"{what} cannot be unmerged: keep the parameters of the base model")
     return merge(params, adapters, replace(config, alpha=-config.alpha))
 
 
@@ -302,12 +327,15 @@ def _column_norms(kernel: Any, out_in: bool, dtype: Any) -> jax.Array:
 
 
 def _with_adapters(params: Any, adapters: Any, config: LoraConfig, rng: jax.Array | None) -> Any:
-    """Return `params` with an `_Adapted` for every kernel that has adapters."""
+    """Return `params` with an `_Adapted` for every kernel that has adapters, and what is trained itself."""
     parts = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(adapters)}
     unplaced, names = set(parts), iter(range(len(parts)))
 
     def leaf(path: Any, kernel: Any) -> Any:
         name = path_name(path)
+        if name in parts:
+            unplaced.discard(name)
+            return _checked_copy(name, kernel, parts[name])
         own = [f"{name}/{part}" for part in ("abm" if config.dora else "ab")]
         if not unplaced.issuperset(own):
             return kernel
@@ -330,6 +358,12 @@ def _in_out(shape: Sequence[int], out_in: bool) -> tuple[int, ...]:
     """Return the shape of a kernel or of a stack as [..., in, out]."""
     *layers, n, m = shape
     return (*layers, m, n) if out_in else (*layers, n, m)
+
+
+def _checked_copy(name: str, original: Any, copy: Any) -> Any:
+    if copy.shape != original.shape:
+        raise UserError(f"{name} {list(original.shape)} is trained as {list(copy.shape)}: use the model it belongs to")
+    return copy.astype(original.dtype)
 
 
 def _check_fits(name: str, kernel: Any, a: Any, b: Any, out_in: bool) -> None:

@@ -1,7 +1,7 @@
 """Read and write the adapter folders of `peft`: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from jaxtrain.models.folder import read_json, read_tensors, resolve_folder, writ
 from jaxtrain.models.lora import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+_PREFIX, _BASE_LAYER = "base_model.model.", ".base_layer."
 
 # Settings that change the result when set.
 _UNSUPPORTED = (
-    "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters",
+    "lora_bias", "rank_pattern", "alpha_pattern", "target_parameters",
     "trainable_token_indices", "layer_replication", "velora_config", "alora_invocation_tokens", "use_qalora",
     "monteclora_config", "use_bdlora", "arrow_config", "kasa_config",
 )  # fmt: skip
@@ -45,6 +45,9 @@ def torch_names(adapters: Any, names: NameTable) -> NameTable:
     """
     table = {}
     for path, leaf in leaves(adapters):
+        if path in names.params:
+            table[path] = _trained(path, adapters, names)
+            continue
         kernel, _, part = path.rpartition("/")
         if kernel not in names.params:
             raise UserError(f"the adapters of {kernel} match no kernel: use the names of their own model")
@@ -55,7 +58,15 @@ def torch_names(adapters: Any, names: NameTable) -> NameTable:
     return NameTable(table)
 
 
-def save_adapters(folder: Path | str, adapters: Any, config: LoraConfig, names: NameTable, *, base: str = "") -> None:
+def save_adapters(
+    folder: Path | str,
+    adapters: Any,
+    config: LoraConfig,
+    names: NameTable,
+    *,
+    base: str = "",
+    task_type: str | None = None,
+) -> None:
     """Write adapters in the layout that `load_adapters` and `peft.PeftModel.from_pretrained` read.
 
     Args:
@@ -64,12 +75,15 @@ def save_adapters(folder: Path | str, adapters: Any, config: LoraConfig, names: 
       config: Their configuration.
       names: Name table of the base model, `torch_names(config)` of its family.
       base: Folder or Hub id of the base model.
+      task_type: That of `peft`, "CAUSAL_LM" or "SEQ_CLS", for its `AutoPeftModelFor…`.
 
     Raises:
-      UserError: The folder contains adapters already, or cannot be written.
+      UserError: The folder contains adapters already, or cannot be written; or the parameters that are trained
+        themselves are neither whole modules nor biases.
     """
     table = torch_names(adapters, names)
-    kernels = {path.rpartition("/")[0] for path in table.params}
+    kernels = _adapted(adapters)
+    trained = _trained_settings({*table.params} & {*names.params}, kernels, names)
     write_tensors(Path(folder), [table.to_torch(adapters)], WEIGHTS)
     values = {
         "peft_type": "LORA",
@@ -81,14 +95,15 @@ def save_adapters(folder: Path | str, adapters: Any, config: LoraConfig, names: 
         "use_dora": config.dora,
         "target_modules": "|".join(sorted(_module_pattern(names.params[kernel]) for kernel in kernels)),
         "fan_in_fan_out": any(names.params[kernel].layout is AS_IS for kernel in kernels),
-        "bias": "none",
         "inference_mode": True,
+        "task_type": task_type,
+        **trained,
     }
     write_json(Path(folder), CONFIG, values)
 
 
 def load_adapters(path: Path | str, params: Any, names: NameTable) -> tuple[dict[str, Any], LoraConfig]:
-    """Read adapters from a folder or from the Hub.
+    """Read adapters from a folder or from the Hub, with `modules_to_save` and trained biases if it has any.
 
     Args:
       path: Folder, or Hub id "org/name".
@@ -105,21 +120,61 @@ def load_adapters(path: Path | str, params: Any, names: NameTable) -> tuple[dict
     values = read_json(folder, CONFIG)
     _check_supported(values, folder)
     config = _config(values, folder)
-    tensors = read_tensors(folder, WEIGHTS)
-    adapted = {
-        name: kernel
-        for name, kernel in leaves(params)
-        if _part(replace(names.params[name], name=names.params[name].names(1)[0]), "a") in tensors
-    }
+    # Older versions do not name the biases of adapted modules so.
+    tensors = {name.replace(_BASE_LAYER, "."): tensor for name, tensor in read_tensors(folder, WEIGHTS).items()}
+    first = {path: replace(param, name=param.names(1)[0]) for path, param in names.params.items()}
+    adapted = [path for path in first if _part(first[path], "a") in tensors]
+    trained = [path for path in first if _PREFIX + first[path].name in tensors]
+    _check_untied(trained, names, folder)
     config = replace(
         config,
         targets="|".join(map(re.escape, adapted)),
+        trained="|".join(map(re.escape, trained)),
         out_in="|".join(re.escape(name) for name in adapted if names.params[name].layout is OUT_IN),
     )
     like = jax.eval_shape(lambda: lora.init(jax.random.key(0), params, config)) if adapted else {}
-    table = torch_names(like, names)
+    named = torch_names(like, names).params.items()
+    table = NameTable({path: replace(param, name=param.name.replace(_BASE_LAYER, ".")) for path, param in named})
     adapters = table.to_jax(tensors, like, put=lambda array, leaf: jnp.asarray(array.astype(leaf.dtype, copy=False)))
     return adapters, config
+
+
+def _adapted(adapters: Any) -> set[str]:
+    """Return the paths of the kernels that have adapters."""
+    return {path.removesuffix("/a") for path, _ in leaves(adapters) if path.endswith("/a")}
+
+
+def _module(param: TorchParam) -> tuple[str, str]:
+    """Return the module of a parameter and its name there."""
+    module, _, name = param.name.rpartition(".")
+    return module, name
+
+
+def _trained(path: str, adapters: Any, names: NameTable) -> TorchParam:
+    """Return the tensor of a parameter that is trained itself."""
+    module, name = _module(names.params[path])
+    is_adapted = any(_module(names.params[kernel])[0] == module for kernel in _adapted(adapters))
+    return replace(names.params[path], name=f"{_PREFIX}{module}{_BASE_LAYER if is_adapted else '.'}{name}")
+
+
+def _trained_settings(trained: set[str], kernels: set[str], names: NameTable) -> dict[str, Any]:
+    """Return the settings for parameters that are trained themselves: all biases, those of adapted modules, modules."""
+    modules = {path: _module(param)[0] for path, param in names.params.items()}
+    biases = {path for path, param in names.params.items() if _module(param)[1] == "bias"}
+    of_adapted = {path for path in biases if modules[path] in {modules[kernel] for kernel in kernels}}
+    modes = {"all": biases, "lora_only": of_adapted}
+    bias = next((mode for mode, own in modes.items() if own and own <= trained), "none")
+    saved = {modules[path] for path in trained - modes.get(bias, set())}
+    if parts := sorted(path for path in set(modules) - trained if modules[path] in saved):
+        raise UserError(f"{', '.join(parts)} must be trained too: peft saves whole modules, or biases")
+    # peft compares the ends of names.
+    return {"bias": bias, "modules_to_save": sorted({name.rpartition(LAYER)[2] for name in saved}) or None}
+
+
+def _check_untied(trained: Sequence[str], names: NameTable, folder: Path) -> None:
+    for path in trained:
+        if (name := names.params[path].name) in names.tied.values():
+            raise UserError(f"{folder / CONFIG} trains {name} apart from what is tied to it: merge it in peft")
 
 
 def _module_pattern(kernel: TorchParam) -> str:
@@ -146,7 +201,7 @@ def _layout(kernel: TorchParam, part: str) -> Layout:
 
 def _check_supported(values: Mapping[str, Any], folder: Path) -> None:
     wrong = [key for key in _UNSUPPORTED if values.get(key)]
-    wrong += [key for key, only in {"peft_type": "LORA", "bias": "none"}.items() if values.get(key, only) != only]
+    wrong += ["peft_type"] if values.get("peft_type", "LORA") != "LORA" else []
     if str(values.get("init_lora_weights")).startswith(_CHANGES_BASE):
         wrong.append("init_lora_weights")
     if wrong:

@@ -23,6 +23,7 @@ from jaxtrain.fields import type_errors
 from jaxtrain.interop import LAYER, NameTable, leaves
 from jaxtrain.models import experts
 from jaxtrain.models.folder import CONFIG, read_json, read_tensors, resolve_folder, write_json, write_tensors
+from jaxtrain.models.sequence_classifier import CLASSIFIERS, NewHead
 from jaxtrain.models.stored_arrays import read_arrays
 
 
@@ -49,6 +50,11 @@ class Family:
 
 def _decoder(architecture: str, module: str = "llama", head: str = "Llama") -> Family:
     return Family(module, {architecture: head}, "model.", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def _classifier(decoder: Family) -> Family:
+    """Return the family of a decoder with the head of `SequenceClassifier` instead of that of a language model."""
+    return replace(decoder, module="sequence_classifier", skipped=rf"{decoder.skipped}|lm_head\.weight")
 
 
 FAMILIES = {
@@ -149,12 +155,13 @@ class PretrainedModel:
         return read_arrays(self.stored, self.shapes if like is None else like)
 
 
-def open_pretrained(path: Path | str, *, dtype: Any | None = None) -> PretrainedModel:
+def open_pretrained(path: Path | str, *, dtype: Any | None = None, new_head: NewHead | None = None) -> PretrainedModel:
     """Open a model without running statistics as `from_pretrained` does, without reading its weights.
 
     Args:
       path: As of `from_pretrained`.
       dtype: As of `from_pretrained`, by default the stored ones.
+      new_head: Head of a classifier to put on a language model, instead of its own.
 
     Returns:
       The model.
@@ -174,7 +181,7 @@ def open_pretrained(path: Path | str, *, dtype: Any | None = None) -> Pretrained
       ...     opened.shapes["wte"].shape, bool((opened.params()["wte"] == params["wte"]).all())
       ((7, 4), True)
     """
-    stored = _open(path, dtype)
+    stored = _open(path, dtype, new_head)
     names, sharding = stored.module.torch_names(stored.config), stored.module.SHARDING
     return PretrainedModel(stored.model, names, sharding, stored.likes[0], stored.arrays[0])
 
@@ -189,18 +196,21 @@ class _Stored(NamedTuple):
     arrays: list[Any]
 
 
-def _open(path: Path | str, dtype: Any | None) -> _Stored:
+def _open(path: Path | str, dtype: Any | None, new_head: NewHead | None = None) -> _Stored:
     if dtype is not None:
         _check_dtype(dtype)
     folder = resolve_folder(path)
     values = read_json(folder, CONFIG)
+    if new_head is not None:
+        values = new_head.config_json(values)
     family, head = _family(values, folder)
     module = importlib.import_module(f"{__package__}.{family.module}")
     config, model = _shapes(module, head, values, folder)
     _, *states = nnx.split(model, nnx.Param, nnx.BatchStat)
     likes = [nnx.to_pure_dict(state) for state in states]
     tables = _tables(module, config)
-    stored = family.read(read_tensors(folder))
+    head_tensors = {} if new_head is None else new_head.tensors(config)
+    stored = family.read({**read_tensors(folder), **head_tensors})
     _check_depth(tables, likes, stored, folder)
     tensors = _rename(tables, likes, stored, family)
     buffers = {*tables[1].torch_order(likes[1])}
@@ -266,7 +276,8 @@ def _family(values: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
             "jaxtrain.from_torch(folder, example_batch), which imports the model of transformers"
         )
     family = FAMILIES[model_type]
-    heads = [*family.heads]
+    classifier = CLASSIFIERS.get(model_type)
+    heads = [*family.heads] if classifier is None else [*family.heads, classifier]
     architectures = values.get("architectures") or heads[:1]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     # The weights of a bare model lack a head, which is not missing if it is tied to them.
@@ -274,6 +285,8 @@ def _family(values: Mapping[str, Any], folder: Path) -> tuple[Family, str]:
         architecture = heads[0]
     if architecture not in heads:
         raise UserError(f"architecture {architecture!r} of {folder} is not supported: only {', '.join(heads)}")
+    if architecture == classifier:
+        return _classifier(family), "build"
     return family, family.heads[architecture]
 
 

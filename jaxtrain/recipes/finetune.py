@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 import jaxtrain as jt
-from jaxtrain.data.finetuning import ModelTokenizer, read_examples, split_examples
+from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, read_json, save_adapters
 from jaxtrain.recipes.answers import reply
 from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
+from jaxtrain.recipes.finetune_heads import head_task
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
 from jaxtrain.recipes.finetune_rows import FineTuningRows, show, summaries
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
@@ -29,6 +30,8 @@ class FineTuneRecipe(FineTuneSettings):
 
     def task(self) -> jt.Task:
         """Open the model and the examples; the weights are read when the run starts."""
+        if self.loss in ("reward", "classification"):
+            return head_task(self, self.fine_tuned)
         folder, data = self.checked_paths()
         texts, decoder = self.tokenizer(folder), self.open_decoder(folder)
         check_decoder(decoder, folder, texts.size, self.seq_len)
@@ -53,7 +56,8 @@ class FineTuneRecipe(FineTuneSettings):
 
         def write_adapters(path: Path, params: Any) -> None:
             assert model.config is not None
-            save_adapters(path, params["lora"], model.config, decoder.weights.names, base=str(folder))
+            where, names = str(folder.absolute()), decoder.weights.names
+            save_adapters(path, params["lora"], model.config, names, base=where, task_type="CAUSAL_LM")
 
         return jt.Task(
             init=model.init,
@@ -64,6 +68,8 @@ class FineTuneRecipe(FineTuneSettings):
             save_pretrained=decoder.save_pretrained,
             exported=None if model.frozen is None else jax.jit(model.merged),
             save_adapters=None if model.config is None else write_adapters,
+            on_stored_base=None if model.config is None else model.on_stored_base,
+            pretrained=folder,
             texts=texts,
             train=train.source,
             validation=validation.source,
@@ -123,9 +129,6 @@ class FineTuneRecipe(FineTuneSettings):
 
     def rows(self, data: Path, texts: ModelTokenizer) -> tuple[FineTuningRows, FineTuningRows]:
         """Return (train, validation)."""
-        if self.validation is None:
-            files = split_examples(data, self.validation_fraction)
-        else:
-            files = read_examples(data), read_examples(self.validation)
-        train, held_out = (FineTuningRows(x, texts, self.seq_len, self.loss == "dpo", self.packing) for x in files)
+        is_dpo, files = self.loss == "dpo", self.example_files(data)
+        train, held_out = (FineTuningRows(x, texts, self.seq_len, is_dpo, self.packing) for x in files)
         return train, held_out

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import jaxtrain as jt
-from jaxtrain.data.finetuning import ModelTokenizer
+from jaxtrain.data.finetuning import ExampleFiles, ModelTokenizer, Parse, parse_example, read_examples, split_examples
 from jaxtrain.recipes.answer_scores import check_best_metric
 
 
@@ -30,8 +30,8 @@ class FineTuneSettings(jt.Recipe):
     """Train low-rank adapters, adapters with the norms of columns (DoRA), or all weights."""
     quantize: Literal["none", "nf4"] = "none"
     """Store the frozen kernels in 4 bits (QLoRA)."""
-    loss: Literal["supervised", "dpo"] = "supervised"
-    """Learn answers, or which of two answers is preferred."""
+    loss: Literal["supervised", "dpo", "reward", "classification"] = "supervised"
+    """Learn answers, or which of two is preferred; or with a head on the last token, rewards or the labels of texts."""
     normalize: Literal["token", "sequence"] = "token"
     """Every token in the loss counts the same, as in TRL, or every sequence whatever its length."""
     steps: int = 300
@@ -62,6 +62,8 @@ class FineTuneSettings(jt.Recipe):
     layers but the head."""
     beta: float = 0.1  # of Rafailov et al. (2023), and TRL's DPOConfig
     """Factor of the rewards of --loss dpo: the larger, the nearer the model stays to the one before."""
+    center_rewards: float = 0.0
+    """Factor of (c + r)² of the rewards of --loss reward, which keeps them around 0; 0.01 is common."""
     neftune: float | None = None
     """Size of the noise on the embeddings of tokens (NEFTune); 5 is the paper's, None for none."""
     answers: int | None = 2
@@ -75,6 +77,12 @@ class FineTuneSettings(jt.Recipe):
     eval_rows: int = 128
     """Largest number of validation rows per evaluation."""
 
+    def example_files(self, data: Path, parse: Parse = parse_example) -> tuple[ExampleFiles, ExampleFiles]:
+        """Open the examples of (training, validation)."""
+        if self.validation is None:
+            return split_examples(data, self.validation_fraction, parse)
+        return read_examples(data, parse), read_examples(self.validation, parse)
+
     def checked_paths(self) -> tuple[Path, Path]:
         """Return the model and the data. Raises `UserError` for settings that cannot work."""
         for name in ("model", "data", "validation", "chat_template"):
@@ -85,10 +93,10 @@ class FineTuneSettings(jt.Recipe):
             raise jt.UserError(f"quantize {self.quantize} needs frozen weights: use --method lora, or --quantize none")
         if self.quantize != "none" and self.precision == "bf16_params":
             raise jt.UserError(f"quantize {self.quantize} needs its scales in float32: use --precision bf16")
-        if self.neftune is not None and self.loss == "dpo":
-            raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, preferences have no noise")
-        if self.normalize == "sequence" and self.loss == "dpo":
-            raise jt.UserError("normalize sequence is for --loss supervised: omit it, every pair counts the same")
+        if self.neftune is not None and self.loss != "supervised":
+            raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, {self.loss} has no noise")
+        if self.normalize == "sequence" and self.loss != "supervised":
+            raise jt.UserError(f"normalize sequence is for --loss supervised: omit it, {self.loss} counts examples")
         check_best_metric(self.best_metric, self.scored_answers)
         if self.model is None or self.data is None:
             raise jt.UserError("fine-tuning needs a model and examples: use --model FOLDER --data FILE")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import LoraConfig, lora, nf4, with_neftune
+from jaxtrain.models import LoraConfig, functional, lora, nf4, with_neftune
 from jaxtrain.paths import path_name
 from jaxtrain.recipes.decoder import Decoder, out_in_targets
 
@@ -53,8 +53,8 @@ class FineTunedModel:
         """
         if self.config is not None:
             base = nf4.read_params(self.decoder.weights.stored, like["base"])
-            # The norms of DoRA are those of the base.
-            is_created = jax.tree.leaves(like["lora"]) and self.config.dora
+            # The norms of DoRA are those of the base, and what is trained beside the adapters is a copy.
+            is_created = jax.tree.leaves(like["lora"]) and (self.config.dora or self.config.trained)
             shardings = jax.tree.map(lambda x: x.sharding, like["lora"])
             return {
                 "base": base,
@@ -123,12 +123,30 @@ class FineTunedModel:
         inputs = batch["tokens"], batch["positions"], batch["segments"]
         return self._adapted(self.decoder.logits, None)(params, *inputs)
 
+    def scores(self, params: Any, tokens: jax.Array, rng: jax.Array | None) -> jax.Array:
+        """Return the logits of a classifier, float [B, labels].
+
+        Args:
+          params: The params.
+          tokens: int [B, T], padded at the end.
+          rng: Key of dropout; None in evaluation.
+        """
+        dropout, adapters = (None, None) if rng is None else jax.random.split(rng)
+        compute, _ = functional(self.decoder.weights.model)
+        return self._adapted(compute, adapters)(params, tokens, dropout)
+
     def merged(self, params: Any) -> Any:
         """Return the parameters of the decoder in float32 at least: with adapters merged, dequantized."""
         wide = _wide(params)
         if self.config is not None:
             return lora.merge(wide["base"], wide["lora"], self.config)
         return wide["model"] if self.keeps_base else wide
+
+    def on_stored_base(self, params: Any) -> Any:
+        """Return the parameters of the decoder with adapters merged into the weights as they are stored."""
+        assert self.config is not None
+        base = self.decoder.weights.params() if self.quantized else params["base"]
+        return lora.merge(_wide(base), params["lora"], self.config)
 
     def adapted(self, params: Any) -> Any:
         """Return the parameters of the decoder for `generate` and `stream`, with adapters that are not merged."""

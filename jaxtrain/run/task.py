@@ -109,6 +109,11 @@ class Task:
     models of `jaxtrain.models`."""
     save_adapters: Callable[[Path, Any], None] | None = None
     """`save_adapters(folder, params)` writes the adapters among the parameters as `peft` reads them; None without."""
+    on_stored_base: Callable[[Any], Any] | None = None
+    """Returns `exported` parameters as those adapters give them on the weights in the folder `pretrained`, which the
+    task may have quantized."""
+    pretrained: Path | None = None
+    """Folder of the model that is fine-tuned."""
     show_data: Callable[[], None] | None = None
     """Prints training examples as the model reads them, for `jaxtrain train --show-data`."""
     sharding: Mapping[str, PartitionSpec] | None = None

@@ -15,6 +15,7 @@ _ARGUMENTS = {
     "exported": ("params",),
     "save_pretrained": ("folder", "params"),
     "save_adapters": ("folder", "params"),
+    "on_stored_base": ("params",),
     "sample": ("state", "seed"),
 }
 

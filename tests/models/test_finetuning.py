@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, preferences and rewards beside `transformers`' models with the formulas of TRL."""
+"""Supervised fine-tuning and preferences beside `transformers`' models with the formulas of TRL."""
 
 from types import SimpleNamespace
 
@@ -7,21 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from flax import nnx
 from torch.nn import functional as F
 
 import jaxtrain as jt
 from jaxtrain import losses, optim
-from jaxtrain.interop import LINEAR, NameTable, TorchParam
 from jaxtrain.models import (
-    GPT2,
-    GPT2Config,
     Llama,
     LlamaConfig,
-    SequenceClassifier,
     functional,
-    gpt2,
     llama,
     log_probs,
     neftune,
@@ -94,34 +88,9 @@ def torch_preferences(model, batch):
     return -F.logsigmoid(BETA * ((chosen - reference[0]) - (rejected - reference[1]))).mean()
 
 
-def rewards(compute, params, batch, rng):
-    chosen, rejected = jnp.split(compute(params, batch["tokens"], None, None, batch["segments"])[:, 0], 2)
-    return jt.Loss.of(losses.bradley_terry(chosen, rejected)), {}
-
-
-def torch_rewards(model, batch):
-    # The model finds the last token by its padding token, 0.
-    tokens = batch["tokens"] * (batch["segments"] > 0)
-    chosen, rejected = model(tokens, use_cache=False).logits[:, 0].chunk(2)
-    return -F.logsigmoid(chosen - rejected).mean()
-
-
 def language_models():
     ours = functional(Llama(SIZES, rngs=nnx.Rngs(0)), log_probs)
     return ours, text.torch_model(llama.to_hf(SIZES)), llama.torch_names(SIZES)
-
-
-def reward_models():
-    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=8, n_layer=1, n_head=2, initializer_range=0.3)
-    ours = functional(SequenceClassifier(GPT2(config, rngs=nnx.Rngs(0)), 1, rngs=nnx.Rngs(1)))
-    values = gpt2.to_hf(config)
-    theirs = transformers.GPT2Config(
-        **{name: x for name, x in values.items() if name not in ("model_type", "architectures")},
-        num_labels=1, pad_token_id=0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    names = {f"decoder/{path}": param for path, param in gpt2.torch_names().params.items()}
-    table = NameTable({**names, "score": TorchParam("score.weight", LINEAR)})
-    return ours, transformers.GPT2ForSequenceClassification(theirs), table
 
 
 @pytest.mark.slow
@@ -130,7 +99,6 @@ def reward_models():
     [
         (language_models, supervised, torch_supervised),
         (language_models, preferences, torch_preferences),
-        (reward_models, rewards, torch_rewards),
     ],
 )
 def test_losses_gradients_and_updates_equal_those_of_transformers(models, loss, torch_loss):

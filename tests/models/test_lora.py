@@ -284,7 +284,7 @@ def test_a_peft_folder_is_written_and_read_to_the_bit(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"peft_type": "LOHA"}, {"lora_bias": True}, {"bias": "all"}, {"modules_to_save": ["wte"]},
+        {"peft_type": "LOHA"}, {"lora_bias": True}, {"trainable_token_indices": [1]},
         {"rank_pattern": {"c_attn": 2}}, {"init_lora_weights": "pissa_niter_4"}, {"r": "3"}, {"lora_alpha": None},
     ],
 )  # fmt: skip
@@ -293,6 +293,36 @@ def test_an_unsupported_adapter_configuration_is_refused(tmp_path, changes):
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     assert next(iter(changes)) in refused(lambda: load_adapters(tmp_path, PARAMS, NAMES))
+
+
+def test_parameters_that_are_trained_themselves_are_written_and_read_to_the_bit(tmp_path):
+    for number, (trained, settings) in enumerate(
+        {
+            r".*/bias": ("all", None),
+            r"blocks/(qkv|fc|mlp_proj)/bias": ("lora_only", None),
+            r"ln_f/.*|wpe": ("none", ["transformer.ln_f", "transformer.wpe"]),
+        }.items()
+    ):
+        config = replace(CONFIG, trained=trained)
+        adapters = some_adapters(config)
+        folder = tmp_path / str(number)
+        save_adapters(folder, adapters, config, NAMES)
+        stored = json.loads((folder / "adapter_config.json").read_text())
+        assert (stored["bias"], stored["modules_to_save"]) == settings
+        read, found = load_adapters(folder, PARAMS, NAMES)
+        jax.tree.map(np.testing.assert_array_equal, read, adapters)
+        np.testing.assert_array_equal(lora.merge(PARAMS, read, found)["ln_f"]["bias"], merged_bias(adapters))
+    assert "cannot be unmerged" in refused(lambda: lora.unmerge(PARAMS, adapters, config))
+    half = some_adapters(replace(CONFIG, trained="ln_f/scale"))
+    assert "ln_f/bias must be trained too" in refused(lambda: save_adapters(tmp_path / "half", half, CONFIG, NAMES))
+    tied = replace(CONFIG, trained="wte")
+    save_adapters(tmp_path / "tied", some_adapters(tied), tied, NAMES)
+    assert "trains transformer.wte.weight apart" in refused(lambda: load_adapters(tmp_path / "tied", PARAMS, NAMES))
+    assert "match no whole path" not in refused(lambda: some_adapters(replace(CONFIG, trained="blocks/qkv/kernel")))
+
+
+def merged_bias(adapters):
+    return adapters["ln_f"]["bias"] if "bias" in adapters.get("ln_f", {}) else PARAMS["ln_f"]["bias"]
 
 
 def test_mis_shaped_tensors_are_named(tmp_path):

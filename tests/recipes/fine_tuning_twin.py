@@ -23,7 +23,7 @@ from tests.models.programs import widened
 
 LENGTH = 48
 UPDATES, WARMUP, LR, BATCH, MICRO_BATCHES = 20, 4, 1e-2, 4, 2
-RANK, ALPHA, BETA, CLIP_NORM = 3, 7, 0.3, 1.0
+RANK, ALPHA, BETA, CENTER, CLIP_NORM = 3, 7, 0.3, 0.05, 1.0
 SIZES = {"initializer_range": 0.3, "vocab_size": byte_level().get_vocab_size()}
 
 
@@ -94,13 +94,15 @@ def imported_config(family: str) -> Any:
 
 
 def write_examples(root: Path) -> None:
-    """Write conversations and preferences, enough for all updates, of several lengths."""
-    conversations, pairs = [], []
+    """Write conversations, preferences and labelled texts, enough for all updates, of several lengths."""
+    conversations, pairs, labelled = [], [], []
     for i in range(2 * BATCH * UPDATES):
         turns = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}" * (1 + i % 3)}]
         conversations.append({"messages": [{"role": "system", "content": "<"}, *turns]})
         pairs.append({"prompt": f"{i}? ", "chosen": f"yes{i % 7}", "rejected": "no " * (1 + i % 4)})
-    for name, rows in (("supervised", conversations), ("dpo", pairs)):
+        labelled.append({"text": f"{i}? " * (1 + i % 4) + "abc"[i % 3], "label": "cba"[i % 3]})
+    kinds = {"supervised": conversations, "dpo": pairs, "reward": pairs, "classification": labelled}
+    for name, rows in kinds.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -120,14 +122,17 @@ class Twin:
         self, root: Path, family: str, loss: str, method: str, *, quantize: str = "none", packing: bool = True
     ) -> None:
         self.folder, self.data = write_model(root / family, family), root / f"{loss}.jsonl"
-        self.is_dpo, self.is_full = loss == "dpo", method == "full"
+        self.loss, self.is_dpo, self.is_full = loss, loss == "dpo", method == "full"
         self.settings = FineTuneRecipe(
             model=self.folder, data=self.data, validation=self.data, loss=loss, method=method, quantize=quantize,
             packing=packing, seq_len=LENGTH, batch_size=BATCH, accumulate=MICRO_BATCHES, steps=UPDATES, lr=LR,
-            warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA, answers=None,
+            warmup_steps=WARMUP, clip_norm=CLIP_NORM, rank=RANK, alpha=ALPHA, lora_dropout=0, beta=BETA,
+            center_rewards=CENTER, answers=None,
         )  # fmt: skip
         self.task = self.settings.task()
         self.names = self.task.loss_fn.args[0].decoder.weights.names
+        self.head = getattr(self.task.loss_fn.args[0].decoder.weights.model.config, "labels", None)
+        self.pad = self.task.texts.special("pad")
         assert len(self.task.train) >= BATCH * UPDATES
         self.initial = self._initial(np.random.default_rng(0))
         trained = self.initial[self._trained] if self._trained else self.initial
@@ -137,6 +142,7 @@ class Twin:
             "lora_alpha": ALPHA,
             "target_modules": "all-linear",
             "use_dora": method == "dora",
+            "task_type": "CAUSAL_LM" if self.head is None else "SEQ_CLS",
         }
         self.peft_settings["fan_in_fan_out"] = family == "gpt2"
 
@@ -181,7 +187,11 @@ class Twin:
 
     def base_model(self) -> Any:
         """Return the model of `transformers` before the training, in float64; of NF4 the dequantized one."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).double()
+        if self.head is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.folder).double()
+        else:
+            settings = {"num_labels": len(self.head), "pad_token_id": self.pad}
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(self.folder, **settings).double()
         model.config._experts_implementation = "batched_mm"  # PyTorch's grouped products have no float64
         if self.settings.quantize == "nf4":
             with jax.enable_x64(), jax.numpy_dtype_promotion("standard"):
@@ -218,6 +228,7 @@ def texts_of(batch: dict[str, np.ndarray]) -> Iterator[tuple[torch.Tensor, torch
 
 def saved_name(name: str) -> str:
     """Return the name of a parameter in an adapter folder."""
+    name = name.replace(".modules_to_save.default", "")
     return name.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
 
 

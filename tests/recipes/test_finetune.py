@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,6 +20,9 @@ from jaxtrain.models import functional
 from jaxtrain.recipes.finetune import FineTuneRecipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
+from jaxtrain.runner.checkpoint import Checkpoints
+from jaxtrain.runner.training import build_training
+from jaxtrain.runner.unsaved import Unsaved
 from tests.data.finetuning.templates import byte_level, write_folder
 
 LENGTH = 60  # of two conversations
@@ -134,34 +141,79 @@ def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone
     assert capsys.readouterr().out.strip()
 
 
+def write_run(folder, recipe):
+    """Write a run whose adapters are not those of its start, without training it."""
+    training, run = build_training(recipe), RunFolder(Path(folder))
+    state, draw = training.init(), np.random.default_rng(0)
+    adapters = jax.tree.map(lambda x: x + 0.1 * draw.normal(size=x.shape).astype(x.dtype), state.params["lora"])
+    run.create("finetune", recipe)
+    evaluations = [{"step": step, "eval_loss": 3.5 - step, "eval_rouge_l": 0.25} for step in (0, 2)]
+    write_rows(run.metrics, evaluations)
+    with Checkpoints(run.checkpoints, unsaved=Unsaved.of(training.task)) as checkpoints:
+        params = {**state.params, "lora": adapters}
+        checkpoints.save(state._replace(params=params, step=jnp.int32(2)), {})
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_the_exports_have_the_logits_of_the_run(root):
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.nightly), "nf4"])
+def test_the_exports_have_the_logits_of_the_run(root, quantize, capsys):
     peft = pytest.importorskip("peft")
-    assert train(root, "conversations.jsonl", "--steps 2 --out run --method dora") == 0
+    initial = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
+    shutil.copytree(root / "model", "base")
+    initial.to(torch.bfloat16).save_pretrained("base")
+    folders = {"model": Path("base"), "data": root / "conversations.jsonl"}
+    write_run("run", FineTuneRecipe(**folders, seq_len=LENGTH, batch_size=4, rank=2, method="dora", quantize=quantize))
     for form in ("huggingface", "peft"):
         assert main(f"export run --format {form}".split()) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"(in transformers:|adapters for peft,) in batches of 1 \d", out), out
     _, recipe = read_recipe(RunFolder(Path("run")))
     task = recipe.task()
-    params = task.exported(state_of("run").params)
+    params = state_of("run").params
     tokens = np.arange(12).reshape(2, 6)
     apply, _ = functional(task.signature.model)
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(apply)(params, tokens)
-    initial = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
-    before = initial(torch.tensor(tokens)).logits.detach().numpy()
-    adapted = peft.PeftModel.from_pretrained(initial, "run-peft")
+
+    def logits(model):
+        return model.eval().float()(torch.tensor(tokens)).logits.detach().numpy()
+
+    def expected(params):
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(apply)(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params), tokens)
+
     merged = transformers.AutoModelForCausalLM.from_pretrained("run-huggingface")
-    assert np.abs(before - expected).max() > 1e-3
+    assert merged.dtype == torch.bfloat16
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.exported(params))
+    np.testing.assert_allclose(logits(merged), expected(rounded), rtol=0, atol=1e-5)
+    base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32)
+    before = logits(base)
+    adapted = logits(peft.PeftModel.from_pretrained(base, "run-peft"))
+    np.testing.assert_allclose(adapted, expected(task.on_stored_base(params)), rtol=0, atol=1e-5)
+    assert np.abs(before - adapted).max() > 1e-3
     chat = [{"role": "user", "content": "3?"}]
-    ids = [
-        transformers.AutoTokenizer.from_pretrained(x).apply_chat_template(chat)
-        for x in (root / "model", "run-huggingface")
-    ]
-    assert ids[0] == ids[1]
-    for model in (adapted, merged):
-        found = model.eval()(torch.tensor(tokens)).logits.detach().numpy()
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    folders = (root / "model", "run-huggingface", "run-peft")
+    ids = [transformers.AutoTokenizer.from_pretrained(x).apply_chat_template(chat).input_ids for x in folders]
+    assert ids[0] == ids[1] == ids[2]
+    check_card("run-huggingface", "transformers", "finetune", quantize)
+    check_card("run-peft", "peft", "adapter", quantize)
+
+
+def check_card(folder, library, relation, quantize):
+    """Check that the Hub's own reader understands a card, that its code runs, and that it has the run's figures."""
+    card = huggingface_hub.ModelCard.load(f"{folder}/README.md")
+    assert card.data.to_dict() == {
+        "library_name": library,
+        "tags": ["jaxtrain", "dora", "sft"],
+        "pipeline_tag": "text-generation",
+        "base_model": "base",
+        "base_model_relation": relation,
+    }
+    assert "| metric | before | after 2 updates |\n| --- | --- | --- |\n| loss (nats) | 3.5000 | 1.5000 |" in card.text
+    assert "| ROUGE-L | 0.2500 | 0.2500 |" in card.text
+    assert ("in NF4" in card.text) == (quantize == "nf4")
+    assert "| updates | 2 |" in card.text
+    code = re.search(r"```python\n(.*?)```", card.text, re.S)[1]
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=2"), {})
 
 
 @pytest.mark.slow

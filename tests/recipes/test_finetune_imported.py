@@ -114,7 +114,7 @@ def test_a_run_is_resumed_answers_and_is_exported(root, tmp_path, monkeypatch, c
     capsys.readouterr()
     assert main(["sample", "whole", "--prompt", "3?", "--length", "4"]) == 0
     assert main(command.replace("train", "plan", 1).split()) == 0
-    forms = ["huggingface"] if "nf4" in flags else ["huggingface", "peft"]  # adapters of NF4 are for a base in NF4
+    forms = ["huggingface --out stored", "huggingface --dtype float32", "peft"]
     for form in forms:
         assert main(f"export whole --format {form}".split()) == 0
     model = task.loss_fn.args[0]
@@ -123,8 +123,9 @@ def test_a_run_is_resumed_answers_and_is_exported(root, tmp_path, monkeypatch, c
         expected = model.decoder.logits(task.exported(whole.params), tokens, positions, None)
     exported = transformers.AutoModelForCausalLM.from_pretrained("whole-huggingface")
     assert exported.dtype == torch.float32
+    assert transformers.AutoModelForCausalLM.from_pretrained("stored").dtype == dtype
     found = [exported]
-    if "peft" in forms:
+    if "nf4" not in flags:  # adapters of NF4 are for a base in NF4
         found.append(peft.PeftModel.from_pretrained(made, "whole-peft"))
     for module in found:
         logits = module.eval()(torch.tensor(tokens)).logits.detach().numpy()

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from parity.oracle.in_torch import InFloat64
 from tests.recipes.fine_tuning_twin import (
     BETA,
+    CENTER,
     CLIP_NORM,
     LENGTH,
     LR,
@@ -43,6 +44,10 @@ def root(tmp_path_factory):
         ("gpt2", "dpo", "lora", "none"),
         ("llama", "dpo", "dora", "none"),
         ("llama", "dpo", "full", "none"),
+        ("gpt2", "reward", "lora", "none"),
+        ("llama", "classification", "lora", "none"),
+        pytest.param("llama", "reward", "full", "none", marks=pytest.mark.nightly),
+        pytest.param("gpt2", "classification", "full", "none", marks=pytest.mark.nightly),
     ],
 )
 def test_twenty_updates_are_those_of_transformers_and_peft(root, monkeypatch, family, loss, method, quantize):
@@ -62,7 +67,7 @@ def trained_by_torch(twin):
     for batch in twin.batches():
         optimizer.zero_grad()
         with InFloat64():
-            loss = preferences(twin, model, reference, batch) if twin.is_dpo else supervised(model, batch)
+            loss = LOSSES[twin.loss](twin, model, reference, batch)
             loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP_NORM).item())
         optimizer.step()
@@ -74,7 +79,7 @@ def trained_by_torch(twin):
     return Record(losses, norms, first, trained, mu, nu)
 
 
-def supervised(model, batch):
+def supervised(twin, model, reference, batch):
     """Return the loss of SFTTrainer: the mean cross-entropy over the labels of all texts, each in its own row."""
     texts = zip(*texts_of(batch), strict=True)
     tokens, labels = (
@@ -100,3 +105,18 @@ def preferences(twin, model, reference, batch):
             before = answers(model)
     ratios = (answers(model) - before).reshape(-1, 2)
     return -F.logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1])).mean()
+
+
+def rewards(twin, model, reference, batch):
+    """Return the loss of RewardTrainer."""
+    tokens = torch.tensor(batch["tokens"])
+    chosen, rejected = model(tokens.reshape(-1, tokens.shape[1] // 2), use_cache=False).logits.reshape(-1, 2).T
+    return -F.logsigmoid(chosen - rejected).mean() + CENTER * ((chosen + rejected) ** 2).mean()
+
+
+def labels(twin, model, reference, batch):
+    """Return the loss that `transformers` computes from labels."""
+    return model(torch.tensor(batch["tokens"]), labels=torch.tensor(batch["label"]).long(), use_cache=False).loss
+
+
+LOSSES = {"supervised": supervised, "dpo": preferences, "reward": rewards, "classification": labels}

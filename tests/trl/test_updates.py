@@ -9,6 +9,7 @@ from parity.oracle.in_torch import InFloat64
 from tests.recipes.fine_tuning_twin import (
     BATCH,
     BETA,
+    CENTER,
     CLIP_NORM,
     LENGTH,
     LR,
@@ -46,6 +47,7 @@ def root(tmp_path_factory):
         pytest.param("llama", "supervised", "full", False, marks=pytest.mark.nightly),
         pytest.param("llama", "dpo", "dora", False, marks=pytest.mark.nightly),
         pytest.param("llama", "dpo", "full", False, marks=pytest.mark.nightly),
+        pytest.param("llama", "reward", "lora", False, marks=pytest.mark.nightly),
     ],
 )
 def test_twenty_updates_are_those_of_trl(root, tmp_path, monkeypatch, family, loss, method, packing):
@@ -76,6 +78,11 @@ def trained_by_trl(twin, folder):
             model, reference, trl.DPOConfig(beta=BETA, **settings), train_dataset=data, processing_class=tokenizer,
             peft_config=config,
         )  # fmt: skip
+    elif twin.loss == "reward":
+        settings |= {"center_rewards_coefficient": CENTER, "max_length": LENGTH}
+        trainer = recording(trl.RewardTrainer)(
+            model, trl.RewardConfig(**settings), train_dataset=data, processing_class=tokenizer, peft_config=config
+        )
     else:
         packing = twin.settings.packing
         settings |= {"assistant_only_loss": not packing, "packing": packing, "shuffle_dataset": False}
@@ -124,7 +131,7 @@ def dataset(twin):
     """Return the examples as TRL's users pass them, or for packing, its packed rows with the same texts as ours."""
     import datasets
 
-    if not twin.settings.packing or twin.is_dpo:
+    if not twin.settings.packing or twin.loss != "supervised":
         return datasets.load_dataset("json", data_files=str(twin.data), split="train")
     rows = [{k: x[i : i + 1] for k, x in batch.items()} for batch in twin.batches() for i in range(BATCH)]
     return datasets.Dataset.from_list([packed([*texts_of(row)]) for row in rows])

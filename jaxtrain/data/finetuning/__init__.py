@@ -2,7 +2,7 @@
 
 from jaxtrain.data.finetuning.chat_template import ChatTemplate, Span
 from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, encode_examples
-from jaxtrain.data.finetuning.example_files import ExampleFiles, read_examples, split_examples
+from jaxtrain.data.finetuning.example_files import ExampleFiles, Parse, read_examples, split_examples
 from jaxtrain.data.finetuning.example_page import Run, decoded_runs, print_examples
 from jaxtrain.data.finetuning.examples import (
     Completion,
@@ -13,12 +13,20 @@ from jaxtrain.data.finetuning.examples import (
     Preference,
     parse_example,
 )
+from jaxtrain.data.finetuning.labelled_texts import (
+    LabelledText,
+    encode_labelled,
+    label_names,
+    label_numbers,
+    parse_labelled,
+)
 from jaxtrain.data.finetuning.masks import Encoded, encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.remarks import duplicates, remarks
 from jaxtrain.data.finetuning.row_summary import RowSummary
 from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
 from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
+from jaxtrain.data.finetuning.whole_texts import WholeTexts, WholeTextSummary, labelled_rows, reward_rows
 
 __all__ = [
     "ChatTemplate",
@@ -28,9 +36,11 @@ __all__ = [
     "EncodedExamples",
     "ExampleFiles",
     "FineTuningExample",
+    "LabelledText",
     "Message",
     "ModelTokenizer",
     "Pair",
+    "Parse",
     "PlainText",
     "Preference",
     "PreferenceRows",
@@ -38,15 +48,23 @@ __all__ = [
     "Run",
     "Span",
     "StdlibPairs",
+    "WholeTextSummary",
+    "WholeTexts",
     "decoded_runs",
     "duplicates",
     "encode_example",
     "encode_examples",
+    "encode_labelled",
+    "label_names",
+    "label_numbers",
+    "labelled_rows",
     "parse_example",
+    "parse_labelled",
     "preference_rows",
     "print_examples",
     "read_examples",
     "remarks",
+    "reward_rows",
     "split_examples",
     "stdlib_pairs",
     "supervised_rows",

@@ -2,16 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtrain.data.files import files_under
-from jaxtrain.data.finetuning.examples import FineTuningExample, parse_example
+from jaxtrain.data.finetuning.examples import parse_example
 from jaxtrain.data.holdout import random_split
 from jaxtrain.data.json_rows import JSON_SUFFIXES, json_rows
 from jaxtrain.data.source import Example
@@ -19,6 +19,9 @@ from jaxtrain.data.table_rows import ARROW_SUFFIXES
 from jaxtrain.data.tables import VALIDATION_SPLITS, is_table, saved_splits, table
 from jaxtrain.data.token_cache import file_identity
 from jaxtrain.errors import UserError
+
+Parse: TypeAlias = Callable[[Example, str], Any]
+"""Type of a function of a row and its name for messages that returns an example."""
 
 
 class _Rows(Protocol):
@@ -33,29 +36,31 @@ class _Rows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ExampleFiles:
-    """Examples of one kind, parsed on access: item `i` is as `parse_example` returns it.
+    """Examples of one kind, parsed on access: item `i` is as `parse` returns it.
 
     Attributes:
       rows: Rows of the files.
       files: The files.
-      indices: Numbers of the rows that are examples, int [N]; None for all.
       kind: Type of the examples.
+      indices: Numbers of the rows that are examples, int [N]; None for all.
+      parse: Makes an example of a row.
     """
 
     rows: _Rows
     files: tuple[Path, ...]
-    kind: type[FineTuningExample]
+    kind: type[Any]
     indices: NDArray[np.intp] | None = None
+    parse: Parse = parse_example
 
     def __len__(self) -> int:
         return len(self.rows) if self.indices is None else len(self.indices)
 
-    def __getitem__(self, index: int, /) -> FineTuningExample:
+    def __getitem__(self, index: int, /) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         number = index if self.indices is None else int(self.indices[index])
         where = self.rows.location(number)
-        example = parse_example(self.rows[number], where)
+        example = self.parse(self.rows[number], where)
         if type(example) is not self.kind:
             raise UserError(
                 f"{where} is a {type(example).__name__}, the first example a {self.kind.__name__}: put examples of"
@@ -69,11 +74,12 @@ class ExampleFiles:
         return [f"{rows} {len(self)}", *map(file_identity, self.files)]
 
 
-def read_examples(path: str | os.PathLike[str]) -> ExampleFiles:
+def read_examples(path: str | os.PathLike[str], parse: Parse = parse_example) -> ExampleFiles:
     """Open the examples of a file, a folder of files of one format, or a dataset saved by `datasets`.
 
     Args:
       path: `.jsonl`, `.ndjson` or `.json`, `.parquet`, `.arrow` or `.feather`; no pickle is read.
+      parse: Makes an example of a row: `parse_example`, or `parse_labelled` for texts with labels.
 
     Returns:
       The examples; their kind is that of the first.
@@ -94,11 +100,14 @@ def read_examples(path: str | os.PathLike[str]) -> ExampleFiles:
     if not root.exists():
         raise UserError(f"{root} does not exist: use a file of examples")
     if is_table(root):
-        return _open(table(root, nested=True), [root] if root.is_file() else files_under(root))
-    return _open_json(_json_files(root))
+        return _open(table(root, nested=True), [root] if root.is_file() else files_under(root), parse)
+    files = _json_files(root)
+    return _open(json_rows(files), files, parse)
 
 
-def split_examples(path: str | os.PathLike[str], validation_fraction: float = 0.1) -> tuple[ExampleFiles, ExampleFiles]:
+def split_examples(
+    path: str | os.PathLike[str], validation_fraction: float = 0.1, parse: Parse = parse_example
+) -> tuple[ExampleFiles, ExampleFiles]:
     """Open examples as (train, validation).
 
     The splits are those of a saved dataset, or the files `train` and `validation` (or `valid`, `dev`, `test`) of a
@@ -107,6 +116,7 @@ def split_examples(path: str | os.PathLike[str], validation_fraction: float = 0.
     Args:
       path: As for `read_examples`.
       validation_fraction: Fraction that is held out, for data without splits.
+      parse: As for `read_examples`.
 
     Raises:
       UserError: As `read_examples`; or there are too few examples to split.
@@ -118,9 +128,9 @@ def split_examples(path: str | os.PathLike[str], validation_fraction: float = 0.
         held_out = next((name for name in VALIDATION_SPLITS if name in by_name), None)
         splits = (by_name["train"], by_name[held_out]) if held_out and "train" in by_name else None
     if splits is not None:
-        train, validation = (read_examples(split) for split in splits)
+        train, validation = (read_examples(split, parse) for split in splits)
         return train, validation
-    examples = read_examples(root)
+    examples = read_examples(root, parse)
     train_rows, validation_rows = random_split(len(examples), validation_fraction)
     return replace(examples, indices=train_rows), replace(examples, indices=validation_rows)
 
@@ -134,12 +144,8 @@ def _json_files(root: Path) -> list[Path]:
     return found
 
 
-def _open_json(files: Sequence[Path]) -> ExampleFiles:
-    return _open(json_rows(files), files)
-
-
-def _open(rows: Any, files: Sequence[Path]) -> ExampleFiles:
+def _open(rows: Any, files: Sequence[Path], parse: Parse) -> ExampleFiles:
     if not len(rows):
         raise UserError(f"{files[0]} has no examples: write at least one")
-    first = parse_example(rows[0], rows.location(0))
-    return ExampleFiles(rows, tuple(files), type(first))
+    first = parse(rows[0], rows.location(0))
+    return ExampleFiles(rows, tuple(files), type(first), parse=parse)

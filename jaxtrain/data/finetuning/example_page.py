@@ -1,7 +1,7 @@
 """Rows of examples as text, with what is not in the loss in gray: a page to read before a run."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, TextIO
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
 from jaxtrain.data.finetuning.rows import PreferenceRows
+from jaxtrain.data.finetuning.whole_texts import WholeTexts
 from jaxtrain.data.packing import PackedRows
 from jaxtrain.data.text_stream import replace_unprintable
 
@@ -48,25 +49,34 @@ def decoded_runs(tokens: NDArray[np.int32], mask: NDArray[np.bool_], texts: Mode
 
 
 def print_examples(
-    rows: PackedRows | PreferenceRows, texts: ModelTokenizer, count: int = 3, file: TextIO | None = None
+    rows: PackedRows | PreferenceRows | WholeTexts,
+    texts: ModelTokenizer,
+    count: int = 3,
+    file: TextIO | None = None,
+    labels: Sequence[str] = (),
 ) -> None:
     """Print the first examples as the model reads them.
 
     On a terminal with colors, what is not in the loss is gray; elsewhere what is in the loss stands between « and ».
+    Texts for a head are printed as they are.
 
     Args:
-      rows: Rows of `supervised_rows` or `preference_rows`.
+      rows: Rows of `supervised_rows` or `preference_rows`, or whole texts.
       texts: Tokenizer.
       count: Number of examples to print.
       file: File to print to; None for standard output.
+      labels: Names of the labels of whole texts.
     """
     stream = file or sys.stdout
     console = _color_console(stream)
-    for title, tokens, mask in islice(_examples(rows), count):
-        runs, shown = _shortened(decoded_runs(tokens, mask, texts))
-        heading = f"{title}: {len(tokens):,} tokens, {int(mask.sum()):,} in the loss{shown}"
+    examples = _whole(rows, labels) if isinstance(rows, WholeTexts) else _examples(rows)
+    for title, tokens, mask in islice(examples, count):
+        runs, shown = _shortened(decoded_runs(tokens, np.ones(len(tokens), bool) if mask is None else mask, texts))
+        in_loss = "" if mask is None else f", {int(mask.sum()):,} in the loss"
+        heading = f"{title}: {len(tokens):,} tokens{in_loss}{shown}"
         if console is None:
-            body = "".join(f"{OPEN}{run.text}{CLOSE}" if run.in_loss else run.text for run in runs)
+            marked = (f"{OPEN}{run.text}{CLOSE}" if run.in_loss and mask is not None else run.text for run in runs)
+            body = "".join(marked)
             print(f"{heading}\n{body}\n", file=stream)
             continue
         from rich.text import Text
@@ -90,6 +100,16 @@ def _examples(rows: PackedRows | PreferenceRows) -> Iterator[tuple[str, NDArray[
             for segment in range(1, int(row["segments"].max()) + 1):
                 number += 1
                 yield f"example {number}, in row {i + 1}", *_segment(row, segment)
+
+
+def _whole(rows: WholeTexts, labels: Sequence[str]) -> Iterator[tuple[str, NDArray[np.int32], None]]:
+    """Yield (title, tokens, None) of every text."""
+    for i in range(len(rows)):
+        if rows.labels is None:
+            for side, title in enumerate(("chosen", "rejected")):
+                yield f"example {i + 1}, {title}", rows.text(i, side), None
+        else:
+            yield f"example {i + 1}, label {replace_unprintable(labels[rows.labels[i]])}", rows.text(i), None
 
 
 def _segment(row: dict[str, Any], segment: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
