@@ -10,7 +10,7 @@ import jax
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer
-from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, read_json, save_adapters
+from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, folder_digest, read_json, save_adapters
 from jaxtrain.recipes.answers import reply
 from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
 from jaxtrain.recipes.finetune_heads import head_task
@@ -62,6 +62,7 @@ class FineTuneRecipe(FineTuneSettings):
         return jt.Task(
             init=model.init,
             load=model.load,
+            digests=partial(folder_digest, folder),
             loss_fn=self.loss_of(model),
             predict=None if is_dpo else predict,
             signature=decoder.signature(self.seq_len, texts.special("pad")),

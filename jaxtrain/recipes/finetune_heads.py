@@ -33,6 +33,7 @@ from jaxtrain.models import (
     NewHead,
     PretrainedModel,
     SequenceClassifier,
+    folder_digest,
     open_pretrained,
     read_json,
     save_adapters,
@@ -82,6 +83,7 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTu
     return jt.Task(
         init=model.init,
         load=model.load,
+        digests=partial(folder_digest, folder),
         loss_fn=partial(reward_loss, model, center) if is_reward else partial(classification_loss, model),
         predict=predict,
         signature=Signature(
