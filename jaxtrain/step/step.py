@@ -127,7 +127,7 @@ def init_state(
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
         window=empty_window(parts, params) if streaming else None,
-        ema=None if parts.ema is None else jax.tree.map(jnp.copy, params),
+        ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
     )
 
 
@@ -239,12 +239,12 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
     new_trained = jax.tree.map(_apply_update, trained, updates)
-    ema = state.ema
+    old_ema = ema = state.ema
     if parts.ema is not None:
-        params = merge(new_trained, frozen)
-        ema = update_ema(ema, params, parts.ema, is_first=applied_updates(state) == 0)
+        old_ema, _ = partition(state.ema, parts.frozen)  # in case it was set to all parameters
+        ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
 
-    before = trained, state.opt_state, state.ema
+    before = trained, state.opt_state, old_ema
     new_trained, opt_state, ema = _restore_if(skip, before, (new_trained, opt_state, ema))
     new = state._replace(
         step=state.step + 1,
