@@ -97,6 +97,9 @@ def test_the_examples_are_shown_before_anything_is_compiled(root, monkeypatch, c
         ("--targets q_proj", "targets 'q_proj' match no whole path of a linear layer: these are layers/"),
         ("--loss dpo", "the examples are of the kind Conversation: add the fields chosen and rejected"),
         ("--validation nowhere.jsonl", "validation nowhere.jsonl does not exist"),
+        ("--chat-template nowhere.jinja", "chat_template nowhere.jinja does not exist: give a local folder or file"),
+        ("--date 26.7.2024", "date 26.7.2024 is no date: write it as YYYY-MM-DD"),
+        ("--normalize sequence --loss dpo", "normalize sequence is for --loss supervised: omit it"),
         ("--lora-dropout 1", "lora_dropout must be in [0, 1), got 1"),
     ],
 )
@@ -120,15 +123,16 @@ def test_a_model_and_examples_are_required(capsys):
 @pytest.mark.slow  # killed runs of adapters with dropout and noise: tests/soak/test_kills.py
 @pytest.mark.parametrize("method", ["--method dora --quantize nf4 --mesh data=2,fsdp=2"])
 def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone(root, method, capsys):
-    assert train(root, "conversations.jsonl", f"--steps 6 --out whole {method}") == 0
-    assert train(root, "conversations.jsonl", f"--steps 4 --out parts {method}") == 0
-    assert main(["train", "--resume", "--out", "parts", "--steps", "6"]) == 0
+    assert train(root, "conversations.jsonl", f"--steps 4 --out whole {method}") == 0
+    shutil.copytree("whole", "parts")
+    shutil.rmtree("parts/checkpoints/4")
+    assert main(["train", "--resume", "--out", "parts"]) == 0
     whole, parts = state_of("whole"), state_of("parts")
     jax.tree.map(np.testing.assert_array_equal, whole._replace(rng=0), parts._replace(rng=0))
     evaluations = [line for line in lines("whole") if "eval_loss" in line]
     assert [line["eval_loss"] for line in evaluations] == [x["eval_loss"] for x in lines("parts") if "eval_loss" in x]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
-    stored = json.loads(Path("whole/checkpoints/6/state/_METADATA").read_text())["tree_metadata"]
+    stored = json.loads(Path("whole/checkpoints/4/state/_METADATA").read_text())["tree_metadata"]
     kinds = {name: entry["value_metadata"]["value_type"] for name, entry in stored.items()}
     assert {kind for name, kind in kinds.items() if "'base'" in name} == {"None"}
     assert {kind for name, kind in kinds.items() if "'lora'" in name} == {"jax.Array"}
@@ -136,6 +140,13 @@ def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone
     capsys.readouterr()
     assert main(["sample", "whole", "--prompt", "3?", "--length", "4"]) == 0
     assert capsys.readouterr().out.strip()
+    config = root / "model" / "config.json"
+    text = config.read_text()
+    config.write_text(text + " ")
+    for command in ("train --resume --out parts --steps 6", "sample whole --prompt 3?", "export whole"):
+        assert main(command.split()) == 2
+        assert f"{config}, which the run's parameters are read from, changed" in capsys.readouterr().err
+    config.write_text(text)
 
 
 def write_run(folder, recipe):
