@@ -135,7 +135,8 @@ class Twin:
         )  # fmt: skip
         self.task = self.settings.task()
         self.names = self.task.loss_fn.args[0].decoder.weights.names
-        self.head = getattr(self.task.loss_fn.args[0].decoder.weights.model.config, "labels", None)
+        model = self.task.loss_fn.args[0].decoder.weights.model  # an imported one has no config
+        self.head = getattr(getattr(model, "config", None), "labels", None)
         self.pad = self.task.texts.special("pad")
         assert len(self.task.train) >= BATCH * UPDATES
         self.initial = self._initial(np.random.default_rng(0))
