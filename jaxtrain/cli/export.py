@@ -3,19 +3,26 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 
 from jaxtrain.cli.flags import parse, run_folder_argument
+from jaxtrain.data.finetuning import ModelTokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.export import huggingface, onnx, stablehlo, torch_run
 from jaxtrain.export.inference import Inference, build_inference
+from jaxtrain.export.model_card import ModelCard, auto_class
 from jaxtrain.export.predict import predict_inference
-from jaxtrain.export.verify import Verification, make_trials, verify
+from jaxtrain.export.transformers_logits import missing_packages, transformers_logits
+from jaxtrain.export.verify import ALIKE, Trial, Verification, make_trials, verify
+from jaxtrain.models import stored_dtype
 from jaxtrain.run import Input, Recipe, Task
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
@@ -34,6 +41,8 @@ class Export:
     model for JAX without jaxtrain; huggingface: the model for transformers, with adapters merged; peft: the adapters of
     a fine-tuned model. All but torch, which continues a run, export the moving average of the parameters if there is
     one."""
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
+    """Dtype of the weights of huggingface; stored is that of the model that was fine-tuned, or else of the run."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +54,25 @@ class Restored:
     recipe: Recipe
     task: Task
     state: TrainState
+    out: Path
+    """Where the export will be."""
+    dtype: Any = None
+    """Dtype of the exported parameters; None for their own."""
 
     @cached_property
     def params(self) -> Any:
         """The parameters of the task's model: averaged if they are, with adapters merged."""
         params = averaged(self.state).params
-        return params if self.task.exported is None else self.task.exported(params)
+        params = params if self.task.exported is None else self.task.exported(params)
+        return params if self.dtype is None else jax.tree.map(self._converted, params)
+
+    def _converted(self, x: Any) -> Any:
+        return x.astype(self.dtype) if jnp.issubdtype(x.dtype, np.floating) else x
+
+    def write_card(self, folder: Path, *, adapters: bool = False) -> None:
+        """Write the model card into an exported folder."""
+        described = ModelCard(folder, self.out, self.run, self.name, self.recipe, self.task, adapters=adapters)
+        described.write(int(self.state.step))
 
     def inference(self) -> Inference:
         """Return the model as a function for other programs."""
@@ -75,13 +97,24 @@ def main(args: list[str]) -> int:
         raise UserError(f"{out.parent} is not a folder: create it or choose another --out")
     with _atomic_output(out) as partial, Console(stderr=True).status(f"reading {folder}") as status:
         task = recipe.task()
-        restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task))
+        dtype = _dtype(options, task)
+        restored = Restored(run, name, recipe, task, restore_state(run.checkpoints, recipe, task), out, dtype)
         status.update(f"writing and verifying {out}")
         summary = write(partial, restored)
     print(f"exported {run.path} to {out} after {int(applied_updates(restored.state))} updates: {summary}")
     if options.format == "stablehlo":
         print(f"\n{out / 'load.py'}:\n\n{stablehlo.LOADER}", end="")
     return 0
+
+
+def _dtype(options: Export, task: Task) -> Any:
+    """Return the dtype to export parameters in; None for their own."""
+    if options.dtype == "stored":
+        is_converted = options.format == "huggingface" and task.pretrained is not None
+        return stored_dtype(task.pretrained) if is_converted and task.pretrained is not None else None
+    if options.format != "huggingface":
+        raise UserError(f"--dtype {options.dtype} is for --format huggingface: omit it")
+    return jnp.dtype(options.dtype)
 
 
 def _torch(path: Path, restored: Restored) -> str:
@@ -121,18 +154,41 @@ def _huggingface(folder: Path, restored: Restored) -> str:
         texts=task.texts,
         save=task.save_pretrained,
     )
+    restored.write_card(folder)
     run, inputs = huggingface.load_huggingface(folder, found), make_trials(found)
-    return _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
+    summary = _summary(found, verify(inputs, (run(*trial.inputs) for trial in inputs), "the folder's model"))
+    if task.pretrained is None or task.save_pretrained is not None or auto_class(folder) != "CausalLM":
+        return summary
+    if missing := missing_packages(adapters=False):
+        return f"{summary}\nnot compared in transformers: pip install {' '.join(missing)}"
+    return f"{summary}\nin transformers: {_in_transformers(inputs, folder, None)}"
 
 
 def _peft(folder: Path, restored: Restored) -> str:
-    save_adapters = restored.task.save_adapters
-    if save_adapters is None:
+    """Write the adapters, and compare the logits of `peft` with those of the run on the base model as it is stored."""
+    task, params = restored.task, averaged(restored.state).params
+    if task.save_adapters is None:
         raise UserError(
             f"{restored.run.path} holds a run of {restored.name} without adapters: use --format huggingface"
         )
-    save_adapters(folder, averaged(restored.state).params)
-    return "adapters for peft"
+    task.save_adapters(folder, params)
+    if isinstance(task.texts, ModelTokenizer):
+        huggingface.copy_texts(task.texts, folder)
+    restored.write_card(folder, adapters=True)
+    if task.signature is None or task.on_stored_base is None or task.pretrained is None:
+        return "adapters for peft, whose logits were not compared"
+    if missing := missing_packages(adapters=True):
+        return f"adapters for peft, whose logits were not compared: pip install {' '.join(missing)}"
+    found = build_inference(task, task.signature, task.on_stored_base(params), None)
+    return f"adapters for peft, {_in_transformers(make_trials(found), task.pretrained, folder)}"
+
+
+def _in_transformers(trials: list[Trial], model: Path, adapters: Path | None) -> Verification:
+    """Compare the logits of a folder in `transformers`, with adapters in `peft`, with those of the run."""
+    # The kernels of PyTorch round otherwise.
+    trials = [replace(trial, least_bound=ALIKE) for trial in trials]
+    logits = transformers_logits(model, adapters, [trial.inputs[0] for trial in trials])
+    return verify(trials, logits, "the model in transformers")
 
 
 _FORMATS: dict[str, tuple[Callable[[Path, Restored], str], str]] = {

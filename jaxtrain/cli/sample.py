@@ -73,8 +73,8 @@ def _check(options: Sample) -> None:
 
 
 def _params(run: RunFolder, recipe: Recipe, task: Task) -> Any:
-    like = state_shapes(training_step(recipe, task), task, recipe).params
-    return restore_params(run.checkpoints, like, averaged=recipe.ema is not None, task=task)
+    like = state_shapes(training_step(recipe, task), task, recipe)
+    return restore_params(run.checkpoints, like.params, average=like.ema, task=task)
 
 
 def _text(run: RunFolder, name: str, recipe: Recipe, task: Task, options: Sample) -> Iterator[str]:

@@ -1,3 +1,13 @@
 """Export of models to ONNX, StableHLO, Hugging Face folders and PyTorch checkpoints."""
 
-__all__ = ["huggingface", "inference", "onnx", "predict", "stablehlo", "torch_run", "verify"]
+__all__ = [
+    "huggingface",
+    "inference",
+    "model_card",
+    "onnx",
+    "predict",
+    "stablehlo",
+    "torch_run",
+    "transformers_logits",
+    "verify",
+]

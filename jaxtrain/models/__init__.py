@@ -11,8 +11,10 @@ from jaxtrain.models.embedding_noise import neftune, with_neftune
 from jaxtrain.models.folder import CONFIG as CONFIG
 from jaxtrain.models.folder import read_json as read_json
 from jaxtrain.models.folder import read_tensors as read_tensors
+from jaxtrain.models.folder import stored_dtype as stored_dtype
 from jaxtrain.models.folder import write_json as write_json
 from jaxtrain.models.folder import write_tensors as write_tensors
+from jaxtrain.models.folder_digest import folder_digest as folder_digest
 from jaxtrain.models.functional import functional, functional_with_state
 from jaxtrain.models.functional_loss import functional_loss
 from jaxtrain.models.generation import GREEDY as GREEDY
@@ -23,6 +25,8 @@ from jaxtrain.models.lora import LoraConfig
 from jaxtrain.models.mixtral import Mixtral, MixtralConfig
 from jaxtrain.models.mlp import MLP
 from jaxtrain.models.nf4 import QuantizedKernel, dequantize_params, quantize_params
+from jaxtrain.models.parameter_forms import StoredKernel as StoredKernel
+from jaxtrain.models.parameter_forms import is_form as is_form
 from jaxtrain.models.peft import load_adapters, save_adapters
 from jaxtrain.models.pretrained import FAMILIES as FAMILIES
 from jaxtrain.models.pretrained import PretrainedModel, from_pretrained, open_pretrained, save_pretrained

@@ -4,11 +4,13 @@ Folders are not trusted: names and links out of the folder are refused, and pick
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data import inside
@@ -56,20 +58,32 @@ def read_tensors(folder: Path, name: str = "model.safetensors") -> dict[str, Sto
 
     Raises `UserError` if there are none, if the index or a link leads out of the folder, or if two shards share a name.
     """
-    index = f"{name}.index.json"
-    if inside(folder, name).is_file():
-        files = [name]
-    elif inside(folder, index).is_file():
-        files = _shards(folder, index)
-    else:
-        raise UserError(_without_weights(folder, name))
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        found = read_torch(inside(folder, file)).model
+    for path in weight_files(folder, name):
+        found = read_torch(path).model
         if twice := sorted(found.keys() & tensors.keys()):
-            raise UserError(f"{', '.join(twice)} is in {file} and in another shard of {folder}: remove one")
+            raise UserError(f"{', '.join(twice)} is in {path.name} and in another shard of {folder}: remove one")
         tensors |= found
     return tensors
+
+
+def weight_files(folder: Path, name: str = "model.safetensors") -> list[Path]:
+    """Return the path of a safetensors file, or those of the shards in its index; raises as `read_tensors`."""
+    index = f"{name}.index.json"
+    if inside(folder, name).is_file():
+        return [inside(folder, name)]
+    if inside(folder, index).is_file():
+        return [inside(folder, file) for file in _shards(folder, index)]
+    raise UserError(_without_weights(folder, name))
+
+
+def stored_dtype(folder: Path) -> np.dtype[Any]:
+    """Return the dtype of most of the floating-point numbers in a folder's weights."""
+    sizes: dict[Any, int] = {}
+    for tensor in read_tensors(folder).values():
+        if jnp.issubdtype(tensor.dtype, np.floating):
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + math.prod(tensor.shape)
+    return max(sizes, key=sizes.__getitem__, default=np.dtype(np.float32))
 
 
 def write_tensors(folder: Path, shards: Iterable[Mapping[str, np.ndarray]], name: str = "model.safetensors") -> None:

@@ -124,6 +124,50 @@ class _Converted(KernelForm):
         return jax.checkpoint(lambda x, kernel: product(x, kernel.array()))(x, self), None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredKernel(KernelForm):
+    """A kernel [..., in, out] that is stored in a lower precision than the model computes with.
+
+    Attributes:
+      stored: The kernel, or a stack of kernels.
+      to: Dtype of the model.
+      out_in: Whether the kernel is [out, in].
+    """
+
+    stored: Any
+    to: Any = field(metadata={"static": True})
+    out_in: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the kernel."""
+        return tuple(self.stored.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the model."""
+        return self.to
+
+    @property
+    def inputs_axis(self) -> int:
+        """Axis of the inputs."""
+        return int(self.out_in)
+
+    def transpose(self) -> "StoredKernel":
+        """Return the transposed kernel."""
+        return replace(self, stored=self.stored.T, out_in=not self.out_in)
+
+    def array(self) -> jax.Array:
+        """Return the converted kernel."""
+        converted: jax.Array = self.stored.astype(self.to)
+        return converted
+
+    def product(self, product: Product, x: jax.Array) -> tuple[jax.Array, None]:
+        """Return x W. For the gradient of x the kernel is converted again."""
+        return jax.checkpoint(lambda x, kernel: product(x, kernel.array()))(x, self), None
+
+
 def is_form(x: Any) -> bool:
     """Return whether a node of a pytree is a form."""
     return isinstance(x, Form)

@@ -7,6 +7,7 @@ from jaxtrain.observe.error_analysis import write_error_page as write_error_page
 from jaxtrain.observe.final_events import log_error_analysis as log_error_analysis
 from jaxtrain.observe.final_events import log_final as log_final
 from jaxtrain.observe.formatting import format_count as format_count
+from jaxtrain.observe.formatting import format_duration as format_duration
 from jaxtrain.observe.gauges import Gauges as Gauges
 from jaxtrain.observe.histograms import histograms as histograms
 from jaxtrain.observe.log_line import LogLine as LogLine
@@ -18,6 +19,7 @@ from jaxtrain.observe.metrics import NoMetricsLog as NoMetricsLog
 from jaxtrain.observe.metrics import metrics_log as metrics_log
 from jaxtrain.observe.metrics import read_metrics as read_metrics
 from jaxtrain.observe.predictions import evaluate_examples as evaluate_examples
+from jaxtrain.observe.record import Record as Record
 from jaxtrain.observe.record import read_record, write_result
 from jaxtrain.observe.report import render_report as render_report
 from jaxtrain.observe.report import write_report

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import LoraConfig, functional, lora, nf4, with_neftune
+from jaxtrain.models import LoraConfig, StoredKernel, functional, is_form, lora, nf4, with_neftune
 from jaxtrain.paths import path_name
 from jaxtrain.recipes.decoder import Decoder, out_in_targets
+
+_LOW = (jnp.bfloat16, np.float16)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,12 +144,23 @@ class FineTunedModel:
             return lora.merge(wide["base"], wide["lora"], self.config)
         return wide["model"] if self.keeps_base else wide
 
+    def on_stored_base(self, params: Any) -> Any:
+        """Return the parameters of the decoder with adapters merged into the weights as they are stored."""
+        assert self.config is not None
+        base = self.decoder.weights.params() if self.quantized else params["base"]
+        return lora.merge(_wide(base), params["lora"], self.config)
+
     def adapted(self, params: Any) -> Any:
         """Return the parameters of the decoder for `generate` and `stream`, with adapters that are not merged."""
-        wide = _wide(params)
-        if self.config is not None:
-            return lora.adapted(wide["base"], wide["lora"], self.config)
-        return wide["model"] if self.keeps_base else wide
+        if self.config is None:
+            return _wide(params["model"] if self.keeps_base else params)
+        base = jax.tree_util.tree_map_with_path(self._stored_kernel, params["base"], is_leaf=is_form)
+        return lora.adapted(_wide(base), params["lora"], self.config)
+
+    def _stored_kernel(self, path: Any, x: Any) -> Any:
+        """Return a kernel in low precision as one that is converted to float32 where a product needs it."""
+        out_in = self.decoder.kernels.get(path_name(path))
+        return x if out_in is None or x.dtype not in _LOW else StoredKernel(x, np.dtype(np.float32), out_in)
 
     def _adapted(self, compute: Callable[..., Any], rng: jax.Array | None) -> Callable[..., jax.Array]:
         """Return a function of the params from one of the decoder's."""
@@ -157,6 +170,7 @@ class FineTunedModel:
 
 
 def _wide(params: Any) -> Any:
-    """Return parameters with bfloat16 and float16 ones in float32."""
-    low = (jnp.bfloat16, np.float16)
-    return jax.tree.map(lambda x: x.astype(np.float32) if x.dtype in low else x, params)
+    """Return parameters with bfloat16 and float16 ones, but for kernels that have another form, in float32."""
+    return jax.tree.map(
+        lambda x: x.astype(np.float32) if x.dtype in _LOW and not is_form(x) else x, params, is_leaf=is_form
+    )

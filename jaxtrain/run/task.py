@@ -64,6 +64,8 @@ class Task:
     """`load(like)` reads the initial params that are stored in files, as those of a pretrained model. `like` has their
     shapes, dtypes and shardings, and None for params that are not wanted. The result is the same tree of arrays, with
     None for params, or whole subtrees of them, that `init` creates. None creates all by `init`."""
+    digests: Callable[[], Mapping[str, str]] | None = None
+    """Returns digests of the files that `load` reads, by path. A run is only restored with those it was saved with."""
     collate: Collate | None = None
     """Makes a batch of a list of examples; None stacks their arrays."""
     batch_keys: Sequence[str] | None = None
@@ -109,6 +111,11 @@ class Task:
     models of `jaxtrain.models`."""
     save_adapters: Callable[[Path, Any], None] | None = None
     """`save_adapters(folder, params)` writes the adapters among the parameters as `peft` reads them; None without."""
+    on_stored_base: Callable[[Any], Any] | None = None
+    """Returns `exported` parameters as those adapters give them on the weights in the folder `pretrained`, which the
+    task may have quantized."""
+    pretrained: Path | None = None
+    """Folder of the model that is fine-tuned."""
     show_data: Callable[[], None] | None = None
     """Prints training examples as the model reads them, for `jaxtrain train --show-data`."""
     sharding: Mapping[str, PartitionSpec] | None = None

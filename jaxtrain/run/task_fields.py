@@ -8,6 +8,7 @@ from jaxtrain.step import accepts, signature_of
 _ARGUMENTS = {
     "init": (),
     "load": ("like",),
+    "digests": (),
     "evaluate": ("state", "batches"),
     "evaluate_answers": ("state", "is_whole"),
     "predict": ("params", "batch", "model_state"),
@@ -15,6 +16,7 @@ _ARGUMENTS = {
     "exported": ("params",),
     "save_pretrained": ("folder", "params"),
     "save_adapters": ("folder", "params"),
+    "on_stored_base": ("params",),
     "sample": ("state", "seed"),
 }
 

@@ -30,6 +30,7 @@ import orbax.checkpoint as ocp
 
 from jaxtrain.distributed import processes
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.paths import merge
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner.manifest import DamagedCheckpoint, sync, verify, write_manifest
 from jaxtrain.runner.optimizer import state_shapes, training_step
@@ -89,6 +90,7 @@ class Checkpoints:
         self._run = path.parent
         self._retention = retention or Retention()
         self._unsaved = unsaved or Unsaved()
+        self._digests = self._unsaved.saved_digests()  # before the run goes on, and the files may change
         # Compressing nearly random numbers would take the cores from the steps, for a fifth of the size.
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -197,25 +199,37 @@ class Checkpoints:
           A tuple (state, data), as they were saved.
 
         Raises:
-          UserError: There is no intact checkpoint, or it holds a state of other shapes.
+          UserError: There is no intact checkpoint, it holds a state of other shapes, or files that parameters are read
+            from have changed.
         """
         folder = Path(processes.once(lambda: str(self._verified(on_damaged, before))))
+        self._check_digests(folder)
         state = self._unsaved.complete_state(self._read(folder, self._unsaved.saved_state(like)), like)
         return state, json.loads((folder / _RUN).read_text())["data"]
 
-    def restore_params(self, like: Any, *, averaged: bool = False) -> Any:
+    def restore_params(self, like: Any, *, average: Any = None) -> Any:
         """Restore only the parameters of the newest checkpoint.
 
         Args:
           like: The parameters, or their shapes.
-          averaged: Whether to restore their moving average instead.
+          average: Their moving average, or its shapes, to restore it in the places of the parameters that it has; None
+            for the parameters themselves.
 
         Raises:
           UserError: As `restore`.
         """
-        name = "ema" if averaged else "params"
-        saved = self._read(self._verified(None), {name: self._unsaved.saved(like)}, partial_restore=True)[name]
-        return self._unsaved.complete(saved, like)
+        folder = self._verified(None)
+        self._check_digests(folder)
+        rest = self._unsaved.saved(like)
+        if average is not None:
+            rest = jax.tree.map(lambda x, like: like if x is None else None, average, rest, is_leaf=lambda x: x is None)
+        parts = {name: part for name, part in (("params", rest), ("ema", average)) if jax.tree.leaves(part)}
+        saved = {"params": rest, **self._read(folder, parts, partial_restore=True)}
+        params = saved["params"] if average is None else merge(saved["ema"], saved["params"])
+        return self._unsaved.complete(params, like)
+
+    def _check_digests(self, folder: Path) -> None:
+        self._unsaved.check_digests(json.loads((folder / _RUN).read_bytes()).get("digests"))
 
     def _read(self, folder: Path, like: Any, **how: bool) -> Any:
         """Read the tree `like`. Raises `UserError` if another was saved: orbax would convert it silently."""
@@ -250,7 +264,9 @@ class Checkpoints:
             return
         partial = self._partial(step)
         finite = eval_loss if eval_loss is not None and math.isfinite(eval_loss) else None
-        (partial / _RUN).write_text(json.dumps({"data": data, "eval_loss": finite}))
+        (partial / _RUN).write_text(
+            json.dumps({"data": data, "eval_loss": finite, **({"digests": self._digests} if self._digests else {})})
+        )
         write_manifest(partial)
         partial.rename(self._path / str(step))
         sync(self._path)
@@ -314,20 +330,20 @@ def saved_steps(path: Path) -> list[int]:
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
-def restore_params(path: Path, like: Any, *, averaged: bool = False, task: Task | None = None) -> Any:
+def restore_params(path: Path, like: Any, *, average: Any = None, task: Task | None = None) -> Any:
     """Restore the parameters of the newest checkpoint.
 
     Args:
       path: The folder of checkpoints.
       like: The parameters, or their shapes.
-      averaged: Whether to restore their moving average instead.
+      average: Their moving average, or its shapes, to restore in their places; None for the parameters themselves.
       task: The task of the run, which creates the parameters that its checkpoints leave out; None if there are none.
 
     Raises:
       UserError: There is no intact checkpoint, or it holds other shapes.
     """
     with Checkpoints(path, unsaved=None if task is None else Unsaved.of(task)) as checkpoints:
-        return checkpoints.restore_params(like, averaged=averaged)
+        return checkpoints.restore_params(like, average=average)
 
 
 def restore_state(path: Path, recipe: Recipe, task: Task) -> TrainState:

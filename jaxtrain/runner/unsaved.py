@@ -1,11 +1,15 @@
 """Parameters that checkpoints leave out: frozen ones that the task reads or creates again, bit for bit."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxtrain.errors import UserError
 from jaxtrain.paths import Frozen, none_frozen, path_name
 from jaxtrain.run import Initial, Task
 from jaxtrain.step import TrainState
@@ -13,7 +17,7 @@ from jaxtrain.step import TrainState
 
 @dataclass(frozen=True)
 class Unsaved:
-    """Parameters, and their copies in the moving average, that a checkpoint does not hold.
+    """Parameters that a checkpoint does not hold. None is in the moving average, which has no frozen ones.
 
     Attributes:
       is_unsaved: Predicate on a parameter's path.
@@ -28,6 +32,26 @@ class Unsaved:
         """Return those of a task."""
         return cls() if task.unsaved is None else cls(task.unsaved, task)
 
+    @cached_property
+    def digests(self) -> Mapping[str, str]:
+        """Digests of the files that they are read from, by path."""
+        return {} if self.task is None or self.task.digests is None else self.task.digests()
+
+    def saved_digests(self) -> dict[str, str]:
+        """Return the digests as a checkpoint holds them, by the names of the files: their folder may be moved."""
+        return {Path(path).name: digest for path, digest in self.digests.items()}
+
+    def check_digests(self, saved: Mapping[str, str] | None) -> None:
+        """Raise `UserError` if the files differ from those of a checkpoint; None if it holds no digests."""
+        found = self.saved_digests()
+        if saved is None or saved == found:
+            return
+        changed = [path for path in self.digests if saved.get(Path(path).name) != found[Path(path).name]]
+        raise UserError(
+            f"{', '.join(changed or sorted(saved.keys() - found.keys()))}, which the run's parameters are read from, "
+            "changed after the run started: restore it, or start a new run with another --out"
+        )
+
     def saved(self, params: Any) -> Any:
         """Return parameters with None for those that are not saved."""
         if self.is_unsaved is none_frozen:
@@ -38,7 +62,7 @@ class Unsaved:
 
     def saved_state(self, state: TrainState) -> TrainState:
         """Return a state with None for what is not saved."""
-        return state._replace(params=self.saved(state.params), ema=self.saved(state.ema))
+        return state._replace(params=self.saved(state.params))
 
     def complete(self, saved: Any, like: Any) -> Any:
         """Return restored parameters with those that were not saved.
@@ -58,9 +82,7 @@ class Unsaved:
 
     def complete_state(self, saved: TrainState, like: TrainState) -> TrainState:
         """Return a restored state with what was not saved."""
-        params = self.complete(saved.params, like.params)
-        ema = None if like.ema is None else self.complete(saved.ema, like.ema)
-        return saved._replace(params=params, ema=ema)
+        return saved._replace(params=self.complete(saved.params, like.params))
 
     def _created(self, saved: Any, like: Any) -> Any:
         """Return the initial parameters with the dtypes and shardings of `like`, None for those that were restored."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.errors import UserError
-from jaxtrain.paths import Frozen, Matching, none_frozen, partition, path_name
+from jaxtrain.paths import Frozen, Matching, merge, none_frozen, partition, path_name
 from jaxtrain.step.accumulate import Window
 from jaxtrain.step.loss_scale import skipped_updates
 from jaxtrain.step.mistakes import called, check_container, check_params
@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
       loss_scale: State of the loss scaler.
       rng: Key from which every micro-batch's key is folded.
       window: Accumulation window of a run that streams its micro-batches, else None.
-      ema: Moving average of the parameters, or None; `averaged(state)` evaluates it.
+      ema: Moving average of the trained parameters, with None for the others, or None; `averaged(state)` evaluates it.
     """
 
     step: jax.Array
@@ -54,9 +54,9 @@ def averaged(state: TrainState) -> TrainState:
       state: A state.
 
     Returns:
-      The state with `params` replaced by `ema`, or the state itself.
+      The state with the trained `params` replaced by `ema`, or the state itself.
     """
-    return state if state.ema is None else state._replace(params=state.ema)
+    return state if state.ema is None else state._replace(params=merge(state.ema, state.params))
 
 
 def is_factory(tree: Any) -> bool:

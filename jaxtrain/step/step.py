@@ -37,7 +37,7 @@ from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
-from jaxtrain.step.partial_sums import add_sums, with_sums, zero_sums
+from jaxtrain.step.partial_sums import with_sums, zero_sums
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
 from jaxtrain.transforms import Groups, unfilled_stacks
 
@@ -58,6 +58,7 @@ class StepParts(NamedTuple):
       clip_value: Upper bound of the gradient's elements, or None.
       frozen: Predicate on the paths of parameters that are not trained.
       ema: Decay of the parameters' moving average, or None.
+      gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
     """
 
     loss: LossProgram
@@ -69,6 +70,7 @@ class StepParts(NamedTuple):
     clip_value: float | None
     frozen: Frozen
     ema: float | None
+    gradient_sums: str = "whole"
 
     def constrained(
         self, constrain: Callable[[Compute], Compute], platform: str, groups: Groups | None = None
@@ -127,7 +129,7 @@ def init_state(
         loss_scale=parts.scaler.init(trained),
         rng=jax.random.key(seed),
         window=empty_window(parts, params) if streaming else None,
-        ema=None if parts.ema is None else jax.tree.map(jnp.copy, params),
+        ema=None if parts.ema is None else jax.tree.map(jnp.copy, trained),
     )
 
 
@@ -213,7 +215,7 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     (window, model_state), metrics = lax.scan(add, (window, state.model_state), numbered)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)
-    return Gradient(grads if groups is None else add_sums(grads), window.loss, metrics, model_state, window.nonfinite)
+    return Gradient(grads if groups is None else groups.add(grads), window.loss, metrics, model_state, window.nonfinite)
 
 
 def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:
@@ -239,12 +241,12 @@ def _update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[Tr
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, trained, value=mean_loss)
     lr = used_learning_rate(opt_state)
     new_trained = jax.tree.map(_apply_update, trained, updates)
-    ema = state.ema
+    old_ema = ema = state.ema
     if parts.ema is not None:
-        params = merge(new_trained, frozen)
-        ema = update_ema(ema, params, parts.ema, is_first=applied_updates(state) == 0)
+        old_ema, _ = partition(state.ema, parts.frozen)  # in case it was set to all parameters
+        ema = update_ema(old_ema, new_trained, parts.ema, is_first=applied_updates(state) == 0)
 
-    before = trained, state.opt_state, state.ema
+    before = trained, state.opt_state, old_ema
     new_trained, opt_state, ema = _restore_if(skip, before, (new_trained, opt_state, ema))
     new = state._replace(
         step=state.step + 1,

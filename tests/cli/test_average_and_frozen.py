@@ -14,6 +14,7 @@ from jaxtrain.cli.export import Restored
 from jaxtrain.run import load_recipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_params, restore_state
+from jaxtrain.step import averaged
 from tests.cli.curve import CURVE, run, train_curve
 
 SETTINGS = "--ema 0.75 --frozen hid*,bias"
@@ -45,7 +46,7 @@ def validation_loss(folder, params):
 
 def test_evaluations_are_those_of_the_moving_average(trained, state, monkeypatch, capsys):
     last = json.loads((trained / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval_loss"] == pytest.approx(validation_loss(trained / "run", state.ema), rel=1e-5)
+    assert last["eval_loss"] == pytest.approx(validation_loss(trained / "run", averaged(state).params), rel=1e-5)
     assert abs(last["eval_loss"] - validation_loss(trained / "run", state.params)) > 1e-3
     monkeypatch.chdir(trained)
     assert run("eval run --json metrics.json") == 0
@@ -65,7 +66,13 @@ def test_the_average_is_that_of_a_loop_and_frozen_parameters_keep_their_values(t
     average = seen[0]["out"]
     for params in seen[1:]:
         average = average + np.float32(0.25) * (params["out"] - average)
-    np.testing.assert_allclose(done.state.ema["out"], average, rtol=1e-6)
+    assert (done.state.ema["hidden"], done.state.ema["bias"]) == (None, None)
+    restored = restore_params(trained / "loop" / "checkpoints", done.state.params, average=done.state.ema)
+    for params in (done.state.ema, restored, averaged(done.state).params):
+        np.testing.assert_allclose(params["out"], average, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, restored, averaged(done.state).params)
+    again = restore_state(trained / "loop" / "checkpoints", recipe, recipe.task())
+    jax.tree.map(np.testing.assert_array_equal, again._replace(rng=0), done.state._replace(rng=0))
     initial = recipe.task().params
     for name in ("hidden", "bias"):
         np.testing.assert_array_equal(seen[-1][name], initial[name])
@@ -95,8 +102,8 @@ def test_exports_and_samples_have_the_moving_average(trained, state):
     name, recipe = read_recipe(folder)
     weights = Restored(folder, name, recipe, recipe.task(), state).inference().weights
     np.testing.assert_array_equal(weights["out"], state.ema["out"])
-    averaged = restore_params(folder.checkpoints, jax.eval_shape(recipe.task().init), averaged=True)
-    np.testing.assert_array_equal(averaged["out"], state.ema["out"])
+    params = restore_params(folder.checkpoints, state.params, average=state.ema)
+    jax.tree.map(np.testing.assert_array_equal, params, averaged(state).params)
     assert (np.asarray(state.ema["out"]) != np.asarray(state.params["out"])).all()
 
 

@@ -18,8 +18,27 @@ from safetensors.numpy import load_file, save_file
 
 import jaxtrain as jt
 from jaxtrain.distributed import make_mesh, param_shardings
-from jaxtrain.interop.torch_file import StoredTensor
-from jaxtrain.models import from_pretrained, functional, functional_with_state, pretrained, save_pretrained
+from jaxtrain.interop import (
+    AS_IS,
+    CONV,
+    LINEAR,
+    StoredLeaf,
+    StoredTensor,
+    TorchParam,
+    linear_from_heads,
+    linear_to_heads,
+    read_torch,
+)
+from jaxtrain.models import (
+    folder_digest,
+    from_pretrained,
+    functional,
+    functional_with_state,
+    open_pretrained,
+    pretrained,
+    save_pretrained,
+)
+from jaxtrain.models.mixtral import EXPERTS
 from jaxtrain.models.t5 import T5, T5Config, to_hf
 from parity.oracle.in_torch import InFloat64
 
@@ -172,9 +191,10 @@ def test_low_precision_is_read_exactly_into_the_dtype_asked_for(folder, stored):
     path = folder / "model.safetensors"
     low = {name: x.astype(stored) for name, x in load_file(path).items()}
     save_file(low, path, metadata={"format": "pt"})
-    for dtype in (np.float32, stored):
+    assert {leaf.dtype for leaf in jax.tree.leaves(open_pretrained(folder).shapes)} == {np.dtype(stored)}
+    for dtype in (np.float32, None):
         model = from_pretrained(folder, dtype=dtype)
-        assert {leaf.dtype for leaf in jax.tree.leaves(functional(model)[1])} == {np.dtype(dtype)}
+        assert {leaf.dtype for leaf in jax.tree.leaves(functional(model)[1])} == {np.dtype(dtype or stored)}
         shared = np.asarray(model.shared[...])
         np.testing.assert_array_equal(shared.astype(np.float32), low["shared.weight"].astype(np.float32))
     saved(model, folder.parent / "again")
@@ -183,13 +203,85 @@ def test_low_precision_is_read_exactly_into_the_dtype_asked_for(folder, stored):
     assert json.loads((folder.parent / "again" / "config.json").read_text())["dtype"] == np.dtype(stored).name
 
 
-@pytest.mark.slow
-def test_a_model_is_read_into_the_shards_of_a_mesh(folder):
-    shardings = partial(param_shardings, mesh=make_mesh("fsdp=2", jax.devices()[:2]), rules=None)
-    found, expected = (functional(model)[1] for model in (from_pretrained(folder, shardings=shardings), t5()))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert found["shared"].sharding.shard_shape(found["shared"].shape) != found["shared"].shape
-    assert jax.tree.map(lambda x: x.sharding, found) == shardings(expected)
+class Counted:
+    """A tensor that counts the bytes that are read of it."""
+
+    def __init__(self, array, reads):
+        self.array, self.shape, self.dtype, self.reads = array, array.shape, array.dtype, reads
+
+    def __getitem__(self, index):
+        self.reads.append(self.array[index].nbytes)
+        return self.array[index]
+
+    def __array__(self, dtype=None, copy=None):
+        return self[...]
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("llama", "data=2,fsdp=2"), ("mixtral", "fsdp=2,tensor=2")])
+def test_every_part_is_read_once_into_the_shards_of_a_mesh(family, mesh, tmp_path, monkeypatch):
+    made_by_transformers(family, tmp_path)
+    reads = []
+    read_tensors = pretrained.read_tensors
+
+    def counted(folder):
+        return {name: Counted(np.asarray(x), reads) for name, x in read_tensors(folder).items()}
+
+    monkeypatch.setattr(pretrained, "read_tensors", counted)
+    opened, mesh = open_pretrained(tmp_path), make_mesh(mesh, jax.devices()[:4])
+    shardings = param_shardings(opened.shapes, mesh, opened.sharding)
+    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), opened.shapes, shardings)
+    reads.clear()
+    params = opened.params(like)
+    assert sum(reads) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert jax.tree.map(lambda x: x.sharding, params) == shardings
+    monkeypatch.undo()
+    model = from_pretrained(tmp_path, shardings=partial(param_shardings, mesh=mesh, rules=opened.sharding))
+    for found in (params, functional(model)[1]):
+        jax.tree.map(np.testing.assert_array_equal, found, functional(from_pretrained(tmp_path))[1])
+
+
+def test_a_part_of_any_layout_is_that_of_the_whole(folder):
+    for layout, shape in (
+        *((layout, (6, 4)) for layout in (AS_IS, LINEAR, linear_to_heads(2, 3), linear_from_heads(2, 2))),
+        *((CONV, (6, 4, 3, 2)[:n]) for n in (3, 4)),
+        (EXPERTS, (3, 6, 4)),
+    ):
+        tensor = np.arange(np.prod(shape)).reshape(shape)
+        whole = layout.to_jax(tensor)
+        index = tuple(slice(1, max(size - 1, 2)) for size in whole.shape)
+        for param, tensors, expected, part in (
+            (TorchParam("w", layout), {"w": tensor}, whole, index),
+            (
+                TorchParam("h.{layer}.w", layout),
+                {f"h.{i}.w": tensor + i for i in range(3)},
+                np.stack([whole + i for i in range(3)]),
+                (slice(1, 3), *index),
+            ),
+        ):
+            stored = StoredLeaf(tensors, param, expected)
+            np.testing.assert_array_equal(stored[part], expected[part])
+            np.testing.assert_array_equal(np.asarray(stored), expected)
+    stored = read_torch(folder / "model.safetensors").model["shared.weight"]
+    np.testing.assert_array_equal(stored[2:9, 1:4], np.asarray(stored)[2:9, 1:4])
+
+
+def test_a_digest_is_of_the_configuration_and_of_the_headers_sizes_and_bytes_of_all_shards(tmp_path):
+    saved(t5(), tmp_path, max_shard_size=2000)
+    before = folder_digest(tmp_path)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert sorted(before) == sorted(map(str, [tmp_path / "config.json", *shards]))
+    alter_config(tmp_path, d_kv=5)
+    values = bytearray(shards[1].read_bytes())
+    values[-1] ^= 1
+    shards[1].write_bytes(values)
+    large = shards[2]
+    for content in (bytes(2**20), bytes(2**20 + 1), b"1" * 2**20):
+        large.write_bytes((8).to_bytes(8, "little") + content)
+        after = folder_digest(tmp_path)
+        assert [name for name in before if after[name] != before[name]] == [
+            str(x) for x in (tmp_path / "config.json", *shards[1:3])
+        ]
+        before = before | {str(large): after[str(large)]}
 
 
 def test_names_of_a_bare_model_and_constants_of_old_checkpoints_are_accepted(tmp_path):

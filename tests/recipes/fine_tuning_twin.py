@@ -84,8 +84,12 @@ def imported_config(family: str) -> Any:
     if family == "phi3":
         return transformers.Phi3Config(**grouped, sliding_window=5)
     if family == "gpt_oss":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": None}
+        # The factor of YaRN would be rounded to float32 when the program is traced.
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rope_parameters": rope}
         return transformers.GptOssConfig(**grouped, **experts, sliding_window=5)
+    if family == "Qwen3Moe":
+        return transformers.Qwen3MoeConfig(**grouped, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     if family == "bloom":
         return transformers.BloomConfig(n_layer=2, n_head=2, hidden_dropout=0.0, hidden_size=16, **SIZES)
     # Gemma multiplies its embeddings.

@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
+import huggingface_hub
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,6 +20,9 @@ from jaxtrain.models import functional
 from jaxtrain.recipes.finetune import FineTuneRecipe
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
+from jaxtrain.runner.checkpoint import Checkpoints
+from jaxtrain.runner.training import build_training
+from jaxtrain.runner.unsaved import Unsaved
 from tests.data.finetuning.templates import byte_level, write_folder
 
 LENGTH = 60  # of two conversations
@@ -90,6 +97,9 @@ def test_the_examples_are_shown_before_anything_is_compiled(root, monkeypatch, c
         ("--targets q_proj", "targets 'q_proj' match no whole path of a linear layer: these are layers/"),
         ("--loss dpo", "the examples are of the kind Conversation: add the fields chosen and rejected"),
         ("--validation nowhere.jsonl", "validation nowhere.jsonl does not exist"),
+        ("--chat-template nowhere.jinja", "chat_template nowhere.jinja does not exist: give a local folder or file"),
+        ("--date 26.7.2024", "date 26.7.2024 is no date: write it as YYYY-MM-DD"),
+        ("--normalize sequence --loss dpo", "normalize sequence is for --loss supervised: omit it"),
         ("--lora-dropout 1", "lora_dropout must be in [0, 1), got 1"),
     ],
 )
@@ -113,15 +123,16 @@ def test_a_model_and_examples_are_required(capsys):
 @pytest.mark.slow  # killed runs of adapters with dropout and noise: tests/soak/test_kills.py
 @pytest.mark.parametrize("method", ["--method dora --quantize nf4 --mesh data=2,fsdp=2"])
 def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone(root, method, capsys):
-    assert train(root, "conversations.jsonl", f"--steps 6 --out whole {method}") == 0
-    assert train(root, "conversations.jsonl", f"--steps 4 --out parts {method}") == 0
-    assert main(["train", "--resume", "--out", "parts", "--steps", "6"]) == 0
+    assert train(root, "conversations.jsonl", f"--steps 4 --out whole {method}") == 0
+    shutil.copytree("whole", "parts")
+    shutil.rmtree("parts/checkpoints/4")
+    assert main(["train", "--resume", "--out", "parts"]) == 0
     whole, parts = state_of("whole"), state_of("parts")
     jax.tree.map(np.testing.assert_array_equal, whole._replace(rng=0), parts._replace(rng=0))
     evaluations = [line for line in lines("whole") if "eval_loss" in line]
     assert [line["eval_loss"] for line in evaluations] == [x["eval_loss"] for x in lines("parts") if "eval_loss" in x]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"]
-    stored = json.loads(Path("whole/checkpoints/6/state/_METADATA").read_text())["tree_metadata"]
+    stored = json.loads(Path("whole/checkpoints/4/state/_METADATA").read_text())["tree_metadata"]
     kinds = {name: entry["value_metadata"]["value_type"] for name, entry in stored.items()}
     assert {kind for name, kind in kinds.items() if "'base'" in name} == {"None"}
     assert {kind for name, kind in kinds.items() if "'lora'" in name} == {"jax.Array"}
@@ -129,36 +140,88 @@ def test_a_resumed_run_has_the_same_bits_and_its_checkpoints_hold_adapters_alone
     capsys.readouterr()
     assert main(["sample", "whole", "--prompt", "3?", "--length", "4"]) == 0
     assert capsys.readouterr().out.strip()
+    config = root / "model" / "config.json"
+    text = config.read_text()
+    config.write_text(text + " ")
+    for command in ("train --resume --out parts --steps 6", "sample whole --prompt 3?", "export whole"):
+        assert main(command.split()) == 2
+        assert f"{config}, which the run's parameters are read from, changed" in capsys.readouterr().err
+    config.write_text(text)
+
+
+def write_run(folder, recipe):
+    """Write a run whose adapters are not those of its start, without training it."""
+    training, run = build_training(recipe), RunFolder(Path(folder))
+    state, draw = training.init(), np.random.default_rng(0)
+    adapters = jax.tree.map(lambda x: x + 0.1 * draw.normal(size=x.shape).astype(x.dtype), state.params["lora"])
+    run.create("finetune", recipe)
+    evaluations = [{"step": step, "eval_loss": 3.5 - step, "eval_rouge_l": 0.25} for step in (0, 2)]
+    write_rows(run.metrics, evaluations)
+    with Checkpoints(run.checkpoints, unsaved=Unsaved.of(training.task)) as checkpoints:
+        params = {**state.params, "lora": adapters}
+        checkpoints.save(state._replace(params=params, step=jnp.int32(2)), {})
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_the_exports_have_the_logits_of_the_run(root):
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.nightly), "nf4"])
+def test_the_exports_have_the_logits_of_the_run(root, quantize, capsys):
     peft = pytest.importorskip("peft")
-    assert train(root, "conversations.jsonl", "--steps 2 --out run --method dora") == 0
+    initial = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
+    shutil.copytree(root / "model", "base")
+    initial.to(torch.bfloat16).save_pretrained("base")
+    folders = {"model": Path("base"), "data": root / "conversations.jsonl"}
+    write_run("run", FineTuneRecipe(**folders, seq_len=LENGTH, batch_size=4, rank=2, method="dora", quantize=quantize))
     for form in ("huggingface", "peft"):
         assert main(f"export run --format {form}".split()) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"(in transformers:|adapters for peft,) in batches of 1 \d", out), out
     _, recipe = read_recipe(RunFolder(Path("run")))
     task = recipe.task()
-    params = task.exported(state_of("run").params)
+    params = state_of("run").params
     tokens = np.arange(12).reshape(2, 6)
     apply, _ = functional(task.signature.model)
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(apply)(params, tokens)
-    initial = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
-    before = initial(torch.tensor(tokens)).logits.detach().numpy()
-    adapted = peft.PeftModel.from_pretrained(initial, "run-peft")
+
+    def logits(model):
+        return model.eval().float()(torch.tensor(tokens)).logits.detach().numpy()
+
+    def expected(params):
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(apply)(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params), tokens)
+
     merged = transformers.AutoModelForCausalLM.from_pretrained("run-huggingface")
-    assert np.abs(before - expected).max() > 1e-3
+    assert merged.dtype == torch.bfloat16
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), task.exported(params))
+    np.testing.assert_allclose(logits(merged), expected(rounded), rtol=0, atol=1e-5)
+    base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32)
+    before = logits(base)
+    adapted = logits(peft.PeftModel.from_pretrained(base, "run-peft"))
+    np.testing.assert_allclose(adapted, expected(task.on_stored_base(params)), rtol=0, atol=1e-5)
+    assert np.abs(before - adapted).max() > 1e-3
     chat = [{"role": "user", "content": "3?"}]
-    ids = [
-        transformers.AutoTokenizer.from_pretrained(x).apply_chat_template(chat)
-        for x in (root / "model", "run-huggingface")
-    ]
-    assert ids[0] == ids[1]
-    for model in (adapted, merged):
-        found = model.eval()(torch.tensor(tokens)).logits.detach().numpy()
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    folders = (root / "model", "run-huggingface", "run-peft")
+    ids = [transformers.AutoTokenizer.from_pretrained(x).apply_chat_template(chat).input_ids for x in folders]
+    assert ids[0] == ids[1] == ids[2]
+    check_card("run-huggingface", "transformers", "finetune", quantize)
+    check_card("run-peft", "peft", "adapter", quantize)
+
+
+def check_card(folder, library, relation, quantize):
+    """Check that the Hub's own reader understands a card, that its code runs, and that it has the run's figures."""
+    card = huggingface_hub.ModelCard.load(f"{folder}/README.md")
+    assert card.data.to_dict() == {
+        "library_name": library,
+        "tags": ["jaxtrain", "dora", "sft"],
+        "pipeline_tag": "text-generation",
+        "base_model": "base",
+        "base_model_relation": relation,
+    }
+    assert "| metric | before | after 2 updates |\n| --- | --- | --- |\n| loss (nats) | 3.5000 | 1.5000 |" in card.text
+    assert "| ROUGE-L | 0.2500 | 0.2500 |" in card.text
+    assert ("in NF4" in card.text) == (quantize == "nf4")
+    assert "| updates | 2 |" in card.text
+    code = re.search(r"```python\n(.*?)```", card.text, re.S)[1]
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=2"), {})
 
 
 @pytest.mark.slow

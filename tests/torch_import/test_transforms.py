@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import jaxtrain as jt
 from jaxtrain import optim
+from jaxtrain.step import averaged
 from jaxtrain.transforms.remat import remat
 
 WIDTH, LENGTH = 8, 3
@@ -140,7 +141,7 @@ def test_options_of_a_step_together_train_as_pytorch() -> None:
             np.testing.assert_allclose(metrics["loss"], expected.item(), rtol=1e-12)
             np.testing.assert_allclose(metrics["grad_norm"], norm.item(), rtol=1e-10)
             assert norm > 0.05
-        for tree, side in ((state.params, theirs), (state.ema, average.module)):
+        for tree, side in ((state.params, theirs), (averaged(state).params, average.module)):
             for name, value in model.names.to_torch(tree).items():
                 np.testing.assert_allclose(value, side.get_parameter(name).detach(), rtol=1e-9, atol=1e-13)
 

@@ -11,7 +11,8 @@ export     the capture
 no_grad    regions without gradient
 autocast   conversions to float32 and regions without autocast
 pretrained models of transformers in folders
-causal_lm  language models in folders without their weights
+causal_lm  language models in folders, without their weights
+packed_rows  how such models take rows of several examples
 convert    PyTorch's graph to ours
 origins    where operations come from
 """
@@ -21,12 +22,11 @@ from jaxtrain.torch_import.capture.causal_lm import (
     empty_causal_lm,
     logits_of,
     model_tensors,
-    packed_call,
-    plain_call,
     token_embeddings,
     write_causal_lm,
 )
 from jaxtrain.torch_import.capture.export import capture
+from jaxtrain.torch_import.capture.packed_rows import packed_call, plain_call
 from jaxtrain.torch_import.capture.pretrained import pretrained
 from jaxtrain.torch_import.capture.structure import (
     Structure,
