@@ -160,7 +160,7 @@ def _huggingface(folder: Path, restored: Restored) -> str:
     if task.pretrained is None or task.save_pretrained is not None or auto_class(folder) != "CausalLM":
         return summary
     if missing := missing_packages(adapters=False):
-        return f"{summary}\nnot verified in transformers: pip install {' '.join(missing)}"
+        return f"{summary}\nnot compared in transformers: pip install {' '.join(missing)}"
     return f"{summary}\nin transformers: {_in_transformers(inputs, folder, None)}"
 
 
@@ -173,13 +173,12 @@ def _peft(folder: Path, restored: Restored) -> str:
         )
     task.save_adapters(folder, params)
     if isinstance(task.texts, ModelTokenizer):
-        huggingface.copy_texts(task.texts.folder, folder)
+        huggingface.copy_texts(task.texts, folder)
     restored.write_card(folder, adapters=True)
+    if task.signature is None or task.on_stored_base is None or task.pretrained is None:
+        return "adapters for peft, whose logits were not compared"
     if missing := missing_packages(adapters=True):
-        return f"adapters for peft, which were not verified: pip install {' '.join(missing)}"
-    assert task.signature is not None
-    assert task.on_stored_base is not None
-    assert task.pretrained is not None
+        return f"adapters for peft, whose logits were not compared: pip install {' '.join(missing)}"
     found = build_inference(task, task.signature, task.on_stored_base(params), None)
     return f"adapters for peft, {_in_transformers(make_trials(found), task.pretrained, folder)}"
 

@@ -118,6 +118,10 @@ def _train(args: list[str]) -> int:
         console.sample(outcome.sample)
         if outcome.task.continue_text:
             places["more text"] = f"jaxtrain sample {run.path}"
+    if outcome.task.reply:
+        places["talk to it"] = f"jaxtrain sample {run.path}"
+    if outcome.task.pretrained:
+        places["export"] = f"jaxtrain export {run.path} --format huggingface"
     console.summary(metrics, outcome.task.references, places)
     if trace:
         _report_trace(trace, run, console)

@@ -101,8 +101,10 @@ class ModelCard:
 
     @cached_property
     def _auto_class(self) -> str:
-        base = self.task.pretrained
-        return auto_class(base if self.adapters and base is not None else self.folder)
+        if not self.adapters:
+            return auto_class(self.folder)
+        is_classifier = read_json(self.folder, "adapter_config.json").get("task_type") == "SEQ_CLS"
+        return "SequenceClassification" if is_classifier else "CausalLM"
 
     def _setting(self, name: str) -> Any:
         return getattr(self.recipe, name, None)
@@ -111,7 +113,8 @@ class ModelCard:
         """Return the YAML front matter. Its values are JSON, which YAML contains."""
         base, tags = self.task.pretrained, ["jaxtrain"]
         if base is not None:
-            tags += [str(self._setting("method")), "dpo" if self._setting("loss") == "dpo" else "sft"]
+            loss = str(self._setting("loss"))
+            tags += [str(self._setting("method")), "sft" if loss == "supervised" else loss]
         entries: dict[str, Any] = {"library_name": "peft" if self.adapters else "transformers", "tags": tags}
         if _TASKS[self._auto_class] is not None:
             entries["pipeline_tag"] = _TASKS[self._auto_class]

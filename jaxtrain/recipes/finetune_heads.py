@@ -56,7 +56,10 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTu
     if settings.best_metric != "loss":
         raise jt.UserError(f"best_metric {settings.best_metric} is for --loss supervised and dpo: use loss")
     is_reward = settings.loss == "reward"
-    texts, files = ModelTokenizer(folder), settings.example_files(data, parse_example if is_reward else parse_labelled)
+    texts, files = (
+        settings.tokenizer(folder),
+        settings.example_files(data, parse_example if is_reward else parse_labelled),
+    )
     pretrained = open_classifier(folder, texts.special("pad"), settings.seed, None if is_reward else files[0])
     classifier: SequenceClassifier = pretrained.model
     labels, pad = classifier.config.labels, classifier.config.pad_token_id
@@ -74,7 +77,8 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTu
 
     def write_adapters(path: Path, params: Any) -> None:
         assert model.config is not None
-        save_adapters(path, params["lora"], model.config, pretrained.names, base=str(folder), task_type="SEQ_CLS")
+        where = str(folder.absolute())
+        save_adapters(path, params["lora"], model.config, pretrained.names, base=where, task_type="SEQ_CLS")
 
     center = settings.center_rewards
     return jt.Task(
@@ -90,6 +94,7 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTu
         ),
         exported=None if model.frozen is None else jax.jit(model.merged),
         save_adapters=None if model.config is None else write_adapters,
+        pretrained=folder,
         texts=texts,
         class_names=() if is_reward else labels,
         input_text=None if is_reward else lambda example: texts.decode(example["tokens"][example["tokens"] != pad]),
