@@ -173,7 +173,7 @@ def _peft(folder: Path, restored: Restored) -> str:
         )
     task.save_adapters(folder, params)
     if isinstance(task.texts, ModelTokenizer):
-        huggingface.copy_texts(task.texts.folder, folder)
+        huggingface.copy_texts(task.texts, folder)
     restored.write_card(folder, adapters=True)
     if task.signature is None or task.on_stored_base is None or task.pretrained is None:
         return "adapters for peft, whose logits were not compared"

@@ -62,7 +62,7 @@ def write_huggingface(
         entries["label2id"] = {name: i for i, name in enumerate(class_names)}
         write_json(folder, CONFIG, entries)
     if isinstance(texts, ModelTokenizer):
-        copy_texts(texts.folder, folder)
+        copy_texts(texts, folder)
     elif isinstance(texts, FileTokenizer):
         _write_tokenizer(folder, texts)
     elif isinstance(texts, ByteTokenizer) and entries.get("vocab_size") == byte_tokenizer.SIZE:
@@ -92,13 +92,16 @@ def load_huggingface(folder: Path, inference: Inference) -> Callable[..., np.nda
     return run
 
 
-def copy_texts(source: Path, folder: Path) -> None:
+def copy_texts(texts: ModelTokenizer, folder: Path) -> None:
     """Copy the tokenizer and the chat templates of the model that was fine-tuned, and where its generation ends."""
     for pattern in _TEXTS:
-        for file in source.glob(pattern):
-            target = folder / file.relative_to(source)
+        for file in texts.folder.glob(pattern):
+            target = folder / file.relative_to(texts.folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
+    if texts.template is not None:
+        shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+        shutil.copyfile(texts.template, folder / "chat_template.jinja")
 
 
 def _write_tokenizer(folder: Path, texts: FileTokenizer) -> None:

@@ -1,6 +1,6 @@
 """Fine-tuning of a pretrained language model on your examples: all weights or adapters, answers or preferences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxtrain.recipes.answers import reply
 from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
 from jaxtrain.recipes.finetune_heads import head_task
 from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
-from jaxtrain.recipes.finetune_rows import FineTuningRows
+from jaxtrain.recipes.finetune_rows import FineTuningRows, show, summaries
 from jaxtrain.recipes.finetune_settings import FineTuneSettings
 from jaxtrain.recipes.finetuned_model import FineTunedModel
 from jaxtrain.recipes.held_out_answers import HeldOutAnswers
@@ -33,7 +33,7 @@ class FineTuneRecipe(FineTuneSettings):
         if self.loss in ("reward", "classification"):
             return head_task(self, self.fine_tuned)
         folder, data = self.checked_paths()
-        texts, decoder = ModelTokenizer(folder), self.open_decoder(folder)
+        texts, decoder = self.tokenizer(folder), self.open_decoder(folder)
         check_decoder(decoder, folder, texts.size, self.seq_len)
         model, is_dpo = self.fine_tuned(decoder), self.loss == "dpo"
         train, validation = self.rows(data, texts)
@@ -63,7 +63,7 @@ class FineTuneRecipe(FineTuneSettings):
             init=model.init,
             load=model.load,
             digests=partial(folder_digest, folder),
-            loss_fn=partial(preference_loss, model, self.beta) if is_dpo else partial(supervised_loss, model),
+            loss_fn=self.loss_of(model),
             predict=None if is_dpo else predict,
             signature=decoder.signature(self.seq_len, texts.special("pad")),
             save_pretrained=decoder.save_pretrained,
@@ -86,13 +86,12 @@ class FineTuneRecipe(FineTuneSettings):
             },
             description={
                 "model": f"{decoder.kind} of {folder}",
-                "examples": "; ".join(train.summary),
-                "held out": "; ".join(validation.summary),
+                **{name: "; ".join(sentences) for name, sentences in summaries(train, validation).items()},
                 **answers.describe(),
             },
             sample=answers.sample if answers.asked else None,
             reply=answer_messages,
-            show_data=train.show,
+            show_data=partial(show, train, validation),
             frozen=model.frozen,
             unsaved=model.frozen,
             sharding=model.sharding,
@@ -122,6 +121,12 @@ class FineTuneRecipe(FineTuneSettings):
             neftune=self.neftune,
             seed=self.seed,
         )
+
+    def loss_of(self, model: FineTunedModel) -> Callable[..., Any]:
+        """Return the loss function of the settings."""
+        if self.loss == "dpo":
+            return partial(preference_loss, model, self.beta)
+        return partial(supervised_loss, model, self.normalize == "sequence")
 
     def rows(self, data: Path, texts: ModelTokenizer) -> tuple[FineTuningRows, FineTuningRows]:
         """Return (train, validation)."""

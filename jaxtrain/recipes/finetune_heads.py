@@ -56,7 +56,10 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTu
     if settings.best_metric != "loss":
         raise jt.UserError(f"best_metric {settings.best_metric} is for --loss supervised and dpo: use loss")
     is_reward = settings.loss == "reward"
-    texts, files = ModelTokenizer(folder), settings.example_files(data, parse_example if is_reward else parse_labelled)
+    texts, files = (
+        settings.tokenizer(folder),
+        settings.example_files(data, parse_example if is_reward else parse_labelled),
+    )
     pretrained = open_classifier(folder, texts.special("pad"), settings.seed, None if is_reward else files[0])
     classifier: SequenceClassifier = pretrained.model
     labels, pad = classifier.config.labels, classifier.config.pad_token_id

@@ -11,9 +11,20 @@ from jaxtrain import losses
 from jaxtrain.recipes.finetuned_model import FineTunedModel
 
 
-def supervised_loss(model: FineTunedModel, params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[jt.Loss, Any]:
-    """Return the loss of the tokens of answers."""
-    return losses.supervised(-model.log_probs(params, batch, rng), batch["weight"]), {}
+def supervised_loss(
+    model: FineTunedModel, per_sequence: bool, params: Any, batch: Mapping[str, Any], rng: Any
+) -> tuple[jt.Loss, Any]:
+    """Return the loss of the tokens of answers.
+
+    Args:
+      model: The model.
+      per_sequence: Whether every sequence counts the same, whatever its length.
+      params: Its params.
+      batch: Rows [B, T], whose weights are those of the examples.
+      rng: Key of dropout and noise; None in evaluation.
+    """
+    of_tokens = -model.log_probs(params, batch, rng)
+    return losses.supervised(of_tokens, batch["weight"], segments=batch["segments"], per_sequence=per_sequence), {}
 
 
 def preference_loss(
@@ -27,7 +38,7 @@ def preference_loss(
       model: The model.
       beta: Factor of the rewards.
       params: Its params.
-      batch: Rows [B, 2 · T], first the chosen text, then the rejected.
+      batch: Rows [B, 2 · T], first the chosen text, then the rejected, with the weight of the example.
       rng: Not used.
     """
     del rng
@@ -35,15 +46,16 @@ def preference_loss(
 
     def answers(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = np.promote_types(log_probs.dtype, np.float32)
-        sums = (log_probs.astype(wide) * texts["weight"].astype(wide)).sum(-1).reshape(-1, 2)
+        sums = (log_probs.astype(wide) * (texts["weight"] > 0).astype(wide)).sum(-1).reshape(-1, 2)
         return sums[:, 0], sums[:, 1]
 
     chosen, rejected = answers(model.log_probs(params, texts, None))
     base_chosen, base_rejected = answers(model.base_log_probs(params, texts))
-    is_pair = batch["weight"].max(-1) > 0  # not the padding of an evaluation
+    weight = batch["weight"].max(-1)
+    is_pair = weight > 0  # not the padding of an evaluation
     margin = beta * ((chosen - base_chosen) - (rejected - base_rejected))
     metrics = {
         "reward_accuracy": jt.Loss.of((margin > 0).astype(margin.dtype), is_pair),
         "reward_margin": jt.Loss.of(margin, is_pair),
     }
-    return jt.Loss.of(losses.dpo(chosen, rejected, base_chosen, base_rejected, beta=beta), is_pair), metrics
+    return jt.Loss.of(losses.dpo(chosen, rejected, base_chosen, base_rejected, beta=beta), weight), metrics

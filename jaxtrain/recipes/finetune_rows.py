@@ -12,9 +12,11 @@ from jaxtrain.data.finetuning import (
     ModelTokenizer,
     PreferenceRows,
     RowSummary,
+    duplicates,
     encode_examples,
     preference_rows,
     print_examples,
+    remarks,
     supervised_rows,
 )
 
@@ -43,22 +45,26 @@ class FineTuningRows:
         return encode_examples(self.files, self.texts)
 
     @cached_property
-    def _rows(self) -> tuple[PackedRows | PreferenceRows, RowSummary]:
+    def _rows_and_summary(self) -> tuple[PackedRows | PreferenceRows, RowSummary]:
         pad = self.texts.special("pad")
         if self.are_pairs:
             return preference_rows(self.examples, self.length, pad)
         return supervised_rows(self.examples, self.length, pad, packing=self.packing)
 
     @property
+    def rows(self) -> PackedRows | PreferenceRows:
+        """The rows, those of preferences as pairs."""
+        return self._rows_and_summary[0]
+
+    @property
     def source(self) -> Source:
         """The rows; one of a pair has both texts one after the other."""
-        rows, _ = self._rows
-        return MappedSource(rows, _flat) if self.are_pairs else rows
+        return MappedSource(self.rows, _flat) if self.are_pairs else self.rows
 
     @property
     def summary(self) -> list[str]:
-        """What the rows hold of the examples, as sentences."""
-        return self._rows[1].lines()
+        """What the rows hold of the examples, and what is worth knowing of them, as sentences."""
+        return [*self._rows_and_summary[1].lines(), *remarks(self.examples, self.texts)]
 
     @property
     def has_messages(self) -> bool:
@@ -66,10 +72,19 @@ class FineTuningRows:
         first = self.files[0]
         return hasattr(first, "messages") or not isinstance(getattr(first, "prompt", ""), str)
 
-    def show(self) -> None:
-        """Print the first examples, and the summary."""
-        print_examples(self._rows[0], self.texts)
-        print(*self.summary, sep="\n")
+
+def summaries(train: FineTuningRows, held_out: FineTuningRows) -> dict[str, list[str]]:
+    """Return the summaries of both splits by their names, with the number of examples that are in both."""
+    both = duplicates(held_out.examples, train.examples)
+    shared = [f"{both:,} of them {'is' if both == 1 else 'are'} also in the training data"] if both else []
+    return {"examples": train.summary, "held out": [*held_out.summary, *shared]}
+
+
+def show(train: FineTuningRows, held_out: FineTuningRows) -> None:
+    """Print the first examples, and the summaries."""
+    print_examples(train.rows, train.texts)
+    for name, sentences in summaries(train, held_out).items():
+        print(f"{name}:", *sentences, sep="\n  ")
 
 
 def _flat(pair: Mapping[str, Any]) -> dict[str, Any]:

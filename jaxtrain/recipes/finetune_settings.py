@@ -1,11 +1,12 @@
 """The settings of fine-tuning."""
 
-from dataclasses import dataclass
+import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import jaxtrain as jt
-from jaxtrain.data.finetuning import ExampleFiles, Parse, parse_example, read_examples, split_examples
+from jaxtrain.data.finetuning import ExampleFiles, ModelTokenizer, Parse, parse_example, read_examples, split_examples
 from jaxtrain.recipes.answer_scores import check_best_metric
 
 
@@ -21,12 +22,18 @@ class FineTuneSettings(jt.Recipe):
     """Held-out examples; None takes those that the data name as such, or a share of them."""
     validation_fraction: float = 0.1
     """Share of the examples that is held out, if nothing else is."""
+    chat_template: Path | None = None
+    """Chat template of conversations, a file such as chat_template.jinja; None for that of the model."""
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+    """Date for chat templates that write today's, as YYYY-MM-DD; it is that of the start after every resumption."""
     method: Literal["lora", "dora", "full"] = "lora"
     """Train low-rank adapters, adapters with the norms of columns (DoRA), or all weights."""
     quantize: Literal["none", "nf4"] = "none"
     """Store the frozen kernels in 4 bits (QLoRA)."""
     loss: Literal["supervised", "dpo", "reward", "classification"] = "supervised"
     """Learn answers, or which of two is preferred; or with a head on the last token, rewards or the labels of texts."""
+    normalize: Literal["token", "sequence"] = "token"
+    """Every token in the loss counts the same, as in TRL, or every sequence whatever its length."""
     steps: int = 300
     # The settings of Dettmers et al. (2023), "QLoRA", for 7B and 13B models: batches of 16, learning rate 2e-4, beta2
     # 0.999, no weight decay; 3% of the updates of this recipe warm up. A full fine-tuning takes 2e-5, the default of
@@ -78,7 +85,7 @@ class FineTuneSettings(jt.Recipe):
 
     def checked_paths(self) -> tuple[Path, Path]:
         """Return the model and the data. Raises `UserError` for settings that cannot work."""
-        for name in ("model", "data", "validation"):
+        for name in ("model", "data", "validation", "chat_template"):
             path = getattr(self, name)
             if path is not None and not path.exists():
                 raise jt.UserError(f"{name} {path} does not exist: give a local folder or file")
@@ -88,7 +95,17 @@ class FineTuneSettings(jt.Recipe):
             raise jt.UserError(f"quantize {self.quantize} needs its scales in float32: use --precision bf16")
         if self.neftune is not None and self.loss != "supervised":
             raise jt.UserError(f"neftune {self.neftune} is for --loss supervised: omit it, {self.loss} has no noise")
+        if self.normalize == "sequence" and self.loss != "supervised":
+            raise jt.UserError(f"normalize sequence is for --loss supervised: omit it, {self.loss} counts examples")
         check_best_metric(self.best_metric, self.scored_answers)
         if self.model is None or self.data is None:
             raise jt.UserError("fine-tuning needs a model and examples: use --model FOLDER --data FILE")
         return self.model, self.data
+
+    def tokenizer(self, folder: Path) -> ModelTokenizer:
+        """Return the tokenizer of the model, with the chat template. Raises `UserError` if the date is none."""
+        try:
+            now = datetime.datetime.strptime(self.date, "%Y-%m-%d")
+        except ValueError:
+            raise jt.UserError(f"date {self.date} is no date: write it as YYYY-MM-DD") from None
+        return ModelTokenizer(folder, now, self.chat_template)

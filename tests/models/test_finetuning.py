@@ -45,21 +45,34 @@ def batch(seed):
         "targets": whole[:, 1:].astype(np.int32),
         "weight": ((positions >= starts) & (positions < stops)).astype(float),
         "segments": (positions <= stops).astype(np.int32),
-        "sequence_weights": draw.uniform(0.5, 2.0, (2 * PAIRS, 1)),
+        "numbers": 1 + (positions >= draw.integers(2, 5, (2 * PAIRS, 1))).astype(np.int32),
+        "sequence_weights": draw.uniform(0.5, 2.0, (2 * PAIRS, 2)),
         "reference": draw.uniform(-20.0, -10.0, 2 * PAIRS),
     }
 
 
 def supervised(compute, params, batch, rng):
     found = compute(params, batch["tokens"], batch["targets"])
-    return losses.supervised(-found, batch["weight"], sequence_weights=batch["sequence_weights"]), {}
+    loss = losses.supervised(
+        -found,
+        batch["weight"],
+        segments=batch["numbers"],
+        sequence_weights=batch["sequence_weights"],
+        per_sequence=True,
+    )
+    return loss, {}
 
 
 def torch_supervised(model, batch):
-    weight = batch["weight"] * batch["sequence_weights"]
     logits = model(batch["tokens"], use_cache=False).logits
-    lost = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
-    return (lost.reshape(weight.shape) * weight).sum() / weight.sum()
+    total, count = 0.0, 0.0
+    for row, number in np.ndindex(2 * PAIRS, 2):
+        chosen = (batch["numbers"][row] == number + 1) & (batch["weight"][row] > 0)
+        if chosen.any():
+            weight = batch["sequence_weights"][row, number]
+            total = total + weight * F.cross_entropy(logits[row, chosen], batch["targets"][row, chosen])
+            count = count + weight
+    return total / count
 
 
 def preferences(compute, params, batch, rng):

@@ -97,6 +97,9 @@ def test_the_examples_are_shown_before_anything_is_compiled(root, monkeypatch, c
         ("--targets q_proj", "targets 'q_proj' match no whole path of a linear layer: these are layers/"),
         ("--loss dpo", "the examples are of the kind Conversation: add the fields chosen and rejected"),
         ("--validation nowhere.jsonl", "validation nowhere.jsonl does not exist"),
+        ("--chat-template nowhere.jinja", "chat_template nowhere.jinja does not exist: give a local folder or file"),
+        ("--date 26.7.2024", "date 26.7.2024 is no date: write it as YYYY-MM-DD"),
+        ("--normalize sequence --loss dpo", "normalize sequence is for --loss supervised: omit it"),
         ("--lora-dropout 1", "lora_dropout must be in [0, 1), got 1"),
     ],
 )

@@ -22,6 +22,7 @@ from jaxtrain.data.finetuning.labelled_texts import (
 )
 from jaxtrain.data.finetuning.masks import Encoded, encode_example
 from jaxtrain.data.finetuning.model_tokenizer import ModelTokenizer
+from jaxtrain.data.finetuning.remarks import duplicates, remarks
 from jaxtrain.data.finetuning.row_summary import RowSummary
 from jaxtrain.data.finetuning.rows import PreferenceRows, preference_rows, supervised_rows
 from jaxtrain.data.finetuning.stdlib_docstrings import Pair, StdlibPairs, stdlib_pairs, write_stdlib_pairs
@@ -50,6 +51,7 @@ __all__ = [
     "WholeTextSummary",
     "WholeTexts",
     "decoded_runs",
+    "duplicates",
     "encode_example",
     "encode_examples",
     "encode_labelled",
@@ -61,6 +63,7 @@ __all__ = [
     "preference_rows",
     "print_examples",
     "read_examples",
+    "remarks",
     "reward_rows",
     "split_examples",
     "stdlib_pairs",

@@ -38,6 +38,7 @@ _ROLES = {
     "observation": "tool",
 }
 _LARGEST_WEIGHT = 1e30  # far from the largest float32
+_ALIKE = "chosen and rejected do not differ in their answer: remove the example"
 _FORM = 'write messages as [{"role": "user", "content": "…"}, …]'
 
 
@@ -164,6 +165,8 @@ def _preference(fields: Mapping[str, Any], prompt: Any, tools: list[Any] | None,
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             raise UserError(f"{where} has no prompt beside chosen and rejected: add the text before them")
+        if chosen == rejected:
+            raise UserError(f"{where}: {_ALIKE}")
         return Preference(_text(prompt, "prompt", where), chosen, rejected, tools, where)
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -171,7 +174,7 @@ def _preference(fields: Mapping[str, Any], prompt: Any, tools: list[Any] | None,
     if shared:  # Both contain the prompt, as in UltraFeedback, which repeats it as a text.
         start, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         if not (chosen and rejected):
-            raise UserError(f"{where}: chosen and rejected do not differ in their answer: remove the example")
+            raise UserError(f"{where}: {_ALIKE}")
     elif isinstance(prompt, str):
         start = ({"role": "user", "content": _text(prompt, "prompt", where)},)
     else:
@@ -185,7 +188,11 @@ def _check_alike(values: list[Any], names: str, where: str) -> None:
 
 
 def _text_or_messages(value: Any, name: str, where: str) -> str | Messages:
-    return _text(value, name, where) if isinstance(value, str) else _messages(value, name, where)
+    if isinstance(value, str):
+        return _text(value, name, where)
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {name} is {_kind(value)}, neither text nor messages: write it as a string")
+    return _messages(value, name, where)
 
 
 def _text(value: Any, name: str, where: str) -> str:

@@ -36,6 +36,7 @@ class ModelTokenizer(FileTokenizer):
     Args:
       folder: Folder of the model.
       now: The time for templates that write the date; None for the beginning of today.
+      template: File of a chat template in place of those of the folder; None for these.
 
     Attributes:
       special_tokens: Special tokens by name, such as `eos_token`.
@@ -60,8 +61,10 @@ class ModelTokenizer(FileTokenizer):
       (9, 'user: Hi<|end|>')
     """
 
-    def __init__(self, folder: str | os.PathLike[str], now: datetime | None = None) -> None:
-        self.folder, self.now = Path(folder), now or datetime.combine(date.today(), time())
+    def __init__(
+        self, folder: str | os.PathLike[str], now: datetime | None = None, template: Path | None = None
+    ) -> None:
+        self.folder, self.now, self.template = Path(folder), now or datetime.combine(date.today(), time()), template
         if not (self.folder / _TOKENIZER).is_file():
             raise UserError(
                 f"{folder} has no {_TOKENIZER}: write one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
@@ -70,13 +73,14 @@ class ModelTokenizer(FileTokenizer):
         config = read_json(self.folder, _CONFIG) if (self.folder / _CONFIG).is_file() else {}
         self.special_tokens = {name: _content(config[name], name, self.folder) for name in _NAMED if config.get(name)}
         _add_tokens(self._tokenizer, config, self.folder)
-        sources = _template_sources(self.folder, config)
+        self._size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        sources = _template_sources(self.folder, config) if template is None else _template_file(template)
         self._templates = {
             key: ChatTemplate(source, name, self.special_tokens, self.now) for key, (name, source) in sources.items()
         }
 
     def __reduce__(self) -> Any:
-        return ModelTokenizer, (self.folder, self.now)
+        return ModelTokenizer, (self.folder, self.now, self.template)
 
     def chat_template(self, tools: Sequence[Any] | None = None) -> ChatTemplate:
         """Return the template of conversations, which may differ for those with tools.
@@ -89,8 +93,8 @@ class ModelTokenizer(FileTokenizer):
             if key in self._templates:
                 return self._templates[key]
         raise UserError(
-            f"{self.folder} has no chat template, which messages need: add a {_TEMPLATE}, or use examples with the"
-            " texts prompt and completion"
+            f"{self.folder} has no chat template, which messages need: add a {_TEMPLATE} there, use --chat-template"
+            " FILE, or examples with the texts prompt and completion"
         )
 
     def encode_chat(
@@ -135,6 +139,15 @@ class ModelTokenizer(FileTokenizer):
             if token is not None:
                 return int(token)
         return super().special(role)
+
+    @property
+    def size(self) -> int:
+        """Number of rows that embeddings need: the largest token plus 1, which may exceed the number of tokens."""
+        return self._size
+
+    def special_ids(self) -> list[int]:
+        """Return the special tokens, which decoded texts do not show."""
+        return [i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
     def ends_in_added_token(self, text: str) -> bool:
         """Return whether a text ends with an added token, such as a special one, and white space."""
@@ -183,6 +196,13 @@ def _added_token(value: str | Mapping[str, Any], **flags: bool) -> Any:
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
     return AddedToken(**{name: flag for name, flag in value.items() if name != "__type"} | flags)
+
+
+def _template_file(file: Path) -> dict[str, tuple[str, str]]:
+    try:
+        return {"default": (str(file), file.read_text("utf-8"))}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}): use a chat template, a text such as {_TEMPLATE}") from None
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -1,5 +1,6 @@
 """What rows hold of the examples they are made from, in sentences."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -77,14 +78,21 @@ class RowSummary:
             )
         if self.dropped_examples:
             dropped = _share(self.dropped_tokens, self.tokens, "token").rpartition(" ")[0]
-            reasons = {
-                "without a token in the loss": self.unanswered,
-                "whose answer starts after the end of a row": self.cut_away,
-                "of weight 0": self.weightless,
-            }
-            why = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items() if number)
-            lines.append(f"{_share(self.dropped_examples, self.examples, 'example')} dropped, with {dropped}: {why}")
+            lines.append(
+                f"{_share(self.dropped_examples, self.examples, 'example')} dropped, with {dropped}:"
+                f" {reasons(vars(self))}"
+            )
         return lines
+
+
+def reasons(counts: Mapping[str, int]) -> str:
+    """Return why examples are dropped, by the names of the fields of `RowSummary`."""
+    found = {
+        "without a token in the loss": counts["unanswered"],
+        "whose answer starts after the end of a row": counts["cut_away"],
+        "of weight 0": counts["weightless"],
+    }
+    return ", ".join(f"{number:,} {reason}" for reason, number in found.items() if number)
 
 
 def counted(number: int, noun: str) -> str:

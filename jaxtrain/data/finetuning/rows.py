@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.data.finetuning.encoded_examples import EncodedExamples, TokenDocuments, TokenWeights, texts_per_example
 from jaxtrain.data.finetuning.examples import PlainText, Preference
-from jaxtrain.data.finetuning.row_summary import RowSummary
+from jaxtrain.data.finetuning.row_summary import RowSummary, reasons
 from jaxtrain.data.packing import PackedRows, Piece, check_length, pack_pieces
 from jaxtrain.data.source import Example
 from jaxtrain.errors import UserError
@@ -128,12 +128,12 @@ def _fit(examples: EncodedExamples, length: int) -> tuple[list[Piece], dict[str,
         counts["loss_tokens"] += sum(kept)
         for i, stop in zip(numbers, stops, strict=True):
             pieces += [Piece(i, start, min(start + length, stop)) for start in range(0, stop, length)]
+    counts |= _divided(examples)
     if not pieces:
         raise UserError(
-            f"no example has a token in the loss that fits into a row of {length:,}: use longer rows, or examples with"
-            " an answer of the assistant"
+            f"no example has a token in the loss that fits into a row of {length:,} ({reasons(counts)}): use longer"
+            " rows, or examples with an answer, a message of the role assistant"
         )
-    counts |= _divided(examples)
     return pieces, {"examples": len(sizes) // per_example, **{name: counts[name] for name in _COUNTS}}
 
 

@@ -164,10 +164,12 @@ def reward_rows(examples: EncodedExamples, length: int, pad: int) -> tuple[Whole
       A tuple (rows, summary).
 
     Raises:
-      UserError: The length is less than 1, the examples are no preferences, or none fits.
+      UserError: The length is less than 1, the examples are no preferences or have weights, or none fits.
     """
     if examples.kind is not Preference:
         raise UserError(f"the examples are of the kind {examples.kind.__name__}: add the fields chosen and rejected")
+    if examples.weights is not None and (examples.weights != 1).any():
+        raise UserError("rewards are learned without weights of examples: remove the field weight")
     check_length(length)
     sizes = examples.lengths.reshape(-1, 2)
     fits = (sizes > 0).all(1) & (sizes <= length).all(1)

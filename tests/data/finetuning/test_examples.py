@@ -85,6 +85,11 @@ def test_preferences_contain_their_prompt_or_have_it_beside_them() -> None:
         ({"text": "a", "weight": True}, "^w: weight is True, not a number of at least 0"),
         ({"chosen": "a", "rejected": "b"}, "^w has no prompt beside chosen and rejected"),
         ({"chosen": "a", "rejected": [USER]}, "^w: of chosen and rejected one is text"),
+        (
+            {"prompt": 3, "completion": "a"},
+            "^w: prompt is of type int, neither text nor messages: write it as a string",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "^w: chosen and rejected do not differ in their answer"),
         ({"chosen": [USER], "rejected": [USER]}, "^w: chosen and rejected do not differ in their answer"),
         ({"chosen": [USER], "rejected": [ANSWER]}, "^w: prompt is missing: write messages as"),
     ],

@@ -19,6 +19,7 @@ from jaxtrain.data.finetuning import (
     ModelTokenizer,
     PlainText,
     Preference,
+    duplicates,
     encode_example,
     encode_examples,
     masks,
@@ -26,6 +27,7 @@ from jaxtrain.data.finetuning import (
     preference_rows,
     print_examples,
     read_examples,
+    remarks,
     supervised_rows,
 )
 from jaxtrain.data.loader import Loader
@@ -205,6 +207,30 @@ def test_rows_have_the_weights_of_their_examples_and_count_divided_ones(made: An
     assert summary.lines()[-1].endswith(
         ": 1 without a token in the loss, 1 whose answer starts after the end of a row, 1 of weight 0"
     )
+
+
+def test_empty_and_endless_answers_and_duplicates_are_counted(made: Any, tmp_path: Path) -> None:
+    template = tmp_path / "endless.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    folder = write_folder(tmp_path / "model", "chatml", made)
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "assistant: "}
+    empty = {**answer, "content": " "}
+    contents = [[user, answer], [user, answer], [user, empty], [user]]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages} for messages in contents])
+    texts = ModelTokenizer(folder)
+    examples = encode_examples(read_examples(file), texts)
+    assert remarks(examples, texts) == ["1 answer is empty"]
+    assert duplicates(examples, examples) == 4
+    other = write(tmp_path / "b.jsonl", [{"messages": [user, answer]}, {"messages": [user, user]}])
+    assert duplicates(encode_examples(read_examples(other), texts), examples) == 1
+    assert duplicates(examples, encode_examples(read_examples(other), texts)) == 2
+    texts = pickle.loads(pickle.dumps(ModelTokenizer(folder, template=template)))
+    assert remarks(encode_examples(read_examples(file), texts), texts)[-1] == (
+        "3 answers have no special token in the loss, such as eos_token: the model does not learn where they end"
+    )
+    template.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"endless\.jinja cannot be read .*: use a chat template"):
+        ModelTokenizer(folder, template=template)
 
 
 def test_a_page_of_examples_grays_what_is_not_in_the_loss(texts: ModelTokenizer, tmp_path: Path) -> None:
