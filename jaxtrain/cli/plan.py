@@ -89,6 +89,7 @@ def main(args: list[str]) -> int:
                 **context,
                 "rows": list(candidate_rows(found)),
                 "state": [part._asdict() for part in found.state],
+                "gradient_sums": found.sums.as_json(found.chosen.recipe),
                 "command": command("train", name, found.chosen.recipe),
             }
         )

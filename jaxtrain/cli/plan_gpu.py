@@ -72,7 +72,9 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}
         state = [part._asdict() for part in found.state]
-        values = {**context, "rows": rows, "state": state, "chosen": _details(found.chosen)}
+        sums = found.sums.as_json(found.chosen.recipe)
+        details = _details(found.chosen)
+        values = {**context, "rows": rows, "state": state, "gradient_sums": sums, "chosen": details}
         sys.stdout.write(
             json.dumps({**values, "command": command("train", name, found.chosen.recipe)}, indent=2) + "\n"
         )

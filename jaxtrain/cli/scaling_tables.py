@@ -13,7 +13,7 @@ from rich.text import Text
 from jaxtrain.cost import format_bytes
 from jaxtrain.distributed import sequence_parallel_size
 from jaxtrain.observe import format_count
-from jaxtrain.planning import Context, DeviceShare, first_axis
+from jaxtrain.planning import Context, DeviceShare, first_axis, gradient_sums_note
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class ScalingTables:
             "micro_batch_per_device": share.rows,
             **{f"{name}_bytes": size for name, size in dataclasses.asdict(share.memory).items()},
             "fits": self.fits(share),
+            "gradient_sums": share.sums.as_json(share.recipe),
             "sent_bytes": share.communication.sent,
             "traffic": [part._asdict() for part in share.communication.traffic],
             "communication_s": self.communication_s(share.communication.sent),
@@ -166,6 +167,9 @@ class ScalingTables:
             f"{axis} grows{f', {fixed} fixed' if fixed else ''}; all values are per device, "
             f"with {own.rows} rows of a micro-batch on each"
         ]
+        # With a limit of memory, the plan that fits it has the note.
+        if self.memory is None and (note := gradient_sums_note(own.recipe, own.sums)) is not None:
+            notes.append(note)
         if self.why is not None:
             notes.append(self.why)
         if own.communication.unbounded_loops:

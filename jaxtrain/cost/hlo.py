@@ -81,7 +81,7 @@ class Instruction:
     def transferred(self) -> tuple[Array, ...]:
         """The arrays of the result of a collective, or of the one that it starts."""
         # The first half are the operands.
-        both = self.opcode in ("all-gather-start", "reduce-scatter-start")
+        both = self.opcode in ("all-gather-start", "all-to-all-start", "reduce-scatter-start")
         return self.results[len(self.results) // 2 :] if both else self.results
 
     @cached_property

@@ -17,6 +17,7 @@ from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import local_rows, place_batch, place_whole_batch
 from jaxtrain.distributed.rows import window_sharding as window_sharding
 from jaxtrain.distributed.sharding import Rules, param_shardings, state_shardings
+from jaxtrain.distributed.sharding import replicate_over as replicate_over
 from jaxtrain.distributed.step import shard
 
 __all__ = [

@@ -12,31 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxtrain.distributed.mesh import DATA, ROWS, data_parallel_size
+from jaxtrain.distributed.mesh import ROWS, data_parallel_size
 from jaxtrain.errors import UserError
 from jaxtrain.step import split_batch
-from jaxtrain.transforms import Groups
 
 
 def window_sharding(mesh: Mesh, accumulate: int) -> NamedSharding:
     """Return the sharding of a window [k, B/k, …]; for `accumulate` 1, of a batch [B, …]."""
     rows = tuple(axis for axis in ROWS if axis in mesh.shape)
     return NamedSharding(mesh, P(rows) if accumulate == 1 else P(None, rows))
-
-
-def row_groups(mesh: Mesh) -> Groups | None:
-    """Return the groups of rows that the axis data divides, whose gradients are added once a window; None for one.
-
-    The rows that fsdp divides are one group: each device keeps its shard of the gradient within a window too.
-    """
-    if mesh.shape.get(DATA, 1) == 1:
-        return None
-
-    def shard(x: jax.Array) -> jax.Array:
-        spec = P(DATA, *[P.UNCONSTRAINED] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return Groups(mesh.shape[DATA], shard, DATA)
 
 
 def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:

@@ -1,7 +1,7 @@
 """Shardings of parameters, and of the optimizer state, gradient sums and averages that follow them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,11 +74,13 @@ def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*map(fits, shape, spec))
 
 
-def replicate_over(sharding: NamedSharding, axis: str) -> NamedSharding:
-    """Return `sharding` replicated over one axis of the mesh."""
+def replicate_over(sharding: NamedSharding, replicated: Sequence[str]) -> NamedSharding:
+    """Return `sharding` replicated over some axes of the mesh."""
 
     def rest(axes: Any) -> Any:
-        return tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a != axis) or None
+        if axes is P.UNCONSTRAINED:
+            return axes
+        return tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in replicated) or None
 
     return NamedSharding(sharding.mesh, P(*map(rest, sharding.spec)))
 

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
+from jaxtrain.distributed.groups import row_groups
 from jaxtrain.distributed.mesh import TENSOR
 from jaxtrain.distributed.program import constrain_shardings
-from jaxtrain.distributed.rows import place_batch, row_groups
+from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
@@ -74,7 +75,9 @@ class ShardedStep(TrainStep):
         self._mesh, self._rules = mesh, rules
         super().__init__(
             step.parts.constrained(
-                partial(constrain_shardings, mesh=mesh, rules=rules), mesh.devices.flat[0].platform, row_groups(mesh)
+                partial(constrain_shardings, mesh=mesh, rules=rules),
+                mesh.devices.flat[0].platform,
+                row_groups(mesh, rules, step.parts.gradient_sums),
             ),
             step.allow_recompile,
             step.deterministic,

@@ -9,6 +9,7 @@ it again in float32, and does without if looking up rows moves fewer bytes.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtrain.distributed.constraints import ShardingConstraints
 from jaxtrain.distributed.mesh import FSDP
 from jaxtrain.distributed.sharding import replicate_over
-from jaxtrain.transforms import jaxpr
+from jaxtrain.transforms import DIVIDED_LOOKUP, jaxpr
 
 
 class Tables:
@@ -59,9 +60,14 @@ class Tables:
         table, indices = args
         sharding = self._weights[id(table)]
         if sharding.spec[1:] == (FSDP,) and self._constraints.moves_less_than(table, indices):
-            # Every device looks up its columns of the rows of all of fsdp; the devices exchange columns for rows.
-            (columns,) = jaxpr.bind(eqn, [table, self._constraints.replicate_over_fsdp(indices)])
-            return self._constraints(self._constraints.replicate_over_fsdp(columns, {columns.ndim - 1: FSDP}))
+
+            def lookup(table: Any, indices: Any) -> Any:
+                # Every device looks up its columns of the rows of all of fsdp; the devices exchange columns for rows.
+                (columns,) = jaxpr.bind(eqn, [table, self._constraints.replicate_over_fsdp(indices)])
+                return self._constraints(self._constraints.replicate_over_fsdp(columns, {columns.ndim - 1: FSDP}))
+
+            lookup.__name__ = DIVIDED_LOOKUP
+            return jax.jit(lookup)(table, indices)
         # Gather rows from the replicated table: the mesh axis fsdp shards its width and the rows.
-        (rows,) = jaxpr.bind(eqn, [lax.with_sharding_constraint(table, replicate_over(sharding, FSDP)), indices])
+        (rows,) = jaxpr.bind(eqn, [lax.with_sharding_constraint(table, replicate_over(sharding, (FSDP,))), indices])
         return rows

@@ -56,7 +56,8 @@ def format_settings(recipe: Recipe) -> str:
     'micro-batch 16 × 1, remat none, fp32'
     """
     micro_batch, k = recipe.batch_size // recipe.accumulate, recipe.accumulate
-    return f"micro-batch {micro_batch} × {k}, remat {recipe.remat}, {recipe.precision}"
+    sums = "" if recipe.gradient_sums == "whole" else f", {recipe.gradient_sums} gradient sums"
+    return f"micro-batch {micro_batch} × {k}, remat {recipe.remat}, {recipe.precision}{sums}"
 
 
 def compile_candidate(recipe: Recipe, task: Task, device: Ceilings, devices: Sequence[Any] | None = None) -> Candidate:

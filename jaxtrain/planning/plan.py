@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from jaxtrain.cost import GpuTarget, ceilings, format_bytes
-from jaxtrain.distributed import shard
+from jaxtrain.distributed import FSDP, parse_mesh, shard
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import (
     Candidate,
     abstract_state,
@@ -24,12 +25,16 @@ from jaxtrain.planning.candidate import (
     format_settings,
     planned_mesh,
 )
+from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums, gradient_sums_note
 from jaxtrain.planning.state_parts import StatePart, state_parts
 from jaxtrain.run import Recipe, Task
 from jaxtrain.runner import check_settings, training_step
 
 REMATS = ("none", "dots", "full")
 """Settings of rematerialization, from the fastest to the one with the least memory."""
+
+
+NO_SUMS = GradientSums(0, 0)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Plan:
       chosen: The fastest candidate that fits.
       batch_norm: Whether the model has BatchNorm, so that the size of micro-batches affects training.
       state: The parts of the state of the recipe as given, on one device.
+      sums: The bytes of the gradients of a window on one device.
     """
 
     memory: int
@@ -49,6 +55,7 @@ class Plan:
     chosen: Candidate
     batch_norm: bool
     state: Sequence[StatePart] = ()
+    sums: GradientSums = NO_SUMS
 
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate fits into memory."""
@@ -99,6 +106,9 @@ def plan(
             continue
         search.fill(precision)
     fitting = search.fitting()
+    if not fitting and recipe.gradient_sums == "whole" and parse_mesh(recipe.mesh or f"{FSDP}=1")[FSDP] > 1:
+        search.fill(recipe.precision, gradient_sums="sharded")
+        fitting = search.fitting()
     if target is not None and fitting:
         search.unroll(_fastest(fitting, own))
         fitting = search.fitting()
@@ -109,12 +119,14 @@ def plan(
             f"{format_bytes(least.state_bytes)} of it for the state, with {format_settings(least.recipe)}: "
             "make the model smaller, or give it more memory"
         )
+    state, sums = _state(recipe, task, devices)
     return Plan(
         memory,
         list(search.done.values()),
         _fastest(fitting, own),
         batch_norm=task.shapes().model_state is not None,
-        state=_state_parts(recipe, task, devices),
+        state=state,
+        sums=sums,
     )
 
 
@@ -130,10 +142,11 @@ def _least_bytes(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> i
     return sum(x.size * x.dtype.itemsize for x in leaves) // (1 if mesh is None else mesh.size)
 
 
-def _state_parts(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> list[StatePart]:
+def _state(recipe: Recipe, task: Task, devices: Sequence[Any] | None) -> tuple[list[StatePart], GradientSums]:
     step, mesh = training_step(recipe, task), planned_mesh(recipe, devices)
     placed = step if mesh is None else shard(step, mesh, task.sharding)
-    return state_parts(abstract_state(placed, task), step.parts.frozen)
+    state = abstract_state(placed, task)
+    return state_parts(state, step.parts.frozen), gradient_sums(partition(state.params, step.parts.frozen)[0])
 
 
 def candidate_rows(found: Plan) -> Iterator[dict[str, Any]]:
@@ -166,6 +179,8 @@ def choice_notes(found: Plan) -> list[str]:
         )
     if chosen.recipe.precision != own.recipe.precision:
         notes.append(f"nothing fits in {own.recipe.precision}: {chosen.recipe.precision} rounds differently")
+    if (note := gradient_sums_note(chosen.recipe, found.sums)) is not None:
+        notes.append(note)
     faster = [c for c in found.candidates if found.fits(c) and c.seconds < 0.9 * chosen.seconds]
     if faster:
         best = min(faster, key=lambda c: c.seconds)
@@ -218,12 +233,12 @@ class _Search:
     def fitting(self) -> list[Candidate]:
         return [c for c in self.done.values() if c.peak_bytes <= self._memory]
 
-    def fill(self, precision: str) -> None:
-        """Compile the candidates that may be the fastest one that fits in `precision`."""
+    def fill(self, precision: str, **others: Any) -> None:
+        """Compile the candidates that may be the fastest one that fits in `precision`, with other settings as given."""
         size = self._recipe.batch_size
         windows = [k for k in range(1, size + 1) if size % k == 0]
         for remat in dict.fromkeys(("none", self._recipe.remat, *REMATS)):
-            settings: dict[str, Any] = {"precision": precision, "remat": remat}
+            settings: dict[str, Any] = {"precision": precision, "remat": remat, **others}
             recipe = dataclasses.replace(self._recipe, **settings)
             fewest = self._fewest(recipe, windows)
             # Stronger rematerialization pays off only with a larger micro-batch.

@@ -21,6 +21,7 @@ from jaxtrain.distributed import AXES, data_parallel_size, make_mesh, parse_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
+from jaxtrain.planning.gradient_sums import GradientSums, gradient_sums
 from jaxtrain.run import Recipe
 from jaxtrain.runner import training_step
 
@@ -40,7 +41,7 @@ class DeviceMemory:
       optimizer: Optimizer state and counters.
       batch: The batch.
       temporaries: Temporary arrays, including gradients.
-      gradients: Gradients in float32.
+      gradients: Gradients in float32, as the step keeps them.
       peak: Peak memory of a step.
     """
 
@@ -61,6 +62,7 @@ class DeviceShare:
       mesh: Sizes of the mesh by axis.
       memory: Its memory.
       communication: The bytes that it sends.
+      sums: The bytes of its gradients within a window.
       flops: Its FLOPs.
       seconds: Time of its arithmetic, estimated by a roofline.
       compile_s: Time of the compilation, in seconds.
@@ -70,6 +72,7 @@ class DeviceShare:
     mesh: Mapping[str, int]
     memory: DeviceMemory
     communication: Communication
+    sums: GradientSums
     flops: float
     seconds: float
     compile_s: float
@@ -216,7 +219,7 @@ class Scaling:
             length = recipe.seq_len << doublings  # type: ignore[attr-defined]
             longer: Any = {"seq_len": length}
             try:
-                found, _ = self._program(dataclasses.replace(recipe, **longer), shape)
+                found, *_ = self._program(dataclasses.replace(recipe, **longer), shape)
             except UserError:
                 return
             yield Context(length, found)
@@ -225,18 +228,19 @@ class Scaling:
 
     def _compile(self, recipe: Recipe, shape: Mapping[str, int]) -> DeviceShare:
         begin = time.perf_counter()
-        memory, sent = self._program(recipe, shape)
+        memory, sent, sums = self._program(recipe, shape)
         # Axes that do not shard rows shard the arithmetic of each row.
         flops, roofline = (x / (math.prod(shape.values()) // data_parallel_size(shape)) for x in self._unsharded_cost)
-        return DeviceShare(recipe, shape, memory, sent, flops, roofline, time.perf_counter() - begin)
+        return DeviceShare(recipe, shape, memory, sent, sums, flops, roofline, time.perf_counter() - begin)
 
-    def _program(self, recipe: Recipe, shape: Mapping[str, int]) -> tuple[DeviceMemory, Communication]:
-        """Compile a step and return its memory and communication."""
+    def _program(self, recipe: Recipe, shape: Mapping[str, int]) -> tuple[DeviceMemory, Communication, GradientSums]:
+        """Compile a step and return its memory, its communication and its gradients."""
         task, mesh = recipe.task(), make_mesh(recipe.mesh, self._devices[: math.prod(shape.values())])
         step, state, window, lowered = trace_step(recipe, task, mesh)
         program = lowered.compile(_WITHOUT_CODE)
-        memory = _memory(state, partition(state.params, step.parts.frozen)[0], window, program)
-        return memory, communication(program.as_text(), mesh.shape)
+        sums = gradient_sums(partition(state.params, step.parts.frozen)[0])
+        memory = _memory(state, sums.kept(recipe), window, program)
+        return memory, communication(program.as_text(), mesh.shape), sums
 
     @cached_property
     def _unsharded_cost(self) -> tuple[int, float]:
@@ -248,7 +252,7 @@ class Scaling:
         return sum(map(equation_flops, jaxpr.eqns)), estimate_seconds(jaxpr, self._device)
 
 
-def _memory(state: Any, trained: Any, window: Any, program: Any) -> DeviceMemory:
+def _memory(state: Any, gradients: int, window: Any, program: Any) -> DeviceMemory:
     whole, peak = _bytes(state), peak_bytes(program)
     parameters, batch = _bytes((state.params, state.model_state)), _bytes(window)
     return DeviceMemory(
@@ -256,7 +260,7 @@ def _memory(state: Any, trained: Any, window: Any, program: Any) -> DeviceMemory
         optimizer=whole - parameters,
         batch=batch,
         temporaries=peak - whole - batch,
-        gradients=sum(4 * math.prod(_shard(x)) for x in jax.tree.leaves(trained)),
+        gradients=gradients,
         peak=peak,
     )
 

@@ -58,6 +58,7 @@ def training_step(recipe: Recipe, task: Task) -> TrainStep:
         loss_scale=loss_scale(recipe),
         allow_recompile=recipe.allow_recompile,
         deterministic=recipe.deterministic,
+        gradient_sums=recipe.gradient_sums,
     )
 
 

@@ -7,6 +7,7 @@ another one.
 import contextlib
 from collections.abc import Iterator
 
+from jaxtrain.distributed import FSDP, parse_mesh
 from jaxtrain.errors import RunFailed, UserError, is_out_of_memory
 from jaxtrain.recipes import command
 from jaxtrain.run import Recipe
@@ -40,8 +41,8 @@ def explain_out_of_memory(name: str, recipe: Recipe, run: RunFolder) -> Iterator
 def flags_for_less_memory(recipe: Recipe) -> str | None:
     """Return flags with which the same update takes less memory; None if there are none left.
 
-    They divide the batch into micro-batches at most half as large, or rematerialize blocks if a micro-batch is already
-    one example.
+    They divide the batch into micro-batches at most half as large, without whole gradient sums where fsdp can divide
+    them, or rematerialize blocks if a micro-batch is already one example.
 
     >>> from jaxtrain.recipes import RECIPES
     >>> flags_for_less_memory(RECIPES["gpt-stdlib"])
@@ -49,5 +50,6 @@ def flags_for_less_memory(recipe: Recipe) -> str | None:
     """
     finer = [k for k in range(2 * recipe.accumulate, recipe.batch_size + 1) if recipe.batch_size % k == 0]
     if finer:
-        return f"--accumulate {finer[0]}"
+        divides = recipe.gradient_sums == "whole" and parse_mesh(recipe.mesh or f"{FSDP}=1")[FSDP] > 1
+        return f"--accumulate {finer[0]}{' --gradient-sums sharded' if divides else ''}"
     return "--remat full" if recipe.remat == "none" else None

@@ -188,6 +188,7 @@ def train_step(
     hooks: Mapping[str, Hook] | None = None,
     allow_recompile: int | None = None,
     deterministic: bool = False,
+    gradient_sums: str = "whole",
 ) -> TrainStep:
     """Build the jitted training step of a loss function under an optimizer.
 
@@ -214,6 +215,9 @@ def train_step(
       deterministic: Whether the step computes the same bits whenever it is compiled and run on a kind of GPU, as with
         `torch.use_deterministic_algorithms(True)`: slower, and an error for an operation that has no such kernel. Then
         `pure`, not `jitted`, is for use inside another `jax.jit`. CPUs always do.
+      gradient_sums: What a device of the mesh axis fsdp keeps between the micro-batches of a window: "whole" for the
+        sums of its own rows' gradients, added over devices once a window; "sharded" for its part of the sums over all
+        rows, added over devices in every micro-batch, which takes less memory.
 
     Returns:
       A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -245,6 +249,7 @@ def train_step(
         loss_scale=loss_scale,
         hooks=hooks,
         allow_recompile=allow_recompile,
+        gradient_sums=gradient_sums,
     )
     numerics = policy(precision)
     loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
@@ -258,6 +263,7 @@ def train_step(
         clip_value=clip_value,
         frozen=frozen,
         ema=ema,
+        gradient_sums=gradient_sums,
     )
     return TrainStep(parts, allow_recompile, deterministic)
 

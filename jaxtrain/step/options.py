@@ -18,6 +18,7 @@ def check_options(
     loss_scale: Any,
     hooks: Any,
     allow_recompile: Any,
+    gradient_sums: Any,
 ) -> None:
     """Raise `UserError` for an option of another type, or out of range."""
     if not callable(accumulate) and (not _is_int(accumulate) or accumulate < 1):
@@ -53,6 +54,8 @@ def check_options(
             f"allow_recompile must be an integer of at least 0, got {allow_recompile!r}: "
             "use 0 to allow none, or None for any number"
         )
+    if gradient_sums not in ("whole", "sharded"):
+        raise UserError(f"gradient_sums must be 'whole' or 'sharded', got {gradient_sums!r}: use 'whole'")
 
 
 def _is_int(x: Any) -> bool:

@@ -16,8 +16,3 @@ def zero_sums(trained: Any, groups: Groups) -> Any:
 def with_sums(params: Any, sums: Any) -> Any:
     """Join the parameters with the partial sums of those that are trained."""
     return jax.tree.map(lambda x, s: x if s is None else Partial(x, s), params, sums, is_leaf=lambda x: x is None)
-
-
-def add_sums(sums: Any) -> Any:
-    """Add the groups' sums, [groups, …] to […]."""
-    return jax.tree.map(lambda x: x.sum(0), sums)

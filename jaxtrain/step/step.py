@@ -37,7 +37,7 @@ from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
-from jaxtrain.step.partial_sums import add_sums, with_sums, zero_sums
+from jaxtrain.step.partial_sums import with_sums, zero_sums
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
 from jaxtrain.transforms import Groups, unfilled_stacks
 
@@ -58,6 +58,7 @@ class StepParts(NamedTuple):
       clip_value: Upper bound of the gradient's elements, or None.
       frozen: Predicate on the paths of parameters that are not trained.
       ema: Decay of the parameters' moving average, or None.
+      gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
     """
 
     loss: LossProgram
@@ -69,6 +70,7 @@ class StepParts(NamedTuple):
     clip_value: float | None
     frozen: Frozen
     ema: float | None
+    gradient_sums: str = "whole"
 
     def constrained(
         self, constrain: Callable[[Compute], Compute], platform: str, groups: Groups | None = None
@@ -213,7 +215,7 @@ def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: 
     (window, model_state), metrics = lax.scan(add, (window, state.model_state), numbered)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
     grads = mean_gradient(window)
-    return Gradient(grads if groups is None else add_sums(grads), window.loss, metrics, model_state, window.nonfinite)
+    return Gradient(grads if groups is None else groups.add(grads), window.loss, metrics, model_state, window.nonfinite)
 
 
 def update(parts: StepParts, state: TrainState, gradient: Gradient) -> tuple[TrainState, Metrics]:

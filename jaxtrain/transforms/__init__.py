@@ -10,6 +10,7 @@ from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
 from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
+from jaxtrain.transforms.partial_gradients import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.partial_gradients import Groups as Groups
 from jaxtrain.transforms.partial_gradients import Partial as Partial
 from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients

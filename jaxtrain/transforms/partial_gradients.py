@@ -6,9 +6,10 @@ until the caller adds them: PyTorch's `no_sync`.
 
 A parameter is passed as `Partial`: its value and zeros that stand for the partial sums. Where a product, a sum
 or a lookup uses it, the gradient flows to the zeros, group by group. Every other use has its gradient summed as before,
-and added to the first group's sum.
+and divided among the groups' sums.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,18 +36,45 @@ class Partial(NamedTuple):
     sums: jax.Array
 
 
-class Groups(NamedTuple):
-    """The groups of rows.
+class Groups:
+    """The groups of rows, here without a mesh that shards them.
 
     Attributes:
-      size: Their number.
-      shard: Shards the first axis of an array [groups, …] over them.
-      axis: The mesh axis that shards them.
+      axes: The mesh axes that shard the groups.
+      sizes: Their sizes.
+      size: The number of groups.
     """
 
-    size: int
-    shard: Callable[[jax.Array], jax.Array]
-    axis: str
+    def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+        self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
+
+    def shard(self, x: jax.Array, like: Any = None) -> jax.Array:
+        """Shard an array [groups, …]: its first axis over the groups, its others as the sharding `like` does."""
+        del like
+        return x
+
+    def each(self, compute: Callable[..., jax.Array], rows: tuple[int, ...]) -> Callable[..., jax.Array]:
+        """Return a function that applies `compute` to the rows of each group, and stacks the results.
+
+        Args:
+          compute: A function of arrays.
+          rows: The axis of each array that is rows.
+        """
+
+        def stacked(*arrays: jax.Array) -> jax.Array:
+            parts = [jnp.split(x, self.size, axis) for x, axis in zip(arrays, rows, strict=True)]
+            return jnp.stack([compute(*group) for group in zip(*parts, strict=True)])
+
+        return stacked
+
+    def place(self, gradient: jax.Array) -> jax.Array:
+        """Return an array [groups, …] whose sum is a gradient of all rows."""
+        is_first = lax.broadcasted_iota(np.int32, (self.size,) + (1,) * gradient.ndim, 0) == 0
+        return jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None])
+
+    def add(self, sums: Any) -> Any:
+        """Add the groups' sums, [groups, …] to […]."""
+        return jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
@@ -63,7 +91,7 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
       >>> def compute(w, x):
       ...     return (x @ w).sum()
       >>> def by_group(sums, w, x):
-      ...     return partial_gradients(compute, Groups(2, lambda x: x, "data"))(Partial(w, sums), x)
+      ...     return partial_gradients(compute, Groups(("data",), (2,)))(Partial(w, sums), x)
       >>> x, w = jnp.array([[1.0], [2.0], [4.0], [8.0]]), jnp.ones((1, 1))
       >>> jax.grad(by_group)(jnp.zeros((2, 1, 1)), w, x).ravel().tolist(), jax.grad(compute)(w, x).item()
       ([3.0, 12.0], 15.0)
@@ -84,31 +112,43 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
     return computed
 
 
-_LAYOUT = frozenset(
-    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "sharding_constraint", "copy"}
-)
+_LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"})
 _SUMS = frozenset({"add", "sub"})
+CONVOLUTION = "conv_general_dilated"
+DIVIDED_LOOKUP = "divided_lookup"
+"""Name of a jitted function of a table and indices that looks up rows, and moves them between devices meanwhile."""
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
 def _rule(groups: Groups) -> jaxpr.Rule:
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
-        if not any(map(_is_partial, args)) or name in _CALLS:
+        is_lookup = jaxpr.is_call(eqn, DIVIDED_LOOKUP)
+        if not any(map(_is_partial, args)) or (name in _CALLS and not is_lookup):
             return None
         if name == "scan":
             return _scan(eqn, args, run, groups)
         if (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
-        if name in (*_LAYOUT, "gather") and not any(map(_is_partial, args[1:])):
+        if name == "sharding_constraint":
+            (x,) = args
+            return [Partial(jaxpr.bind(eqn, [x.value])[0], groups.shard(x.sums, eqn.params["sharding"]))]
+        is_layout = name in (*_LAYOUT, "gather") or (name == "broadcast_in_dim" and _has_size_of_operand(eqn))
+        if is_layout and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
-            by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axis)
+            by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
             return [Partial(jaxpr.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
         values = [_summed(x, groups) for x in args]
         rebuild = jaxpr.HIGHER_ORDER.get(name)
         return jaxpr.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
 
     return rule
+
+
+def _has_size_of_operand(eqn: JaxprEqn) -> bool:
+    """Return whether a broadcast only adds axes of size 1."""
+    sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
+    return bool(sizes[0] == sizes[1])
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> list[Any]:
@@ -155,8 +195,11 @@ def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
             return None
         axis = len(batch[0]) + (0 if of == 0 else len(free[0]))
         return _Rows({of: free[of][0]}, axis, shapes[of][free[of][0]])
-    if operation.primitive.name == "gather" and partial == [0] and operation is eqn:
+    if eqn.primitive.name == CONVOLUTION and partial == [1] and eqn.params["batch_group_count"] == 1:
         numbers = eqn.params["dimension_numbers"]
+        return _Rows({0: numbers.lhs_spec[0]}, numbers.out_spec[0], args[0].shape[numbers.lhs_spec[0]])
+    if operation.primitive.name == "gather" and partial == [0]:
+        numbers = operation.params["dimension_numbers"]
         rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
         if rows and not numbers.operand_batching_dims:
             return _Rows({1: 0}, rows[0], args[1].shape[0])
@@ -164,7 +207,9 @@ def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
 
 
 def _operation(eqn: JaxprEqn) -> JaxprEqn:
-    """Return the biased product within its custom_jvp; other equations as they are."""
+    """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
+    if jaxpr.is_call(eqn, DIVIDED_LOOKUP):
+        return next(inner for inner in eqn.params["jaxpr"].jaxpr.eqns if inner.primitive.name == "gather")
     if eqn.primitive.name == "custom_jvp_call":
         (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
         if first.primitive.name == BIASED_PRODUCT and not more:
@@ -173,13 +218,21 @@ def _operation(eqn: JaxprEqn) -> JaxprEqn:
     return eqn
 
 
-def _apply(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
+def _apply(eqn: JaxprEqn, args: Sequence[Any], in_group: bool = False) -> Any:
     """Apply a product or a lookup to all rows, or to those of a group."""
     operation = _operation(eqn)
+    if jaxpr.is_call(eqn, DIVIDED_LOOKUP) and in_group:
+        body = eqn.params["jaxpr"]
+        return jaxpr.interpret(body.jaxpr, body.consts, args, _without_constraints)[0]
     if operation.primitive.name == BIASED_PRODUCT:
         x, kernel, bias = args
         return biased_product(x, kernel, bias, operation.params["dimension_numbers"])
     return jaxpr.bind(eqn, args)[0]
+
+
+def _without_constraints(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> list[Any] | None:
+    del run
+    return args if eqn.primitive.name == "sharding_constraint" else None
 
 
 def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> Any:
@@ -187,9 +240,9 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
     params = [i for i, x in enumerate(args) if _is_partial(x)]
     others = [i for i, x in enumerate(args) if i not in params and jnp.issubdtype(x.dtype, np.inexact)]
 
-    def call(values: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any]) -> Any:
+    def call(values: Sequence[Any], positions: Sequence[int], replaced: Sequence[Any], in_group: bool = False) -> Any:
         new = dict(zip(positions, replaced, strict=True))
-        return _apply(eqn, [new.get(i, x) for i, x in enumerate(values)])
+        return _apply(eqn, [new.get(i, x) for i, x in enumerate(values)], in_group)
 
     @jax.custom_vjp
     def apply(values: list[Any], sums: list[Any]) -> Any:
@@ -208,12 +261,16 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
 
         def of_group(operands: Sequence[Any], gradient: Any) -> tuple[Any, ...]:
             in_group = [operands[split.index(i)] if i in split else x for i, x in enumerate(values)]
-            _, pull_back = jax.vjp(lambda *x: call(in_group, params, x), *(values[i] for i in params))
+            _, pull_back = jax.vjp(lambda *x: call(in_group, params, x, True), *(values[i] for i in params))
             return tuple(pull_back(gradient))
 
         split = [*rows.operands]
-        in_groups = [_split(values[i], axis, groups) for i, axis in rows.operands.items()]
-        sums = jax.vmap(of_group, spmd_axis_name=groups.axis)(in_groups, _split(gradient, rows.result, groups))
+        if eqn.primitive.name == CONVOLUTION:
+            sums = [_convolution_sums(eqn, values, gradient, rows, groups)]
+        else:
+            in_groups = [_split(values[i], axis, groups) for i, axis in rows.operands.items()]
+            mapped = jax.vmap(of_group, spmd_axis_name=groups.axes)
+            sums = [*mapped(in_groups, _split(gradient, rows.result, groups))]
         of_values: list[Any] = [None] * len(values)
         _, pull_back = jax.vjp(lambda *x: call(values, others, x), *(values[i] for i in others))
         for i, of_operand in zip(others, pull_back(gradient), strict=True):
@@ -224,6 +281,18 @@ def _by_group(eqn: JaxprEqn, args: list[Any], rows: _Rows, groups: Groups) -> An
     return apply([x.value if _is_partial(x) else x for x in args], [args[i].sums for i in params])
 
 
+def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows: _Rows, groups: Groups) -> jax.Array:
+    """Return the gradient of a convolution's kernel by group. Batched, it would be a convolution of other layouts."""
+    images, kernel = values
+
+    def of_group(images: jax.Array, gradient: jax.Array) -> jax.Array:
+        (of_kernel,) = jax.linear_transpose(lambda kernel: jaxpr.bind(eqn, [images, kernel])[0], shape)(gradient)
+        return jnp.asarray(of_kernel)
+
+    shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+    return groups.each(of_group, (rows.operands[0], rows.result))(images, gradient)
+
+
 def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
     """Split an axis into groups, which become the first axis."""
     shape = (*x.shape[:axis], groups.size, x.shape[axis] // groups.size, *x.shape[axis + 1 :])
@@ -231,7 +300,7 @@ def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
 
 
 def _summed(x: Any, groups: Groups) -> Any:
-    """Return the value of a parameter; its gradient is added to the first group's sum."""
+    """Return the value of a parameter; its gradient is added to the groups' sums."""
     if not _is_partial(x):
         return x
 
@@ -241,8 +310,7 @@ def _summed(x: Any, groups: Groups) -> Any:
         return x
 
     def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-        is_first = lax.broadcasted_iota(np.int32, (groups.size,) + (1,) * gradient.ndim, 0) == 0
-        return None, groups.shard(jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None]))
+        return None, groups.place(gradient)
 
     value.defvjp(lambda x, sums: (x, None), backward)
     return value(*x)

@@ -8,13 +8,17 @@ from tests.distributed.programs import RUNS, distance, train
 
 
 def main(name: str, specs: list[str]) -> None:
-    """Print the largest distance of parameters, optimizer state and model state, by mesh."""
+    """Print the largest distance of parameters, optimizer state and model state, by mesh.
+
+    Each is given as "data=2,fsdp=4", or "data=2,fsdp=4:sharded" with sharded gradient sums.
+    """
     run = RUNS[name]()
     alone, _ = train(run)
     kept = (alone.params, alone.opt_state, alone.model_state)
     distances = {}
     for spec in specs:
-        state, _ = train(run, make_mesh(spec))
+        mesh, _, sums = spec.partition(":")
+        state, _ = train(run, make_mesh(mesh), gradient_sums=sums or "whole")
         distances[spec] = distance(kept, (state.params, state.opt_state, state.model_state))
     print(json.dumps(distances))
 

@@ -24,6 +24,7 @@ from jaxtrain.cost.memory import host_memory
 from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
 from jaxtrain.errors import RunFailed, UserError
+from jaxtrain.planning.gradient_sums import GradientSums
 from jaxtrain.planning.plan import Candidate, choice_notes, plan
 from jaxtrain.recipes import RECIPES
 from jaxtrain.recipes.command import command
@@ -148,6 +149,29 @@ def test_a_note_reports_batch_norm():
     found = planning.Plan(10, [own, finer], finer, batch_norm=True)
     assert choice_notes(found) == ["BatchNorm computes statistics per micro-batch: over 16 examples instead of 64"]
     assert choice_notes(dataclasses.replace(found, chosen=own)) == []
+
+
+def test_a_note_reports_the_gradient_sums_of_a_window_on_fsdp():
+    def notes(**settings):
+        recipe = dataclasses.replace(RECIPE, mesh="fsdp=4", **settings)
+        own = Candidate(recipe, 10, 5, 1, 1.0, 0.0)
+        return choice_notes(planning.Plan(10, [own], own, batch_norm=False, sums=GradientSums(4096, 1024)))
+
+    whole, sharded = "4.00 KiB of each device, reduced once per update", "1.00 KiB, reduced in each of 4 micro-batches"
+    assert notes() == []
+    assert notes(accumulate=4) == [f"gradient sums: {whole}; with --gradient-sums sharded {sharded}"]
+    assert notes(accumulate=4, gradient_sums="sharded") == [
+        f"gradient sums: {sharded}; with --gradient-sums whole {whole}"
+    ]
+
+
+def test_sharded_gradient_sums_are_chosen_if_nothing_else_fits(monkeypatch):
+    fake_compilation(monkeypatch, lambda r: 50 if r.gradient_sums == "sharded" and r.accumulate > 1 else 200)
+    monkeypatch.setattr(planning, "_least_bytes", lambda *_: 0)
+    monkeypatch.setattr(planning, "_state", lambda *_: ([], GradientSums(0, 0)))
+    found = plan(dataclasses.replace(RECIPE, mesh="fsdp=4"), 110, lambda recipe: None)
+    assert found.chosen.recipe.gradient_sums == "sharded"
+    assert found.chosen.recipe.accumulate == 2
 
 
 @pytest.mark.slow

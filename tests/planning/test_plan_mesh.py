@@ -182,11 +182,12 @@ def floats(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4"])
-def test_the_communication_of_gpt2_matches_the_closed_form(mesh):
+@pytest.mark.parametrize(("mesh", "sums"), [("data=4", "whole"), ("fsdp=4", "whole"), ("fsdp=4", "sharded")])
+def test_the_communication_of_gpt2_matches_the_closed_form(mesh, sums):
     k, n = 2, 4
     sizes_of_model = {"n_layer": 3, "n_embd": 16, "n_head": 2, "seq_len": 8}
-    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes_of_model, batch_size=8 * k, accumulate=k, mesh=mesh)
+    settings = {"batch_size": 8 * k, "accumulate": k, "mesh": mesh, "gradient_sums": sums}
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes_of_model, **settings)
     share = Scaling(recipe, jax.devices(), CPU).share(parse_mesh(mesh))
     params = jax.eval_shape(recipe.task().initial).params
     blocks, wte, wpe, ends = (floats(params[part]) for part in ("blocks", "wte", "wpe", "ln_f"))
@@ -202,13 +203,16 @@ def test_the_communication_of_gpt2_matches_the_closed_form(mesh):
         # Blocks are gathered in the forward pass, and what gradients need in the backward pass; the rest once a step.
         once = wte + wpe + ends + floats(params["ln_f"]["scale"])
         assert traffic["all-gather"] == one_way * (k * (blocks + kernels + scales + tokens) + once)
-        assert traffic["reduce-scatter"] == one_way * k * (blocks + wte + ends)
-        # Each device looks tokens of all devices up in its columns of the embedding, and sends their gradients back.
-        assert traffic["all-to-all"] == one_way * 2 * k * (tokens // n) * recipe.n_embd
+        # Each device looks tokens of all devices up in its columns of the embedding, and sends their gradients back
+        # unless it adds them to whole sums.
+        exchanges, whole = one_way * k * (tokens // n) * recipe.n_embd, sums == "whole"
+        assert traffic["all-to-all"] == (1 if whole else 2) * exchanges
+        assert traffic["reduce-scatter"] == one_way * (floats(params) if whole else k * (blocks + wte + ends))
         # The gradient of the position embeddings is not sliced after its sum; the rest are scalars.
-        assert 0 <= traffic["all-reduce"] - 2 * one_way * k * wpe < 2 * one_way * 100
+        assert 0 <= traffic["all-reduce"] - (0 if whole else 2 * one_way * k * wpe) < 2 * one_way * 100
     memory, parts = share.memory, 1 if mesh == "data=4" else n
-    assert memory.parameters == memory.gradients == 4 * floats(params) / parts
+    assert memory.parameters == 4 * floats(params) / parts
+    assert memory.gradients == 4 * floats(params) / (n if sums == "sharded" else 1)
     assert 0 <= memory.optimizer - 2 * memory.parameters <= 40
     assert memory.batch == 4 * k * (8 // n) * (recipe.seq_len + 1)
     assert memory.peak == memory.parameters + memory.optimizer + memory.batch + memory.temporaries

@@ -387,12 +387,13 @@ def test_running_out_of_memory_in_training_suggests_a_command(of, tmp_path, monk
 
 
 def test_flags_for_less_memory():
-    def flags(batch_size, accumulate, remat="none"):
+    def flags(batch_size, accumulate, **others):
         return flags_for_less_memory(
-            dataclasses.replace(RECIPE, batch_size=batch_size, accumulate=accumulate, remat=remat)
+            dataclasses.replace(RECIPE, batch_size=batch_size, accumulate=accumulate, **others)
         )
 
-    assert flags(64, 4) == "--accumulate 8"
+    assert flags(64, 4) == flags(64, 4, mesh="fsdp=4", gradient_sums="sharded") == "--accumulate 8"
+    assert flags(64, 4, mesh="fsdp=4") == "--accumulate 8 --gradient-sums sharded"
     assert flags(15, 1) == "--accumulate 3"
     assert flags(8, 8) == "--remat full"
     assert flags(8, 8, remat="full") is None

@@ -1,0 +1,84 @@
+"""Groups of rows on a mesh, one for each device that divides rows, whose gradients are added once a window."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.distributed.mesh import DATA, FSDP, ROWS
+from jaxtrain.distributed.sharding import Rules, automatic_spec, param_shardings, replicate_over
+from jaxtrain.transforms import Groups
+
+
+def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
+    """Return the groups of rows whose gradients are added once a window; None for one group.
+
+    Args:
+      mesh: The mesh.
+      rules: `PartitionSpec`s of the parameters by path.
+      gradient_sums: "whole" for a group of each device of data and fsdp; "sharded" for groups that only data divides:
+        fsdp shards the sums, and adds its devices' gradients in every micro-batch.
+    """
+    dividing = ROWS if gradient_sums == "whole" else (DATA,)
+    axes = tuple(axis for axis in dividing if mesh.shape.get(axis, 1) > 1)
+    return MeshGroups(mesh, axes, rules) if axes else None
+
+
+class MeshGroups(Groups):
+    """The groups of the devices along some axes of a mesh."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], rules: Rules | None) -> None:
+        super().__init__(axes, tuple(mesh.shape[axis] for axis in axes))
+        self._mesh, self._rules = mesh, rules
+
+    def shard(self, x: jax.Array, like: NamedSharding | None = None) -> jax.Array:
+        """As `Groups.shard`."""
+        others = [P.UNCONSTRAINED] * (x.ndim - 1) if like is None else replicate_over(like, self.axes).spec
+        return self._constrain(x, P(self.axes, *others))
+
+    def each(self, compute: Callable[..., jax.Array], rows: tuple[int, ...]) -> Callable[..., jax.Array]:
+        """As `Groups.each`."""
+        specs = tuple(P(*[None] * axis, self.axes) for axis in rows)
+        return self._map(lambda *arrays: compute(*arrays)[None], specs)
+
+    def place(self, gradient: jax.Array) -> jax.Array:
+        """As `Groups.place`: along fsdp, every device has a part, so that none receives the whole gradient."""
+        spec = automatic_spec(gradient.shape, self._mesh) if FSDP in self.axes else P()
+
+        def placed(part: jax.Array) -> jax.Array:
+            whole = part
+            if spec:
+                axis = len(spec) - 1
+                start = lax.axis_index(FSDP) * part.shape[axis]
+                zeros = jnp.zeros_like(part, shape=gradient.shape)
+                whole = lax.dynamic_update_slice_in_dim(zeros, part, start, axis)
+            others = [axis for axis in self.axes if not spec or axis != FSDP]
+            is_first = jnp.array([lax.axis_index(axis) == 0 for axis in others], bool).all()
+            return jnp.where(is_first, whole, jnp.zeros_like(whole))[None]
+
+        return self._map(placed, (spec,))(gradient)
+
+    def add(self, sums: Any) -> Any:
+        """As `Groups.add`: each device receives its part of fsdp, and adds it to those of data."""
+        if self.axes == (DATA,):
+            return super().add(sums)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sums)
+        return jax.tree.map(self._add, sums, param_shardings(shapes, self._mesh, self._rules))
+
+    def _add(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if DATA in self.axes:
+            x = self._constrain(x.reshape(*self.sizes, *x.shape[1:]), P(*self.axes, *[P.UNCONSTRAINED] * (x.ndim - 1)))
+            x = self._constrain(x.sum(1), P(DATA, *sharding.spec))
+        return lax.with_sharding_constraint(x.sum(0), sharding)
+
+    def _constrain(self, x: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
+
+    def _map(self, compute: Callable[..., jax.Array], specs: tuple[P, ...]) -> Callable[..., jax.Array]:
+        # Unchecked: a convolution's transpose does not know on which devices its kernel differs.
+        options: dict[str, Any] = {"axis_names": frozenset(self.axes), "check_vma": False}
+        return jax.shard_map(compute, mesh=self._mesh, in_specs=specs, out_specs=P(self.axes), **options)
