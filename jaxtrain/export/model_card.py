@@ -24,7 +24,10 @@ _TASKS = {
 }
 """Tasks of the Hub, by the suffix of the class of `transformers`."""
 _METHODS = {"lora": "with low-rank adapters (LoRA)", "dora": "with low-rank adapters (DoRA)"}
-_PATHS, _NOT_DATA = ("model", "data", "validation"), ("model", "answers")
+_NOT_DATA = ("model", "answers")
+# Paths, and settings that change no weight or are another fact.
+_LEFT_OUT = {*("model", "data", "validation", "steps"), *("log_every", "eval_every", "save_every", "histograms")}
+_OF_ADAPTERS = {"rank", "alpha", "lora_dropout", "targets"}
 # Settings that a reader looks for, changed or not.
 _SHOWN = {
     *("method", "quantize", "loss", "rank", "alpha", "lora_dropout", "targets", "batch_size", "seq_len", "lr"),
@@ -177,8 +180,9 @@ class ModelCard:
         if devices := record.config.get("devices"):
             facts["hardware"] = f"{len(devices)} × {devices[0]}"
         usual = vars(type(self.recipe)())
+        hidden = _LEFT_OUT | (_OF_ADAPTERS if self._setting("method") == "full" else set())
         for name, value in record.config["settings"].items():
-            if value is not None and name not in _PATHS and (name in _SHOWN or value != usual.get(name)):
+            if value is not None and name not in hidden and (name in _SHOWN or value != usual.get(name)):
                 facts[name.replace("_", " ")] = f"`{value}`".replace("|", r"\|")
         return f"## Training\n\n{_table(['', ''], [*facts.items()])}"
 

@@ -100,7 +100,7 @@ def test_a_resumed_run_has_the_same_average(trained, state):
 def test_exports_and_samples_have_the_moving_average(trained, state):
     folder = RunFolder(trained / "run")
     name, recipe = read_recipe(folder)
-    weights = Restored(folder, name, recipe, recipe.task(), state).inference().weights
+    weights = Restored(folder, name, recipe, recipe.task(), state, trained / "out").inference().weights
     np.testing.assert_array_equal(weights["out"], state.ema["out"])
     params = restore_params(folder.checkpoints, state.params, average=state.ema)
     jax.tree.map(np.testing.assert_array_equal, params, averaged(state).params)

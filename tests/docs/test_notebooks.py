@@ -82,7 +82,7 @@ def reader_environment(tmp_path, monkeypatch):
 
 def run(notebook, folder):
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=resources).execute()
     return [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
 
 

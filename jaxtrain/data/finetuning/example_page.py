@@ -16,7 +16,8 @@ from jaxtrain.data.text_stream import replace_unprintable
 
 OPEN, CLOSE = "«", "»"
 """Marks around what is in the loss, where there are no colors."""
-_MAX_CHARACTERS = 2000  # of an example
+_HALF = 400  # characters at both ends of a run
+_MAX_RUNS = 12
 
 
 class Run(NamedTuple):
@@ -119,13 +120,15 @@ def _segment(row: dict[str, Any], segment: int) -> tuple[NDArray[np.int32], NDAr
 
 
 def _shortened(runs: list[Run]) -> tuple[list[Run], str]:
-    """Return printable runs, and what to add to the heading if the end is left out."""
-    left, kept = _MAX_CHARACTERS, []
-    for text, in_loss in runs:
-        if left > 0:
-            kept.append(Run(replace_unprintable(text[:left]), in_loss))
-        left -= len(text)
-    return kept, "" if left >= 0 else f"; the first {_MAX_CHARACTERS:,} characters"
+    """Return printable runs, each abbreviated in its middle, so that answers are shown after long prompts too."""
+    kept = [Run(replace_unprintable(_abbreviated(text)), in_loss) for text, in_loss in runs[:_MAX_RUNS]]
+    is_short = len(runs) <= _MAX_RUNS and all(len(text) <= 2 * _HALF for text, _ in runs)
+    return kept, "" if is_short else "; abbreviated"
+
+
+def _abbreviated(text: str) -> str:
+    left_out = len(text) - 2 * _HALF
+    return text if left_out <= 0 else f"{text[:_HALF]} […{left_out:,} characters…] {text[-_HALF:]}"
 
 
 def _color_console(stream: TextIO) -> Any:

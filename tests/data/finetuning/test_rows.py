@@ -267,5 +267,5 @@ def test_a_page_of_examples_grays_what_is_not_in_the_loss(texts: ModelTokenizer,
     page = io.StringIO()
     print_examples(both, texts, file=page)
     assert "example 1, chosen: " in page.getvalue()
-    assert "; the first 2,000 characters" in page.getvalue()
+    assert "; abbreviated\np«" + "c" * 400 + " […2,210 characters…] " + "c" * 390 + "<|im_end|>»" in page.getvalue()
     assert "example 1, rejected: 3 tokens, 2 in the loss\np«r<|im_end|>»" in page.getvalue()
