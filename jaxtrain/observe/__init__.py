@@ -1,6 +1,7 @@
 """The output of a run: console, metrics.jsonl, TensorBoard, the report, trackers."""
 
 from jaxtrain.observe.console import Console
+from jaxtrain.observe.console import format_row as format_row
 from jaxtrain.observe.error_analysis import ErrorAnalysis as ErrorAnalysis
 from jaxtrain.observe.error_analysis import error_summary as error_summary
 from jaxtrain.observe.error_analysis import write_error_page as write_error_page
@@ -14,6 +15,7 @@ from jaxtrain.observe.log_line import LogLine as LogLine
 from jaxtrain.observe.log_line import Rollback as Rollback
 from jaxtrain.observe.log_line import Throughput as Throughput
 from jaxtrain.observe.machine import JsonConsole, QuietConsole
+from jaxtrain.observe.media import first_rows as first_rows
 from jaxtrain.observe.metrics import MetricsLog
 from jaxtrain.observe.metrics import NoMetricsLog as NoMetricsLog
 from jaxtrain.observe.metrics import metrics_log as metrics_log

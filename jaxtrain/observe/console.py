@@ -20,7 +20,7 @@ from rich.text import Text
 
 from jaxtrain.cost import format_bytes
 from jaxtrain.observe.curve import curve
-from jaxtrain.observe.formatting import format_count, format_duration
+from jaxtrain.observe.formatting import abbreviated, format_count, format_duration
 from jaxtrain.observe.live import LivePanel
 from jaxtrain.observe.log_line import LogLine
 
@@ -30,6 +30,12 @@ class ProgressView(Protocol):
 
     def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         """Report that `step` is done; `line` holds its metrics if the step is logged."""
+
+    def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        """Report the first rows of the tables of an evaluation, by tag; each has texts by column."""
+
+
+_CELL = 48  # characters of a cell in a line
 
 
 class Console:
@@ -144,6 +150,10 @@ class _LineProgress:
         if line.evaluation:
             self._console.message(f"step {step}/{self._total}  evaluation: {format_evaluation(line)}")
 
+    def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        for tag, row in rows.items():
+            self._console.message(f"step {step}/{self._total}  {tag}: {format_row(row)}")
+
 
 class _PanelProgress:
     """Progress for a terminal: a live panel, and above it one line per evaluation."""
@@ -157,12 +167,24 @@ class _PanelProgress:
         if line and line.evaluation:
             self._console.message(f"step {step}: {format_evaluation(line)}")
 
+    def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        self._panel.tables(step, rows)
+
 
 def format_evaluation(line: LogLine) -> str:
     """Format the evaluation of a line."""
     loss = [] if line.eval_loss is None else [f"validation loss {line.eval_loss:.3f}"]
     metrics = [f"{name} {value:.4f}" for name, value in line.evaluation.items() if name != "loss"]
     return ", ".join([*loss, *metrics])
+
+
+def format_row(row: Mapping[str, str]) -> str:
+    """Format a row of a table in a line.
+
+    >>> format_row({"prompt": "2 + 2 =", "generated": ""})
+    "prompt '2 + 2 =' · generated ''"
+    """
+    return " · ".join(f"{column} {abbreviated(text, _CELL)!r}" for column, text in row.items())
 
 
 def _numbers(line: LogLine) -> list[str]:

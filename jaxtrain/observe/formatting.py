@@ -1,4 +1,4 @@
-"""Format counts and durations for people."""
+"""Format counts, durations and long texts for people."""
 
 
 def format_count(value: float) -> str:
@@ -11,6 +11,18 @@ def format_count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{letter}"
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def abbreviated(text: str, width: int) -> str:
+    """Return a text without its middle if it is longer than `width` characters.
+
+    >>> abbreviated("What is a lambda?", 11), abbreviated("Why?", 11)
+    ('What …mbda?', 'Why?')
+    """
+    if len(text) <= width:
+        return text
+    tail = max(width - 1, 0) // 2
+    return f"{text[: max(width - 1 - tail, 0)]}…{text[len(text) - tail :]}"
 
 
 def format_duration(seconds: float) -> str:

@@ -3,11 +3,11 @@
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxtrain.cost import format_bytes
 from jaxtrain.observe.curve import sparkline
-from jaxtrain.observe.formatting import format_count, format_duration
+from jaxtrain.observe.formatting import abbreviated, format_count, format_duration
 from jaxtrain.observe.log_line import LogLine
 
 _SPARKLINE = 32  # width of the curve: the latest logged losses
@@ -32,6 +32,7 @@ class LivePanel:
         self._skipped = 0
         self._line: LogLine | None = None
         self._best: tuple[float, int] | None = None
+        self._tables: tuple[int, Mapping[str, Mapping[str, str]]] = 0, {}
 
     def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         """Report that `step` is done; `line` holds its metrics if the step is logged."""
@@ -46,10 +47,17 @@ class LivePanel:
         if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best[0]):
             self._best = loss, step
 
+    def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        """Report the first rows of the tables of an evaluation, by tag; each has texts by column."""
+        self._tables = step, rows
+
     def __rich__(self) -> RenderableType:
         rows = [self._progress()]
         if self._line:
             rows += [self._loss(self._line), _facts(self._optimization(self._line)), _facts(self._speed(self._line))]
+        step, tables = self._tables
+        for tag, row in tables.items():
+            rows += [Text(f"{tag}, step {step:,}", style="dim"), _row(row)]
         return Panel(Group(*rows), box=box.ROUNDED, border_style="dim")
 
     def _progress(self) -> RenderableType:
@@ -94,6 +102,24 @@ class LivePanel:
         if waiting > _WAITING:
             facts["waiting for input"] = f"{waiting:.0%}"
         return facts
+
+
+class _Abbreviated(NamedTuple):
+    """A text that is shown without its middle where it is wider than its place."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(abbreviated(self.text, options.max_width), no_wrap=True, overflow="ellipsis")
+
+
+def _row(row: Mapping[str, str]) -> RenderableType:
+    table = Table.grid(expand=True, padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(ratio=1)
+    for column, text in row.items():
+        table.add_row(Text(column), _Abbreviated(text))
+    return table
 
 
 def _facts(facts: Mapping[str, str]) -> RenderableType:

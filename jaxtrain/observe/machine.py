@@ -38,6 +38,9 @@ class QuietConsole(Console):
     def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         """Print nothing."""
 
+    def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        """Print nothing."""
+
     def summary(
         self,
         metrics: Sequence[LogLine | Mapping[str, Any]],
@@ -84,7 +87,10 @@ class JsonConsole(Console):
 
     @contextmanager
     def progress(self, start: int, total: int, unit: str) -> Iterator[ProgressView]:
-        """Print `{"event": "step", "of", …}` with the line of metrics.jsonl, for each logged step."""
+        """Print `{"event": "step", "of", …}` with the line of metrics.jsonl, for each logged step.
+
+        The first row of each table of an evaluation is `{"event": "table", "step", "tag", "row"}`.
+        """
         yield _JsonProgress(self, total)
 
     def summary(
@@ -116,3 +122,7 @@ class _JsonProgress:
     def advance(self, step: int, line: LogLine | Mapping[str, Any] | None = None) -> None:
         if line:
             self._console._event("step", of=self._total, **LogLine.of(line).to_json())
+
+    def tables(self, step: int, rows: Mapping[str, Mapping[str, str]]) -> None:
+        for tag, row in rows.items():
+            self._console._event("table", step=step, tag=tag, row=dict(row))

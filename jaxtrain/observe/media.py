@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxtrain.data import replace_unprintable
 from jaxtrain.observe.log_line import LogLine
 from jaxtrain.run import Media, MediaFile
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~])")
 Item = TypeVar("Item")
 _TAG_LENGTH, _HASH_LENGTH = 60, 12  # characters of a file's name
+_CELLS = 4  # of a row in a terminal
 
 
 def write_media(folder: Path, step: int, media: Media) -> dict[str, list[str]]:
@@ -71,6 +73,23 @@ def read_table(data: bytes) -> tuple[list[str], list[list[Any]]]:
     """Return the (columns, rows) of a table's file."""
     table = json.loads(data)
     return table["columns"], table["data"]
+
+
+def first_rows(media: Media) -> dict[str, dict[str, str]]:
+    """Return the first row of each table for a terminal, by tag: the texts of its first cells, by column.
+
+    >>> data = b'{"columns": ["prompt", "answer"], "data": [["2 + 2 =", "4"], ["3 + 3 =", "6"]]}'
+    >>> first_rows({"answers": [MediaFile("json", data)]})
+    {'answers': {'prompt': '2 + 2 =', 'answer': '4'}}
+    """
+    found = {}
+    for tag, files in media.items():
+        if files[0].suffix == "json":
+            columns, rows = read_table(files[0].data)
+            for row in rows[:1]:
+                cells = (" ".join(replace_unprintable(cell_text(cell)).split()) for cell in row[:_CELLS])
+                found[tag] = dict(zip(columns, cells, strict=False))
+    return found
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -16,6 +16,7 @@ from jaxtrain.run_folder import RunFolder
 _PAGE_BYTES = 8 * 2**20  # of the files of all runs and tags
 _STEPS, _ITEMS = 50, 24  # of a tag; of a step
 _CHARACTERS, _ROWS, _COLUMNS = 20_000, 100, 30  # of a text; of a table
+_FEW = 10  # rows, below which the cells of a table are not shown longer
 _SMALL = 128  # pixels; narrower images are enlarged
 
 
@@ -133,17 +134,19 @@ def _image(data: bytes) -> Item:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Item:
-    shown = [[_short(cell_text(cell)) for cell in row[:_COLUMNS]] for row in rows[:_ROWS]]
+    most = _CHARACTERS // min(max(len(rows), _FEW), _ROWS)  # of a cell
+    shown = [[_short(cell_text(cell), most) for cell in row[:_COLUMNS]] for row in rows[:_ROWS]]
     cut = [
-        f"the first {most:,} of {count:,} {what}"
-        for count, most, what in ((len(rows), _ROWS, "rows"), (len(columns), _COLUMNS, "columns"))
-        if count > most
+        f"the first {limit:,} of {count:,} {what}"
+        for count, limit, what in ((len(rows), _ROWS, "rows"), (len(columns), _COLUMNS, "columns"))
+        if count > limit
     ]
-    return Item("table", columns=[_short(name) for name in columns[:_COLUMNS]], rows=shown, left_out=", ".join(cut))
+    return Item(
+        "table", columns=[_short(name, most) for name in columns[:_COLUMNS]], rows=shown, left_out=", ".join(cut)
+    )
 
 
-def _short(text: str) -> str:
-    most = _CHARACTERS // _ROWS
+def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 

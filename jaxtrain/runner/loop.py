@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain.distributed import bypass_compilation_cache, processes, run_mesh
 from jaxtrain.errors import RunFailed, UserError
-from jaxtrain.observe import Console, LogLine, MetricsLog, NoMetricsLog, histograms, metrics_log
+from jaxtrain.observe import Console, LogLine, MetricsLog, NoMetricsLog, first_rows, format_row, histograms, metrics_log
 from jaxtrain.profile import LoopTrace, current_source_lines
 from jaxtrain.run import Recipe, Task
 from jaxtrain.run_folder import RunFolder
@@ -143,6 +143,8 @@ def _first_evaluation(training: Training, state: TrainState, console: Console) -
         first = training.evaluate(state)
     if "loss" in first.metrics:
         console.facts(preflight.check_first_loss(first.metrics["loss"], training.task))
+    if rows := first_rows(first.media):
+        console.facts({tag: format_row(row) for tag, row in rows.items()})
     return first
 
 
@@ -250,7 +252,7 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
             state, metrics = training.dispatch(state, batch)
             position.add(DispatchedStep(i, batch, metrics))
             events.step(i, metrics, state)
-            line, score = None, None
+            line, score, evaluation = None, None, None
             if interval.is_due(i) or i == recipe.steps or guard.reached_skip_limit:
                 line = position.line(i, state)
             if i % recipe.eval_every == 0 or i == recipe.steps:
@@ -265,6 +267,8 @@ def _train(session: Session, state: TrainState, log: MetricsLog | NoMetricsLog) 
             if line or media:
                 log.write(line or LogLine(step=i), media)
             progress.advance(i, line)
+            if evaluation:
+                progress.tables(i, first_rows(evaluation.media))
             for warning in position.warnings(line) if line else ():
                 console.message(warning)
             is_stuck = guard.reached_skip_limit

@@ -23,6 +23,7 @@ LINE = {
     "peak_memory_bytes": 2**30,
     "eval_loss": 1.25,
 }
+ANSWERS = {"answers": {"prompt": f"Why{'?' * 300} so", "generated": "[b]because[/b]"}}
 
 
 def print_everything(console: Console) -> None:
@@ -33,6 +34,7 @@ def print_everything(console: Console) -> None:
     with console.progress(0, 4, "tokens") as progress:
         progress.advance(1, {})
         progress.advance(2, LINE)
+        progress.tables(2, ANSWERS)
         console.message("warning: training continues")
     console.sample("def f():")
     console.summary([LINE], {"floor": 1.0}, {"run": "runs/a"})
@@ -48,6 +50,7 @@ def panel(line: dict, width: int = 100) -> str:
     rich = RichConsole(file=io.StringIO(), width=width, record=True)
     live = LivePanel(0, 4, "tokens")
     live.advance(line["step"], line)
+    live.tables(line["step"], ANSWERS)
     rich.print(live)
     return rich.export_text()
 
@@ -65,6 +68,9 @@ def test_plain_output_has_no_control_characters_and_every_number():
         assert number in text
     assert "compiling …" in text
     assert "validation loss 1.250" in text
+    (answers,) = (line for line in text.splitlines() if "answers" in line)
+    expected = f"prompt 'Why{'?' * 21}…{'?' * 20} so' · generated '[b]because[/b]'"
+    assert answers == f"step 2/4  answers: {expected}"
 
 
 def test_a_terminal_sees_the_same_numbers_live():
@@ -79,6 +85,10 @@ def test_a_terminal_sees_the_same_numbers_live():
         "skipped 1",
         "1.00 GiB",
         "validation loss 1.250",
+        "answers, step 2",
+        "prompt    Why???",
+        "? so ",
+        "generated [b]because[/b]",
     ):
         assert number in text
 
@@ -107,9 +117,10 @@ def test_a_json_console_prints_one_object_per_line(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     events = [json.loads(line) for line in out.splitlines()]
-    assert [e["event"] for e in events] == ["start", "facts", "phase", "step", "message", "sample", "end"]
+    assert [e["event"] for e in events] == ["start", "facts", "phase", "step", "table", "message", "sample", "end"]
     assert events[1] == {"event": "facts", "rows": "7"}
     assert events[3] == {"event": "step", "of": 4, **LINE}
+    assert events[4] == {"event": "table", "step": 2, "tag": "answers", "row": ANSWERS["answers"]}
     assert events[-1] == {"event": "end", "step": 2, "best": LINE, "references": {"floor": 1.0}, "run": "runs/a"}
 
 

@@ -261,6 +261,11 @@ def test_the_page_is_bounded_and_reports_what_it_omits(tmp_path, monkeypatch):
     assert (len(table.rows), len(table.rows[0]), len(long.text)) == (100, 30, 20_000)
     assert table.left_out == "the first 100 of 200 rows, the first 30 of 40 columns"
     assert long.left_out == "the first 20,000 of 30,000 characters"
+    monkeypatch.setattr(shown_media, "_PAGE_BYTES", 2**20)
+    for step, rows, shown in ((63, 2, 2000), (64, 200, 200)):
+        log_media(run, [step], step, cells=lambda _, rows=rows: jt.Table(["x"], [["é" * 3000]] * rows))
+        cells = shown_media.shown_media([read_record(run)])[-1].steps[-1].items[0].rows
+        assert cells[0] == ["é" * shown + "…"]
 
 
 def test_a_log_line_keeps_its_media(tmp_path):
