@@ -130,10 +130,9 @@ class QuantizedKernel(KernelForm):
 
     def _magnitudes(self) -> jax.Array:
         """Return the magnitudes of the blocks, float32 [rows, blocks]."""
-        block = np.arange(self.magnitudes.size).reshape(self.magnitudes.shape) // MAGNITUDES_BLOCK
         relative = jnp.asarray(DYNAMIC_VALUES)[self.magnitudes.astype(np.int32)]
-        scaled = relative * self.scales[block]
-        return _rounded(scaled) + self.offset
+        scales = jnp.repeat(self.scales, MAGNITUDES_BLOCK)[: self.magnitudes.size].reshape(self.magnitudes.shape)
+        return _rounded(relative * scales) + self.offset
 
 
 @partial(jax.jit, static_argnames="out_in")
