@@ -1,17 +1,23 @@
-"""`jaxtrain eval DIR`: list the examples on which a trained model has the highest loss."""
+"""`jaxtrain eval DIR`: evaluate a trained model, and list the examples on which it has the highest loss.
+
+A task without `predict`, such as that of preferences, has no predictions of single examples: its metrics are printed.
+"""
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtrain.cli.flags import parse, run_folder_argument
 from jaxtrain.errors import UserError
-from jaxtrain.observe import ErrorAnalysis, error_summary, log_error_analysis, write_error_page
-from jaxtrain.run import Media, split_media
+from jaxtrain.observe import error_summary, log_error_analysis, write_error_page
+from jaxtrain.run import Media, Recipe, Task, split_media
 from jaxtrain.run_folder import RunFolder
-from jaxtrain.runner import analyze_errors, read_recipe, restore_state
-from jaxtrain.step import averaged
+from jaxtrain.runner import analyze_errors, held_out_evaluation, read_recipe, restore_state
+from jaxtrain.step import TrainState, averaged
 
 
 @dataclass(frozen=True)
@@ -35,53 +41,91 @@ def main(args: list[str]) -> int:
     options = parse(Eval(), flags, f"jaxtrain eval {run.path}")
     if options.worst < 1:
         raise UserError(f"--worst must be positive, got {options.worst}: use 1 or more")
-    analysis, answers = evaluate_run(run, options.split)
+    recipe_name, recipe = read_recipe(run)
+    task = recipe.task()
+    evaluate = _evaluate_whole if task.predict is None else _evaluate_examples
+    evaluate(run, recipe_name, recipe, task, options)
+    return 0
+
+
+def _evaluate_examples(run: RunFolder, name: str, recipe: Recipe, task: Task, options: Eval) -> None:
+    """Evaluate example by example; write the page and the losses, print the worst."""
+    state = restore_state(run.checkpoints, recipe, task)
+    analysis = analyze_errors(name, recipe, task, state, options.split)
+    scores, answers = _answers(task, state) if options.split == "validation" else ({}, {})
+    analysis = replace(analysis, metrics={**analysis.metrics, **scores})
     stem = f"step-{analysis.step}-{options.split}"
-    folder = run.path / "eval"
-    page, lines = options.out or folder / f"{stem}.html", folder / f"{stem}.jsonl"
-    places = {"page": page, "examples": lines}
-    try:
-        folder.mkdir(exist_ok=True)
+    with _folder(run) as folder:
+        page, lines = options.out or folder / f"{stem}.html", folder / f"{stem}.jsonl"
         lines.write_text("".join(json.dumps(line) + "\n" for line in analysis.lines()))
-        for tag, files in answers.items():
-            places[tag] = folder / f"{stem}.{tag}.{files[0].suffix}"
-            places[tag].write_bytes(files[0].data)
-        if options.json is not None:
-            options.json.write_text(json.dumps(error_summary(analysis, options.worst), indent=2) + "\n")
+        places = {"page": page, "examples": lines, **_write_answers(folder, stem, answers)}
+        _write_json(options.json, error_summary(analysis, options.worst))
         write_error_page(page, analysis, options.worst)
         log_error_analysis(run.tensorboard, analysis, options.worst)
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be written ({error.strerror}): use another path") from error
     count = len(analysis.predictions)
-    print(f"{run.path} · {analysis.recipe} · step {analysis.step} · {options.split}, {count:,} examples")
-    print(" · ".join(f"{figure} {value:.4f}" for figure, value in analysis.figures().items()))
+    print(f"{run.path} · {name} · step {analysis.step} · {options.split}, {count:,} examples")
+    _print_figures(analysis.figures())
     worst = analysis.predictions.worst(options.worst)
     print(f"\nthe {len(worst)} worst")
     for i in worst:
         print(f"  {i:>6}  loss {analysis.losses[i]:7.3f}  {analysis.describe(int(i))}")
-    print("", *(f"{name:9} {path}" for name, path in places.items()), sep="\n")
-    return 0
+    _print_places(places)
 
 
-def evaluate_run(run: RunFolder, split: str) -> tuple[ErrorAnalysis, Media]:
-    """Evaluate a run's newest checkpoint on a split, "validation" or "train".
-
-    Args:
-      run: Folder of the run.
-      split: "validation" for the examples of the run's evaluations, "train" for as many training examples.
-
-    Returns:
-      A tuple (the loss and the prediction of each example, and the scores of its answers to all validation prompts if
-      the run's task writes any; these answers).
-
-    Raises:
-      UserError: The folder holds no run, the run has no checkpoint, or its task no validation data or no `predict`.
-    """
-    name, recipe = read_recipe(run)
-    task = recipe.task()
+def _evaluate_whole(run: RunFolder, name: str, recipe: Recipe, task: Task, options: Eval) -> None:
+    """Evaluate the held-out data as the run does; print the metrics."""
+    if options.out is not None or options.split != "validation":
+        raise UserError(
+            f"--out and --split train need predictions of single examples, and this task of {name} has no `predict`: "
+            "omit them"
+        )
+    if task.validation is None and task.evaluate is None:
+        raise UserError(f"{name} has no validation data: define Task.validation")
     state = restore_state(run.checkpoints, recipe, task)
-    analysis = analyze_errors(name, recipe, task, state, split)
-    if task.evaluate_answers is None or split != "validation":
-        return analysis, {}
-    scores, answers = split_media(task.evaluate_answers(averaged(state), True))
-    return replace(analysis, metrics={**analysis.metrics, **scores}), answers
+    metrics = held_out_evaluation(replace(task, evaluate_answers=None), recipe)(state).metrics
+    scores, answers = _answers(task, state)
+    metrics, step = {**metrics, **scores}, int(state.step)
+    finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    with _folder(run) as folder:
+        places = _write_answers(folder, f"step-{step}-validation", answers)
+        _write_json(options.json, {"recipe": name, "step": step, "split": "validation", **finite})
+    print(f"{run.path} · {name} · step {step} · validation")
+    _print_figures(metrics)
+    _print_places(places)
+
+
+def _answers(task: Task, state: TrainState) -> tuple[dict[str, float], Media]:
+    """Return (the scores of answers to all validation prompts, these answers); nothing if the task writes none."""
+    return ({}, {}) if task.evaluate_answers is None else split_media(task.evaluate_answers(averaged(state), True))
+
+
+@contextmanager
+def _folder(run: RunFolder) -> Iterator[Path]:
+    """Create the folder of evaluations; a file that cannot be written is a `UserError`."""
+    folder = run.path / "eval"
+    try:
+        folder.mkdir(exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written ({error.strerror}): use another path") from error
+
+
+def _write_answers(folder: Path, stem: str, answers: Media) -> dict[str, Path]:
+    places = {tag: folder / f"{stem}.{tag}.{files[0].suffix}" for tag, files in answers.items()}
+    for tag, path in places.items():
+        path.write_bytes(answers[tag][0].data)
+    return places
+
+
+def _write_json(path: Path | None, values: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _print_figures(figures: dict[str, float]) -> None:
+    print(" · ".join(f"{figure} {value:.4f}" for figure, value in figures.items()))
+
+
+def _print_places(places: dict[str, Path]) -> None:
+    if places:
+        print("", *(f"{name:9} {path}" for name, path in places.items()), sep="\n")

@@ -28,6 +28,7 @@ from jaxtrain.runner.preflight import stored_recipe as stored_recipe
 from jaxtrain.runner.resume import check_resumed as check_resumed
 from jaxtrain.runner.training import Training as Training
 from jaxtrain.runner.training import build_training as build_training
+from jaxtrain.runner.training import held_out_evaluation as held_out_evaluation
 from jaxtrain.runner.unsaved import Unsaved as Unsaved
 
 __all__ = ["Checkpoints", "Fit", "Retention", "fit", "preflight"]

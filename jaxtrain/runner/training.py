@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from jaxtrain.cost import flops
 from jaxtrain.data import Batch
@@ -121,7 +120,7 @@ def build_training(recipe: Recipe, message: Callable[[str], None] = lambda text:
         rows = local_rows(mesh, recipe.batch_size, recipe.accumulate)
     loader = task_batches(task, recipe, rows, message)
     place = step.place if _has_own_memory(run_devices(recipe.mesh)) else None
-    return Training(recipe, task, loader, step, shorter_step, _evaluate(task, recipe, mesh), place)
+    return Training(recipe, task, loader, step, shorter_step, held_out_evaluation(task, recipe), place)
 
 
 def _has_own_memory(devices: Sequence[jax.Device]) -> bool:
@@ -167,7 +166,14 @@ def build_gauges(training: Training, state: TrainState, batch: Any) -> Gauges:
     return Gauges(model_flops, run_devices(training.recipe.mesh), training.recipe.precision)
 
 
-def _evaluate(task: Task, recipe: Recipe, mesh: Mesh | None) -> Evaluate:
+def held_out_evaluation(task: Task, recipe: Recipe) -> Evaluate:
+    """Return the evaluation of a run: a function of a state, which is evaluated by its moving average if it has one.
+
+    Args:
+      task: The task of the run.
+      recipe: The settings of the run.
+    """
+    mesh = run_mesh(recipe.mesh)
     loss_fn = task.loss_fn if mesh is None else constrain_shardings(task.loss_fn, mesh, task.sharding)
     place = partial(place_whole_batch, mesh=mesh) if mesh is not None else lambda batch: batch
     sums = EvaluationSums(eval_step(loss_fn, precision=recipe.precision, deterministic=recipe.deterministic), place)

@@ -234,3 +234,10 @@ def test_preferences_are_learned(root, method):
     assert last["eval_loss"] < first["eval_loss"] - 0.1
     assert last["eval_reward_accuracy"] == 1
     assert last["eval_reward_margin"] > 0
+    assert main(["eval", "run", "--json", "found.json"]) == 0
+    found = json.loads(Path("found.json").read_text())
+    assert found == {
+        **{"recipe": "finetune", "step": 6, "split": "validation"},
+        **{key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")},
+    }
+    assert main(["eval", "run", "--out", "page.html"]) == 2
