@@ -6,14 +6,9 @@ from jaxtrain.recipes.registry import named_recipe as named_recipe
 from jaxtrain.recipes.registry import registered_name as registered_name
 
 __all__ = [
-    "answers",
-    "decoder",
     "encoder",
     "finetune",
-    "finetune_losses",
-    "finetune_rows",
-    "finetune_settings",
-    "finetuned_model",
+    "finetuning",
     "gpt",
     "image",
     "language",

@@ -1,6 +1,6 @@
 """Fine-tuning of a pretrained language model on your examples: all weights or adapters, answers or preferences."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,17 +10,16 @@ import jax
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer
-from jaxtrain.models import CONFIG, FAMILIES, LoraConfig, folder_digest, read_json, save_adapters
-from jaxtrain.recipes.answers import reply
-from jaxtrain.recipes.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
-from jaxtrain.recipes.finetune_heads import head_task
-from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
-from jaxtrain.recipes.finetune_rows import FineTuningRows, show, summaries
-from jaxtrain.recipes.finetune_settings import FineTuneSettings
-from jaxtrain.recipes.finetuned_model import FineTunedModel
-from jaxtrain.recipes.held_out_answers import HeldOutAnswers
-from jaxtrain.recipes.imported_decoder import ImportedDecoder
-from jaxtrain.recipes.zoo_decoder import ZooDecoder
+from jaxtrain.models import LoraConfig, folder_digest, save_adapters
+from jaxtrain.recipes.finetuning.answers import reply
+from jaxtrain.recipes.finetuning.decoder import Decoder, adapter_targets, check_decoder, out_in_targets
+from jaxtrain.recipes.finetuning.heads import head_task
+from jaxtrain.recipes.finetuning.held_out_answers import HeldOutAnswers
+from jaxtrain.recipes.finetuning.losses import preference_loss, supervised_loss
+from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.opened_decoder import open_decoder
+from jaxtrain.recipes.finetuning.rows import FineTuningRows, show, summaries
+from jaxtrain.recipes.finetuning.settings import FineTuneSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +32,12 @@ class FineTuneRecipe(FineTuneSettings):
         if self.loss in ("reward", "classification"):
             return head_task(self, self.fine_tuned)
         folder, data = self.checked_paths()
-        texts, decoder = self.tokenizer(folder), self.open_decoder(folder)
+        texts, is_dpo = self.tokenizer(folder), self.loss == "dpo"
+        rows = self.batch_size // self.accumulate * (2 if is_dpo else 1)
+        decoder = open_decoder(folder, rows, self.seq_len, packed=self.packing and not is_dpo)
         check_decoder(decoder, folder, texts.size, self.seq_len)
-        model, is_dpo = self.fine_tuned(decoder), self.loss == "dpo"
+        model = self.fine_tuned(decoder)
+        supervised = partial(supervised_loss, model, self.normalize == "sequence")
         train, validation = self.rows(data, texts)
         answers = HeldOutAnswers(
             model=model,
@@ -63,7 +65,7 @@ class FineTuneRecipe(FineTuneSettings):
             init=model.init,
             load=model.load,
             digests=partial(folder_digest, folder),
-            loss_fn=self.loss_of(model),
+            loss_fn=partial(preference_loss, model, self.beta) if is_dpo else supervised,
             predict=None if is_dpo else predict,
             signature=decoder.signature(self.seq_len, texts.special("pad")),
             save_pretrained=decoder.save_pretrained,
@@ -80,10 +82,7 @@ class FineTuneRecipe(FineTuneSettings):
             is_highest_best=self.best_metric != "loss",
             unit="tokens",
             units_per_row=self.seq_len * (2 if is_dpo else 1),
-            bounds={
-                **{"tokens": texts.size, "targets": texts.size},
-                **{"positions": self.seq_len, "segments": self.seq_len + 1},
-            },
+            bounds=train.bounds,
             description={
                 "model": f"{decoder.kind} of {folder}",
                 **{name: "; ".join(sentences) for name, sentences in summaries(train, validation).items()},
@@ -99,14 +98,6 @@ class FineTuneRecipe(FineTuneSettings):
             names=decoder.weights.names if model.frozen is None else None,
         )
 
-    def open_decoder(self, folder: Path) -> Decoder:
-        """Open the decoder in a folder."""
-        if read_json(folder, CONFIG).get("model_type") in FAMILIES:
-            return ZooDecoder.open(folder)
-        is_dpo = self.loss == "dpo"
-        rows = self.batch_size // self.accumulate * (2 if is_dpo else 1)
-        return ImportedDecoder.open(folder, rows, self.seq_len, packed=self.packing and not is_dpo)
-
     def fine_tuned(self, decoder: Decoder) -> FineTunedModel:
         """Return the model that the settings make of a pretrained one."""
         is_full, is_dpo = self.method == "full", self.loss == "dpo"
@@ -121,12 +112,6 @@ class FineTuneRecipe(FineTuneSettings):
             neftune=self.neftune,
             seed=self.seed,
         )
-
-    def loss_of(self, model: FineTunedModel) -> Callable[..., Any]:
-        """Return the loss function of the settings."""
-        if self.loss == "dpo":
-            return partial(preference_loss, model, self.beta)
-        return partial(supervised_loss, model, self.normalize == "sequence")
 
     def rows(self, data: Path, texts: ModelTokenizer) -> tuple[FineTuningRows, FineTuningRows]:
         """Return (train, validation)."""

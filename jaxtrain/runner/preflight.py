@@ -121,8 +121,9 @@ def check_settings(recipe: Recipe) -> None:
     for name in sorted({"lr", "clip_norm", "alpha", "beta", "neftune"} & ours):
         if (value := getattr(recipe, name)) is not None and not _is_positive(value):
             raise UserError(f"{name} must be positive and representable in float32, got {value}")
-    if recipe.weight_decay < 0 or recipe.weight_decay > _LARGEST:
-        raise UserError(f"weight_decay must be at least 0 and representable in float32, got {recipe.weight_decay}")
+    for name in sorted({"weight_decay", "center_rewards"} & ours):
+        if not 0 <= (value := getattr(recipe, name)) <= _LARGEST:
+            raise UserError(f"{name} must be at least 0 and representable in float32, got {value}")
     if recipe.spike_factor is not None and not 1 < recipe.spike_factor <= _LARGEST:
         raise UserError(f"spike_factor must be > 1, for example 10, got {recipe.spike_factor}")
     if not 0 <= recipe.stall_seconds <= threading.TIMEOUT_MAX:

@@ -7,4 +7,4 @@ from jaxtrain.distributed import memory_per_device
 from tests.distributed.deep import TOKENS, deep
 
 if __name__ == "__main__":
-    print(json.dumps({n: memory_per_device(*deep(f"fsdp={n}"), TOKENS) for n in sys.argv[1:]}))
+    print(json.dumps({n: memory_per_device(*deep(f"fsdp={n}", gradient_sums="sharded"), TOKENS) for n in sys.argv[1:]}))

@@ -15,7 +15,7 @@ from jaxtrain import torch_import
 from jaxtrain.cli import main
 from jaxtrain.errors import UserError
 from jaxtrain.models import Sampling
-from jaxtrain.recipes.imported_decoder import ImportedDecoder
+from jaxtrain.recipes.finetuning.imported_decoder import ImportedDecoder
 from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe, restore_state
 from jaxtrain.torch_import.capture import token_embeddings

@@ -23,9 +23,9 @@ from jaxtrain.models import (
     open_pretrained,
     save_pretrained,
 )
-from jaxtrain.recipes.finetune_losses import preference_loss, supervised_loss
-from jaxtrain.recipes.finetuned_model import FineTunedModel
-from jaxtrain.recipes.zoo_decoder import ZooDecoder
+from jaxtrain.recipes.finetuning.losses import preference_loss, supervised_loss
+from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.zoo_decoder import ZooDecoder
 from jaxtrain.run import Initial
 from jaxtrain.runner import Unsaved
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 
 def task_of(model, loss_fn=None):
-    loss = loss_fn or partial(supervised_loss, model)
+    loss = loss_fn or partial(supervised_loss, model, False)
     return jt.Task(
         init=model.init, load=model.load, loss_fn=loss, train=[], frozen=model.frozen, unsaved=model.frozen,
         sharding=model.sharding,

@@ -1,8 +1,8 @@
 """Fine-tuning of a language model with a head on its last token: a reward model, or a classifier of texts."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,7 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from jaxtrain import losses
-from jaxtrain.data import MappedSource, Source
-from jaxtrain.data.finetuning import (
-    ExampleFiles,
-    ModelTokenizer,
-    WholeTexts,
-    WholeTextSummary,
-    encode_examples,
-    encode_labelled,
-    label_names,
-    label_numbers,
-    labelled_rows,
-    parse_example,
-    parse_labelled,
-    print_examples,
-    reward_rows,
-)
+from jaxtrain.data.finetuning import ExampleFiles, label_names, parse_example, parse_labelled
 from jaxtrain.models import (
     CLASSIFIERS,
     CONFIG,
@@ -38,11 +22,13 @@ from jaxtrain.models import (
     read_json,
     save_adapters,
 )
-from jaxtrain.recipes.decoder import Decoder, check_decoder
-from jaxtrain.recipes.finetune_settings import FineTuneSettings
-from jaxtrain.recipes.finetuned_model import FineTunedModel
-from jaxtrain.recipes.zoo_decoder import ZooDecoder
-from jaxtrain.run import Input, Signature, row_weights
+from jaxtrain.recipes.finetuning.decoder import Decoder, check_decoder
+from jaxtrain.recipes.finetuning.head_losses import classification_loss, reward_loss, rewards, weights
+from jaxtrain.recipes.finetuning.head_rows import HeadRows
+from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.settings import FineTuneSettings
+from jaxtrain.recipes.finetuning.zoo_decoder import ZooDecoder
+from jaxtrain.run import Input, Signature
 
 
 def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTunedModel]) -> jt.Task:
@@ -66,14 +52,14 @@ def head_task(settings: FineTuneSettings, fine_tuned: Callable[[Decoder], FineTu
     decoder = ZooDecoder(replace(pretrained, model=classifier.decoder))
     check_decoder(decoder, folder, texts.size, settings.seq_len)
     assert pad is not None
-    train, validation = (_HeadRows(x, texts, settings.seq_len, pad, () if is_reward else labels) for x in files)
+    train, validation = (HeadRows(x, texts, settings.seq_len, pad, () if is_reward else labels) for x in files)
     model = _with_head(fine_tuned(ZooDecoder(pretrained)), is_reward)
 
     def predict(params: Any, batch: Any, model_state: Any) -> Any:
         del model_state
         if is_reward:
             return rewards(model, params, batch)
-        return jt.Predictions(model.scores(params, batch["tokens"], None), batch["label"], _weights(batch))
+        return jt.Predictions(model.scores(params, batch["tokens"], None), batch["label"], weights(batch))
 
     def write_adapters(path: Path, params: Any) -> None:
         assert model.config is not None
@@ -151,111 +137,9 @@ def open_classifier(folder: Path, pad: int, seed: int, examples: ExampleFiles | 
     return opened
 
 
-def rewards(model: FineTunedModel, params: Any, batch: Mapping[str, Any], rng: jax.Array | None = None) -> jax.Array:
-    """Return the rewards of the chosen and the rejected texts, float [B, 2].
-
-    Args:
-      model: The model.
-      params: Its params.
-      batch: `tokens`, int [B, 2 · T], first the chosen text, then the rejected.
-      rng: Key of dropout; None for none.
-    """
-    tokens = batch["tokens"]
-    scores = model.scores(params, tokens.reshape(-1, tokens.shape[1] // 2), rng)
-    return scores.astype(np.promote_types(scores.dtype, np.float32)).reshape(-1, 2)
-
-
-def reward_loss(
-    model: FineTunedModel, center: float, params: Any, batch: Mapping[str, Any], rng: Any
-) -> tuple[jt.Loss, Any]:
-    """Return the loss of Bradley and Terry of pairs, and the accuracy and the margin of their rewards.
-
-    As in TRL there is no dropout.
-
-    Args:
-      model: The model.
-      center: Factor of the squared sums of rewards.
-      params: Its params.
-      batch: As of `rewards`.
-      rng: Not used.
-    """
-    del rng
-    chosen, rejected = rewards(model, params, batch).T
-    is_pair, margin = _weights(batch) > 0, chosen - rejected
-    metrics = {
-        "reward_accuracy": jt.Loss.of((margin > 0).astype(margin.dtype), is_pair),
-        "reward_margin": jt.Loss.of(margin, is_pair),
-    }
-    return jt.Loss.of(losses.bradley_terry(chosen, rejected, center=center), is_pair), metrics
-
-
-def classification_loss(model: FineTunedModel, params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[jt.Loss, Any]:
-    """Return the cross-entropy of the labels, and the accuracy.
-
-    Args:
-      model: The model.
-      params: Its params.
-      batch: `tokens`, int [B, T], and `label`, int [B].
-      rng: Key of dropout; None in evaluation.
-    """
-    predictions = jt.Predictions(model.scores(params, batch["tokens"], rng), batch["label"], _weights(batch))
-    return predictions.loss(), {"accuracy": predictions.accuracy()}
-
-
 def _with_head(model: FineTunedModel, is_reward: bool) -> FineTunedModel:
     """Return a model whose head is trained beside its adapters, for rewards without dropout."""
     if model.config is None:
         return model
     config = replace(model.config, trained="score")
     return replace(model, config=replace(config, dropout=0.0) if is_reward else config)
-
-
-def _weights(batch: Mapping[str, Any]) -> Any:
-    return row_weights(batch, len(batch["tokens"]))
-
-
-@dataclass(frozen=True, eq=False)
-class _HeadRows:
-    """Examples of a split as rows: preferences, or texts with one of `labels`."""
-
-    files: ExampleFiles
-    texts: ModelTokenizer
-    length: int
-    pad: int
-    labels: tuple[str, ...]
-
-    @cached_property
-    def _rows(self) -> tuple[WholeTexts, WholeTextSummary]:
-        if not self.labels:
-            return reward_rows(encode_examples(self.files, self.texts), self.length, self.pad)
-        numbers = label_numbers(self.files, self.labels)
-        return labelled_rows(encode_labelled(self.files, self.texts), numbers, self.labels, self.length, self.pad)
-
-    @property
-    def rows(self) -> WholeTexts:
-        return self._rows[0]
-
-    @property
-    def source(self) -> Source:
-        """The rows; one of a preference has both texts one after the other."""
-        return self.rows if self.labels else MappedSource(self.rows, _flat)
-
-    @property
-    def summary(self) -> list[str]:
-        """What the rows hold of the examples, as sentences."""
-        return self._rows[1].lines()
-
-    def baselines(self) -> dict[str, str]:
-        """Return the accuracy of the most frequent label."""
-        counts = self._rows[1].labels
-        name = max(counts, key=counts.__getitem__)
-        return {"accuracy to be beaten": f"{counts[name] / len(self.rows):.3f} by the most frequent label, {name}"}
-
-    def show(self) -> None:
-        """Print the first examples, and the summary."""
-        print_examples(self.rows, self.texts, labels=self.labels)
-        print(*self.summary, sep="\n")
-
-
-def _flat(pair: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x.reshape(-1) for name, x in pair.items()}

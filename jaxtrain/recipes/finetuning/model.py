@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.models import LoraConfig, StoredKernel, functional, is_form, lora, nf4, with_neftune
 from jaxtrain.paths import path_name
-from jaxtrain.recipes.decoder import Decoder, out_in_targets
+from jaxtrain.recipes.finetuning.decoder import Decoder, out_in_targets
 
 _LOW = (jnp.bfloat16, np.float16)
 

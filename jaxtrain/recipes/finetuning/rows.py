@@ -62,6 +62,12 @@ class FineTuningRows:
         return MappedSource(self.rows, _flat) if self.are_pairs else self.rows
 
     @property
+    def bounds(self) -> dict[str, int]:
+        """Exclusive upper bounds of the integers in a row, by name."""
+        tokens = self.texts.size
+        return {"tokens": tokens, "targets": tokens, "positions": self.length, "segments": self.length + 1}
+
+    @property
     def summary(self) -> list[str]:
         """What the rows hold of the examples, and what is worth knowing of them, as sentences."""
         return [*self._rows_and_summary[1].lines(), *remarks(self.examples, self.texts)]

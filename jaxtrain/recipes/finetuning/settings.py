@@ -7,7 +7,7 @@ from typing import Literal
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ExampleFiles, ModelTokenizer, Parse, parse_example, read_examples, split_examples
-from jaxtrain.recipes.answer_scores import check_best_metric
+from jaxtrain.recipes.finetuning.answer_scores import check_best_metric
 
 
 @dataclass(frozen=True, kw_only=True)

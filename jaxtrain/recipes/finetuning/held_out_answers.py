@@ -7,10 +7,10 @@ from typing import Any
 
 import jaxtrain as jt
 from jaxtrain.data.finetuning import ModelTokenizer
-from jaxtrain.recipes.answer_scores import INSTALL, answer_scores, has_rouge
-from jaxtrain.recipes.answers import Question, answer, end_token, questions
-from jaxtrain.recipes.finetune_rows import FineTuningRows
-from jaxtrain.recipes.finetuned_model import FineTunedModel
+from jaxtrain.recipes.finetuning.answer_scores import INSTALL, answer_scores, has_rouge
+from jaxtrain.recipes.finetuning.answers import Question, answer, end_token, questions
+from jaxtrain.recipes.finetuning.model import FineTunedModel
+from jaxtrain.recipes.finetuning.rows import FineTuningRows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
