@@ -12,8 +12,8 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from jaxtrain.cli import conversation
 from jaxtrain.errors import UserError
-from jaxtrain.recipes import answer_scores
 from jaxtrain.recipes.finetune import FineTuneRecipe
+from jaxtrain.recipes.finetuning import answer_scores
 from tests.data.finetuning.templates import byte_level, write_folder
 
 NEW = 12
