@@ -285,7 +285,7 @@ def test_launch_trains_a_users_run_in_two_processes(trained):
 @pytest.mark.parametrize(
     ("command", "field", "remedy"),
     [
-        ("eval run", "predict=predict", "define Task.predict"),
+        ("eval run --split train", "predict=predict", "and this task of moved.py::Curve has no `predict`: omit them"),
         ("export run --format onnx", "predict=predict", "define Task.predict"),
         ("export run --format torch", "names=NameTable", "define Task.names, or use another format"),
         ("export run --format huggingface", "", "export it as onnx, stablehlo or torch"),

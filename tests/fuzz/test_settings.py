@@ -21,7 +21,7 @@ from jaxtrain.run_folder import RunFolder
 from jaxtrain.runner import read_recipe
 from jaxtrain.runner.preflight import check_settings
 
-COUNT = int(os.environ.get("JAXTRAIN_FUZZ", "100"))
+COUNT = int(os.environ.get("JAXTRAIN_FUZZ", "60"))
 FIELDS = [(name, field.name) for name, recipe in RECIPES.items() for field in dataclasses.fields(recipe)]
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 MALFORMED = st.sampled_from(

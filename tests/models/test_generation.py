@@ -96,7 +96,7 @@ def torchs_text(theirs, mask=MASK, **options):
     return text[:, 1 if theirs.config.is_encoder_decoder else PROMPTS.shape[1] :]
 
 
-LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3-by-layer"}
+LONG = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-by-layer"}
 
 
 def marks(name):
@@ -196,7 +196,7 @@ def test_the_flops_of_a_token_depend_only_on_the_cache_size(name, width, weights
     assert longer == later == short + layers * 20 * attention_flops
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm3", "mistral"])
 def test_padded_tokens_read_in_pieces_have_the_logits_that_each_row_has_alone(name):
     model, _, params = made(DECODERS[name])

@@ -36,7 +36,8 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
-@pytest.mark.parametrize("mesh", [None, pytest.param("data=2,fsdp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])
 def test_a_run_holds_its_state_once(mesh, tmp_path, monkeypatch):
     gc.collect()
     others = live_bytes()
