@@ -35,6 +35,8 @@ REMATS = ("none", "dots", "full")
 
 
 NO_SUMS = GradientSums(0, 0)
+MOST_LAUNCHES = 15_000
+"""Launches of a program with unrolled layers, beyond which it compiles for longer than a plan is worth."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def plan(
       precisions: The precisions to compile; by default that of the recipe, and bf16 if it is faster or nothing fits.
       devices: The devices to compile for, of which a mesh takes the first; by default those of a run.
       target: A GPU to compile for, which need not be here. Times are then predicted from its programs, and the loop
-        over layers is unrolled if that is faster.
+        over layers is unrolled if that is faster, and has few enough launches to compile in minutes.
 
     Returns:
       The candidates and the choice.
@@ -109,7 +111,7 @@ def plan(
     if not fitting and recipe.gradient_sums == "whole" and parse_mesh(recipe.mesh or f"{FSDP}=1")[FSDP] > 1:
         search.fill(recipe.precision, gradient_sums="sharded")
         fitting = search.fitting()
-    if target is not None and fitting:
+    if target is not None and fitting and _unrolled_launches(_fastest(fitting, own)) <= MOST_LAUNCHES:
         search.unroll(_fastest(fitting, own))
         fitting = search.fitting()
     if not fitting:
@@ -181,6 +183,12 @@ def choice_notes(found: Plan) -> list[str]:
         notes.append(f"nothing fits in {own.recipe.precision}: {chosen.recipe.precision} rounds differently")
     if (note := gradient_sums_note(chosen.recipe, found.sums)) is not None:
         notes.append(note)
+    is_loop = chosen.program is not None and not chosen.recipe.unroll
+    if is_loop and (launches := _unrolled_launches(chosen)) > MOST_LAUNCHES:
+        notes.append(
+            f"the loop over layers was not unrolled: the program would have {launches:,} launches and compile for many "
+            "minutes; --unroll compiles it"
+        )
     faster = [c for c in found.candidates if found.fits(c) and c.seconds < 0.9 * chosen.seconds]
     if faster:
         best = min(faster, key=lambda c: c.seconds)
@@ -189,6 +197,12 @@ def choice_notes(found: Plan) -> list[str]:
             "it rounds differently"
         )
     return notes
+
+
+def _unrolled_launches(candidate: Candidate) -> int:
+    """Return the number of launches of a micro-batch, which a program with unrolled layers would contain."""
+    assert candidate.program is not None
+    return sum(launch.times for launch in candidate.program.launches) // candidate.recipe.accumulate
 
 
 class _Search:

@@ -20,6 +20,7 @@ from jaxtrain.cli import train
 from jaxtrain.cost.byte_amounts import format_bytes, parse_bytes
 from jaxtrain.cost.data_sheets import CPU, ceilings
 from jaxtrain.cost.flops import flops
+from jaxtrain.cost.gpu.target import find_target
 from jaxtrain.cost.memory import host_memory
 from jaxtrain.cost.roofline import estimate_seconds
 from jaxtrain.cpu.workspace import cpu_workspace
@@ -141,6 +142,22 @@ def test_invalid_policies_and_micro_batches_are_skipped(monkeypatch):
         run_plan(RECIPE, 110)
     with pytest.raises(UserError, match="divisible"):
         run_plan(dataclasses.replace(RECIPE, accumulate=3), 110)
+
+
+@pytest.mark.parametrize(("launches", "is_unrolled"), [(30_000, True), (30_002, False)])
+def test_layers_are_unrolled_if_the_program_compiles_in_minutes(monkeypatch, launches, is_unrolled):
+    recipe = dataclasses.replace(RECIPE, accumulate=2)
+    program = SimpleNamespace(launches=[SimpleNamespace(times=launches)])
+
+    def compiled(recipe, task, target):
+        return Candidate(recipe, 10, 5, 1, 0.5 if recipe.unroll else 1 / recipe.accumulate, 0.0, program)
+
+    monkeypatch.setattr(planning, "compile_for_target", compiled)
+    monkeypatch.setattr(planning._Search, "fill", lambda search, precision: None)
+    found = plan(recipe, 10**9, lambda recipe: None, target=find_target("h100"))
+    assert [c.recipe.unroll for c in found.candidates] == ([False, True] if is_unrolled else [False])
+    notes = choice_notes(dataclasses.replace(found, chosen=found.candidates[0]))
+    assert ["would have 15,001 launches" in note for note in notes] == ([] if is_unrolled else [True])
 
 
 def test_a_note_reports_batch_norm():
