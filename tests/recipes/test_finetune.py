@@ -1,7 +1,6 @@
 """Fine-tuning from the command line."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -34,6 +33,9 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A folder of a model, made by `transformers`, of conversations and of preferences."""
@@ -54,14 +56,6 @@ def root(tmp_path_factory):
     write_rows(root / "conversations.jsonl", conversations)
     write_rows(root / "pairs.jsonl", pairs)
     return root
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla")))
-    monkeypatch.setenv("JAXTRAIN_TOKEN_CACHE", "off")
-    monkeypatch.setenv("COLUMNS", "100")
 
 
 def train(root, data, flags):

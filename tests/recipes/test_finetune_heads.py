@@ -1,7 +1,6 @@
 """Reward models and classifiers from the command line, beside `transformers` and `peft`."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from tests.recipes.fine_tuning_twin import write_model
 SETTINGS = "--seq-len 24 --batch-size 4 --schedule constant --warmup-steps 1 --rank 2 --lr 1e-2 --log-every 1"
 EVERY = "--eval-every 3 --save-every 3"
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
@@ -30,14 +31,6 @@ def root(tmp_path_factory):
     for name, rows in (("texts", texts), ("pairs", pairs)):
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla")))
-    monkeypatch.setenv("JAXTRAIN_TOKEN_CACHE", "off")
-    monkeypatch.setenv("COLUMNS", "100")
 
 
 def train(root, model, flags):

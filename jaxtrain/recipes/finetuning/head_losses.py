@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import losses
+from jaxtrain.recipes.finetuning.losses import reward_metrics
 from jaxtrain.recipes.finetuning.model import FineTunedModel
 from jaxtrain.run import row_weights
 
@@ -43,11 +44,7 @@ def reward_loss(
     del rng
     chosen, rejected = rewards(model, params, batch).T
     is_pair, margin = weights(batch) > 0, chosen - rejected
-    metrics = {
-        "reward_accuracy": jt.Loss.of((margin > 0).astype(margin.dtype), is_pair),
-        "reward_margin": jt.Loss.of(margin, is_pair),
-    }
-    return jt.Loss.of(losses.bradley_terry(chosen, rejected, center=center), is_pair), metrics
+    return jt.Loss.of(losses.bradley_terry(chosen, rejected, center=center), is_pair), reward_metrics(margin, is_pair)
 
 
 def classification_loss(model: FineTunedModel, params: Any, batch: Mapping[str, Any], rng: Any) -> tuple[jt.Loss, Any]:

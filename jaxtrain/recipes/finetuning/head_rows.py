@@ -1,9 +1,7 @@
 """The examples of models with a head on the last token, as rows."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from jaxtrain.data import MappedSource, Source
 from jaxtrain.data.finetuning import (
@@ -18,6 +16,7 @@ from jaxtrain.data.finetuning import (
     print_examples,
     reward_rows,
 )
+from jaxtrain.recipes.finetuning.rows import flat_pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +44,7 @@ class HeadRows:
     @property
     def source(self) -> Source:
         """The rows; one of a preference has both texts one after the other."""
-        return self.rows if self.labels else MappedSource(self.rows, _flat)
+        return self.rows if self.labels else MappedSource(self.rows, flat_pair)
 
     @property
     def summary(self) -> list[str]:
@@ -62,7 +61,3 @@ class HeadRows:
         """Print the first examples, and the summary."""
         print_examples(self.rows, self.texts, labels=self.labels)
         print(*self.summary, sep="\n")
-
-
-def _flat(pair: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x.reshape(-1) for name, x in pair.items()}

@@ -54,8 +54,19 @@ def preference_loss(
     weight = batch["weight"].max(-1)
     is_pair = weight > 0  # not the padding of an evaluation
     margin = beta * ((chosen - base_chosen) - (rejected - base_rejected))
-    metrics = {
+    return jt.Loss.of(losses.dpo(chosen, rejected, base_chosen, base_rejected, beta=beta), weight), reward_metrics(
+        margin, is_pair
+    )
+
+
+def reward_metrics(margin: jax.Array, is_pair: jax.Array) -> dict[str, jt.Loss]:
+    """Return the accuracy and the mean of the margins by which chosen texts are rewarded more than rejected ones.
+
+    Args:
+      margin: float [B].
+      is_pair: Whether a row is a pair, bool [B]; the padding of an evaluation is none.
+    """
+    return {
         "reward_accuracy": jt.Loss.of((margin > 0).astype(margin.dtype), is_pair),
         "reward_margin": jt.Loss.of(margin, is_pair),
     }
-    return jt.Loss.of(losses.dpo(chosen, rejected, base_chosen, base_rejected, beta=beta), weight), metrics

@@ -59,7 +59,7 @@ class FineTuningRows:
     @property
     def source(self) -> Source:
         """The rows; one of a pair has both texts one after the other."""
-        return MappedSource(self.rows, _flat) if self.are_pairs else self.rows
+        return MappedSource(self.rows, flat_pair) if self.are_pairs else self.rows
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -93,6 +93,6 @@ def show(train: FineTuningRows, held_out: FineTuningRows) -> None:
         print(f"{name}:", *sentences, sep="\n  ")
 
 
-def _flat(pair: Mapping[str, Any]) -> dict[str, Any]:
+def flat_pair(pair: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pair [2, T] as one row [2 · T]."""
     return {name: x.reshape(-1) for name, x in pair.items()}
