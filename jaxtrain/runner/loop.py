@@ -123,8 +123,8 @@ def run_training(
                     f"step {int(state.step)} of {recipe.steps} is done: continue training with --resume --steps N"
                 )
                 return _outcome(session, state, 0)
+            watch.enter(Phase.COMPILE, int(state.step))
             with watch:
-                watch.enter(Phase.COMPILE, int(state.step))
                 _compile(session, state, batch)
                 # Collectives wait for a process that compiles longer, but not for ever.
                 watch.enter(Phase.STEP, int(state.step))
