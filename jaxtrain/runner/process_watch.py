@@ -150,10 +150,14 @@ class Peers:
             if late_s < LATE_SECONDS or (process, step) in self._named:
                 continue
             self._named.add((process, step))
-            silence = f", no report for {silent_s:.0f} s" if silent_s >= LATE_SECONDS / 2 else ""
             phase = peer.report.phase if peer else Phase.COMPILE
             self._window_at = None  # a single wait is not the speed of a process
-            lines.append(f"warning: process {process} is {late_s:.0f} s behind at step {step} ({phase}{silence})")
+            if silent_s >= LATE_SECONDS / 2:  # it may have gone on since its last report
+                lines.append(
+                    f"warning: process {process} has not reported for {silent_s:.0f} s, since step {step} ({phase})"
+                )
+            else:
+                lines.append(f"warning: process {process} is {late_s:.0f} s behind at step {step} ({phase})")
         if not lines and len(waiting) == self.count and front[1] == _ORDER[Phase.STEP]:
             lines = self._hang(front[0], now - max(waiting), now)
         return lines
