@@ -251,8 +251,9 @@ class ProcessWatch:
         number = 0
         while not self._ended.wait(REPORT_SECONDS if number else 0):
             number += 1
-            step, phase, _ = self._now
-            report = Report(number, step, phase, self._spent[Phase.READ], self._spent[Phase.LOG])
+            step, phase, since = self._now
+            spent = {**self._spent, phase: self._spent[phase] + time.monotonic() - since}
+            report = Report(number, step, phase, spent[Phase.READ], spent[Phase.LOG])
             try:
                 processes.publish("progress", json.dumps(report))
                 if processes.is_first():
