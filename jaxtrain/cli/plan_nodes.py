@@ -22,7 +22,7 @@ from jaxtrain.cli.plan_gpu import available_memory, describe_memory
 from jaxtrain.cli.progress import show_progress
 from jaxtrain.cli.scaling_picture import draw_growths
 from jaxtrain.cli.scaling_tables import columns
-from jaxtrain.cost import GpuTarget, find_target, format_bytes, gpu_devices, parse_bandwidth
+from jaxtrain.cost import GpuTarget, find_target, gpu_devices, parse_bandwidth
 from jaxtrain.distributed import parse_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
@@ -112,7 +112,8 @@ def plan_for_nodes(name: str, recipe: Recipe, nodes: Nodes, picture: Path | None
             json.dumps({**values, "plan_s": seconds, "command": command("train", name, run)}, indent=2) + "\n"
         )
         return 0
-    console.print(_table([*choice.costs], choice, costs.task.unit))
+    console.print("memory, and bytes sent over NVLink and over the network in a step, in GiB per GPU")
+    console.print(_table(choice.costs, choice, costs.task.unit))
     for rejected in choice.rejected:
         console.print(f"{format_mesh(rejected.mesh)}: {rejected.why}", markup=False, soft_wrap=True)
     for growth in found:
@@ -141,7 +142,7 @@ def _choose(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> MeshCho
         return choose_mesh(costs, recipe, gpus, memory)
     mesh = parse_mesh(recipe.mesh)
     cost = fitting_cost(costs, mesh, recipe.batch_size, recipe.accumulate, recipe.remat, memory)
-    return MeshChoice(memory, [cost], [])
+    return MeshChoice(memory, cost, [cost], [])
 
 
 def _compiling(recipe: Recipe) -> str:
@@ -178,22 +179,22 @@ def _as_json(name: str, target: GpuTarget, nodes: Nodes, choice: MeshChoice, fou
     }
 
 
-_HEADINGS = ("GPUs", "mesh", "rows", "k", "remat", "memory", "NVLink", "network", "compute", "exposed", "MFU")
+_HEADINGS = ("GPUs", "mesh", "rows", "memory", "NVLink", "network", "step", "exposed", "MFU")
 
 
 def _table(costs: Sequence[MeshCost], choice: MeshChoice, unit: str) -> Table:
-    table = columns((*_HEADINGS, f"{unit}/s"), left=("mesh", "remat"))
+    table = columns((*_HEADINGS, f"{unit}/s"), left=("mesh",))
+    for column in table.columns:
+        column.no_wrap = column.header != "mesh"
     for cost in costs:
         own, fits = cost.mesh == choice.chosen.mesh, cost.peak_bytes <= choice.memory
         mark = "✗" if not fits else "→" if own else "~" if dict(cost.program) != dict(cost.mesh) else " "
         cells = (
             f"{cost.gpus:,}",
-            format_mesh(cost.mesh),
-            str(cost.rows),
-            str(cost.accumulate),
-            cost.remat,
-            *map(format_bytes, (cost.peak_bytes, cost.nvlink_bytes, cost.network_bytes)),
-            f"{cost.compute_s:.3g} s",
+            format_mesh(cost.mesh).replace(",", ", "),
+            f"{cost.rows} × {cost.accumulate}" if cost.accumulate > 1 else str(cost.rows),
+            *(f"{size / 2**30:.3g}" for size in (cost.peak_bytes, cost.nvlink_bytes, cost.network_bytes)),
+            f"{cost.seconds:.3g} s",
             f"{cost.exposed_share:.1%}",
             f"{cost.mfu:.0%}",
             format_count(cost.units_per_s),
@@ -212,11 +213,11 @@ def _print_growth(console: Console, growth: Growth, choice: MeshChoice, unit: st
 
 
 def _summary(own: MeshCost, unit: str, seconds: float, candidates: int) -> str:
-    compared = f"the fastest of {candidates} meshes; " if candidates > 1 else ""
+    compared = f"chosen of {candidates} meshes; " if candidates > 1 else ""
     return (
         f"{format_mesh(own.mesh)}: {compared}a step of {own.seconds:.3g} s, {own.exposed_share:.1%} of it waiting for "
-        f"communication, {format_count(own.units_per_s)} {unit}/s, MFU {own.mfu:.0%}; ~ is extrapolated from a program "
-        f"for fewer GPUs; planned in {seconds:.0f} s"
+        f"communication, remat {own.remat}, {format_count(own.units_per_s)} {unit}/s, MFU {own.mfu:.0%}; ~ is "
+        f"extrapolated from a program for fewer GPUs; planned in {seconds:.0f} s"
     )
 
 

@@ -63,11 +63,11 @@ def draw_growths(title: str, found: Sequence[Growth], own: MeshCost, unit: str) 
         _Panel(
             "rows of a GPU fixed: MFU",
             lines("weak", lambda cost: cost.mfu),
-            [0, 0.2, 0.4, 0.6, 0.8],
+            [0, 0.2, 0.4, 0.6, 0.8, 1],
             "{:.0%}".format,
             False,
         ),
-        _Panel(f"batch fixed: {unit}/s", strong, _powers(min(values), max(values)), format_count, True, ideal),
+        _Panel(f"batch fixed: {unit}/s", strong, _ticks(min(values), max(values)), format_count, True, ideal),
     )
     width, height = _LEFT + 2 * (_WIDTH + _GAP), _TOP + _HEIGHT + 56
     parts = [
@@ -125,8 +125,10 @@ def _path(place: Callable[[float, float], tuple[float, float]], points: Sequence
     return " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
 
 
-def _powers(low: float, high: float) -> list[float]:
-    """Return powers of ten, or of two within one of them, that enclose an interval."""
-    base = 10 if high > 10 * low else 2
-    first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
-    return [float(base**power) for power in range(first, max(last, first + 1) + 1)]
+def _ticks(low: float, high: float) -> list[float]:
+    """Return the numbers 1, 2 and 5 times powers of ten that enclose an interval."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    possible = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    first = max(i for i, tick in enumerate(possible) if tick <= low * (1 + 1e-9))
+    last = min(i for i, tick in enumerate(possible) if tick >= high * (1 - 1e-9))
+    return possible[first : max(last, first + 1) + 1]

@@ -1,8 +1,9 @@
 """The bytes that a device sends as a function of the size of a mesh axis, fitted to compiled programs and checked.
 
-A collective over n devices sends a known part of a whole array: (n − 1)/n of it, or twice that. The whole arrays of a
-training step are parameters and gradients, which do not depend on the mesh, and a few that every device gathers from
-all others, such as the tokens of a batch, which grow with it: whole = constant + growth · size of the axis.
+A collective over n devices sends a known part of a whole array: (n − 1)/n of it, or twice that. Along the axis, the
+whole arrays of a training step are parameters and gradients, which do not depend on its size x, and a few that every
+device gathers from all others, such as the tokens of a batch: whole = constant + coefficient · x. Along other axes,
+they are whole or divided by it: whole = constant + coefficient / x.
 """
 
 import math
@@ -50,11 +51,11 @@ class ClosedForms:
 
     Attributes:
       axis: The axis.
-      growth: Bytes for each device along it, by collective.
+      coefficients: The coefficient of each collective, in bytes.
     """
 
     axis: str
-    growth: Mapping[Collective, float]
+    coefficients: Mapping[Collective, float]
 
     @classmethod
     def fit(cls, axis: str, programs: Sequence[tuple[Mapping[str, int], Communication]]) -> "ClosedForms":
@@ -71,7 +72,7 @@ class ClosedForms:
           >>> def program(n):
           ...     gathered = Traffic("all-gather", ("fsdp",), 1, (1e6 + 100 * n) * (n - 1) / n)
           ...     return {"fsdp": n}, Communication((gathered,), 0)
-          >>> ClosedForms.fit("fsdp", [program(n) for n in (8, 64, 512)]).growth
+          >>> ClosedForms.fit("fsdp", [program(n) for n in (8, 64, 512)]).coefficients
           {('all-gather', ('fsdp',)): 100.0}
         """
         ordered = sorted(programs, key=lambda program: program[0][axis])
@@ -80,14 +81,14 @@ class ClosedForms:
             {(t.kind, t.axes): whole_bytes(t, mesh) for t in communication.traffic} for mesh, communication in ordered
         ]
         first, last = wholes[0], wholes[-1]
-        growth = {
-            key: round((last.get(key, 0.0) - first.get(key, 0.0)) / (sizes[-1] - sizes[0]), 6)
+        coefficients = {
+            key: round((last.get(key, 0.0) - first.get(key, 0.0)) / _difference(axis, key, sizes[0], sizes[-1]), 6)
             for key in dict.fromkeys([*first, *last])
         }
-        forms = cls(axis, growth)
+        forms = cls(axis, coefficients)
         for (mesh, communication), found in zip(ordered[1:-1], wholes[1:-1], strict=True):
-            for key in dict.fromkeys([*growth, *found]):
-                expected = first.get(key, 0.0) + growth.get(key, 0.0) * (mesh[axis] - sizes[0])
+            for key in dict.fromkeys([*coefficients, *found]):
+                expected = first.get(key, 0.0) + forms._growth(key, sizes[0], mesh[axis])
                 sent, by_form = (sent_bytes(key, whole, mesh) for whole in (found.get(key, 0.0), expected))
                 if abs(sent - by_form) > TOLERANCE * communication.sent:
                     raise UserError(
@@ -97,12 +98,25 @@ class ClosedForms:
                     )
         return forms
 
+    @property
+    def gathered(self) -> float:
+        """Bytes that a device gathers more for each device along the axis."""
+        return sum(bytes for (_, axes), bytes in self.coefficients.items() if self.axis in axes)
+
     def scaled(self, rows: float) -> "ClosedForms":
         """Return the closed forms of steps with `rows` times as many rows on a device."""
-        return ClosedForms(self.axis, {key: rows * growth for key, growth in self.growth.items()})
+        scaled = {key: x * (rows if self.axis in key[1] else 1) for key, x in self.coefficients.items()}
+        return ClosedForms(self.axis, scaled)
 
     def at(self, traffic: Traffic, mesh: Mapping[str, int], size: int) -> Traffic:
         """Return the traffic of a program on `mesh` as it is with another size of the axis."""
         key = traffic.kind, traffic.axes
-        whole = whole_bytes(traffic, mesh) + self.growth.get(key, 0.0) * (size - mesh[self.axis])
+        whole = whole_bytes(traffic, mesh) + self._growth(key, mesh[self.axis], size)
         return traffic._replace(sent=sent_bytes(key, max(0.0, whole), {**mesh, self.axis: size}))
+
+    def _growth(self, key: Collective, size: int, larger: int) -> float:
+        return self.coefficients.get(key, 0.0) * _difference(self.axis, key, size, larger)
+
+
+def _difference(axis: str, key: Collective, size: int, larger: int) -> float:
+    return larger - size if axis in key[1] else 1 / larger - 1 / size

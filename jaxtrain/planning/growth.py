@@ -55,7 +55,8 @@ class Growth:
     def verdict(self) -> str:
         """A sentence about where the axis stops paying."""
         for cost, doubled in pairwise(self.costs):
-            if (gain := doubled.units_per_s / cost.units_per_s) < PAYS:
+            gain = (doubled.units_per_s / cost.units_per_s) ** (1 / math.log2(doubled.gpus / cost.gpus))
+            if gain < PAYS:
                 return f"{self._place(cost)} is where {self.axis} stops paying: twice the GPUs are {gain:.2f} × as fast"
         if not self.costs:
             return f"{self.axis}: {self.ends}"
@@ -212,7 +213,7 @@ class _MemoryForm:
         points = sorted(found.candidates)
         rest = [found.candidates[x].peak_bytes - costs.state_bytes({**mesh, axis: x}) for x in points]
         self._grown = 0.0
-        if found.forms is not None and (gathered := sum(found.forms.growth.values())) > 0:
+        if found.forms is not None and (gathered := found.forms.gathered) > 0:
             terms = np.array([[1.0, 1 / x, x] for x in points])
             fitted = np.linalg.lstsq(terms, np.array(rest), rcond=None)[0][2]
             self._grown = max(float(fitted), gathered / found.candidates[points[0]].recipe.accumulate)

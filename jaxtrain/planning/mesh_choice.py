@@ -17,6 +17,7 @@ from jaxtrain.planning.scaling import format_mesh
 from jaxtrain.run import Recipe
 
 _LARGEST_MODEL_AXIS = 8
+_AS_FAST = 1.02
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,15 @@ class MeshChoice:
 
     Attributes:
       memory: Memory of a GPU in bytes.
+      chosen: The first one of those that are about as fast as the fastest.
       costs: The cost on each mesh that fits, fastest first.
       rejected: The others.
     """
 
     memory: int
+    chosen: MeshCost
     costs: Sequence[MeshCost]
     rejected: Sequence[Rejected]
-
-    @property
-    def chosen(self) -> MeshCost:
-        """The fastest one."""
-        return self.costs[0]
 
 
 def choose_mesh(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> MeshChoice:
@@ -79,7 +77,8 @@ def choose_mesh(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> Mes
     if not search.done:
         why = "; ".join(f"{format_mesh(r.mesh)}: {r.why}" for r in search.rejected[:3])
         raise RunFailed(f"no mesh of {gpus:,} GPUs fits ({why}): use more nodes, or another batch size")
-    return MeshChoice(memory, sorted(search.done, key=lambda cost: cost.seconds), search.rejected)
+    assert best is not None
+    return MeshChoice(memory, best, sorted(search.done, key=lambda cost: cost.seconds), search.rejected)
 
 
 def fitting_cost(
@@ -116,15 +115,18 @@ class _Search:
         self._seen: set[str] = set()
 
     def best(self) -> MeshCost | None:
-        return min(self.done, key=lambda cost: cost.seconds, default=None)
+        fastest = min((cost.seconds for cost in self.done), default=0.0)
+        return next((cost for cost in self.done if cost.seconds <= _AS_FAST * fastest), None)
 
     def consider(self, mesh: Mapping[str, int]) -> None:
         if format_mesh(mesh) in self._seen:
             return
         self._seen.add(format_mesh(mesh))
-        recipe = self._recipe
+        recipe, best = self._recipe, self.best()
+        # Meshes of as many GPUs need about the same rematerialization.
+        remat = recipe.remat if best is None else best.remat
         try:
-            found = fitting_cost(self._costs, mesh, recipe.batch_size, recipe.accumulate, recipe.remat, self._memory)
+            found = fitting_cost(self._costs, mesh, recipe.batch_size, recipe.accumulate, remat, self._memory)
         except UserError as error:
             self.rejected.append(Rejected(mesh, str(error)))
         else:

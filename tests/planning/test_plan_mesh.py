@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.cli import main
 from jaxtrain.cli import plan as plan_command
 from jaxtrain.cost.byte_amounts import parse_bandwidth
-from jaxtrain.cost.communication import _group, communication
+from jaxtrain.cost.communication import Traffic, _group, communication
 from jaxtrain.cost.data_sheets import CPU, find_gpu
 from jaxtrain.distributed import make_mesh
 from jaxtrain.distributed.mesh import parse_mesh
 from jaxtrain.errors import UserError
+from jaxtrain.planning.closed_forms import ClosedForms
 from jaxtrain.planning.scaling import MAX_DEVICES, Scaling, doubled_meshes, recipe_on_mesh, virtual_devices
 from jaxtrain.recipes import RECIPES
 
@@ -281,6 +282,14 @@ def test_plan_mesh_reports_the_mesh_and_its_growth(capsys):
     one, two, four = (row["sent_bytes"] for row in found["rows"])
     gradients = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert (one, two, four) == (0, gradients + 4 * 2, (gradients + 4 * 2) * 3 / 2)
+    # The closed form by which plans of more devices are extrapolated.
+    traffic_of_two, traffic_of_four = (
+        [Traffic(t["kind"], tuple(t["axes"]), t["times"], t["sent"]) for t in row["traffic"]]
+        for row in found["rows"][1:]
+    )
+    form = ClosedForms("data", {})
+    extrapolated = [form.at(t, {"data": 2}, 4) for t in traffic_of_two]
+    assert [t.sent for t in extrapolated] == [t.sent for t in traffic_of_four]
     own = found["own"]
     assert own["communication_s"] == two / 8e9
     assert own["communication_share"] == own["communication_s"] / (own["communication_s"] + own["compute_s"])
