@@ -1,7 +1,8 @@
-"""The mesh: a grid of devices with the axes data, fsdp, sequence and tensor.
+"""The mesh: a grid of devices with the axes data, fsdp, expert, sequence and tensor.
 
 `data` shards the rows of a batch. `fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3,
-Rajbhandari et al. 2020). `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al.
+Rajbhandari et al. 2020). `expert` shards rows, and the experts of sparse mixtures, to which tokens are sent (GShard,
+Lepikhin et al. 2020). `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al.
 2024, section 3.3.2). `tensor` shards the matrices of a layer (Shoeybi et al. 2019).
 """
 
@@ -17,8 +18,8 @@ from jax.sharding import AxisType, Mesh
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 
-AXES = DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
-ROWS = (DATA, FSDP)
+AXES = DATA, FSDP, EXPERT, SEQUENCE, TENSOR = "data", "fsdp", "expert", "sequence", "tensor"
+ROWS = (DATA, FSDP, EXPERT)
 """The axes that shard the rows of a batch."""
 
 
@@ -49,7 +50,7 @@ def parse_mesh(spec: str) -> dict[str, int]:
 
 
 def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Create a mesh of devices with the axes data, fsdp, sequence and tensor.
+    """Create a mesh of devices with the axes data, fsdp, expert, sequence and tensor.
 
     Neighbors along the last axes, which communicate most, are neighbors in hardware.
 
