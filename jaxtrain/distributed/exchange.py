@@ -131,7 +131,9 @@ def _positions(exchange: Exchange, slices: _Slices) -> tuple[jax.Array, jax.Arra
     return sent, jnp.where(is_within.any(1), received, np.int32(exchange.capacity))
 
 
-def _exchanged(exchange: Exchange, source: jax.Array, read: jax.Array, target: jax.Array, write: jax.Array) -> jax.Array:
+def _exchanged(
+    exchange: Exchange, source: jax.Array, read: jax.Array, target: jax.Array, write: jax.Array
+) -> jax.Array:
     sent = source.at[read].get(mode="clip")
     return target.at[write].set(lax.all_to_all(sent, exchange.axis, 0, 0), mode="drop")
 
