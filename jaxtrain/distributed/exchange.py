@@ -1,9 +1,9 @@
 """The exchange of tokens between the devices that have them and the devices that have their experts.
 
-Device d of n has the experts [d · E / n, (d + 1) · E / n). Rows sorted by expert are therefore sorted by device too, and
-what device s sends for an expert is one slice. The receiver places the slices by expert, and those of an expert by
-sender. Its buffer has room for the rows that it would receive if every token chose as many of its experts as possible,
-so that no row is ever dropped. Rows after the last are zero.
+Device d of n has the experts from d · E / n on. Rows sorted by expert are therefore sorted by device too, and what a
+device sends for an expert is one slice. The receiver places the slices by expert, and those of an expert by sender. Its
+buffer has room for the rows that it receives if every token chooses as many of its experts as possible: no row is ever
+dropped. Rows after the last are zero.
 
 GPUs exchange the slices alone, by a ragged all-to-all. XLA has none for CPUs, where each pair of devices exchanges as
 many rows as a sender can have for a receiver.

@@ -104,8 +104,8 @@ class MeshGroups(Groups):
         if self.axes == (DCN,):
             x = self._constrain(x, P(DCN, *divided.spec))
         others = [*self.axes]
-        # After fsdp, whose devices receive a part each, the others add parts.
-        for axis in sorted(reversed(self.axes), key=lambda axis: axis != FSDP):
+        # From the innermost axis to the outermost, but fsdp first: the others then add its parts.
+        for axis in sorted(self.axes, key=lambda axis: (axis == FSDP, self.axes.index(axis)), reverse=True):
             i = others.index(axis)
             del others[i]
             x = self._constrain(x.sum(i), P(*others, *(divided if axis in (DCN, DATA) else sharding).spec))

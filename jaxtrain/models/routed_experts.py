@@ -1,13 +1,12 @@
 """Sparse mixtures of experts: every token is computed by the experts that a router selected for it.
 
 Tokens are sorted by expert, so that one grouped product (`jax.lax.ragged_dot`) applies the weights of all experts: no
-token is dropped or padded. On a mesh, `jaxtrain.distributed` computes the marked function with the tokens of each device
-and, along the axis `expert`, sends them to the devices that have their experts.
+token is dropped or padded. On a mesh, each device sorts its own tokens and, along the axis `expert`, sends them to the
+devices that have their experts (`jaxtrain.distributed.experts`).
 """
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakValueDictionary
 
 import jax

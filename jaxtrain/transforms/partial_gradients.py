@@ -50,7 +50,7 @@ class Groups:
         self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
 
     def of_sums(self, sums: jax.Array) -> "Groups":
-        """Return the groups of a parameter's sums [groups, …]: these, or fewer if devices have parameters of their own."""
+        """Return the groups of these sums, [groups, …]: fewer for parameters that groups have of their own."""
         del sums
         return self
 
