@@ -98,10 +98,8 @@ def _before(sizes: jax.Array, axis: int) -> jax.Array:
 def _dispatched(exchange: Exchange, rows: jax.Array, sizes: jax.Array) -> jax.Array:
     slices, buffer = _slices(exchange, sizes), jnp.zeros_like(rows, shape=(exchange.capacity, rows.shape[1]))
     if exchange.on_gpu:
-        return lax.ragged_all_to_all(
-            *(rows, buffer, slices.sent_from, slices.sent, slices.sent_to, slices.received.reshape(-1)),
-            axis_name=exchange.axis,
-        )
+        there = slices.sent_from, slices.sent, slices.sent_to
+        return lax.ragged_all_to_all(rows, buffer, *there, slices.received.reshape(-1), axis_name=exchange.axis)
     at_sender, at_receiver = _positions(exchange, slices)
     return _exchanged(exchange, rows, at_sender, buffer, at_receiver)
 
@@ -109,8 +107,15 @@ def _dispatched(exchange: Exchange, rows: jax.Array, sizes: jax.Array) -> jax.Ar
 def _combined(exchange: Exchange, received: jax.Array, sizes: jax.Array) -> jax.Array:
     slices, rows = _slices(exchange, sizes), jnp.zeros_like(received, shape=(exchange.rows, received.shape[1]))
     if exchange.on_gpu:
-        back = (x.reshape(-1) for x in (slices.received_to, slices.received, slices.received_from))
-        return lax.ragged_all_to_all(received, rows, *back, slices.sent, axis_name=exchange.axis)
+        return lax.ragged_all_to_all(
+            received,
+            rows,
+            slices.received_to.reshape(-1),
+            slices.received.reshape(-1),
+            slices.received_from.reshape(-1),
+            slices.sent,
+            axis_name=exchange.axis,
+        )
     at_sender, at_receiver = _positions(exchange, slices)
     return _exchanged(exchange, received, at_receiver, rows, at_sender)
 
@@ -120,14 +125,13 @@ def _positions(exchange: Exchange, slices: _Slices) -> tuple[jax.Array, jax.Arra
 
     The first are those that this device sends, by receiver; the second those that it receives, by sender.
     """
-    i = jnp.arange(exchange.most, dtype=np.int32)
-    counts = slices.sent.reshape(exchange.devices, -1).sum(1, dtype=np.int32)
+    i = jnp.arange(exchange.most, dtype=np.int32)[None]
+    counts = slices.sent.reshape(exchange.devices, -1).sum(1, dtype=np.int32)[:, None]
     starts = slices.sent_from.reshape(exchange.devices, -1)[:, :1]
-    sent = jnp.where(i < counts[:, None], starts + i, np.int32(exchange.rows))
-    begins = _before(slices.received, 1)
-    is_within = (i >= begins[..., None]) & (i < (begins + slices.received)[..., None])
-    place = (slices.received_to - begins)[..., None] + i
-    received = jnp.where(is_within, place, 0).sum(1, dtype=np.int32)
+    sent = jnp.where(i < counts, starts + i, np.int32(exchange.rows))
+    begins, sizes, places = (x[..., None] for x in (_before(slices.received, 1), slices.received, slices.received_to))
+    is_within = (i[None] >= begins) & (i[None] < begins + sizes)
+    received = jnp.where(is_within, places - begins + i[None], np.int32(0)).sum(1, dtype=np.int32)
     return sent, jnp.where(is_within.any(1), received, np.int32(exchange.capacity))
 
 

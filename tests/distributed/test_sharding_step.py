@@ -65,6 +65,10 @@ def test_twenty_steps_equal_those_of_one_device(double):
 DIVIDED = (*SEQUENCES, "mixtral")
 WITH_FEW_THREADS = ["fsdp=4,sequence=2"]
 """The mesh whose program hangs with a thread for each device."""
+EXPERT_MESHES = [
+    *("data=2,expert=4", "expert=4,tensor=2", "expert=4,sequence=2", "data=2,fsdp=2,expert=2"),
+    *("fsdp=4,expert=2:sharded", "fsdp=2,expert=2,sequence=2"),
+]
 THREE_AXES = ["data=2,fsdp=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
 
 
@@ -73,7 +77,8 @@ THREE_AXES = ["data=2,fsdp=2,tensor=2", "fsdp=2,sequence=2,tensor=2"]
     [
         pytest.param("cnn", FACTORIZATIONS, marks=pytest.mark.slow),
         pytest.param("gpt2", THREE_AXES, marks=pytest.mark.slow),
-        pytest.param("mixtral", WITH_FEW_THREADS, marks=pytest.mark.slow),
+        pytest.param("mixtral", EXPERT_MESHES[-1:], marks=pytest.mark.slow),
+        pytest.param("mixtral", WITH_FEW_THREADS + EXPERT_MESHES[:-1], marks=pytest.mark.nightly),
         *(
             pytest.param(name, FACTORIZATIONS + SEQUENCE_MESHES * (name in DIVIDED), marks=pytest.mark.nightly)
             for name in RUNS
