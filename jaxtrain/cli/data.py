@@ -1,5 +1,6 @@
 """`jaxtrain data NAME`: write examples to fine-tune on that every machine has, or tokenize corpora."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Tokenize:
     shard_tokens: int = SHARD_TOKENS
     """Number of tokens after which a shard ends."""
     workers: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    """Number of processes that tokenize; by default one for each core."""
+    """Number of processes that tokenize."""
 
 
 def main(args: list[str]) -> int:
@@ -53,7 +54,9 @@ def main(args: list[str]) -> int:
     commands = {"stdlib-pairs": _write_pairs, "tokenize": _tokenize}
     usage = f"{_PAIRS} or {_TOKENIZE}"
     if args and args[0] in ("-h", "--help"):
-        print(f"usage: {_PAIRS}\n       {_TOKENIZE}\n\n  jaxtrain data NAME --help lists its flags")
+        for command in commands.values():
+            with contextlib.suppress(SystemExit):  # tyro exits after printing help
+                command(["--help"])
         return 0
     if not args or args[0].startswith("-"):
         raise UserError(f"a name is required: {usage}")
@@ -73,7 +76,7 @@ def _write_pairs(args: list[str]) -> None:
 
 def _tokenize(args: list[str]) -> None:
     first_flag = next((i for i, arg in enumerate(args) if arg.startswith("-")), len(args))
-    options = parse(Tokenize(), args[first_flag:], "jaxtrain data tokenize")
+    options = parse(Tokenize(), args[first_flag:], "jaxtrain data tokenize CORPUS…")
     if not first_flag:
         raise UserError(f"a corpus is required: {_TOKENIZE}")
     with Console(stderr=True).status("reading the corpora") as status:

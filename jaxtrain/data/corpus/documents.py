@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtrain.data.corpus.manifest import is_corpus
 from jaxtrain.data.corpus.tokens import Split
 from jaxtrain.data.documents import TextRange, split_ranges
 from jaxtrain.data.files import files_under
@@ -134,6 +135,10 @@ def corpus_identity(path: Path) -> list[str]:
 
 
 def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise UserError(f"{path} does not exist: use text files, JSON Lines or a table")
+    if is_corpus(path):
+        raise UserError(f"{path} is tokenized already: use the corpus that its tokens are of")
     files = [path] if path.is_file() else files_under(path)
     if not files:
         raise UserError(f"{path} has no files: use text files, JSON Lines or a table")

@@ -88,7 +88,7 @@ def open_shard(path: Path, tokens: int, documents: int) -> Shard:
             raise UserError(f"{path} has {len(content):,} bytes, {size:,} by its header: {REMEDY}")
         shard = Shard(*(_array(content, begin, **header[name]) for name in Shard._fields))
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{path} is not a shard of tokens: {REMEDY}") from None
+        raise UserError(f"{path} is cut off, or not a shard of tokens: {REMEDY}") from None
     if (len(shard.tokens), len(shard.offsets)) != (tokens, documents + 1):
         raise UserError(
             f"{path} has {len(shard.tokens):,} tokens in {len(shard.offsets) - 1:,} documents, by the manifest"

@@ -1,7 +1,7 @@
 """The tokens of a corpus as one sequence over its shards, which are mapped on use."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from os import PathLike, scandir
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.data.corpus.manifest import read_manifest, tokenizer_digest
+from jaxtrain.data.corpus.manifest import ShardEntry, read_manifest, tokenizer_digest
 from jaxtrain.data.corpus.shard import REMEDY, Shard, open_shard
 from jaxtrain.data.tokens import Tokenizer
 from jaxtrain.errors import UserError
@@ -80,7 +80,7 @@ class TokenCorpus:
         self.documents = sum(entry.documents for entry in self._entries)
         self._ends = np.array([*accumulate(entry.tokens for entry in self._entries)], np.int64)
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
-        self._shard = lru_cache(_OPEN_SHARDS)(self._map)
+        self._shard = lru_cache(_OPEN_SHARDS)(partial(_open, self.folder, self._entries))
 
     def __reduce__(self) -> Any:
         return TokenCorpus, (self.folder, self.split)
@@ -131,6 +131,7 @@ class TokenCorpus:
                 yield _Piece(entry.file, self._shard(number), start - begin, last - begin)
             start, number = last, number + 1
 
-    def _map(self, number: int) -> Shard:
-        entry = self._entries[number]
-        return open_shard(self.folder / entry.file, entry.tokens, entry.documents)
+
+def _open(folder: Path, entries: Sequence[ShardEntry], number: int) -> Shard:
+    entry = entries[number]
+    return open_shard(folder / entry.file, entry.tokens, entry.documents)
