@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import jaxtrain as jt
 from jaxtrain.data import (
     Example,
+    Mixture,
     Source,
     Tokenizer,
     TokenWindows,
@@ -106,7 +107,7 @@ class LanguageRecipe(jt.Recipe):
             bounds={"segments": self.seq_len + 1, "positions": self.seq_len},
             description={
                 "text": str(self.data) if self.data else "the source of Python's standard library",
-                "rows": f"{len(train):,} for training, {len(validation):,} for validation",
+                "rows": f"{_row_counts(train)} for training, {len(validation):,} for validation",
             },
             references={"unigram entropy": entropy},
             sample=sample,
@@ -124,6 +125,17 @@ class LanguageRecipe(jt.Recipe):
             return *windows, unigram_entropy(validation.tokens)
         packed = subsample(pack(validation, self.seq_len, pad=0), self.eval_sequences)
         return pack(train, self.seq_len, pad=0), packed, _entropy(packed)
+
+
+def _row_counts(train: Source) -> str:
+    """Return the number of rows, or that of each source of a mixture with its share of the batches."""
+    if not isinstance(train, Mixture):
+        return f"{len(train):,}"
+    shares = (count / sum(train.counts) for count in train.counts)
+    return " and ".join(
+        f"{len(source):,} ({share:.4g})" if share < 1 else f"{len(source):,}"
+        for source, share in zip(train.sources, shares, strict=True)
+    )
 
 
 def _entropy(rows: Source) -> float:
