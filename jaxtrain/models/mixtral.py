@@ -116,12 +116,38 @@ def load_balancing_loss(router_logits: jax.Array, top_k: int, mask: jax.Array | 
     experts = router_logits.shape[-1]
     probabilities = jax.nn.softmax(router_logits, axis=-1)
     probabilities = probabilities.astype(np.promote_types(probabilities.dtype, np.float32))
-    _, indices = lax.top_k(probabilities, top_k)
-    counts = jax.nn.one_hot(indices, experts, dtype=probabilities.dtype).sum(axis=-2)
-    counted = jnp.ones(router_logits.shape[1:3], bool) if mask is None else mask
-    weights = jnp.broadcast_to(counted[None, ..., None].astype(probabilities.dtype), (*router_logits.shape[:-1], 1))
+    counts, weights = _choices(probabilities, top_k, mask)
     fractions, means = ((y * weights).sum((0, 1, 2)) / weights.sum() for y in (counts, probabilities))
     return experts * (fractions * means).sum()
+
+
+def expert_load(router_logits: jax.Array, top_k: int, mask: jax.Array | None = None) -> jax.Array:
+    """Compute the share of the tokens that each expert receives, as a metric; 1 / experts for each if balanced.
+
+    Args:
+      router_logits: [L, B, T, experts].
+      top_k: Number of experts per token.
+      mask: bool [B, T], True at the tokens to count; None for all.
+
+    Returns:
+      float [L, experts], in float32 at least. The sums over neighboring experts are the shares of the devices of the
+      mesh axis `expert`.
+
+    Example:
+      >>> expert_load(jnp.array([[[[0.0, 1.0, 2.0, 3.0]]]]), top_k=2).tolist()
+      [[0.0, 0.0, 0.5, 0.5]]
+    """
+    counts, weights = _choices(router_logits, top_k, mask)
+    return (counts * weights).sum((1, 2)) / (top_k * weights.sum((1, 2)))
+
+
+def _choices(probabilities: jax.Array, top_k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return whether each expert is among the `top_k` of a token, and the weight of the token, [L, B, T, 1]."""
+    dtype = np.promote_types(probabilities.dtype, np.float32)
+    _, indices = lax.top_k(probabilities, top_k)
+    counts = jax.nn.one_hot(indices, probabilities.shape[-1], dtype=dtype).sum(axis=-2)
+    counted = jnp.ones(probabilities.shape[1:3], bool) if mask is None else mask
+    return counts, jnp.broadcast_to(counted[None, ..., None].astype(dtype), (*probabilities.shape[:-1], 1))
 
 
 SHARDING = {

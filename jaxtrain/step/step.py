@@ -174,19 +174,12 @@ def window_step(parts: StepParts, state: TrainState, micro_batches: Any) -> tupl
     return state, {**metrics, **weighted_means(gradient.loss, gradient.metrics)}
 
 
-def micro_gradient(
-    parts: StepParts,
-    state: TrainState,
-    micro_batch: Any,
-    k: Any,
-    *,
-    in_loop: bool = False,
-    groups: Groups | None = None,
-) -> Gradient:
-    """Scale and differentiate the loss of one of a window's k micro-batches; with `groups` of rows, by group."""
+def micro_gradient(parts: StepParts, state: TrainState, micro_batch: Any, k: Any, *, in_loop: bool = False) -> Gradient:
+    """Scale and differentiate the loss of one of a window's k micro-batches."""
     trained, frozen = partition(state.params, parts.frozen)
     rng = micro_batch_key(state.rng, state.micro_step)
     scale = current_scale(state.loss_scale)
+    groups = parts.loss.groups if in_loop else None
 
     def scaled_loss(variables: Any) -> tuple[jax.Array, Any]:
         params = merge(variables, frozen) if groups is None else with_sums(state.params, variables)
@@ -206,19 +199,18 @@ def micro_gradient(
 
 def window_gradient(parts: StepParts, state: TrainState, micro_batches: Any, k: int) -> Gradient:
     """Accumulate the gradients of a window's micro-batches, in order."""
-    groups = parts.loss.groups
     if k == 1:
-        gradient = micro_gradient(parts, state, micro_batches, k, groups=groups)
-        return gradient if groups is None else gradient._replace(grads=groups.add(gradient.grads))
+        return micro_gradient(parts, state, micro_batches, k)
 
     def add(carry: tuple[Window, Any], i_and_micro_batch: tuple[jax.Array, Any]) -> tuple[tuple[Window, Any], Any]:
         (window, model_state), (i, micro_batch) = carry, i_and_micro_batch
         at_i = state._replace(micro_step=state.micro_step + i, model_state=model_state)
-        gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True, groups=groups)
+        gradient = micro_gradient(parts, at_i, micro_batch, k, in_loop=True)
         return (add_micro_batch(window, gradient.grads, gradient.loss, k), gradient.model_state), gradient.metrics
 
     numbered = (jnp.arange(k, dtype=np.int32), micro_batches)
     trained, _ = partition(state.params, parts.frozen)
+    groups = parts.loss.groups
     window = open_window(trained if groups is None else zero_sums(trained, groups))
     (window, model_state), metrics = lax.scan(add, (window, state.model_state), numbered)
     metrics = jax.tree.map(lambda x: x.sum(0), metrics)
