@@ -9,21 +9,23 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.distributed.mesh import DATA, FSDP, ROWS
-from jaxtrain.distributed.sharding import Rules, automatic_spec, param_shardings, replicate_over
+from jaxtrain.distributed.mesh import DATA, DCN, FSDP, ROWS
+from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, param_shardings, replicate_over
 from jaxtrain.transforms import Groups
 
 
-def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
+def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str, accumulate: Any) -> Groups | None:
     """Return the groups of rows whose gradients are added once a window; None for one group.
 
     Args:
       mesh: The mesh.
       rules: `PartitionSpec`s of the parameters by path.
-      gradient_sums: "whole" for a group of each device of data and fsdp; "sharded" for groups that only data divides:
-        fsdp shards the sums, and adds its devices' gradients in every micro-batch.
+      gradient_sums: "whole" for a group of each device that has its own rows; "sharded" for groups that fsdp does not
+        divide: it shards the sums, and adds its devices' gradients in every micro-batch.
+      accumulate: Micro-batches per window. With one, only dcn has groups: within a node, the compiler adds a layer's
+        gradients while the next one computes.
     """
-    dividing = ROWS if gradient_sums == "whole" else (DATA,)
+    dividing = (DCN,) if accumulate == 1 else ROWS if gradient_sums == "whole" else (DCN, DATA)
     axes = tuple(axis for axis in dividing if mesh.shape.get(axis, 1) > 1)
     return MeshGroups(mesh, axes, rules) if axes else None
 
@@ -63,17 +65,25 @@ class MeshGroups(Groups):
         return self._map(placed, (spec,))(gradient)
 
     def add(self, sums: Any) -> Any:
-        """As `Groups.add`: each device receives its part of fsdp, and adds it to those of data."""
+        """As `Groups.add`, from the innermost axis to the outermost.
+
+        Each device receives its part of fsdp, and those of data add it. With dcn, each device of data receives a part,
+        dcn adds these over the network, and data gathers them.
+        """
         if self.axes == (DATA,):
             return super().add(sums)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sums)
         return jax.tree.map(self._add, sums, param_shardings(shapes, self._mesh, self._rules))
 
     def _add(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        if DATA in self.axes:
-            x = self._constrain(x.reshape(*self.sizes, *x.shape[1:]), P(*self.axes, *[P.UNCONSTRAINED] * (x.ndim - 1)))
-            x = self._constrain(x.sum(1), P(DATA, *sharding.spec))
-        return lax.with_sharding_constraint(x.sum(0), sharding)
+        divided = divide_over(sharding, x.shape[1:], DATA) if DCN in self.axes else sharding
+        x = self._constrain(x.reshape(*self.sizes, *x.shape[1:]), P(*self.axes, *[P.UNCONSTRAINED] * (x.ndim - 1)))
+        if self.axes == (DCN,):
+            x = self._constrain(x, P(DCN, *divided.spec))
+        for i, axis in reversed([*enumerate(self.axes)]):
+            spec = (sharding if axis == FSDP else divided).spec
+            x = self._constrain(x.sum(i), P(*self.axes[:i], *spec))
+        return lax.with_sharding_constraint(x, sharding)
 
     def _constrain(self, x: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))

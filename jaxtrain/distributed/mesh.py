@@ -1,8 +1,9 @@
-"""The mesh: a grid of devices with the axes data, fsdp, sequence and tensor.
+"""The mesh: a grid of devices with the axes dcn, data, fsdp, sequence and tensor.
 
-`data` shards the rows of a batch. `fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3,
-Rajbhandari et al. 2020). `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al.
-2024, section 3.3.2). `tensor` shards the matrices of a layer (Shoeybi et al. 2019).
+`data` shards the rows of a batch. `dcn` shards rows over nodes or pods that a slow network joins: gradients are added
+within a node first. `fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari
+et al. 2020). `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al. 2024,
+section 3.3.2). `tensor` shards the matrices of a layer (Shoeybi et al. 2019).
 """
 
 import math
@@ -14,11 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxtrain.distributed.device_order import DCN, ordered_devices
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 
-AXES = DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
-ROWS = (DATA, FSDP)
+DATA, FSDP, SEQUENCE, TENSOR = "data", "fsdp", "sequence", "tensor"
+AXES = (DCN, DATA, FSDP, SEQUENCE, TENSOR)
+ROWS = (DCN, DATA, FSDP)
 """The axes that shard the rows of a batch."""
 
 
@@ -29,8 +32,9 @@ def parse_mesh(spec: str) -> dict[str, int]:
       UserError: An axis is unknown, given twice or without a positive size.
 
     Example:
-      >>> parse_mesh("data=2,fsdp=4")
-      {'data': 2, 'fsdp': 4, 'sequence': 1, 'tensor': 1}
+      >>> sizes = parse_mesh("data=2,fsdp=4")
+      >>> sizes["fsdp"], sizes["tensor"]
+      (4, 1)
     """
     given: dict[str, int] = {}
     for part in spec.split(","):
@@ -48,9 +52,10 @@ def parse_mesh(spec: str) -> dict[str, int]:
 
 
 def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """Create a mesh of devices with the axes data, fsdp, sequence and tensor.
+    """Create a mesh of devices with the axes dcn, data, fsdp, sequence and tensor.
 
-    Neighbors along the last axes, which communicate most, are neighbors in hardware.
+    Neighbors along the last axes, which communicate most, are neighbors in hardware. The groups of `dcn` are
+    whole nodes.
 
     Args:
       spec: Sizes of the axes, as "data=2,fsdp=4"; by default all devices are on `data`.
@@ -60,11 +65,11 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
       The mesh, with axes of type `AxisType.Auto`.
 
     Raises:
-      UserError: The sizes do not multiply to the number of devices.
+      UserError: The sizes do not multiply to the number of devices, or `dcn` divides a node.
 
     Example:
-      >>> dict(make_mesh("data=1", jax.devices()[:1]).shape)
-      {'data': 1, 'fsdp': 1, 'sequence': 1, 'tensor': 1}
+      >>> make_mesh("data=1", jax.devices()[:1]).shape["data"]
+      1
     """
     devices = jax.devices() if devices is None else devices
     shape = parse_mesh(f"{DATA}={len(devices)}" if spec is None else spec)
@@ -74,7 +79,7 @@ def make_mesh(spec: str | None = None, devices: Sequence[Any] | None = None) -> 
             f"mesh {brief(spec)} has {product} devices, got {len(devices)}: make its sizes multiply to {len(devices)}"
         )
     types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(shape.values()), AXES, axis_types=types, devices=np.array(devices).tolist())
+    return Mesh(ordered_devices(shape, np.array(devices).tolist()), AXES, axis_types=types)
 
 
 def run_mesh_sizes(spec: str | None) -> dict[str, int]:

@@ -36,7 +36,7 @@ def place_batch(batch: Any, mesh: Mesh, accumulate: int = 1) -> Any:
       The batch as global arrays.
 
     Raises:
-      UserError: The rows of a micro-batch are not divisible by the devices of data and fsdp.
+      UserError: The rows of a micro-batch are not divisible by the devices that they are sharded over.
     """
     sharding = window_sharding(mesh, accumulate)
 
@@ -78,7 +78,7 @@ def local_rows(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NDArray[np.i
       Row indices, int64[B/p] for p processes with different rows.
 
     Raises:
-      UserError: The rows of a micro-batch are not divisible by the devices of data and fsdp.
+      UserError: The rows of a micro-batch are not divisible by the devices that they are sharded over.
 
     Example:
       >>> from jaxtrain.distributed.mesh import make_mesh
@@ -107,7 +107,8 @@ def local_data_parallel_size(mesh: Mesh) -> int:
 def _check(rows: int, mesh: Mesh) -> None:
     n = data_parallel_size(mesh.shape)
     if rows % n:
+        axes = [axis for axis in ROWS if mesh.shape.get(axis, 1) > 1]
         raise UserError(
-            f"a micro-batch of {rows} rows is not divisible by the {n} devices of {' × '.join(ROWS)}: "
+            f"a micro-batch of {rows} rows is not divisible by the {n} devices of {' × '.join(axes)}: "
             f"use a multiple of {n}, or another mesh"
         )

@@ -75,6 +75,26 @@ def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*map(fits, shape, spec))
 
 
+def divide_over(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
+    """Return `sharding` of an array divided further over a mesh axis: along the longest of its parts that is divisible.
+
+    Example:
+      >>> from jaxtrain.distributed.mesh import make_mesh
+      >>> mesh = make_mesh("data=1", jax.devices()[:1])
+      >>> divide_over(NamedSharding(mesh, P(None, "tensor")), (6, 8), "fsdp").spec
+      P(None, ('tensor', 'fsdp'))
+    """
+    n, parts = sharding.mesh.shape.get(axis, 1), sharding.shard_shape(shape)
+    divisible = [i for i, size in enumerate(parts) if size and size % n == 0]
+    if not divisible:
+        return sharding
+    longest = max(divisible, key=lambda i: (parts[i], i))
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    present = spec[longest]
+    spec[longest] = axis if present is None else ((present,) if isinstance(present, str) else tuple(present)) + (axis,)
+    return NamedSharding(sharding.mesh, P(*spec))
+
+
 def replicate_over(sharding: NamedSharding, replicated: Sequence[str]) -> NamedSharding:
     """Return `sharding` replicated over some axes of the mesh."""
 

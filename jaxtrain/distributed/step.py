@@ -77,7 +77,7 @@ class ShardedStep(TrainStep):
             step.parts.constrained(
                 partial(constrain_shardings, mesh=mesh, rules=rules),
                 mesh.devices.flat[0].platform,
-                row_groups(mesh, rules, step.parts.gradient_sums),
+                row_groups(mesh, rules, step.parts.gradient_sums, step.parts.accumulate),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
             ),
             step.allow_recompile,

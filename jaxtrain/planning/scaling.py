@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.cost import Ceilings, Communication, communication, equation_flops, estimate_seconds
-from jaxtrain.distributed import AXES, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
+from jaxtrain.distributed import AXES, DATA, data_parallel_size, make_mesh, parse_mesh, run_mesh_sizes
 from jaxtrain.errors import UserError
 from jaxtrain.paths import partition
 from jaxtrain.planning.candidate import abstract_batch, abstract_state, peak_bytes, trace_step
@@ -176,7 +176,7 @@ def recipe_on_mesh(recipe: Recipe, shape: Mapping[str, int]) -> Recipe:
 
 def format_mesh(shape: Mapping[str, int]) -> str:
     """Return a mesh as the text that `parse_mesh` reads, without axes of size 1."""
-    return ",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or f"{AXES[0]}=1"
+    return ",".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or f"{DATA}=1"
 
 
 class Scaling:

@@ -230,7 +230,7 @@ def describe(task: Task, state: TrainState, batch: dict[str, np.ndarray], recipe
     sharding = {}
     if math.prod(mesh.values()) > 1:
         local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
-        shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items())
+        shape = " × ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1)
         sharding = {"mesh": f"{shape}; {local / 2**20:.1f} MiB of parameters and optimizer state per device"}
     return {
         **task.description,

@@ -1,14 +1,17 @@
 """Meshes, and the rows of a batch on each device."""
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
 from jaxtrain.distributed import local_rows, make_mesh, place_batch, place_whole_batch
+from jaxtrain.distributed.device_order import ordered_devices
 from jaxtrain.distributed.mesh import data_parallel_size, parse_mesh
 from jaxtrain.distributed.rows import local_data_parallel_size
 from jaxtrain.errors import UserError
@@ -18,7 +21,7 @@ from jaxtrain.errors import UserError
     ("spec", "message"),
     [
         ("data=2,tensor=3", "mesh 'data=2,tensor=3' has 6 devices, got 4: make its sizes multiply to 4"),
-        ("dta=4", "mesh 'dta=4' has an axis 'dta': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("dta=4", "mesh 'dta=4' has an axis 'dta': use dcn, data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
         ("data=2,data=2", "mesh 'data=2,data=2' gives data twice: give it once"),
         ("data=0", "mesh 'data=0' gives data the size '0': it must be a number of devices, 1 or more"),
         (
@@ -26,7 +29,7 @@ from jaxtrain.errors import UserError
             f"mesh 'data={'9' * 54}… gives data the size '{'9' * 59}…: it must be a number of devices, 1 or more",
         ),
         ("data", "mesh 'data' gives data the size '': it must be a number of devices, 1 or more"),
-        ("", "mesh '' has an axis '': use data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
+        ("", "mesh '' has an axis '': use dcn, data, fsdp, sequence, tensor, as in data=2,fsdp=4"),
     ],
 )
 def test_an_invalid_mesh_raises_an_error_with_its_remedy(spec, message):
@@ -36,8 +39,9 @@ def test_an_invalid_mesh_raises_an_error_with_its_remedy(spec, message):
 
 
 def test_the_order_of_axes_does_not_depend_on_the_spec():
-    assert dict(make_mesh("tensor=2,data=2").shape) == {"data": 2, "fsdp": 1, "sequence": 1, "tensor": 2}
-    assert dict(make_mesh().shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 1}
+    shape = make_mesh("tensor=2,data=2").shape
+    assert [(axis, n) for axis, n in shape.items() if n > 1] == [("data", 2), ("tensor", 2)]
+    assert {axis: n for axis, n in make_mesh().shape.items() if n > 1} == {"data": 4}
 
 
 @pytest.mark.parametrize("as_array", [np.asarray, jax.numpy.asarray])
@@ -61,7 +65,7 @@ def test_data_parallel_size_counts_only_axes_of_rows():
 
 
 def test_indivisible_rows_raise_an_error():
-    message = "a micro-batch of 6 rows is not divisible by the 4 devices of data × fsdp: use a multiple of 4"
+    message = "a micro-batch of 6 rows is not divisible by the 4 devices of data: use a multiple of 4"
     for batch in (np.ones((12, 2), np.float32), jax.numpy.ones((12, 2))):
         with pytest.raises(UserError, match=message):
             place_batch({"x": batch}, make_mesh(), accumulate=2)
@@ -69,10 +73,44 @@ def test_indivisible_rows_raise_an_error():
         local_rows(make_mesh(), batch_size=12, accumulate=2)
 
 
-class FakeDevice(NamedTuple):
+@dataclass(frozen=True)
+class FakeDevice:
     """A device of one of several processes."""
 
     process_index: int
+    id: int = 0
+    slice_index: int = 0
+    device_kind: str = "H100"
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize("kind", ["process_index", "slice_index"])
+def test_dcn_lies_across_processes_or_slices(kind):
+    """The order of `create_hybrid_device_mesh`, also of devices that are listed in another order."""
+    devices = [FakeDevice(**{"process_index": 0, kind: i % 4}, id=i) for i in range(8)]
+    order = partial(ordered_devices, devices=devices)
+    for sizes, outer, inner in (
+        ({"dcn": 4, "data": 2}, (4, 1), (1, 2)),
+        ({"dcn": 2, "data": 4}, (2, 2), (1, 2)),
+        ({"dcn": 2, "fsdp": 2, "tensor": 2}, (2, 2, 1), (1, 1, 2)),
+    ):
+        by_process = kind == "process_index"
+        expected = create_hybrid_device_mesh(inner, outer, devices, process_is_granule=by_process)
+        assert order(sizes).tolist() == expected.tolist()
+        assert {len({getattr(d, kind) for d in group.flat}) for group in order(sizes)} == {4 // sizes["dcn"]}
+    with pytest.raises(UserError) as error:
+        order({"dcn": 8, "data": 1})
+    places = "processes" if kind == "process_index" else "slices"
+    assert str(error.value) == f"mesh axis dcn=8 would divide a node: use a divisor of 4, the number of {places}"
+    with pytest.raises(UserError, match=f"some {places} have 1 devices and some 2: use as many of each"):
+        ordered_devices({"dcn": 2, "data": 3}, [devices[i] for i in (0, 1, 2, 3, 4, 5)])
+
+
+def test_the_outermost_axes_lie_across_the_hosts_of_gpus():
+    """JAX reports each host as a slice, and `jax.make_mesh` refuses more than one."""
+    devices = [FakeDevice(i // 2, i, i // 4) for i in range(8)]
+    for sizes in ({"data": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "tensor": 2}):
+        assert [d.id for d in ordered_devices(sizes, devices).flat] == [*range(8)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +121,7 @@ class FakeDevice(NamedTuple):
         ({"tensor": 4}, 2, 1),
         ({"sequence": 2, "tensor": 2}, 1, 1),
         ({"data": 2, "fsdp": 2, "sequence": 2}, 4, 2),
-        ({"fsdp": 2, "sequence": 2}, 1, 1),
+        ({"dcn": 2, "sequence": 2}, 2, 1),
     ],
 )
 def test_a_process_supplies_the_rows_of_its_coordinates(monkeypatch, shape, devices_each, of_process_1):
