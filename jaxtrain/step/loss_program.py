@@ -119,7 +119,11 @@ class LossProgram(NamedTuple):
         """
         if self.gather is None:
             return None
-        return self.gather(params, used_dtypes(self._apply(self.numerics()))(params, *rest))
+        return self.gather(params, self.used_dtypes(params, *rest))
+
+    def used_dtypes(self, params: Any, *rest: Any) -> Any:
+        """Return the dtypes in which `compute(params, …)` uses the parameters; None for tables that it looks up in."""
+        return used_dtypes(self._apply(self.numerics()))(params, *rest)
 
     def _apply(self, transforms: Sequence[Callable[..., Any]]) -> Any:
         return reduce(lambda compute, transform: transform(compute), transforms, self.loss_fn)

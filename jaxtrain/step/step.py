@@ -86,8 +86,7 @@ class StepParts(NamedTuple):
 
         The gradients of `groups` of rows are added once a window, and `gather` gathers parameters once a window.
         """
-        on_mesh = {"constrain": constrain, "platform": platform, "groups": groups, "gather": gather}
-        return self._with_loss(self.loss._replace(**on_mesh))
+        return self._with_loss(self.loss._replace(constrain=constrain, platform=platform, groups=groups, gather=gather))
 
     def for_platform(self, platform: str) -> "StepParts":
         """Return the parts of the same step compiled for a platform."""

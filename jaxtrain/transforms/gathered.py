@@ -40,7 +40,7 @@ def used_dtypes(compute: Callable[..., Any]) -> Callable[..., Any]:
         closed = jax.make_jaxpr(compute)(params, *rest)
         leaves, structure = jax.tree.flatten(params)
         found = [{*_uses(closed.jaxpr, v)} for v in closed.jaxpr.invars[: len(leaves)]]
-        return structure.unflatten(_one(used, x.dtype) for used, x in zip(found, leaves, strict=True))
+        return jax.tree.unflatten(structure, [_one(used, x.dtype) for used, x in zip(found, leaves, strict=True)])
 
     return dtypes
 
