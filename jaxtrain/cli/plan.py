@@ -36,11 +36,11 @@ from jaxtrain.planning import (
     Scaling,
     candidate_rows,
     check_mesh_size,
-    gathered_params_json,
     choice_notes,
     doubled_meshes,
     format_mesh,
     format_settings,
+    gathered_params_json,
     plan,
     virtual_devices,
 )
