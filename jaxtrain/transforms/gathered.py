@@ -30,8 +30,8 @@ def used_dtypes(compute: Callable[..., Any]) -> Callable[..., Any]:
 
     Example:
       >>> def compute(w, x):
-      ...     return x @ w["kernel"].astype(jnp.bfloat16) + w["bias"]
-      >>> w = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+      ...     return (x @ w["kernel"].astype(x.dtype)).astype(w["bias"].dtype) + w["bias"]
+      >>> w = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((1, 2))}
       >>> {name: dtype.name for name, dtype in used_dtypes(compute)(w, jnp.ones((1, 2), jnp.bfloat16)).items()}
       {'bias': 'float32', 'kernel': 'bfloat16'}
     """
