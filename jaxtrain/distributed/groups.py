@@ -14,7 +14,7 @@ from jaxtrain.distributed.sharding import Rules, automatic_spec, divide_over, pa
 from jaxtrain.transforms import Groups
 
 
-def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str, accumulate: Any) -> Groups | None:
+def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str) -> Groups | None:
     """Return the groups of rows whose gradients are added once a window; None for one group.
 
     Args:
@@ -22,10 +22,8 @@ def row_groups(mesh: Mesh, rules: Rules | None, gradient_sums: str, accumulate: 
       rules: `PartitionSpec`s of the parameters by path.
       gradient_sums: "whole" for a group of each device that has its own rows; "sharded" for groups that fsdp does not
         divide: it shards the sums, and adds its devices' gradients in every micro-batch.
-      accumulate: Micro-batches per window. With one, only dcn has groups: within a node, the compiler adds a layer's
-        gradients while the next one computes.
     """
-    dividing = (DCN,) if accumulate == 1 else ROWS if gradient_sums == "whole" else (DCN, DATA)
+    dividing = ROWS if gradient_sums == "whole" else (DCN, DATA)
     axes = tuple(axis for axis in dividing if mesh.shape.get(axis, 1) > 1)
     return MeshGroups(mesh, axes, rules) if axes else None
 
@@ -70,7 +68,7 @@ class MeshGroups(Groups):
         Each device receives its part of fsdp, and those of data add it. With dcn, each device of data receives a part,
         dcn adds these over the network, and data gathers them.
         """
-        if self.axes == (DATA,):
+        if self.axes in ((DATA,), (DCN,)):
             return super().add(sums)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), sums)
         return jax.tree.map(self._add, sums, param_shardings(shapes, self._mesh, self._rules))
@@ -78,8 +76,6 @@ class MeshGroups(Groups):
     def _add(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         divided = divide_over(sharding, x.shape[1:], DATA) if DCN in self.axes else sharding
         x = self._constrain(x.reshape(*self.sizes, *x.shape[1:]), P(*self.axes, *[P.UNCONSTRAINED] * (x.ndim - 1)))
-        if self.axes == (DCN,):
-            x = self._constrain(x, P(DCN, *divided.spec))
         for i, axis in reversed([*enumerate(self.axes)]):
             spec = (sharding if axis == FSDP else divided).spec
             x = self._constrain(x.sum(i), P(*self.axes[:i], *spec))

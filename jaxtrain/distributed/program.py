@@ -14,19 +14,21 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.distributed.attention import divided_attention, find_attention
 from jaxtrain.distributed.constraints import ShardingConstraints
-from jaxtrain.distributed.mesh import DATA, FSDP, SEQUENCE, sequence_parallel_size
-from jaxtrain.distributed.sharding import Rules, param_shardings
+from jaxtrain.distributed.mesh import DATA, DCN, FSDP, SEQUENCE, sequence_parallel_size
+from jaxtrain.distributed.sharding import Rules, divide_over, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import is_long
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
-def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None) -> Callable[..., Any]:
+def constrain_shardings(
+    compute: Callable[..., Any], mesh: Mesh, rules: Rules | None = None, *, accumulate: Any = 1
+) -> Callable[..., Any]:
     """Constrain a function `compute(params, batch, …)`, such as a loss_fn, to a mesh.
 
     The gradient of a parameter is sharded like the parameter. If the mesh has a sequence axis, the tokens of all arrays
@@ -36,6 +38,8 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
       compute: The function.
       mesh: The mesh.
       rules: `PartitionSpec`s of the parameters by path; None shards automatically.
+      accumulate: Micro-batches per window. The gradients of one are added over data before dcn by constraints; those of
+        several as sums of groups (`jaxtrain.distributed.groups`).
 
     Returns:
       A function with the signature and the results of `compute`.
@@ -44,9 +48,12 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
       UserError: At the call, if the mesh shards sequences and the program has none, or they are not divisible.
     """
 
+    adds_by_node = accumulate == 1 and mesh.shape.get(DCN, 1) > 1 and mesh.shape.get(DATA, 1) > 1
+    constrain_param = _with_gradient_added_by_node if adds_by_node else lax.with_sharding_constraint
+
     def constrained(params: Any, batch: Any, *rest: Any) -> Any:
         shardings = param_shardings(params, mesh, rules)
-        params = jax.tree.map(lax.with_sharding_constraint, params, shardings)
+        params = jax.tree.map(constrain_param, params, shardings)
         count = _rows(batch)
         batch = jax.tree.map(ShardingConstraints(mesh, count).constrain_batch, batch)
         weights = {id(x): s for x, s in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)}
@@ -88,6 +95,21 @@ def constrain_shardings(compute: Callable[..., Any], mesh: Mesh, rules: Rules | 
         return jaxpr.retrace(compute, evaluate)(params, batch, *rest)
 
     return constrained
+
+
+def _with_gradient_added_by_node(x: Any, sharding: NamedSharding) -> Any:
+    """Constrain a parameter. Each device of data receives a part of its gradient, which dcn adds and data gathers."""
+
+    @jax.custom_vjp
+    def constrained(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, sharding)
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        part = lax.with_sharding_constraint(gradient, divide_over(sharding, gradient.shape, DATA))
+        return (lax.with_sharding_constraint(part, sharding),)
+
+    constrained.defvjp(lambda x: (constrained(x), None), backward)
+    return constrained(x)
 
 
 def _is_on_gpu(mesh: Mesh) -> bool:

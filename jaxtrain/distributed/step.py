@@ -75,9 +75,9 @@ class ShardedStep(TrainStep):
         self._mesh, self._rules = mesh, rules
         super().__init__(
             step.parts.constrained(
-                partial(constrain_shardings, mesh=mesh, rules=rules),
+                partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
                 mesh.devices.flat[0].platform,
-                row_groups(mesh, rules, step.parts.gradient_sums, step.parts.accumulate),
+                row_groups(mesh, rules, step.parts.gradient_sums),
                 None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
             ),
             step.allow_recompile,

@@ -60,13 +60,19 @@ def _uses(traced: Jaxpr, var: Any, is_converted: bool = False) -> Iterator[Any]:
                 continue
             if name == "convert_element_type" and not is_converted:
                 yield from _uses(traced, eqn.outvars[0], True)
-            elif name == "sharding_constraint" or name in _LAYOUT:
+            elif _constrains(eqn) or name in _LAYOUT:
                 yield from _uses(traced, eqn.outvars[0], is_converted)
             elif name in _CALLS or (name == "scan" and not _is_carry(eqn, i)):
                 (inner,) = jaxpr.inner_jaxprs(eqn)
                 yield from _uses(inner, inner.invars[i], is_converted)
             else:
                 yield var.aval.dtype
+
+
+def _constrains(eqn: JaxprEqn) -> bool:
+    """Return whether an equation only constrains the sharding of its operand, perhaps with a gradient of its own."""
+    body = [eqn] if eqn.primitive.name != "custom_vjp_call" else eqn.params["call_jaxpr"].jaxpr.eqns
+    return [inner.primitive.name for inner in body] == ["sharding_constraint"]
 
 
 def _is_carry(eqn: JaxprEqn, i: int) -> bool:
@@ -154,11 +160,12 @@ def _rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | Non
         return jaxpr.HIGHER_ORDER[name](eqn, args, _run)
     if name == "convert_element_type" and first.value.dtype != first.copy.dtype == eqn.params["new_dtype"]:
         return [_Gathered(jaxpr.bind(eqn, [first.value])[0], first.copy)]
-    if name == "sharding_constraint":
-        return [_Gathered(jaxpr.bind(eqn, [first.value])[0], first.copy)]
+    rebuild = jaxpr.HIGHER_ORDER.get(name)
+    if _constrains(eqn):
+        (value,) = jaxpr.bind(eqn, [first.value]) if rebuild is None else rebuild(eqn, [first.value], _run)
+        return [_Gathered(value, first.copy)]
     if name in _LAYOUT:
         return [_Gathered(*(jaxpr.bind(eqn, [x])[0] for x in first))]
-    rebuild = jaxpr.HIGHER_ORDER.get(name)
     args = [*map(_taken, args)]
     return jaxpr.bind(eqn, args) if rebuild is None else rebuild(eqn, args, _run)
 
