@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,6 +113,30 @@ def replicate_over(sharding: NamedSharding, replicated: Sequence[str]) -> NamedS
         return tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if a not in replicated) or None
 
     return NamedSharding(sharding.mesh, P(*map(rest, sharding.spec)))
+
+
+def gather(params: Any, dtypes: Any, mesh: Mesh, rules: Rules | None) -> Any:
+    """Gather the parameters that fsdp shards.
+
+    Args:
+      params: Pytree of arrays.
+      dtypes: The dtypes to gather them in; None for those to leave as they are.
+      mesh: The mesh.
+      rules: `PartitionSpec`s of the parameters by path.
+
+    Returns:
+      A pytree like `params`, with None for parameters that are left as they are, or that fsdp does not shard.
+    """
+
+    def gathered(x: jax.Array, dtype: Any, sharding: NamedSharding) -> jax.Array | None:
+        whole = replicate_over(sharding, (FSDP,))
+        if dtype is None or whole.is_equivalent_to(sharding, x.ndim):
+            return None
+        # Converted before it is gathered: fewer bytes are sent.
+        part = lax.with_sharding_constraint(x.astype(dtype), sharding)
+        return lax.with_sharding_constraint(part, whole)
+
+    return jax.tree.map(gathered, params, dtypes, param_shardings(params, mesh, rules))
 
 
 def state_shardings(state: TrainState, mesh: Mesh, rules: Rules | None) -> TrainState:

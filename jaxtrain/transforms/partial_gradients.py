@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
+from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
 
 
 class Partial(NamedTuple):
@@ -125,8 +126,6 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
 _LAYOUT = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "slice", "copy"})
 _SUMS = frozenset({"add", "sub"})
 CONVOLUTION = "conv_general_dilated"
-DIVIDED_LOOKUP = "divided_lookup"
-"""Name of a jitted function of a table and indices that looks up rows, and moves them between devices meanwhile."""
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
@@ -134,7 +133,12 @@ def _rule(of_rows: Groups) -> jaxpr.Rule:
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
         is_lookup = jaxpr.is_call(eqn, DIVIDED_LOOKUP)
-        if not any(map(_is_partial, args)) or (name in _CALLS and not is_lookup):
+        if not any(map(_is_partial, args)):
+            return None
+        if jaxpr.is_call(eqn, GATHERED_COPY):
+            (_, sums), copy = args
+            return [Partial(copy, lax.convert_element_type(sums, copy.dtype))]
+        if name in _CALLS and not is_lookup:
             return None
         if name == "scan":
             return _scan(eqn, args, run, of_rows)

@@ -21,8 +21,13 @@ from tests.distributed.programs import RUNS, SEQUENCES, distance, train
 NEAR = 1e-10
 """Bound of the distance of parameters after 20 steps in float64."""
 FACTORIZATIONS = [
-    *("data=8", "fsdp=8", "tensor=8", "data=4,fsdp=2:sharded", "dcn=2,data=4", "data=2,fsdp=4", "data=2,tensor=4"),
-    *("fsdp=4,tensor=2", "fsdp=2,tensor=4", "dcn=2,data=2,fsdp=2"),
+    *("data=8", "fsdp=8", "tensor=8", "data=4,fsdp=2 gradient_sums=sharded", "dcn=2,data=4", "data=2,fsdp=4"),
+    *(
+        "data=2,tensor=4",
+        "fsdp=4,tensor=2 reshard_after=window",
+        "fsdp=2,tensor=4 gradient_sums=sharded reshard_after=window",
+        "dcn=2,data=2,fsdp=2",
+    ),
 ]
 SEQUENCE_MESHES = ["data=2,sequence=4", "sequence=8", "fsdp=2,sequence=2,tensor=2"]
 
