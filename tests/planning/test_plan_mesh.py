@@ -104,11 +104,14 @@ def test_asynchronous_collectives_count_once():
         "%h = f32[8]{0} all-gather-done(%g)",
         "%p = (bf16[6]{0}, bf16[6]{0}, u32[], u32[]) collective-permute-start(%h), source_target_pairs={{0,1},{1,0}}",
         "%q = bf16[6]{0} collective-permute-done(%p)",
+        "%o = ((f32[8]{0}, f32[20]{0}, s64[2]{0}, s64[2]{0}, s64[2]{0}, s64[2]{0}), f32[20]{0}) "
+        "ragged-all-to-all-start(%h, %b, %s, %s, %s, %s), replica_groups={{0,1}}",
         "%r = f32[8]{0} all-reduce-start(%h), replica_groups={{0,1}}, to_apply=%add",
         "ROOT %s = f32[8]{0} all-reduce-done(%r)",
     )
     assert sent(hlo, {"data": 2}) == {
         ("all-gather", ("data",)): (1, 16),
+        ("all-to-all", ("data",)): (1, 16),
         ("collective-permute", ("data",)): (1, 12),
         ("all-reduce", ("data",)): (1, 32),
     }
