@@ -35,7 +35,7 @@ class Clock:
             ["process 1 is 10 s behind at step 40 (in the step)", "process 2 is 10 s behind at step 39 (logging)"]),
         # All are in the collective, but one no longer reports.
         ([(41, STEP), None, (41, STEP)],
-            ["process 1 has not reported for 10 s, since step 41 (in the step)"]),
+            ["process 1 has not reported for 6 s, since step 41 (in the step)"]),
         ([(41, STEP), (41, EVALUATE), (41, EVALUATE)], ["process 0 is 10 s behind at step 41 (in the step)"]),
         # Nobody waits.
         ([(41, READ), (41, READ), (41, READ)], []),
@@ -56,8 +56,8 @@ def test_a_process_that_the_others_wait_for_is_named(
 
 
 def test_a_process_that_never_reports_is_named() -> None:
-    assert Clock(2).run(20, (0, COMPILE), None) == [
-        "warning: process 1 has not reported for 10 s, since step 0 (compiling)"
+    assert Clock(2).run(90, (0, COMPILE), None) == [
+        "warning: process 1 has not reported for 60 s, since step 0 (compiling)"
     ]
 
 
