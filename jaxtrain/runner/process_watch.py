@@ -149,8 +149,9 @@ class Peers:
             is_behind = bool(waiting) and (peer is None or peer.report.place < front)
             late_s = now - min(waiting) if is_behind else 0.0
             step, phase = (peer.report.step, peer.report.phase) if peer else (0, Phase.COMPILE)
-            # Compiling may hold the interpreter lock, and the thread that reports needs it.
-            is_silent = silent_s >= (HANG_SECONDS if phase is Phase.COMPILE else SILENT_SECONDS)
+            # Compiling may hold the interpreter lock, which the thread that reports needs: no warning until others wait.
+            is_alone = phase is Phase.COMPILE and not is_behind
+            is_silent = silent_s >= (HANG_SECONDS if is_alone else SILENT_SECONDS)
             if not (is_silent or late_s >= LATE_SECONDS) or (process, step) in self._named:
                 continue
             self._named.add((process, step))

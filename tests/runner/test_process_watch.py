@@ -61,6 +61,15 @@ def test_a_process_that_never_reports_is_named() -> None:
     ]
 
 
+def test_a_process_that_compiles_silently_is_named_once_others_wait() -> None:
+    clock = Clock(2)
+    assert clock.run(20, (0, STEP), (0, COMPILE)) == ["warning: process 1 is 10 s behind at step 0 (compiling)"]
+    clock = Clock(2)
+    assert clock.run(1, (0, COMPILE), (0, COMPILE)) == []
+    assert clock.run(30, (0, COMPILE), None) == []
+    assert clock.run(1, (0, STEP), None) == ["warning: process 1 has not reported for 31 s, since step 0 (compiling)"]
+
+
 def test_a_step_that_all_processes_are_in_hangs() -> None:
     clock = Clock(3)
     for step in range(1, 11):
