@@ -149,7 +149,7 @@ class Peers:
             is_behind = bool(waiting) and (peer is None or peer.report.place < front)
             late_s = now - min(waiting) if is_behind else 0.0
             step, phase = (peer.report.step, peer.report.phase) if peer else (0, Phase.COMPILE)
-            # Compiling may hold the interpreter lock, which the thread that reports needs: no warning until others wait.
+            # Compiling may hold the lock of the interpreter, which reports need: no warning until others wait.
             is_alone = phase is Phase.COMPILE and not is_behind
             is_silent = silent_s >= (HANG_SECONDS if is_alone else SILENT_SECONDS)
             if not (is_silent or late_s >= LATE_SECONDS) or (process, step) in self._named:
