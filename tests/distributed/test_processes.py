@@ -289,6 +289,70 @@ def test_a_hanging_process_ends_the_others(tmp_path: Path) -> None:
         assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.outputs[0].read_text())
 
 
+# A run whose process `VICTIM` executes `PART` before it reads the batch of a step.
+LATE = """
+import os, signal, sys, time
+from jaxtrain.cli import main
+from jaxtrain.runner.batches import Batches
+
+read, steps = Batches.__next__, []
+
+def late(self):
+    steps.append(None)
+    if os.environ["JAX_PROCESS_ID"] == VICTIM:
+        exec(PART)
+    return read(self)
+
+Batches.__next__ = late
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def late(victim: int, part: str, args: str) -> list[str]:
+    return [sys.executable, "-c", f"VICTIM, PART = {str(victim)!r}, {part!r}\n{LATE}", *args.split()]
+
+
+@pytest.mark.nightly
+def test_a_process_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    """Process 2 of 3 reads a batch for 15 s, then every batch slowly: a line for each, and a metric."""
+    args = "digits-mlp --hidden 8 --batch-size 12 --log-every 10 --eval-every 100 --steps 120 --out run"
+    part = "time.sleep(15 if len(steps) == 5 else 0.2 if len(steps) > 5 else 0)"
+    with unsupervised(late(2, part, args), tmp_path, n=3) as run:
+        assert run.end()[0] == [0, 0, 0]
+        text = run.outputs[0].read_text()
+    (behind,) = re.findall(r"warning: process \d is (\d+) s behind .*", text)
+    assert f"warning: process 2 is {behind} s behind at step 5 (reading data)" in text
+    assert 10 <= int(behind) <= 14
+    assert re.search(r"warning: process 2 is slow: its host takes 0\.2\d* s a step, mostly reading data", text)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["straggler"] for line in lines if "straggler" in line} == {2}
+
+
+@pytest.mark.nightly
+def test_a_stopped_process_is_named_before_the_run_ends(tmp_path: Path) -> None:
+    args = "digits-mlp --hidden 8 --batch-size 12 --steps 1000000 --out run"
+    part = "len(steps) == 50 and os.kill(os.getpid(), signal.SIGSTOP)"
+    with unsupervised(late(1, part, args), tmp_path, n=3) as run:
+        ended, seconds = run.end(but=1)
+        text = run.outputs[0].read_text()
+    assert (ended, seconds < 90) == ([-signal.SIGABRT] * 2, True), text
+    assert re.search(r"warning: process 1 has not reported for 1\d s, since step \d+ \(", text), text
+
+
+@pytest.mark.nightly
+def test_a_process_that_compiles_for_long_keeps_its_heartbeat(tmp_path: Path) -> None:
+    """Also while it holds Python's interpreter lock, and for several times the seconds without a heartbeat."""
+    part = "import ctypes; me and ctypes.PyDLL(None).sleep(16); processes.wait_for_all(); raise UserError('awake')"
+    command = program(part)
+    command[-1] = f"from jaxtrain.distributed import processes\nprocesses.HEARTBEAT_SECONDS = 4\n{command[-1]}"
+    with unsupervised(command, tmp_path) as both:
+        ended, seconds = both.end()
+        texts = [path.read_text() for path in both.outputs]
+    assert ended == [2, 2], texts
+    assert seconds > 16
+    assert "jaxtrain: awake" in texts[0]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
