@@ -4,6 +4,7 @@ Every candidate has the recipe's batch. The search begins with meshes that only 
 communication within a layer, and moves a factor of two of the fastest one to another axis as long as that is faster.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -82,9 +83,7 @@ def choose_mesh(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> Mes
     return MeshChoice(memory, best, sorted(search.done, key=lambda cost: cost.seconds), search.rejected)
 
 
-def fitting_cost(
-    costs: MeshCosts, mesh: Mapping[str, int], batch_size: int, accumulate: int, remat: str, memory: int
-) -> MeshCost:
+def fitting_cost(costs: MeshCosts, mesh: Mapping[str, int], recipe: Recipe, memory: int) -> MeshCost:
     """Return the cost on a mesh with the recipe's settings, or with rematerialization and smaller micro-batches.
 
     Raises:
@@ -93,16 +92,26 @@ def fitting_cost(
     state = costs.state_bytes(mesh)
     if state > memory:
         raise UserError(f"the state alone takes {format_bytes(state)}")
-    cost = cost_on(costs, mesh, settings_on(batch_size, accumulate, remat, mesh))
-    if cost.peak_bytes > memory and remat == "none":
-        cost = cost_on(costs, mesh, settings_on(batch_size, accumulate, "full", mesh))
+
+    def cost_of(accumulate: int, remat: str, gradient_sums: str) -> MeshCost:
+        return cost_on(costs, mesh, settings_on(recipe.batch_size, accumulate, remat, gradient_sums, mesh))
+
+    cost = cost_of(recipe.accumulate, recipe.remat, recipe.gradient_sums)
+    if cost.peak_bytes > memory and recipe.remat == "none":
+        cost = cost_of(recipe.accumulate, "full", recipe.gradient_sums)
+    sums = cost.gradient_sums
     while cost.peak_bytes > memory:
         if cost.rows == 1:
             raise UserError(f"one row takes {format_bytes(cost.peak_bytes)}")
         more = 2 * cost.accumulate
-        while batch_size % (more * data_parallel_size(mesh)) and more < batch_size:
+        while recipe.batch_size % (more * data_parallel_size(mesh)) and more < recipe.batch_size:
             more += 1
-        cost = cost_on(costs, mesh, settings_on(batch_size, more, cost.remat, mesh))
+        found = cost_of(more, cost.remat, sums)
+        # Sums of all rows of a GPU may need more memory than fewer rows save.
+        if found.peak_bytes > memory and sums == "whole" and mesh[FSDP] > 1:
+            sums = "sharded"
+            found = cost_of(more, cost.remat, sums)
+        cost = found
     return cost
 
 
@@ -125,9 +134,9 @@ class _Search:
         self._seen.add(format_mesh(mesh))
         recipe, best = self._recipe, self.best()
         # Meshes of as many GPUs need about the same rematerialization.
-        remat = recipe.remat if best is None else best.remat
+        recipe = recipe if best is None else dataclasses.replace(recipe, remat=best.remat)
         try:
-            found = fitting_cost(self._costs, mesh, recipe.batch_size, recipe.accumulate, remat, self._memory)
+            found = fitting_cost(self._costs, mesh, recipe, self._memory)
         except UserError as error:
             self.rejected.append(Rejected(mesh, str(error)))
         else:

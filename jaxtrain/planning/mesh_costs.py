@@ -33,6 +33,7 @@ class MeshCost:
       rows: Rows of a micro-batch on a GPU that shares no rows.
       accumulate: Number of micro-batches per update.
       remat: Rematerialization.
+      gradient_sums: What a GPU keeps of the gradients between micro-batches.
       batch_size: Rows of an update.
       program: The mesh that the program was compiled for.
       peak_bytes: Memory of a GPU.
@@ -50,6 +51,7 @@ class MeshCost:
     rows: int
     accumulate: int
     remat: str
+    gradient_sums: str
     batch_size: int
     program: Mapping[str, int]
     peak_bytes: int
@@ -107,7 +109,9 @@ class MeshCosts:
     def _state(self) -> Any:
         return abstract_state(training_step(self._recipe, self.task), self.task)
 
-    def compile(self, mesh: Mapping[str, int], rows: int, accumulate: int, remat: str) -> Candidate:
+    def compile(
+        self, mesh: Mapping[str, int], rows: int, accumulate: int, remat: str, gradient_sums: Any = "whole"
+    ) -> Candidate:
         """Compile the step for a mesh, with `rows` of a micro-batch on each GPU that shares none.
 
         Raises:
@@ -119,6 +123,7 @@ class MeshCosts:
             batch_size=rows * accumulate * data_parallel_size(mesh),
             accumulate=accumulate,
             remat=remat,
+            gradient_sums=gradient_sums,
         )
         if recipe not in self._done:
             self._on_compile(recipe)
@@ -184,6 +189,7 @@ class MeshCosts:
             rows=rows,
             accumulate=recipe.accumulate,
             remat=recipe.remat,
+            gradient_sums=recipe.gradient_sums,
             batch_size=batch_size,
             program=dict(own),
             peak_bytes=candidate.peak_bytes + self.state_bytes(mesh) - self.state_bytes(own) + rest,
