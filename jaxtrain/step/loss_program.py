@@ -11,6 +11,7 @@ from jaxtrain.transforms import (
     Groups,
     Hook,
     Policy,
+    Stages,
     add_hooks,
     convert_where_used,
     fuse_slices,
@@ -40,6 +41,7 @@ class LossProgram(NamedTuple):
       constrain: Adds the sharding constraints of a mesh; the identity on one device.
       platform: The platform that the program is compiled for; None for that of the default backend.
       groups: Groups of rows whose gradients are summed once a window; None to sum over all rows at once.
+      stages: Stages of a pipeline that a window's micro-batches pass through; None for no pipeline.
     """
 
     loss_fn: LossFn
@@ -50,6 +52,7 @@ class LossProgram(NamedTuple):
     constrain: Callable[[Compute], Compute] = identity
     platform: str | None = None
     groups: Groups | None = None
+    stages: Stages | None = None
 
     @property
     def is_on_mesh(self) -> bool:
