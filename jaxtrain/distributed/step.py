@@ -105,11 +105,11 @@ class ShardedStep(TrainStep):
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         init = partial(init_state, self.parts, seed=seed, streaming=streaming, donate=donate)
         with bypass_compilation_cache(self._mesh):
+            # What a function creates belongs to the state: a copy would need its memory twice.
+            donated = [i for i, tree in enumerate((params, model_state)) if donate or is_factory(tree)]
             params = _on_devices(params, shardings.params)
             model_state = _on_devices(model_state, shardings.model_state)
-            state: TrainState = jax.jit(init, out_shardings=shardings, donate_argnums=(0, 1) if donate else ())(
-                params, model_state
-            )
+            state: TrainState = jax.jit(init, out_shardings=shardings, donate_argnums=donated)(params, model_state)
         return state
 
     @user_facing

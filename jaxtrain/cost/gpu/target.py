@@ -18,6 +18,7 @@ from jax.experimental import topologies
 
 from jaxtrain.compilation import without_compilation_cache
 from jaxtrain.cost.data_sheets import NVIDIA, Ceilings
+from jaxtrain.cost.gpu.links import Links
 from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.transforms.jax_internals import assumed_cudnn
@@ -40,7 +41,8 @@ class GpuTarget:
       l2_cache: Bytes of the L2 cache.
       clock_ghz: Boost clock.
       memory: Bytes of memory that programs may use.
-      link_bandwidth: Bytes/s that a GPU sends to the others of its host.
+      link_bandwidth: Bytes/s that a GPU sends to the others of its host, as NCCL assumes it (`src/graph/topo.h`): 20.6
+        GB/s over each of 18 links of Hopper, 20 GB/s over each of 12 of Ampere.
       network_bandwidth: Bytes/s that a GPU sends to those of other hosts, over one network adapter of 400 Gbit/s.
     """
 
@@ -59,6 +61,11 @@ class GpuTarget:
     def ceilings(self) -> Ceilings:
         """Its peak rates."""
         return NVIDIA[self.name]
+
+    @property
+    def links(self) -> Links:
+        """Its links in a node and between nodes."""
+        return Links(self.link_bandwidth, self.network_bandwidth, GPUS_PER_HOST)
 
     def config(self) -> str:
         """Return the `stream_executor.GpuTargetConfigProto` as text."""
@@ -95,9 +102,10 @@ _H100 = GpuTarget(
     l2_cache=52428800,
     clock_ghz=1.98,
     memory=84942979072,
-    link_bandwidth=450e9,
+    link_bandwidth=18 * 20.6e9,
 )
-# Figures as XLA publishes them (xla/backends/gpu/target_config/specs); peak rates and links from NVIDIA's data sheets.
+# Figures as XLA publishes them (xla/backends/gpu/target_config/specs); peak rates and network adapters from
+# NVIDIA's data sheets.
 TARGETS = {
     "h100": _H100,
     "h200": dataclasses.replace(
@@ -114,7 +122,7 @@ TARGETS = {
         l2_cache=41943040,
         clock_ghz=1.41,
         memory=85100068864,
-        link_bandwidth=300e9,
+        link_bandwidth=12 * 20e9,
         network_bandwidth=25e9,
     ),
 }
