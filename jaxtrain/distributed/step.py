@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.distributed.compilation import bypass_compilation_cache, needs_fresh_programs
 from jaxtrain.distributed.groups import row_groups
 from jaxtrain.distributed.mesh import TENSOR
+from jaxtrain.distributed.pipeline import pipeline_stages
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
 from jaxtrain.distributed.sharding import Rules, state_shardings
@@ -78,6 +79,7 @@ class ShardedStep(TrainStep):
                 partial(constrain_shardings, mesh=mesh, rules=rules),
                 mesh.devices.flat[0].platform,
                 row_groups(mesh, rules, step.parts.gradient_sums, step.parts.accumulate),
+                pipeline_stages(mesh, step.parts.pipeline_chunks),
             ),
             step.allow_recompile,
             step.deterministic,

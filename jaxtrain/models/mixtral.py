@@ -129,9 +129,9 @@ def load_balancing_loss(router_logits: jax.Array, top_k: int, mask: jax.Array | 
 
 
 SHARDING = {
-    "layers/mlp/gate": P(None, "fsdp", None),
-    "layers/mlp/gate_up_proj": P(None, None, "fsdp", "tensor"),
-    "layers/mlp/down_proj": P(None, None, "tensor", "fsdp"),
+    "layers/mlp/gate": P("pipeline", "fsdp", None),
+    "layers/mlp/gate_up_proj": P("pipeline", None, "fsdp", "tensor"),
+    "layers/mlp/down_proj": P("pipeline", None, "tensor", "fsdp"),
     **llama.SHARDING,
 }
 """Mesh axes that shard each axis, by parameter path; every expert is sharded as the MLP of a Llama."""

@@ -189,6 +189,7 @@ def train_step(
     allow_recompile: int | None = None,
     deterministic: bool = False,
     gradient_sums: str = "whole",
+    pipeline_chunks: int = 1,
 ) -> TrainStep:
     """Build the jitted training step of a loss function under an optimizer.
 
@@ -218,6 +219,8 @@ def train_step(
       gradient_sums: What a device of the mesh axis fsdp keeps between the micro-batches of a window: "whole" for the
         sums of its own rows' gradients, added over devices once a window; "sharded" for its part of the sums over all
         rows, added over devices in every micro-batch, which takes less memory.
+      pipeline_chunks: Chunks of layers that a device of the mesh axis pipeline has: more shorten the bubble, and
+        communicate more (the interleaved schedule of Narayanan et al. 2021).
 
     Returns:
       A `TrainStep`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -250,6 +253,7 @@ def train_step(
         hooks=hooks,
         allow_recompile=allow_recompile,
         gradient_sums=gradient_sums,
+        pipeline_chunks=pipeline_chunks,
     )
     numerics = policy(precision)
     loss = LossProgram(loss_fn, numerics, hooks=hooks or {}, unroll=unroll, remat=remat)
@@ -264,6 +268,7 @@ def train_step(
         frozen=frozen,
         ema=ema,
         gradient_sums=gradient_sums,
+        pipeline_chunks=pipeline_chunks,
     )
     return TrainStep(parts, allow_recompile, deterministic)
 

@@ -19,6 +19,7 @@ def check_options(
     hooks: Any,
     allow_recompile: Any,
     gradient_sums: Any,
+    pipeline_chunks: Any,
 ) -> None:
     """Raise `UserError` for an option of another type, or out of range."""
     if not callable(accumulate) and (not _is_int(accumulate) or accumulate < 1):
@@ -56,6 +57,8 @@ def check_options(
         )
     if gradient_sums not in ("whole", "sharded"):
         raise UserError(f"gradient_sums must be 'whole' or 'sharded', got {gradient_sums!r}: use 'whole'")
+    if not _is_int(pipeline_chunks) or pipeline_chunks < 1:
+        raise UserError(f"pipeline_chunks must be an integer of at least 1, got {pipeline_chunks!r}: use 1")
 
 
 def _is_int(x: Any) -> bool:

@@ -60,6 +60,7 @@ class StepParts(NamedTuple):
       frozen: Predicate on the paths of parameters that are not trained.
       ema: Decay of the parameters' moving average, or None.
       gradient_sums: Along fsdp, whether devices keep "whole" sums of a window's gradients, or "sharded" ones.
+      pipeline_chunks: Chunks of layers of each device along pipeline.
     """
 
     loss: LossProgram
@@ -72,6 +73,7 @@ class StepParts(NamedTuple):
     frozen: Frozen
     ema: float | None
     gradient_sums: str = "whole"
+    pipeline_chunks: int = 1
 
     def constrained(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -53,16 +54,21 @@ class LayeredFunction:
         """Return the stacked parameters, [layers, …], computed from `params`."""
         return self._evaluate(self._of_stacks(self._xs, True), params, None)
 
-    def pull_back_stacks(self, params: Sequence[Any], gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the gradient by `params`, from that by the stacked parameters, in the dtype of the latter."""
+    def pull_back_stacks(self, params: Sequence[Any], gradients: Sequence[jax.Array | None]) -> list[jax.Array]:
+        """Return the gradient by `params`, from that by the stacked parameters, in the dtype of the latter.
+
+        None stands for a stack without a gradient.
+        """
+        stacks = zip(self._of_stacks(self._xs, True), gradients, strict=True)
+        given = [(v, g) for v, g in stacks if g is not None]
+        dtype = jax.numpy.result_type(*(g for _, g in given))
 
         def unrounded(*params: Any) -> list[Any]:
-            outs = self._evaluate(self._of_stacks(self._xs, True), params, None, _unrounded)
-            return [x.astype(g.dtype) for x, g in zip(outs, gradients, strict=True)]
+            return self._evaluate([v for v, _ in given], params, None, _unrounded)
 
-        dtype = jax.numpy.result_type(*gradients)
-        _, pull_back = jax.vjp(unrounded, *(x.astype(dtype) for x in params))
-        return list(pull_back(list(gradients)))
+        floats = [jax.numpy.issubdtype(x.dtype, np.inexact) for x in params]
+        _, pull_back = jax.vjp(unrounded, *(x.astype(dtype) if f else x for x, f in zip(params, floats, strict=True)))
+        return list(pull_back([g for _, g in given]))
 
     def before(self, params: Sequence[Any], inputs: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return what the scan reads besides its stacked parameters: constants, its first carry, inputs per layer."""
