@@ -5,18 +5,35 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import PIPELINE
+from jaxtrain.distributed.sharding import Rules
+from jaxtrain.errors import UserError
+from jaxtrain.step import StepParts
 from jaxtrain.transforms import Stages
 
 
 def pipeline_stages(mesh: Mesh, chunks: int) -> Stages | None:
     """Return the stages of a mesh; None without a pipeline."""
     return MeshStages(mesh, chunks) if mesh.shape.get(PIPELINE, 1) > 1 else None
+
+
+def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
+    """Raise `UserError` for a step that a pipeline cannot run."""
+    if rules is None:
+        raise UserError(
+            f"mesh axis pipeline={size} divides no layers without sharding rules: give rules such as "
+            "{'layers/.*': P('pipeline')} for parameters [layers, …]"
+        )
+    if callable(parts.accumulate):
+        raise UserError("accumulate is a schedule, whose micro-batches cannot fill a pipeline: use a number")
+    if parts.loss.hooks:
+        raise UserError(f"hooks {list(parts.loss.hooks)} are not applied in a pipeline: use other axes, or no hooks")
+    if parts.loss.unroll:
+        raise UserError("unroll removes the loop over layers, which a pipeline divides: use unroll=False")
 
 
 class MeshStages(Stages):

@@ -6,7 +6,7 @@ stage, weighted as those of a window without a pipeline; those of parameters out
 after the last micro-batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jaxtrain.step.accumulate import nonzero_weight, sum_dtype
 from jaxtrain.step.arithmetic import widen
 from jaxtrain.step.nonfinite import Nonfinite, first_nonfinite
 from jaxtrain.step.objective import Loss
-from jaxtrain.transforms import LayeredFunction, Schedule, Stages, StoredResiduals
+from jaxtrain.transforms import LayeredFunction, Stages, StoredResiduals
 
 Results = tuple[Loss, dict[str, Loss]]
 Compute = Callable[..., Results]
@@ -119,8 +119,9 @@ class _Pipeline:
         self._layers_of_stage = self._layered.layers // n_virtual
         self._stacks = [stages.split(x) for x in self._layered.stacks(self._params)]
         self._is_variable = [any(i < self._n for i in of) for of in self._layered.leaves_of_stacks()]
-        before, after = self._layered.used_before[: self._n], self._layered.used_after[: self._n]
-        self._outside = [i for i in range(self._n) if before[i] or after[i]]
+        self._before = [i for i in range(self._n) if self._layered.used_before[i]]
+        self._after = [i for i in range(self._n) if self._layered.used_after[i]]
+        self._outside = sorted({*self._before, *self._after})
         self._trace(inputs)
 
     def _trace(self, inputs: Any) -> None:
@@ -133,9 +134,7 @@ class _Pipeline:
         self._passed = self._split(passed, self._is_float)
         diff, held = self._diff_and_held(shapes)
         number = jax.ShapeDtypeStruct((), np.int32)
-        self._stage = StoredResiduals(
-            self._run_stage, diff, self._passed[0], held, (self._passed[1], inputs, number)
-        )
+        self._stage = StoredResiduals(self._run_stage, diff, self._passed[0], held, (self._passed[1], inputs, number))
 
     @staticmethod
     def _split(values: Sequence[Any], of: Sequence[bool]) -> tuple[list[Any], list[Any]]:
@@ -151,16 +150,16 @@ class _Pipeline:
     def _diff_and_held(self, stacks: Sequence[Any]) -> tuple[Any, Any]:
         """Return the parameters of a stage that it is differentiated by, and the others."""
         variables, others = self._split(stacks, self._is_variable)
-        return (variables, [self._leaves[i] for i in self._outside]), (others, self._fixed)
+        return (variables, [self._leaves[i] for i in self._before]), (others, self._fixed)
 
-    def _all_params(self, outside: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-        leaves = dict(zip(self._outside, outside, strict=True))
+    def _all_params(self, used: Sequence[int], values: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+        leaves = dict(zip(used, values, strict=True))
         return [*(leaves.get(i) for i in range(self._n)), *fixed]
 
     def _run_stage(self, diff: Any, passed: list[Any], held: Any, inputs: Any) -> Any:
         """Run the layers of a virtual stage on what the one before has passed."""
-        (variables, outside), (others, fixed), (rest, inputs, number) = diff, held, inputs
-        consts, first, per_layer = self._layered.before(self._all_params(outside, fixed), inputs)
+        (variables, leaves), (others, fixed), (rest, inputs, number) = diff, held, inputs
+        consts, first, per_layer = self._layered.before(self._all_params(self._before, leaves, fixed), inputs)
         values = self._join(passed, rest, self._is_float)
         carry, ys = values[: self._n_carry], values[self._n_carry :]
         carry = [jnp.where(number == 0, own, given) for own, given in zip(first, carry, strict=True)]
@@ -170,11 +169,11 @@ class _Pipeline:
         ys = [lax.dynamic_update_slice_in_dim(y, new, start, 0) for y, new in zip(ys, own, strict=True)]
         return self._split([*carry, *ys], self._is_float)
 
-    def _run_head(self, outside: list[Any], passed: list[Any], fixed: list[Any], rest: list[Any], inputs: Any) -> Any:
+    def _run_head(self, leaves: list[Any], passed: list[Any], fixed: list[Any], rest: list[Any], inputs: Any) -> Any:
         """Compute the loss from what the last virtual stage passes, as a window without a pipeline scales it."""
         values = self._join(passed, rest, self._is_float)
         carry, ys = values[: self._n_carry], values[self._n_carry :]
-        loss, metrics = self._layered.after(self._all_params(outside, fixed), inputs, carry, ys)
+        loss, metrics = self._layered.after(self._all_params(self._after, leaves, fixed), inputs, carry, ys)
         mean = loss.total / (nonzero_weight(loss.weight) * jnp.asarray(self._k, loss.weight.dtype))
         return mean * jnp.asarray(self._scale, mean.dtype), (loss, metrics)
 
@@ -222,9 +221,7 @@ class _Pipeline:
             arrived=tuple([zeros(x, p) for x in part] for part in self._passed),  # type: ignore[arg-type]
             gradient=[zeros(x, p) for x in self._passed[0]],
             residuals=[zeros(_as_data(x), self._schedule.slots, p) for x in self._stage.residuals],
-            of_stacks=[
-                stages.zeros(x.shape, dtype, 1) for x in stacks
-            ],
+            of_stacks=[stages.zeros(x.shape, dtype, 1) for x in stacks],
             of_leaves=[zeros(x, p, as_sum=True) for x in outside],
             results=jax.tree.map(lambda x: jnp.zeros((self._k, *x.shape), x.dtype), one),
             finite=jnp.ones((p, self._k, len(stacks) + len(outside)), bool),
@@ -233,7 +230,7 @@ class _Pipeline:
     def _head_of_one(self) -> Any:
         passed, rest = ([jnp.zeros(x.shape, x.dtype) for x in part] for part in self._passed)
         inputs = jax.tree.map(lambda x: x[0], (self._window, self._keys))
-        return self._run_head([self._leaves[i] for i in self._outside], passed, self._fixed, rest, inputs)
+        return self._run_head([self._leaves[i] for i in self._after], passed, self._fixed, rest, inputs)
 
     def _tick(self, state: _State, t: Any, *, forward: bool, head: bool, backward: bool) -> _State:
         gradient = [jnp.zeros_like(x) for x in state.gradient]
@@ -273,15 +270,15 @@ class _Pipeline:
     def _head(self, state: _State, unit: Any, passed: Any, rest: Any) -> tuple[list[Any], _State]:
         """Differentiate the loss of the micro-batch that the last stage has ended."""
         run = jax.grad(self._run_head, argnums=(0, 1), has_aux=True)
-        outside = [self._leaves[i] for i in self._outside]
+        leaves = [self._leaves[i] for i in self._after]
         mapped = self._stages.map(run, in_axes=(None, 0, None, 0, 0))
-        (of_leaves, of_passed), results = mapped(outside, passed, self._fixed, rest, self._inputs(unit.micro_batch))
+        (of_leaves, of_passed), results = mapped(leaves, passed, self._fixed, rest, self._inputs(unit.micro_batch))
         loss, metrics = jax.tree.map(self._stages.last, results)
         (i,) = unit.micro_batch[-1:]
         results = jax.tree.map(lambda all_of, x: all_of.at[i].set(x), state.results, (loss, metrics))
         state = state._replace(results=results)
         is_last = np.arange(self._stages.size) == self._stages.size - 1
-        state = self._add(state, unit.micro_batch, is_last, None, of_leaves)
+        state = self._add(state, unit.micro_batch, is_last, None, dict(zip(self._after, of_leaves, strict=True)))
         return [_where(is_last, x, jnp.zeros_like(x)) for x in of_passed], state
 
     def _backward(self, state: _State, t: Any, of_head: list[Any]) -> _State:
@@ -294,24 +291,34 @@ class _Pipeline:
         ]
         slot = schedule.forward_tick(unit, stages) % schedule.slots
         residuals = [
-            self._from_data(self._stages.pick(x, slot), of) for x, of in zip(state.residuals, self._stage.residuals, strict=True)
+            self._from_data(self._stages.pick(x, slot), of)
+            for x, of in zip(state.residuals, self._stage.residuals, strict=True)
         ]
         diff, held = self._diff_and_held(self._chunk(unit.chunk))
         run = self._stages.map(self._stage.backward, in_axes=((0, None), (0, None), 0, 0))
         (of_stacks, of_leaves), of_passed = run(diff, held, residuals, gradient)
-        state = self._add(state, unit.micro_batch, unit.valid, (unit.chunk, of_stacks), of_leaves)
+        by_leaf = dict(zip(self._before, of_leaves, strict=True))
+        state = self._add(state, unit.micro_batch, unit.valid, (unit.chunk, of_stacks), by_leaf)
         sent = [_where(unit.valid, x, jnp.zeros_like(x)) for x in of_passed]
         return state._replace(gradient=[self._stages.shift(x, -1) for x in sent])
 
-    def _add(self, state: _State, micro_batch: Any, valid: Any, of_stacks: Any, of_leaves: list[Any]) -> _State:
-        """Add the gradients of a micro-batch in each stage to the sums, where they are valid."""
+    def _add(self, state: _State, micro_batch: Any, valid: Any, of_stacks: Any, of_leaves: Mapping[int, Any]) -> _State:
+        """Add the gradients of a micro-batch in each stage to the sums, where they are valid.
+
+        Args:
+          state: The state.
+          micro_batch: The micro-batch of each stage.
+          valid: Whether the gradients of a stage are to be added.
+          of_stacks: The chunk of each stage, and the gradients of its layers; None for none.
+          of_leaves: Gradients by the position of the variable.
+        """
         weight = state.results[0].weight[micro_batch]
         factor = weight * jnp.asarray(self._k, weight.dtype)
-        of_leaves = widen(of_leaves)
         chunk, stacks = (None, []) if of_stacks is None else (of_stacks[0], widen(of_stacks[1]))
-        finite = [self._finite(x) for x in [*stacks, *of_leaves]]
-        if of_stacks is None:
-            finite = [jnp.ones(self._stages.size, bool)] * len(state.of_stacks) + finite
+        leaves = {i: widen(x) for i, x in of_leaves.items()}
+        all_finite = jnp.ones(self._stages.size, bool)
+        finite = [_finite(x) for x in stacks] if stacks else [all_finite] * len(state.of_stacks)
+        finite += [_finite(leaves[i]) if i in leaves else all_finite for i in self._outside]
         wrong = valid[:, None] & ~jnp.stack(finite, 1)
         is_this = micro_batch[:, None] == np.arange(self._k)
         state = state._replace(finite=state.finite & ~(is_this[:, :, None] & wrong[:, None, :]))
@@ -320,26 +327,19 @@ class _Pipeline:
             x = x * _along(factor.astype(x.dtype), x)
             return _where(valid, x, jnp.zeros_like(x)).astype(dtype)
 
-        sums = [a + weighted(x, a.dtype) for a, x in zip(state.of_leaves, of_leaves, strict=True)]
-        state = state._replace(of_leaves=sums)
-        if of_stacks is None:
-            return state
-        layers = [self._add_to_chunk(a, chunk, weighted(x, a.dtype)) for a, x in zip(state.of_stacks, stacks, strict=True)]
-        return state._replace(of_stacks=layers)
+        sums = zip(self._outside, state.of_leaves, strict=True)
+        of_leaves = [a + weighted(leaves[i], a.dtype) if i in leaves else a for i, a in sums]
+        of_layers = zip(state.of_stacks, stacks, strict=True) if stacks else []
+        layers = [self._add_to_chunk(a, chunk, weighted(x, a.dtype)) for a, x in of_layers]
+        return state._replace(of_leaves=of_leaves, of_stacks=layers or state.of_stacks)
 
     def _add_to_chunk(self, sums: jax.Array, chunk: Any, values: jax.Array) -> jax.Array:
         return sums + values[None] if self._stages.chunks == 1 else self._stages.add(sums, chunk, values)
 
-    @staticmethod
-    def _finite(x: jax.Array) -> jax.Array:
-        return jnp.isfinite(x).all(tuple(range(1, x.ndim)))
-
     def _close(self, state: _State) -> PipelinedWindow:
         loss, metrics = jax.tree.map(lambda x: x.sum(0), state.results)
         of_stacks = iter(self._stages.join(x) for x in state.of_stacks)
-        whole = [
-            next(of_stacks) if is_variable else None for is_variable in self._is_variable
-        ]
+        whole = [next(of_stacks) if is_variable else None for is_variable in self._is_variable]
         grads = self._layered.pull_back_stacks(self._params, whole)[: self._n]
         for i, x in zip(self._outside, state.of_leaves, strict=True):
             grads[i] = grads[i] + x.sum(0)
@@ -354,11 +354,13 @@ class _Pipeline:
         """Locate the first inf or NaN by micro-batch, and then by leaf."""
         of = [leaves for leaves, one in zip(self._layered.leaves_of_stacks(), self._is_variable, strict=True) if one]
         sources = [*of, *([i] for i in self._outside)]
-        by_leaf = [
-            [j for j, leaves in enumerate(sources) if i in leaves] for i in range(self._n)
-        ]
+        by_leaf = [[j for j, leaves in enumerate(sources) if i in leaves] for i in range(self._n)]
         by_stage = finite.all(0)
         return first_nonfinite(jnp.stack([by_stage[:, columns].all(1) for columns in map(np.array, by_leaf)], 1))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all(tuple(range(1, x.ndim)))
 
 
 def _along(of_stages: Any, x: jax.Array) -> Any:

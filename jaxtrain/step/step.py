@@ -37,8 +37,8 @@ from jaxtrain.step.loss_scale import current_scale, found_inf
 from jaxtrain.step.mistakes import describe, same_structure
 from jaxtrain.step.nonfinite import Nonfinite, locate_nonfinite
 from jaxtrain.step.objective import Compute, Loss
-from jaxtrain.step.pipeline import pipelined_window
 from jaxtrain.step.partial_sums import with_sums, zero_sums
+from jaxtrain.step.pipeline import pipelined_window
 from jaxtrain.step.state import TrainState, applied_updates, micro_batch_key, require_state, require_trainable
 from jaxtrain.transforms import Groups, Stages, unfilled_stacks
 

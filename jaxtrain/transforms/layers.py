@@ -115,9 +115,7 @@ class LayeredFunction:
 
     def leaves_of_stacks(self) -> list[list[int]]:
         """Return for every stack the positions of the parameters that it is computed from."""
-        return [
-            [i for i, used in enumerate(self._used([v])) if used] for v in self._of_stacks(self._xs, True)
-        ]
+        return [[i for i, used in enumerate(self._used([v])) if used] for v in self._of_stacks(self._xs, True)]
 
     def _of_stacks(self, xs: Sequence[Any], stacked: bool) -> list[Any]:
         return [x for x, is_stacked in zip(xs, self._is_stacked, strict=True) if is_stacked == stacked]

@@ -104,4 +104,6 @@ def _depends_beyond(closed: Any, i: int, n: int) -> bool:
 
 def _placeholder(aval: Any) -> Any:
     """Return a value for an argument that is not read."""
-    return jax.numpy.zeros(aval.shape, aval.dtype) if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else None
+    return (
+        jax.numpy.zeros(aval.shape, aval.dtype) if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) else None
+    )

@@ -76,9 +76,7 @@ class Schedule(NamedTuple):
 
     def backward(self, tick: Any, stage: Any) -> Unit:
         """Return what a device runs backward in a tick."""
-        return self._unit(
-            tick - self.delay - (self.stages - 1 - stage), lambda chunk: self.chunks - 1 - chunk
-        )
+        return self._unit(tick - self.delay - (self.stages - 1 - stage), lambda chunk: self.chunks - 1 - chunk)
 
     def forward_tick(self, unit: Unit, stage: Any) -> Any:
         """Return the tick in which a device runs a unit forward."""
