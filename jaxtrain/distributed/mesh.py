@@ -1,9 +1,10 @@
 """The mesh: a grid of devices with the axes dcn, pipeline, data, fsdp, sequence and tensor.
 
 `data` shards the rows of a batch. `dcn` shards rows over nodes or pods that a slow network joins: gradients are added
-within a node first. `pipeline` shards layers, through which the micro-batches of a window pass. `fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari
-et al. 2020). `sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al. 2024,
-section 3.3.2). `tensor` shards the matrices of a layer (Shoeybi et al. 2019).
+within a node first. `pipeline` shards layers, through which the micro-batches of a window pass (Narayanan et al. 2021).
+`fsdp` shards rows, and also parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari et al. 2020).
+`sequence` shards the tokens of a row, as in context parallelism (Llama 3, Grattafiori et al. 2024, section 3.3.2).
+`tensor` shards the matrices of a layer (Shoeybi et al. 2019).
 """
 
 import math

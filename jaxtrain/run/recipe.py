@@ -51,7 +51,8 @@ class Recipe:
     """Dtype of matrix products and convolutions, and with bf16_compute and bf16_params of all activations; parameters
     are float32, except with bf16_params."""
     mesh: str | None = None
-    """Device mesh, such as "data=2,fsdp=4" (dcn, pipeline, sequence, tensor); None: one device, or all of several processes."""
+    """Device mesh, such as "data=2,fsdp=4" (dcn, pipeline, sequence, tensor); None: one device, or all of several
+    processes."""
     gradient_sums: Literal["whole", "sharded"] = "whole"
     """Along fsdp, what a device keeps of the gradients between micro-batches: whole sums of its own rows', added over
     devices once an update, or its part of the sums over all rows, added in every micro-batch to save memory."""

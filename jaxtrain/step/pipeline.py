@@ -1,9 +1,9 @@
 """The gradient of a window whose micro-batches pass through a pipeline of stages.
 
 A stage is a part of the layers that the loss_fn scans over; what precedes the scan belongs to the first stage, what
-follows it to the last. All stages run the same program, and select what they need of it. Gradients are added up stage by
-stage, weighted as those of a window without a pipeline; those of parameters outside of the layers are added over stages
-after the last micro-batch.
+follows it to the last. All stages run the same program, and select what they need of it. Each adds up its gradients,
+weighted as those of a window without a pipeline; those of parameters outside of the layers are added over stages after
+the last micro-batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -239,8 +239,8 @@ class _Pipeline:
             passed, rest, state = self._forward(state, t, unit)
             if head:
                 gradient, state = self._head(state, unit, passed, rest)
-            arrived = [[self._stages.shift(x, 1) for x in part] for part in (passed, rest)]
-            state = state._replace(arrived=tuple(arrived))
+            shift = partial(self._stages.shift, by=1)
+            state = state._replace(arrived=(list(map(shift, passed)), list(map(shift, rest))))
         return self._backward(state, t, gradient) if backward else state
 
     def _inputs(self, micro_batch: Any) -> Any:
@@ -290,10 +290,8 @@ class _Pipeline:
             for own, given in zip(of_head, state.gradient, strict=True)
         ]
         slot = schedule.forward_tick(unit, stages) % schedule.slots
-        residuals = [
-            self._from_data(self._stages.pick(x, slot), of)
-            for x, of in zip(state.residuals, self._stage.residuals, strict=True)
-        ]
+        kept = zip(state.residuals, self._stage.residuals, strict=True)
+        residuals = [self._from_data(self._stages.pick(x, slot), like) for x, like in kept]
         diff, held = self._diff_and_held(self._chunk(unit.chunk))
         run = self._stages.map(self._stage.backward, in_axes=((0, None), (0, None), 0, 0))
         (of_stacks, of_leaves), of_passed = run(diff, held, residuals, gradient)
@@ -328,10 +326,10 @@ class _Pipeline:
             return _where(valid, x, jnp.zeros_like(x)).astype(dtype)
 
         sums = zip(self._outside, state.of_leaves, strict=True)
-        of_leaves = [a + weighted(leaves[i], a.dtype) if i in leaves else a for i, a in sums]
+        of_all = [a + weighted(leaves[i], a.dtype) if i in leaves else a for i, a in sums]
         of_layers = zip(state.of_stacks, stacks, strict=True) if stacks else []
         layers = [self._add_to_chunk(a, chunk, weighted(x, a.dtype)) for a, x in of_layers]
-        return state._replace(of_leaves=of_leaves, of_stacks=layers or state.of_stacks)
+        return state._replace(of_leaves=of_all, of_stacks=layers or state.of_stacks)
 
     def _add_to_chunk(self, sums: jax.Array, chunk: Any, values: jax.Array) -> jax.Array:
         return sums + values[None] if self._stages.chunks == 1 else self._stages.add(sums, chunk, values)

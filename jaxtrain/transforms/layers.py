@@ -98,13 +98,13 @@ class LayeredFunction:
             outs = body(*consts, *carry, *x)
             return outs[: len(carry)], outs[len(carry) :]
 
-        options = {name: self._scan.params[name] for name in ("reverse", "unroll")}
-        carry, ys = lax.scan(layer, list(carry), xs, **options)
-        return carry, ys
+        last, ys = lax.scan(layer, list(carry), xs, unroll=self._scan.params["unroll"])
+        return last, ys
 
     def outputs(self) -> tuple[list[Any], list[Any]]:
         """Return the shapes of the scan's carry, and of the outputs of all layers, [layers, …]."""
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._scan.outvars]
+        avals: list[Any] = [v.aval for v in self._scan.outvars]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
         _, n_carry = self._sizes
         return shapes[:n_carry], shapes[n_carry:]
 
@@ -129,7 +129,7 @@ class LayeredFunction:
         results: Sequence[Any],
         params: Sequence[Any],
         inputs: Any,
-        rule: jaxpr.Rule | None = None,
+        rule: Callable[[JaxprEqn, list[Any]], list[Any] | None] | None = None,
         given: dict[Any, Any] | None = None,
     ) -> list[Any]:
         env = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
@@ -138,7 +138,7 @@ class LayeredFunction:
         equations, _ = _needed(self._jaxpr, results, {*env})
         for eqn in equations:
             args = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            outs = rule(eqn, args, None) if rule is not None else None
+            outs = rule(eqn, args) if rule is not None else None
             env |= zip(eqn.outvars, jaxpr.bind(eqn, args) if outs is None else outs, strict=True)
         return [v.val if isinstance(v, Literal) else env[v] for v in results]
 
@@ -173,7 +173,9 @@ def _dependence(traced: Jaxpr, n_params: int) -> dict[Any, str]:
 
 def _scan_over_layers(traced: Jaxpr, depends: dict[Any, str]) -> JaxprEqn:
     def is_over_layers(eqn: JaxprEqn) -> bool:
-        xs = eqn.invars[sum(jaxpr.scan_sizes(eqn)) :] if eqn.primitive.name == "scan" else []
+        if eqn.primitive.name != "scan" or eqn.params["reverse"]:
+            return False
+        xs = eqn.invars[sum(jaxpr.scan_sizes(eqn)) :]
         return any(not isinstance(v, Literal) and depends.get(v) == _PARAMS for v in xs)
 
     scans = [eqn for eqn in traced.eqns if is_over_layers(eqn)]
@@ -198,7 +200,6 @@ def _needed(traced: Jaxpr, results: Sequence[Any], given: set[Any]) -> tuple[lis
     return equations[::-1], read
 
 
-def _unrounded(eqn: JaxprEqn, args: list[Any], run: Any) -> list[Any] | None:
+def _unrounded(eqn: JaxprEqn, args: list[Any]) -> list[Any] | None:
     """Leave out conversions: a gradient that passes them keeps its precision."""
-    del run
     return args if eqn.primitive.name == "convert_element_type" else None

@@ -43,7 +43,8 @@ class StoredResiduals:
 
         closed, shapes = jax.make_jaxpr(forward, return_shape=True)(params, held, x, inputs)
         self._structure, self._results = structure, jax.tree.structure(shapes[0])
-        n_results, n_params = self._results.num_leaves, len(jax.tree.leaves((params, held)))
+        self._n = n_results = len(jax.tree.leaves(shapes[0]))
+        n_params = len(jax.tree.leaves((params, held)))
         residuals = closed.jaxpr.outvars[n_results:]
         self._is_stored = [_depends_beyond(closed, n_results + i, n_params) for i in range(len(residuals))]
         stored = [v for v, is_stored in zip(residuals, self._is_stored, strict=True) if is_stored]
@@ -59,8 +60,8 @@ class StoredResiduals:
     def forward(self, params: Any, x: Any, held: Any, inputs: Any) -> tuple[Any, Any, list[Any]]:
         """Return y, aux and the residuals to be stored."""
         outs = self._forward(*jax.tree.leaves((params, held, x, inputs)))
-        n = self._results.num_leaves
-        return *jax.tree.unflatten(self._results, outs[:n]), outs[n:]
+        y, aux = jax.tree.unflatten(self._results, outs[: self._n])
+        return y, aux, outs[self._n :]
 
     def backward(self, params: Any, held: Any, residuals: Sequence[Any], gradient: Any) -> tuple[Any, Any]:
         """Return the gradients by `params` and by `x`, from that by y."""
