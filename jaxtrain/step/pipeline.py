@@ -318,7 +318,7 @@ class _Pipeline:
         finite = [_finite(x) for x in stacks] if stacks else [all_finite] * len(state.of_stacks)
         finite += [_finite(leaves[i]) if i in leaves else all_finite for i in self._outside]
         wrong = valid[:, None] & ~jnp.stack(finite, 1)
-        is_this = micro_batch[:, None] == np.arange(self._k)
+        is_this = lax.broadcasted_iota(np.int32, (self._stages.size, self._k), 1) == micro_batch[:, None]
         state = state._replace(finite=state.finite & ~(is_this[:, :, None] & wrong[:, None, :]))
 
         def weighted(x: jax.Array, dtype: Any) -> jax.Array:
