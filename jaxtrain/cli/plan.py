@@ -40,6 +40,7 @@ from jaxtrain.planning import (
     doubled_meshes,
     format_mesh,
     format_settings,
+    gathered_params_json,
     plan,
     virtual_devices,
 )
@@ -90,6 +91,7 @@ def main(args: list[str]) -> int:
                 "rows": list(candidate_rows(found)),
                 "state": [part._asdict() for part in found.state],
                 "gradient_sums": found.sums.as_json(found.chosen.recipe),
+                "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
                 "command": command("train", name, found.chosen.recipe),
             }
         )

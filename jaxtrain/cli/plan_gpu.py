@@ -28,7 +28,7 @@ from jaxtrain.cost import (
     parse_bytes,
 )
 from jaxtrain.distributed import parse_mesh
-from jaxtrain.planning import Candidate, Plan, choice_notes, format_settings, plan
+from jaxtrain.planning import Candidate, Plan, choice_notes, format_settings, gathered_params_json, plan
 from jaxtrain.recipes import command
 from jaxtrain.run import Recipe
 
@@ -72,9 +72,11 @@ def plan_for_gpu(name: str, recipe: Recipe, device: str, memory: str | None, as_
     if as_json:
         context = {"recipe": name, "device": target.name, "mesh": recipe.mesh, "memory_bytes": available}
         state = [part._asdict() for part in found.state]
-        sums = found.sums.as_json(found.chosen.recipe)
-        details = _details(found.chosen)
-        values = {**context, "rows": rows, "state": state, "gradient_sums": sums, "chosen": details}
+        kept = {
+            "gradient_sums": found.sums.as_json(found.chosen.recipe),
+            "gathered_params": gathered_params_json(found.chosen.recipe, found.gathered_bytes),
+        }
+        values = {**context, "rows": rows, "state": state, **kept, "chosen": _details(found.chosen)}
         sys.stdout.write(
             json.dumps({**values, "command": command("train", name, found.chosen.recipe)}, indent=2) + "\n"
         )

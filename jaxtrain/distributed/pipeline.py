@@ -32,6 +32,8 @@ def require_pipelined(parts: StepParts, rules: Rules | None, size: int) -> None:
         raise UserError("accumulate is a schedule, whose micro-batches cannot fill a pipeline: use a number")
     if parts.loss.hooks:
         raise UserError(f"hooks {list(parts.loss.hooks)} are not applied in a pipeline: use other axes, or no hooks")
+    if parts.reshard_after != "forward":
+        raise UserError("a pipeline gathers parameters of fsdp in every tick: use reshard_after='forward'")
     if parts.loss.unroll:
         raise UserError("unroll removes the loop over layers, which a pipeline divides: use unroll=False")
 

@@ -18,7 +18,7 @@ from jaxtrain.distributed.mesh import PIPELINE, TENSOR
 from jaxtrain.distributed.pipeline import pipeline_stages, require_pipelined
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
-from jaxtrain.distributed.sharding import Rules, state_shardings
+from jaxtrain.distributed.sharding import Rules, gather, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     CompilerOptions,
@@ -78,9 +78,10 @@ class ShardedStep(TrainStep):
         self._mesh, self._rules = mesh, rules
         super().__init__(
             step.parts.constrained(
-                partial(constrain_shardings, mesh=mesh, rules=rules),
+                partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
                 mesh.devices.flat[0].platform,
-                row_groups(mesh, rules, step.parts.gradient_sums, step.parts.accumulate),
+                row_groups(mesh, rules, step.parts.gradient_sums),
+                None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
                 pipeline_stages(mesh, step.parts.pipeline_chunks),
             ),
             step.allow_recompile,

@@ -4,6 +4,8 @@ from jaxtrain.cost import GpuProgram
 from jaxtrain.planning.candidate import Candidate as Candidate
 from jaxtrain.planning.candidate import compile_for_target as compile_for_target
 from jaxtrain.planning.candidate import format_settings as format_settings
+from jaxtrain.planning.gathered_params import gathered_params_json as gathered_params_json
+from jaxtrain.planning.gathered_params import gathered_params_note as gathered_params_note
 from jaxtrain.planning.gpu import gpu_program as gpu_program
 from jaxtrain.planning.gradient_sums import gradient_sums_note as gradient_sums_note
 from jaxtrain.planning.plan import Plan as Plan

@@ -189,6 +189,7 @@ def train_step(
     allow_recompile: int | None = None,
     deterministic: bool = False,
     gradient_sums: str = "whole",
+    reshard_after: str = "forward",
     pipeline_chunks: int = 1,
 ) -> TrainStep:
     """Build the jitted training step of a loss function under an optimizer.
@@ -219,6 +220,10 @@ def train_step(
       gradient_sums: What a device of the mesh axis fsdp keeps between the micro-batches of a window: "whole" for the
         sums of its own rows' gradients, added over devices once a window; "sharded" for its part of the sums over all
         rows, added over devices in every micro-batch, which takes less memory.
+      reshard_after: How long a device of the mesh axis fsdp keeps the parameters that it has gathered: "forward" for
+        the forward pass of a layer, and again for its backward pass, in every micro-batch (ZeRO-3); "window" for all
+        micro-batches of a window, in the dtypes that the step computes in, which takes more memory (ZeRO-2,
+        `reshard_after_forward=False` of PyTorch's `fully_shard`).
       pipeline_chunks: Chunks of layers that a device of the mesh axis pipeline has: more shorten the bubble, and
         communicate more (the interleaved schedule of Narayanan et al. 2021).
 
@@ -253,6 +258,7 @@ def train_step(
         hooks=hooks,
         allow_recompile=allow_recompile,
         gradient_sums=gradient_sums,
+        reshard_after=reshard_after,
         pipeline_chunks=pipeline_chunks,
     )
     numerics = policy(precision)
@@ -268,6 +274,7 @@ def train_step(
         frozen=frozen,
         ema=ema,
         gradient_sums=gradient_sums,
+        reshard_after=reshard_after,
         pipeline_chunks=pipeline_chunks,
     )
     return TrainStep(parts, allow_recompile, deterministic)

@@ -19,6 +19,7 @@ def check_options(
     hooks: Any,
     allow_recompile: Any,
     gradient_sums: Any,
+    reshard_after: Any,
     pipeline_chunks: Any,
 ) -> None:
     """Raise `UserError` for an option of another type, or out of range."""
@@ -57,6 +58,8 @@ def check_options(
         )
     if gradient_sums not in ("whole", "sharded"):
         raise UserError(f"gradient_sums must be 'whole' or 'sharded', got {gradient_sums!r}: use 'whole'")
+    if reshard_after not in ("forward", "window"):
+        raise UserError(f"reshard_after must be 'forward' or 'window', got {reshard_after!r}: use 'forward'")
     if not _is_int(pipeline_chunks) or pipeline_chunks < 1:
         raise UserError(f"pipeline_chunks must be an integer of at least 1, got {pipeline_chunks!r}: use 1")
 

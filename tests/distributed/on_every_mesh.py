@@ -10,8 +10,8 @@ from tests.distributed.programs import PIPELINED, RUNS, distance, train
 def main(name: str, specs: list[str]) -> None:
     """Print the largest distance of parameters, optimizer state and model state, by mesh.
 
-    Each is given as "data=2,fsdp=4", or "data=2,fsdp=4:sharded" with sharded gradient sums. Those with a pipeline, as
-    "pipeline=2:2" with two chunks per device, train four layers with four micro-batches.
+    Each is given as "data=2,fsdp=4", with options of the step as "data=2,fsdp=4 gradient_sums=sharded". Those with a
+    pipeline train four layers with four micro-batches.
     """
     is_pipelined = any("pipeline" in spec for spec in specs)
     run = (PIPELINED if is_pipelined else RUNS)[name]()
@@ -20,8 +20,8 @@ def main(name: str, specs: list[str]) -> None:
     kept = (alone.params, alone.opt_state, alone.model_state)
     distances = {}
     for spec in specs:
-        mesh, _, option = spec.partition(":")
-        options = {"pipeline_chunks": int(option)} if option.isdigit() else {"gradient_sums": option or "whole"}
+        mesh, *given = spec.split()
+        options = {name: int(x) if x.isdigit() else x for name, x in (option.split("=") for option in given)}
         state, _ = train(run, make_mesh(mesh), **shared, **options)
         distances[spec] = distance(kept, (state.params, state.opt_state, state.model_state))
     print(json.dumps(distances))

@@ -50,6 +50,7 @@ def test_what_a_pipeline_cannot_run_is_refused():
 
     refused("mesh axis pipeline=4 divides no layers without sharding rules", rules=None)
     refused("accumulate is a schedule", accumulate=lambda _: 2)
+    refused("use reshard_after='forward'", reshard_after="window")
     refused("unroll removes the loop over layers", unroll=True)
     refused(r"hooks \['x'\] are not applied in a pipeline", hooks={"x": lambda g: g})
     with pytest.raises(UserError, match="pipeline_chunks must be an integer of at least 1, got 0"):
@@ -80,8 +81,8 @@ def test_models_that_a_pipeline_cannot_divide_are_refused(name, options, message
 
 
 MESHES = [
-    *("pipeline=4,data=2", "pipeline=2,data=2,tensor=2", "pipeline=2,fsdp=4:sharded", "pipeline=2,fsdp=2,sequence=2"),
-    *("pipeline=2,data=4:2", "dcn=2,pipeline=2,data=2"),
+    *("pipeline=4,data=2", "pipeline=2,data=2,tensor=2", "pipeline=2,fsdp=2,sequence=2", "dcn=2,pipeline=2,data=2"),
+    *("pipeline=2,fsdp=4 gradient_sums=sharded", "pipeline=2,data=4 pipeline_chunks=2"),
 ]
 OF_TWO_LAYERS = ["pipeline=2,data=2,fsdp=2", "pipeline=2,tensor=4"]
 

@@ -76,6 +76,7 @@ class Settings:
     remat: str = "none"
     unroll: bool = False
     mesh: str | None = None
+    reshard_after: str = "forward"
 
     @property
     def name(self) -> str:
@@ -85,6 +86,7 @@ class Settings:
         parts += [f"remat-{self.remat}"] if self.remat != "none" else []
         parts += ["unrolled"] if self.unroll else []
         parts += [self.mesh.replace("=", "").replace(",", "-")] if self.mesh else []
+        parts += [self.reshard_after] if self.reshard_after != "forward" else []
         return ".".join(parts)
 
 
@@ -99,6 +101,7 @@ def program(settings: Settings) -> GpuProgram:
         clip_norm=1.0,
         remat=settings.remat,
         unroll=settings.unroll,
+        reshard_after=settings.reshard_after,
         **family.options,
     )
     return gpu_program(
