@@ -134,7 +134,9 @@ class _Pipeline:
         self._passed = self._split(passed, self._is_float)
         diff, held = self._diff_and_held(shapes)
         number = jax.ShapeDtypeStruct((), np.int32)
-        self._stage = StoredResiduals(self._run_stage, diff, self._passed[0], held, (self._passed[1], inputs, number))
+        others = self._passed[1], inputs, number
+        make = partial(StoredResiduals, self._run_stage, diff, self._passed[0], held, others)
+        self._stage = self._stages.trace(make)
 
     @staticmethod
     def _split(values: Sequence[Any], of: Sequence[bool]) -> tuple[list[Any], list[Any]]:

@@ -120,6 +120,17 @@ class Stages:
         """Return a function that applies `fn` in every stage."""
         return jax.vmap(fn, in_axes=in_axes)
 
+    def trace(self, make: Callable[[], Any]) -> Any:
+        """Return `make()`, which traces functions that `map` is applied to, as within `map`."""
+        made = []
+
+        def trace(stage: jax.Array) -> jax.Array:
+            made.append(make())
+            return stage
+
+        jax.eval_shape(self.map(trace), jnp.arange(self.size))
+        return made[0]
+
     def split(self, x: jax.Array) -> jax.Array:
         """Split an array of all layers, [layers, …], to [V, p, layers / (V·p), …]."""
         return x.reshape(self.chunks, self.size, -1, *x.shape[1:])
