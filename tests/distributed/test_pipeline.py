@@ -105,7 +105,7 @@ def test_twenty_steps_in_a_pipeline_equal_those_of_one_device(name, specs):
     assert {spec: d for spec, d in distances.items() if not d < NEAR} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_overflow_in_one_micro_batch_skips_the_update_and_is_located():
     plain, calls = RUNS["gpt2"](), iter(range(100))
 
