@@ -247,7 +247,7 @@ def growths(costs: MeshCosts, mesh: Mapping[str, int], settings: Settings) -> It
             continue
         yield grow_weakly(costs, mesh, axis, settings, found)
         yield grow_strongly(costs, mesh, axis, settings, found)
-    for axis in MODEL_AXES:
+    for axis in (axis for axis in MODEL_AXES if axis == SEQUENCE or axis in costs.sharding_axes):
         yield grow_model_axis(costs, mesh, axis, settings)
 
 

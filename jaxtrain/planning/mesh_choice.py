@@ -5,11 +5,11 @@ communication within a layer, and moves a factor of two of the fastest one to an
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from jaxtrain.cost import format_bytes
-from jaxtrain.distributed import AXES, DATA, FSDP, ROWS, data_parallel_size, parse_mesh
+from jaxtrain.distributed import AXES, DATA, EXPERT, FSDP, SEQUENCE, TENSOR, data_parallel_size, parse_mesh
 from jaxtrain.errors import RunFailed, UserError
 from jaxtrain.planning.growth import cost_on, settings_on
 from jaxtrain.planning.mesh_costs import MeshCost, MeshCosts
@@ -66,13 +66,14 @@ def choose_mesh(costs: MeshCosts, recipe: Recipe, gpus: int, memory: int) -> Mes
       RunFailed: Nothing fits.
     """
     search = _Search(costs, recipe, memory)
+    axes = {DATA, FSDP, SEQUENCE} | (costs.sharding_axes & {EXPERT, TENSOR})
     for mesh in _row_meshes(gpus, costs.target.gpus_per_node):
         search.consider(mesh)
     moved: MeshCost | None = None
     while (best := search.best()) is not moved:
         moved = best
         start = [best.mesh] if best is not None else list(_row_meshes(gpus, costs.target.gpus_per_node))
-        for mesh in (larger for one in start for larger in _moves(one)):
+        for mesh in (larger for one in start for larger in _moves(one, axes)):
             search.consider(mesh)
     if not search.done:
         why = "; ".join(f"{format_mesh(r.mesh)}: {r.why}" for r in search.rejected[:3])
@@ -141,10 +142,10 @@ def _row_meshes(gpus: int, gpus_per_node: int) -> Iterator[dict[str, int]]:
             yield {**whole, DATA: gpus // size, FSDP: size}
 
 
-def _moves(mesh: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the meshes with a factor of two moved from an axis of rows to another axis."""
+def _moves(mesh: Mapping[str, int], axes: Set[str]) -> Iterator[dict[str, int]]:
+    """Yield the meshes with a factor of two moved from data or fsdp to another one of some axes."""
     for source in (DATA, FSDP):
-        for axis in (axis for axis in AXES if axis not in ROWS or axis in (DATA, FSDP)):
-            limit = math.inf if axis in ROWS else _LARGEST_MODEL_AXIS
-            if axis != source and mesh[source] % 2 == 0 and 2 * mesh[axis] <= limit:
+        for axis in (axis for axis in AXES if axis in axes and axis != source):
+            limit = math.inf if axis in (DATA, FSDP) else _LARGEST_MODEL_AXIS
+            if mesh[source] % 2 == 0 and 2 * mesh[axis] <= limit:
                 yield {**mesh, source: mesh[source] // 2, axis: 2 * mesh[axis]}

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxtrain.cost import GpuTarget, Traffic, group_along
-from jaxtrain.distributed import data_parallel_size, param_shardings, state_shardings
+from jaxtrain.distributed import FSDP, data_parallel_size, param_shardings, parse_mesh, state_shardings
 from jaxtrain.paths import path_name
 from jaxtrain.planning.candidate import Candidate, abstract_state, compile_for_target
 from jaxtrain.planning.closed_forms import ClosedForms
@@ -124,6 +124,13 @@ class MeshCosts:
             self._on_compile(recipe)
             self._done[recipe] = compile_for_target(recipe, self.task, self.target)
         return self._done[recipe]
+
+    @cached_property
+    def sharding_axes(self) -> set[str]:
+        """The mesh axes that the parameters are sharded over."""
+        shardings = param_shardings(self._state.params, _abstract(parse_mesh(f"{FSDP}=1")), self.task.sharding)
+        entries = [entry for sharding in jax.tree.leaves(shardings) for entry in sharding.spec]
+        return {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry or ())}
 
     def state_bytes(self, mesh: Mapping[str, int]) -> int:
         """Return the bytes of the state on one GPU."""
