@@ -58,10 +58,16 @@ class Growth:
         for cost, doubled in pairwise(self.costs):
             gain = (doubled.units_per_s / cost.units_per_s) ** (1 / math.log2(doubled.gpus / cost.gpus))
             if gain < PAYS:
-                return f"{self._place(cost)} is where {self.axis} stops paying: twice the GPUs are {gain:.2f} × as fast"
+                place = f"{self._place(cost)} is where {self.axis} stops paying"
+                return f"{place} with the {self.fixed} fixed: twice the GPUs are {gain:.2f} × as fast"
         if not self.costs:
             return f"{self.axis}: {self.ends}"
-        return f"{self.axis} pays up to {self._place(self.costs[-1])}: {self.ends}"
+        return f"{self.axis} pays up to {self._place(self.costs[-1])} with the {self.fixed} fixed: {self.ends}"
+
+    @property
+    def fixed(self) -> str:
+        """What does not grow with the mesh."""
+        return "rows of a GPU" if self.scaling == "weak" else "batch"
 
     def _place(self, cost: MeshCost) -> str:
         return f"{self.axis}={cost.mesh[self.axis]} ({cost.gpus:,} GPUs)"
