@@ -24,7 +24,6 @@ PAYS = 1.5
 """An axis pays as long as twice the GPUs compute at least this many times as fast."""
 MODEL_AXES = (SEQUENCE, TENSOR)
 """Axes that divide the sequences and the layers of any language model."""
-_LARGEST_MODEL_AXIS = 16
 
 
 class Settings(NamedTuple):
@@ -153,7 +152,7 @@ def grow_strongly(
 def grow_model_axis(costs: MeshCosts, mesh: Mapping[str, int], axis: str, settings: Settings) -> Growth:
     """Return the costs of meshes that grow along an axis that divides layers or sequences; the batch is the same."""
     done: list[MeshCost] = []
-    for size in (x for x in sizes(mesh, axis, least=1) if mesh[axis] <= x <= _LARGEST_MODEL_AXIS):
+    for size in (x for x in sizes(mesh, axis, least=1) if mesh[axis] <= x <= costs.target.gpus_per_node):
         larger = {**mesh, axis: size}
         if done and (undivided := costs.undivided(mesh, larger)) is not None and _shards_less(costs, mesh, larger):
             return Growth(axis, "strong", done, f"{axis}={size} does not divide {undivided}")
@@ -163,7 +162,7 @@ def grow_model_axis(costs: MeshCosts, mesh: Mapping[str, int], axis: str, settin
             return Growth(axis, "strong", done, str(error))
         if len(done) > 1 and done[-1].units_per_s < PAYS * done[-2].units_per_s:
             break
-    return Growth(axis, "strong", done, f"the largest {axis} considered")
+    return Growth(axis, "strong", done, f"beyond it, {axis} leaves a node")
 
 
 def cost_on(costs: MeshCosts, mesh: Mapping[str, int], settings: Settings) -> MeshCost:
