@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
+from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
 
 
 class Partial(NamedTuple):
@@ -132,6 +133,9 @@ def _rule(groups: Groups) -> jaxpr.Rule:
             return None
         if name == "scan":
             return _scan(eqn, args, run, groups)
+        on_gpu = gradient_on_gpu(eqn)
+        if on_gpu is not None and _are_vectors_by_row(args, groups):
+            return [_recomputed_by_group(eqn, args, on_gpu, groups)]
         if (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
         if name == "sharding_constraint":
@@ -295,6 +299,39 @@ def _convolution_sums(eqn: JaxprEqn, values: Sequence[Any], gradient: Any, rows:
 
     shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
     return groups.each(of_group, (rows.operands[0], rows.result))(images, gradient)
+
+
+def _are_vectors_by_row(args: Sequence[Any], groups: Groups) -> bool:
+    """Return whether all arguments but the first are parameters, each the same for all rows of the first."""
+    x, *vectors = args
+    rows = all(_is_partial(v) and v.value.shape[0] == 1 for v in vectors)
+    return rows and not _is_partial(x) and x.shape[0] % groups.size == 0
+
+
+def _recomputed_by_group(eqn: JaxprEqn, args: Sequence[Any], on_gpu: Gradient, groups: Groups) -> Any:
+    """Apply a function marked by `recomputed`, such as a norm, whose gradients GPUs compute group by group."""
+    fn = jaxpr_as_fun(eqn.params["call_jaxpr"])
+
+    def forward(x: jax.Array, vectors: list[Partial]) -> Any:
+        return fn(x, *(v.value for v in vectors))[0]
+
+    def by_group(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
+        mapped = jax.vmap(lambda x, gradient: tuple(on_gpu(x, *vectors, gradient)), spmd_axis_name=groups.axes)
+        of_x, *sums = mapped(_split(x, 0, groups), _split(gradient, 0, groups))
+        return of_x.reshape(x.shape), *map(groups.shard, sums)
+
+    def by_all(x: jax.Array, gradient: jax.Array, *vectors: jax.Array) -> tuple[jax.Array, ...]:
+        of_x, *of_vectors = jax.vjp(fn, x, *vectors)[1]([gradient])
+        return of_x, *map(groups.place, of_vectors)
+
+    def backward(operands: Any, gradient: jax.Array) -> tuple[Any, list[Partial]]:
+        x, vectors = operands
+        of_x, *sums = lax.platform_dependent(x, gradient, *vectors, cuda=by_group, rocm=by_group, default=by_all)
+        return of_x, [Partial(None, of_vector) for of_vector in sums]  # type: ignore[arg-type]
+
+    apply = jax.custom_vjp(forward)
+    apply.defvjp(lambda x, vectors: (forward(x, vectors), (x, [v.value for v in vectors])), backward)
+    return apply(args[0], list(args[1:]))
 
 
 def _split(x: jax.Array, axis: int, groups: Groups) -> jax.Array:
