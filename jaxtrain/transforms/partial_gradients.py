@@ -10,7 +10,7 @@ and divided among the groups' sums.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +105,8 @@ def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[.
             return compute(params, *rest)
 
         def evaluate(closed: ClosedJaxpr, values: list[Any]) -> list[Any]:
-            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*leaves, *values[len(leaves) :]], _rule(groups))
+            rule = _rule(groups, {x.shape[0] for x in jax.tree.leaves(rest[:1]) if x.ndim})
+            outs = jaxpr.interpret(closed.jaxpr, closed.consts, [*leaves, *values[len(leaves) :]], rule)
             return [_summed(x, groups) for x in outs]
 
         values = [x.value if _is_partial(x) else x for x in leaves]
@@ -120,7 +121,9 @@ CONVOLUTION = "conv_general_dilated"
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
-def _rule(groups: Groups) -> jaxpr.Rule:
+def _rule(groups: Groups, counts: Collection[int]) -> jaxpr.Rule:
+    """Return the rule for a batch of which arrays have these numbers of rows."""
+
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
         name = eqn.primitive.name
         is_lookup = jaxpr.is_call(eqn, DIVIDED_LOOKUP)
@@ -136,12 +139,12 @@ def _rule(groups: Groups) -> jaxpr.Rule:
         on_gpu = gradient_on_gpu(eqn)
         if on_gpu is not None and _are_vectors_by_row(args, groups):
             return [_recomputed_by_group(eqn, args, on_gpu, groups)]
-        if (rows := _row_axes(eqn, args)) and rows.size % groups.size == 0:
+        if (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
         if name == "sharding_constraint":
             (x,) = args
             return [Partial(jaxpr.bind(eqn, [x.value])[0], groups.shard(x.sums, eqn.params["sharding"]))]
-        is_layout = name in (*_LAYOUT, "gather") or (name == "broadcast_in_dim" and _has_size_of_operand(eqn))
+        is_layout = name in _LAYOUT or (name in ("broadcast_in_dim", "gather") and not _is_larger(eqn))
         if is_layout and not any(map(_is_partial, args[1:])):
             x, rest = args[0], args[1:]
             by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
@@ -153,10 +156,10 @@ def _rule(groups: Groups) -> jaxpr.Rule:
     return rule
 
 
-def _has_size_of_operand(eqn: JaxprEqn) -> bool:
-    """Return whether a broadcast only adds axes of size 1."""
+def _is_larger(eqn: JaxprEqn) -> bool:
+    """Return whether a broadcast or a lookup repeats values: partial sums would be repeated too."""
     sizes = [v.aval.size for v in (eqn.invars[0], eqn.outvars[0])]  # type: ignore[attr-defined]
-    return bool(sizes[0] == sizes[1])
+    return bool(sizes[0] < sizes[1])
 
 
 def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> list[Any]:
@@ -186,7 +189,7 @@ class _Rows(NamedTuple):
     size: int
 
 
-def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
+def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows | None:
     """Return the rows of a product, a lookup or a broadcast; None if the gradient of its parameters sums none."""
     partial = [i for i, x in enumerate(args) if _is_partial(x)]
     operation, result = _operation(eqn), eqn.outvars[0].aval
@@ -209,7 +212,8 @@ def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
     if operation.primitive.name == "gather" and partial == [0]:
         numbers = operation.params["dimension_numbers"]
         rows = [i for i in range(result.ndim) if i not in numbers.offset_dims]  # type: ignore[attr-defined]
-        if rows and not numbers.operand_batching_dims:
+        # Positions, or pairs of them, are not rows.
+        if rows and not numbers.operand_batching_dims and args[1].shape[0] in counts:
             return _Rows({1: 0}, rows[0], args[1].shape[0])
     return None
 
