@@ -8,6 +8,15 @@ from jaxtrain.planning.gathered_params import gathered_params_json as gathered_p
 from jaxtrain.planning.gathered_params import gathered_params_note as gathered_params_note
 from jaxtrain.planning.gpu import gpu_program as gpu_program
 from jaxtrain.planning.gradient_sums import gradient_sums_note as gradient_sums_note
+from jaxtrain.planning.growth import MOST_GPUS as MOST_GPUS
+from jaxtrain.planning.growth import Growth as Growth
+from jaxtrain.planning.growth import Settings as Settings
+from jaxtrain.planning.growth import growths as growths
+from jaxtrain.planning.mesh_choice import MeshChoice as MeshChoice
+from jaxtrain.planning.mesh_choice import choose_mesh as choose_mesh
+from jaxtrain.planning.mesh_choice import fitting_cost as fitting_cost
+from jaxtrain.planning.mesh_costs import MeshCost as MeshCost
+from jaxtrain.planning.mesh_costs import MeshCosts as MeshCosts
 from jaxtrain.planning.plan import Plan as Plan
 from jaxtrain.planning.plan import candidate_rows as candidate_rows
 from jaxtrain.planning.plan import choice_notes as choice_notes

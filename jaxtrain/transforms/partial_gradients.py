@@ -9,7 +9,6 @@ or a lookup uses it, the gradient flows to the zeros, group by group. Every othe
 and divided among the groups' sums.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,65 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.transforms import jaxpr
 from jaxtrain.transforms.biased_product import NAME as BIASED_PRODUCT
 from jaxtrain.transforms.biased_product import biased_product
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP, GATHERED_COPY
+from jaxtrain.transforms.groups import Groups, Partial
 from jaxtrain.transforms.recompute import Gradient, gradient_on_gpu
-
-
-class Partial(NamedTuple):
-    """A parameter whose gradient is computed as partial sums.
-
-    Attributes:
-      value: The parameter.
-      sums: Zeros, [groups, …]: the gradient of the result by them is the partial sums.
-    """
-
-    value: jax.Array
-    sums: jax.Array
-
-
-class Groups:
-    """The groups of rows, here without a mesh that shards them.
-
-    Attributes:
-      axes: The mesh axes that shard the groups.
-      sizes: Their sizes.
-      size: The number of groups.
-    """
-
-    def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        self.axes, self.sizes, self.size = axes, sizes, math.prod(sizes)
-
-    def shard(self, x: jax.Array, like: Any = None) -> jax.Array:
-        """Shard an array [groups, …]: its first axis over the groups, its others as the sharding `like` does."""
-        del like
-        return x
-
-    def each(self, compute: Callable[..., jax.Array], rows: tuple[int, ...]) -> Callable[..., jax.Array]:
-        """Return a function that applies `compute` to the rows of each group, and stacks the results.
-
-        Args:
-          compute: A function of arrays.
-          rows: The axis of each array that is rows.
-        """
-
-        def stacked(*arrays: jax.Array) -> jax.Array:
-            parts = [jnp.split(x, self.size, axis) for x, axis in zip(arrays, rows, strict=True)]
-            return jnp.stack([compute(*group) for group in zip(*parts, strict=True)])
-
-        return stacked
-
-    def place(self, gradient: jax.Array) -> jax.Array:
-        """Return an array [groups, …] whose sum is a gradient of all rows."""
-        is_first = lax.broadcasted_iota(np.int32, (self.size,) + (1,) * gradient.ndim, 0) == 0
-        return jnp.where(is_first, gradient[None], jnp.zeros_like(gradient)[None])
-
-    def add(self, sums: Any) -> Any:
-        """Add the groups' sums, [groups, …] to […]."""
-        return jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def partial_gradients(compute: Callable[..., Any], groups: Groups) -> Callable[..., Any]:
@@ -121,7 +69,7 @@ CONVOLUTION = "conv_general_dilated"
 _CALLS = frozenset({"jit", "pjit", "checkpoint", "remat2"})
 
 
-def _rule(groups: Groups, counts: Collection[int]) -> jaxpr.Rule:
+def _rule(of_rows: Groups, counts: Collection[int]) -> jaxpr.Rule:
     """Return the rule for a batch of which arrays have these numbers of rows."""
 
     def rule(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run) -> Sequence[Any] | None:
@@ -135,11 +83,14 @@ def _rule(groups: Groups, counts: Collection[int]) -> jaxpr.Rule:
         if name in _CALLS and not is_lookup:
             return None
         if name == "scan":
-            return _scan(eqn, args, run, groups)
+            return _scan(eqn, args, run, of_rows)
+        if name == "shard_map":
+            return _shard_map(eqn, args, run, of_rows)
+        groups, *others = {own.size: own for own in (of_rows.of_sums(x.sums) for x in args if _is_partial(x))}.values()
         on_gpu = gradient_on_gpu(eqn)
-        if on_gpu is not None and _are_vectors_by_row(args, groups):
+        if not others and on_gpu is not None and _are_vectors_by_row(args, groups):
             return [_recomputed_by_group(eqn, args, on_gpu, groups)]
-        if (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
+        if not others and (rows := _row_axes(eqn, args, counts)) and rows.size % groups.size == 0:
             return [_by_group(eqn, args, rows, groups)]
         if name == "sharding_constraint":
             (x,) = args
@@ -149,7 +100,7 @@ def _rule(groups: Groups, counts: Collection[int]) -> jaxpr.Rule:
             x, rest = args[0], args[1:]
             by_group = jax.vmap(lambda part: jaxpr.bind(eqn, [part, *rest])[0], spmd_axis_name=groups.axes)
             return [Partial(jaxpr.bind(eqn, [x.value, *rest])[0], by_group(x.sums))]
-        values = [_summed(x, groups) for x in args]
+        values = [_summed(x, of_rows) for x in args]
         rebuild = jaxpr.HIGHER_ORDER.get(name)
         return jaxpr.bind(eqn, values) if rebuild is None else rebuild(eqn, values, run)
 
@@ -173,6 +124,43 @@ def _scan(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, groups: Groups) -> lis
         return [_summed(x, groups) for x in run(body, body_consts, body_args)]
 
     return jaxpr.HIGHER_ORDER["scan"](eqn, [*consts, *carry, *xs], summed)
+
+
+def _shard_map(eqn: JaxprEqn, args: list[Any], run: jaxpr.Run, of_rows: Groups) -> list[Any]:
+    """Compute each group with its own copy of a parameter, the gradients of which are the partial sums."""
+    body, manual, specs = eqn.params["jaxpr"], eqn.params["newly_manual_axes"], [*eqn.params["in_specs"]]
+    options = {"mesh": eqn.params["mesh"], "axis_names": manual}
+    copied = set()
+    for i, x in enumerate(args):
+        if _is_partial(x) and not (axes := {*of_rows.of_sums(x.sums).axes}) & _axes(specs[i]) and axes <= manual:
+            spec, specs[i] = specs[i], P(of_rows.of_sums(x.sums).axes or None, *specs[i])
+            copy = jax.shard_map(lambda x: x[None], in_specs=(spec,), out_specs=specs[i], check_vma=False, **options)
+            args[i] = _copies(x, copy)
+            copied.add(i)
+        else:
+            args[i] = _summed(x, of_rows)
+
+    def of_device(*values: Any) -> tuple[Any, ...]:
+        return tuple(run(body, (), [x[0] if i in copied else x for i, x in enumerate(values)]))
+
+    options |= {"out_specs": eqn.params["out_specs"], "check_vma": eqn.params["check_vma"]}
+    return list(jax.shard_map(of_device, in_specs=tuple(specs), **options)(*args))
+
+
+def _axes(spec: P) -> set[str]:
+    return {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+
+
+def _copies(x: Partial, copy: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return a copy of a parameter for each group, [groups, …]."""
+
+    @jax.custom_vjp
+    def copies(value: jax.Array, sums: jax.Array) -> jax.Array:
+        del sums
+        return copy(value)
+
+    copies.defvjp(lambda value, sums: (copy(value), None), lambda _, gradient: (None, gradient))
+    return copies(*x)
 
 
 class _Rows(NamedTuple):
@@ -221,7 +209,9 @@ def _row_axes(eqn: JaxprEqn, args: list[Any], counts: Collection[int]) -> _Rows 
 def _operation(eqn: JaxprEqn) -> JaxprEqn:
     """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
     if jaxpr.is_call(eqn, DIVIDED_LOOKUP):
-        return next(inner for inner in eqn.params["jaxpr"].jaxpr.eqns if inner.primitive.name == "gather")
+        # A custom_jvp contains the lookup of a table in 16 bits.
+        within = [e.params.get("call_jaxpr", eqn.params["jaxpr"]).jaxpr.eqns for e in eqn.params["jaxpr"].jaxpr.eqns]
+        return next(inner for eqns in within for inner in eqns if inner.primitive.name == "gather")
     if eqn.primitive.name == "custom_jvp_call":
         (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
         if first.primitive.name == BIASED_PRODUCT and not more:
@@ -348,6 +338,7 @@ def _summed(x: Any, groups: Groups) -> Any:
     """Return the value of a parameter; its gradient is added to the groups' sums."""
     if not _is_partial(x):
         return x
+    own = groups.of_sums(x.sums)
 
     @jax.custom_vjp
     def value(x: jax.Array, sums: jax.Array) -> jax.Array:
@@ -355,7 +346,7 @@ def _summed(x: Any, groups: Groups) -> Any:
         return x
 
     def backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-        return None, groups.place(gradient)
+        return None, own.place(gradient)
 
     value.defvjp(lambda x, sums: (x, None), backward)
     return value(*x)

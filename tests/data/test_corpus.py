@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxtrain.cli import main
 from jaxtrain.data import ByteTokenizer, FileTokenizer, Mixture, TokenWindows, corpus, split_documents
@@ -162,6 +162,10 @@ def test_an_interrupted_tokenization_continues_to_the_same_bytes(texts, tmp_path
         (lambda f: os.truncate(f / "3.safetensors", 150), r"3.safetensors is cut off, or not a shard of tokens"),
         (lambda f: os.truncate(f / "3.safetensors", 0), r"3.safetensors cannot be read"),
         (lambda f: (f / "3.safetensors").write_bytes(b"x" * 999), r"3.safetensors is cut off, or not a shard"),
+        (
+            lambda f: save_file({"tokens": -np.ones(9, int), "offsets": np.arange(2)}, f / "3.safetensors"),
+            "not a shard",
+        ),
         (lambda f: (f / "3.safetensors").write_bytes((f / "4.safetensors").read_bytes()), r"by the manifest"),
         (lambda f: write_corpus_with(f, vocabulary=5), r"safetensors is damaged, it has a token \d+"),
         (lambda f: write_corpus_with(f, version=2), r"manifest.json is of version 2, not 1"),

@@ -66,10 +66,10 @@ def test_every_source_has_its_own_epochs(seed):
 
 
 def test_as_a_source_a_mixture_is_its_rows_until_a_source_is_exhausted():
-    mixture = Mixture([[{"x": i} for i in range(4)], [{"x": 10 + i} for i in range(9)]], [2, 1])
+    mixture = Mixture([[{"x": i} for i in range(5)], [{"x": 10 + i} for i in range(9)]], [2, 1])
     rows = [mixture[i]["x"] for i in range(len(mixture))]
-    assert [x for x in rows if x < 10] == [0, 1, 2, 3]
-    assert [x for x in rows if x >= 10] == [10, 11, 12][: len(rows) - 4]
+    assert [x for x in rows if x < 10] == [0, 1, 2, 3, 4]
+    assert [x for x in rows if x >= 10] == [10, 11, 12][: len(rows) - 5]
     assert mixture.places(np.array([len(mixture)]), None).examples.tolist() == [0]  # that row would repeat one
     with pytest.raises(IndexError):
         mixture[len(mixture)]

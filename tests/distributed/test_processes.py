@@ -16,9 +16,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import transformers
 
 from jaxtrain.cli import main
 from jaxtrain.runner.checkpoint import saved_steps
+from tests.data.finetuning.templates import byte_level, write_folder
 from tests.soak.fork_server import fork_server
 from tests.soak.test_kills import assert_same_run, state, untimed
 
@@ -144,7 +146,7 @@ def test_tensor_parallel_over_two_processes_equals_one_process(
 
 @pytest.mark.nightly
 def test_sequence_parallel_over_two_processes_equals_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "texts").mkdir()
     for i in range(4):
@@ -153,18 +155,42 @@ def test_sequence_parallel_over_two_processes_equals_one_process(
         "gpt-stdlib --data texts --n-layer 1 --n-embd 16 --n-head 2 --seq-len 16 --dropout 0.1 --batch-size 8 "
         "--eval-sequences 16 --log-every 3 --eval-every 3 --save-every 3 --steps 6 --mesh sequence=2"
     )
-    two = launched(f"{recipe} --out two", tmp_path)
+    output = assert_two_equal_one(recipe, tmp_path, monkeypatch)
+    assert "effective batch  8 = 8 × 1 micro-batches × 1 devices" in output
+
+
+@pytest.mark.nightly
+def test_experts_over_two_processes_equal_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    write_folder(tmp_path / "model", "chatml", tokenizer)
+    config = transformers.MixtralConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, num_local_experts=4,
+    )  # fmt: skip
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    chats = [[{"role": role, "content": f"{i}"} for role in ("user", "assistant")] for i in range(24)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    recipe = (
+        "finetune --model model --data chats.jsonl --method full --seq-len 60 --batch-size 8 --accumulate 2 "
+        "--answer-tokens 4 --log-every 1 --eval-every 2 --save-every 2 --steps 4 --mesh expert=2"
+    )
+    output = assert_two_equal_one(recipe, tmp_path, monkeypatch)
+    assert "effective batch  8 = 2 × 2 micro-batches × 2 devices" in output
+
+
+def assert_two_equal_one(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Check that two processes have the bits of one process with two devices; return what they print."""
+    two = launched(f"{recipe} --out two", folder)
     assert (two.returncode, two.stderr) == (0, "")
-    assert "effective batch  8 = 8 × 1 micro-batches × 1 devices" in two.stdout
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     devices = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert main(f"train {recipe} --out one".split()) == 0
-    capsys.readouterr()
-    states = [jax.tree.leaves(state(tmp_path / name)._replace(rng=None)) for name in ("one", "two")]
+    assert main(f"train {recipe} --out one --quiet".split()) == 0
+    states = [jax.tree.leaves(state(folder / name)._replace(rng=None)) for name in ("one", "two")]
     assert [x.tobytes() for x in jax.device_get(states[0])] == [x.tobytes() for x in jax.device_get(states[1])]
-    lines, others = ([{**line, "tokens_per_s": 0} for line in untimed(tmp_path / name)] for name in ("one", "two"))
+    lines, others = ([{**line, "tokens_per_s": 0} for line in untimed(folder / name)] for name in ("one", "two"))
     assert lines == others
+    return two.stdout
 
 
 # A minimal run with everything that all processes of a run do.
@@ -261,6 +287,70 @@ def test_a_hanging_process_ends_the_others(tmp_path: Path) -> None:
         ended, seconds = both.end(but=1)
         assert (ended, seconds < 40) == ([-signal.SIGABRT], True)
         assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.outputs[0].read_text())
+
+
+# A run whose process `VICTIM` executes `PART` before it reads the batch of a step.
+LATE = """
+import os, signal, sys, time
+from jaxtrain.cli import main
+from jaxtrain.runner.batches import Batches
+
+read, steps = Batches.__next__, []
+
+def late(self):
+    steps.append(None)
+    if os.environ["JAX_PROCESS_ID"] == VICTIM:
+        exec(PART)
+    return read(self)
+
+Batches.__next__ = late
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def late(victim: int, part: str, args: str) -> list[str]:
+    return [sys.executable, "-c", f"VICTIM, PART = {str(victim)!r}, {part!r}\n{LATE}", *args.split()]
+
+
+@pytest.mark.nightly
+def test_a_process_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    """Process 2 of 3 reads a batch for 15 s, then every batch slowly: a line for each, and a metric."""
+    args = "digits-mlp --hidden 8 --batch-size 12 --log-every 10 --eval-every 100 --steps 120 --out run"
+    part = "time.sleep(15 if len(steps) == 5 else 0.2 if len(steps) > 5 else 0)"
+    with unsupervised(late(2, part, args), tmp_path, n=3) as run:
+        assert run.end()[0] == [0, 0, 0]
+        text = run.outputs[0].read_text()
+    (behind,) = re.findall(r"warning: process \d is (\d+) s behind .*", text)
+    assert f"warning: process 2 is {behind} s behind at step 5 (reading data)" in text
+    assert 10 <= int(behind) <= 14
+    assert re.search(r"warning: process 2 is slow: its host takes 0\.2\d* s a step, mostly reading data", text)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["straggler"] for line in lines if "straggler" in line} == {2}
+
+
+@pytest.mark.nightly
+def test_a_stopped_process_is_named_before_the_run_ends(tmp_path: Path) -> None:
+    args = "digits-mlp --hidden 8 --batch-size 12 --steps 1000000 --out run"
+    part = "len(steps) == 50 and os.kill(os.getpid(), signal.SIGSTOP)"
+    with unsupervised(late(1, part, args), tmp_path, n=3) as run:
+        ended, seconds = run.end(but=1)
+        text = run.outputs[0].read_text()
+    assert (ended, seconds < 90) == ([-signal.SIGABRT] * 2, True), text
+    assert re.search(r"warning: process 1 has not reported for 1\d s, since step \d+ \(", text), text
+
+
+@pytest.mark.nightly
+def test_a_process_that_compiles_for_long_keeps_its_heartbeat(tmp_path: Path) -> None:
+    """Also while it holds Python's interpreter lock, and for several times the seconds without a heartbeat."""
+    part = "import ctypes; me and ctypes.PyDLL(None).sleep(16); processes.wait_for_all(); raise UserError('awake')"
+    command = program(part)
+    command[-1] = f"from jaxtrain.distributed import processes\nprocesses.HEARTBEAT_SECONDS = 4\n{command[-1]}"
+    with unsupervised(command, tmp_path) as both:
+        ended, seconds = both.end()
+        texts = [path.read_text() for path in both.outputs]
+    assert ended == [2, 2], texts
+    assert seconds > 16
+    assert "jaxtrain: awake" in texts[0]
 
 
 @pytest.fixture(scope="module")

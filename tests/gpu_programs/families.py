@@ -41,7 +41,7 @@ from jaxtrain.models import (
 from jaxtrain.optim import adamw
 from jaxtrain.planning import gpu_program
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 2, 256, 8, 512, 128, 32
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS, EXPERTS = 2, 256, 8, 512, 128, 32, 4
 
 
 class Family(NamedTuple):
@@ -252,7 +252,7 @@ def _lora() -> Family:
 FAMILIES: dict[str, Callable[[], Family]] = {
     "gpt2": _gpt2,
     "llama": lambda: _decoder(LlamaConfig(**SIZES), Llama, llama.SHARDING),
-    "mixtral": lambda: _decoder(MixtralConfig(**SIZES, num_local_experts=4), Mixtral, mixtral.SHARDING),
+    "mixtral": lambda: _decoder(MixtralConfig(**SIZES, num_local_experts=EXPERTS), Mixtral, mixtral.SHARDING),
     "bert": _bert,
     "t5": _t5,
     "vit": _vit,

@@ -87,7 +87,9 @@ def open_shard(path: Path, tokens: int, documents: int) -> Shard:
         if len(content) != size:
             raise UserError(f"{path} has {len(content):,} bytes, {size:,} by its header: {REMEDY}")
         shard = Shard(*(_array(content, begin, **header[name]) for name in Shard._fields))
-    except (ValueError, LookupError, TypeError):
+        if (shard.tokens.dtype.kind, shard.offsets.dtype.kind) != ("u", "i"):
+            raise ValueError("other types")
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise UserError(f"{path} is cut off, or not a shard of tokens: {REMEDY}") from None
     if (len(shard.tokens), len(shard.offsets)) != (tokens, documents + 1):
         raise UserError(
