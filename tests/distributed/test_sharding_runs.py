@@ -84,6 +84,24 @@ def test_a_run_on_four_devices_resumes_on_two_and_on_eight(tmp_path):
     assert_same_metrics(tmp_path / "resumed", tmp_path / "alone")
 
 
+@pytest.mark.nightly
+def test_a_run_in_a_pipeline_equals_one_device_and_resumes_on_another_mesh(tmp_path):
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "seq_len": 16, "dropout": 0.1}
+    settings = {field: getattr(RECIPE, field) for field in ("batch_size", "schedule", "warmup_steps", "log_every")}
+    recipe = dataclasses.replace(RECIPES["gpt-stdlib"], **sizes, **settings, accumulate=4, eval_every=3, save_every=3)
+
+    def run(folder, resume=False, **settings):
+        console, changed = RecordingConsole(), dataclasses.replace(recipe, **{"steps": 6, **settings})
+        run_training("gpt-stdlib", changed, RunFolder(folder), resume=resume, console=console)
+        return console.recorded
+
+    run(tmp_path / "alone")
+    facts = run(tmp_path / "pipelined", mesh="pipeline=4", steps=3)
+    assert facts["mesh"].endswith("43% of the time is the pipeline's bubble")
+    run(tmp_path / "pipelined", resume=True, mesh="data=2,fsdp=2")
+    assert_same_metrics(tmp_path / "pipelined", tmp_path / "alone")
+
+
 def test_preflight_rejects_invalid_meshes():
     with pytest.raises(
         UserError, match=r"batch_size 12 is not divisible by accumulate 2 × the 4 devices of mesh 'fsdp=4'"
