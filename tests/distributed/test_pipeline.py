@@ -91,6 +91,7 @@ OF_TWO_LAYERS = ["pipeline=2,data=2,fsdp=2", "pipeline=2,tensor=4"]
     ("name", "specs"),
     [
         pytest.param("gpt2", ["pipeline=4,data=2"], marks=pytest.mark.slow),
+        pytest.param("mixtral", ["pipeline=2,data=2,expert=2"], marks=pytest.mark.nightly),
         *(pytest.param(name, MESHES, marks=pytest.mark.nightly) for name in ("gpt2", "llama")),
         *(
             pytest.param(name, OF_TWO_LAYERS, marks=pytest.mark.nightly)
