@@ -2,6 +2,8 @@
 
 import json
 import sys
+from functools import cache
+from typing import Any
 
 from jaxtrain.distributed import make_mesh
 from tests.distributed.programs import RUNS, distance, train
@@ -10,16 +12,23 @@ from tests.distributed.programs import RUNS, distance, train
 def main(name: str, specs: list[str]) -> None:
     """Print the largest distance of parameters, optimizer state and model state, by mesh.
 
-    Each is given as "data=2,fsdp=4", or "data=2,fsdp=4:sharded" with sharded gradient sums.
+    Each is given as "data=2,fsdp=4", with windows of two micro-batches; as "data=2,fsdp=4:4" with windows of four; as
+    "data=2,fsdp=4:sharded" with sharded gradient sums.
     """
     run = RUNS[name]()
-    alone, _ = train(run)
-    kept = (alone.params, alone.opt_state, alone.model_state)
+
+    @cache
+    def alone(accumulate: int) -> Any:
+        state, _ = train(run, accumulate=accumulate)
+        return state.params, state.opt_state, state.model_state
+
     distances = {}
     for spec in specs:
-        mesh, _, sums = spec.partition(":")
-        state, _ = train(run, make_mesh(mesh), gradient_sums=sums or "whole")
-        distances[spec] = distance(kept, (state.params, state.opt_state, state.model_state))
+        mesh, _, option = spec.partition(":")
+        accumulate = int(option) if option.isdigit() else 2
+        sums = option if option and not option.isdigit() else "whole"
+        state, _ = train(run, make_mesh(mesh), accumulate=accumulate, gradient_sums=sums)
+        distances[spec] = distance(alone(accumulate), (state.params, state.opt_state, state.model_state))
     print(json.dumps(distances))
 
 
