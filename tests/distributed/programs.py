@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
@@ -163,7 +164,7 @@ def _small() -> Run:
         visible, keys = visible_keys(TOKENS, None, None), jax.random.split(key)
         q, k, v = ((x @ layer["qkv"][i]).reshape(*x.shape[:2], 8, -1) for i in range(3))
         attended = attend(q, k, v, visible, None, None, window=None, dropout=0.0)
-        x = x + dropout(attended.reshape(x.shape) @ layer["out"], 0.1, keys[0])
+        x = x + dropout(checkpoint_name(attended.reshape(x.shape), "attention") @ layer["out"], 0.1, keys[0])
         return x + dropout(jnp.tanh(x * layer["scale"][None, None] @ layer["fc"]) @ layer["proj"], 0.1, keys[1])
 
     def loss_fn(params: Any, batch: Any, rng: Any) -> Any:
