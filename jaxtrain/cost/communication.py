@@ -3,7 +3,8 @@
 The text of a partitioned program is that of one device: its shapes are those of one device, and every collective lists
 the participating devices. Bytes are those of ring algorithms (Patarasuk and Yuan 2009), which are optimal. With n
 devices, each sends (n−1)/n of the result of an all-gather or of the operand of a reduce-scatter or an all-to-all, twice
-that for an all-reduce, and the whole operand of a collective-permute.
+that for an all-reduce, and the whole operand of a collective-permute. A ragged all-to-all counts as an all-to-all that
+divides evenly the rows of its operand, or those of its result if these are fewer.
 
 The HLO proto (`compiled.runtime_executable().hlo_modules()[0]`) is not used, neither here nor in
 `jaxtrain.profile.program` and `jaxtrain.cpu.workspace`. It contains what the text contains: replica groups, stack
@@ -100,7 +101,7 @@ def traffic_of(
     return lambda computation, x: tuple(program.collective(computation, x, 1))
 
 
-_COLLECTIVE = re.compile(r"(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?")
+_COLLECTIVE = re.compile(r"(?:ragged-)?(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?")
 _PAIRS = re.compile(r"\bsource_target_pairs=\{(.*?)\}(?:,|$)")
 _LISTED = re.compile(r"\breplica_groups=\{(?:\{([\d,]+)\})?")
 _IOTA = re.compile(r"\breplica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -142,7 +143,7 @@ class _Program:
 
     def collective(self, computation: str, x: Instruction, times: int) -> Iterator[Traffic]:
         """Yield the traffic of a collective that runs `times` times."""
-        kind = x.opcode.removesuffix("-start")
+        kind = x.opcode.removeprefix("ragged-").removesuffix("-start")
         if kind == "collective-permute":
             yield from self._collective_permute(x, times)
             return

@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.distributed.attention import divided_attention, find_attention
 from jaxtrain.distributed.constraints import ShardingConstraints
+from jaxtrain.distributed.experts import divided_experts
 from jaxtrain.distributed.mesh import DATA, DCN, FSDP, SEQUENCE, sequence_parallel_size
 from jaxtrain.distributed.sharding import Rules, divide_over, param_shardings
 from jaxtrain.distributed.tables import Tables
 from jaxtrain.errors import UserError
 from jaxtrain.models.attention import is_long
+from jaxtrain.models.routed_experts import find_routed_experts
 from jaxtrain.transforms import BLOCK, UnmergeRows, jaxpr, precision
 
 
@@ -73,6 +75,8 @@ def constrain_shardings(
                     own = [id(v) in layers or id(x) in weights for v, x in zip(eqn.invars, args, strict=True)]
                     args = [x if of_layer else constraints(x) for x, of_layer in zip(args, own, strict=True)]
                     return [constraints(y) for y in jaxpr.HIGHER_ORDER["jit"](eqn, args, run)]
+                if (experts := find_routed_experts(eqn)) is not None and constraints.token_spec(args[0]) is not None:
+                    return [divided_experts(experts, constraints, on_gpu)(*args)]
                 if (outs := tables(eqn, args)) is not None:
                     return outs
                 if (product := tables.product(eqn, args)) is not None:

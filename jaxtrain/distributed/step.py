@@ -17,7 +17,7 @@ from jaxtrain.distributed.groups import row_groups
 from jaxtrain.distributed.mesh import TENSOR
 from jaxtrain.distributed.program import constrain_shardings
 from jaxtrain.distributed.rows import place_batch
-from jaxtrain.distributed.sharding import Rules, state_shardings
+from jaxtrain.distributed.sharding import Rules, gather, state_shardings
 from jaxtrain.errors import UserError, user_facing
 from jaxtrain.step import (
     CompilerOptions,
@@ -78,6 +78,7 @@ class ShardedStep(TrainStep):
                 partial(constrain_shardings, mesh=mesh, rules=rules, accumulate=step.parts.accumulate),
                 mesh.devices.flat[0].platform,
                 row_groups(mesh, rules, step.parts.gradient_sums),
+                None if step.parts.reshard_after == "forward" else partial(gather, mesh=mesh, rules=rules),
             ),
             step.allow_recompile,
             step.deterministic,

@@ -12,8 +12,7 @@ from tests.distributed.programs import RUNS, distance, train
 def main(name: str, specs: list[str]) -> None:
     """Print the largest distance of parameters, optimizer state and model state, by mesh.
 
-    Each is given as "data=2,fsdp=4", with windows of two micro-batches; as "data=2,fsdp=4:4" with windows of four; as
-    "data=2,fsdp=4:sharded" with sharded gradient sums.
+    Each is given as "data=2,fsdp=4", with options of the step as "data=2,fsdp=4 accumulate=4 gradient_sums=sharded".
     """
     run = RUNS[name]()
 
@@ -24,11 +23,12 @@ def main(name: str, specs: list[str]) -> None:
 
     distances = {}
     for spec in specs:
-        mesh, _, option = spec.partition(":")
-        accumulate = int(option) if option.isdigit() else 2
-        sums = option if option and not option.isdigit() else "whole"
-        state, _ = train(run, make_mesh(mesh), accumulate=accumulate, gradient_sums=sums)
-        distances[spec] = distance(alone(accumulate), (state.params, state.opt_state, state.model_state))
+        mesh, *given = spec.split()
+        options: dict[str, Any] = dict(option.split("=") for option in given)
+        options["accumulate"] = int(options.get("accumulate", 2))
+        state, _ = train(run, make_mesh(mesh), **options)
+        expected = alone(options["accumulate"])
+        distances[spec] = distance(expected, (state.params, state.opt_state, state.model_state))
     print(json.dumps(distances))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxtrain.cli import main
@@ -270,6 +271,70 @@ def test_a_hanging_process_ends_the_others(tmp_path: Path) -> None:
         assert re.search(r"unhealthy \(stopped sending heartbeats\):\n1", both.outputs[0].read_text())
 
 
+# A run whose process `VICTIM` executes `PART` before it reads the batch of a step.
+LATE = """
+import os, signal, sys, time
+from jaxtrain.cli import main
+from jaxtrain.runner.batches import Batches
+
+read, steps = Batches.__next__, []
+
+def late(self):
+    steps.append(None)
+    if os.environ["JAX_PROCESS_ID"] == VICTIM:
+        exec(PART)
+    return read(self)
+
+Batches.__next__ = late
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def late(victim: int, part: str, args: str) -> list[str]:
+    return [sys.executable, "-c", f"VICTIM, PART = {str(victim)!r}, {part!r}\n{LATE}", *args.split()]
+
+
+@pytest.mark.nightly
+def test_a_process_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    """Process 2 of 3 reads a batch for 15 s, then every batch slowly: a line for each, and a metric."""
+    args = "digits-mlp --hidden 8 --batch-size 12 --log-every 10 --eval-every 100 --steps 120 --out run"
+    part = "time.sleep(15 if len(steps) == 5 else 0.2 if len(steps) > 5 else 0)"
+    with unsupervised(late(2, part, args), tmp_path, n=3) as run:
+        assert run.end()[0] == [0, 0, 0]
+        text = run.outputs[0].read_text()
+    (behind,) = re.findall(r"warning: process \d is (\d+) s behind .*", text)
+    assert f"warning: process 2 is {behind} s behind at step 5 (reading data)" in text
+    assert 10 <= int(behind) <= 14
+    assert re.search(r"warning: process 2 is slow: its host takes 0\.2\d* s a step, mostly reading data", text)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["straggler"] for line in lines if "straggler" in line} == {2}
+
+
+@pytest.mark.nightly
+def test_a_stopped_process_is_named_before_the_run_ends(tmp_path: Path) -> None:
+    args = "digits-mlp --hidden 8 --batch-size 12 --steps 1000000 --out run"
+    part = "len(steps) == 50 and os.kill(os.getpid(), signal.SIGSTOP)"
+    with unsupervised(late(1, part, args), tmp_path, n=3) as run:
+        ended, seconds = run.end(but=1)
+        text = run.outputs[0].read_text()
+    assert (ended, seconds < 90) == ([-signal.SIGABRT] * 2, True), text
+    assert re.search(r"warning: process 1 has not reported for 1\d s, since step \d+ \(", text), text
+
+
+@pytest.mark.nightly
+def test_a_process_that_compiles_for_long_keeps_its_heartbeat(tmp_path: Path) -> None:
+    """Also while it holds Python's interpreter lock, and for several times the seconds without a heartbeat."""
+    part = "import ctypes; me and ctypes.PyDLL(None).sleep(16); processes.wait_for_all(); raise UserError('awake')"
+    command = program(part)
+    command[-1] = f"from jaxtrain.distributed import processes\nprocesses.HEARTBEAT_SECONDS = 4\n{command[-1]}"
+    with unsupervised(command, tmp_path) as both:
+        ended, seconds = both.end()
+        texts = [path.read_text() for path in both.outputs]
+    assert ended == [2, 2], texts
+    assert seconds > 16
+    assert "jaxtrain: awake" in texts[0]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -277,30 +342,55 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@contextlib.contextmanager
+def killed(args: str, folder: Path, options: str, at: list[tuple[int, int]]) -> Iterator[str]:
+    """Launch a run, kill its process `victim` once `step` is saved, for each (step, victim); yield its messages."""
+    command = [*JAXTRAIN, "launch", *options.split(), "--", "train", *args.split()]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        dead: list[int] = []
+        for step, victim in at:
+            running: list[int] = []
+            while not running or max(saved_steps(folder / "run" / "checkpoints"), default=-1) < step:
+                assert process.poll() is None, process.communicate()
+                running = [pid for pid in children(process.pid) if pid not in dead]
+                time.sleep(0.02)
+            dead += running
+            os.kill(running[victim], signal.SIGKILL)
+        assert process.stderr
+        text = process.stderr.read()
+        assert process.wait(TIMEOUT) == 0, text
+        yield text
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_run_and_resuming_is_bit_identical(
+def test_a_run_restarts_after_a_killed_process_and_is_bit_identical(
     victim: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    command = [*JAXTRAIN, "launch", "-n", "2", "--", "train", *f"{RECIPE} --steps 120 --out run --resume auto".split()]
-    for kill_at in (2, 30, 80):
-        with subprocess.Popen(
-            command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
-            while max(saved_steps(tmp_path / "run" / "checkpoints"), default=-1) < kill_at:
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.02)
-            os.kill(children(process.pid)[victim], signal.SIGKILL)
-            begin = time.monotonic()
-            assert process.stderr
-            assert (
-                f"jaxtrain: process {victim} of 2 was terminated by SIGKILL: terminating the others"
-                in process.stderr.read()
-            )
-            assert process.wait(TIMEOUT) == 137
-            assert time.monotonic() - begin < 30
-    assert launched(f"{RECIPE} --steps 120 --out run --resume auto", tmp_path).returncode == 0
+    kills = [(2, victim), (30, victim), (80, victim)]
+    with killed(f"{RECIPE} --steps 120 --out run", tmp_path, "-n 2 --max-restarts 3", kills) as text:
+        assert text.count(f"process {victim} of 2 was terminated by SIGKILL: terminating the others") == 3
+        assert "jaxtrain: restart 3 of 3, with 2 processes" in text
     assert_same_run(uninterrupted, tmp_path / "run")
+
+
+@pytest.mark.nightly
+def test_a_run_continues_on_the_processes_that_are_left(tmp_path: Path) -> None:
+    """Of 3 processes one is killed; 2 continue, with the batches of one process that nothing interrupted."""
+    recipe = f"{RECIPE} --batch-size 12 --precision fp32 --schedule constant --warmup-steps 0 --steps 60"
+    assert run([*JAXTRAIN, "train", *f"{recipe} --out one".split()], tmp_path).returncode == 0
+    with killed(f"{recipe} --out run", tmp_path, "-n 2:3 --max-restarts 1", [(20, 1)]) as text:
+        assert "jaxtrain: restart 1 of 1, with 2 processes" in text
+    assert len(json.loads((tmp_path / "run" / "config.json").read_text())["devices"]) == 2
+    one, other = ({line["step"]: line for line in untimed(tmp_path / name)} for name in ("one", "run"))
+    assert one.keys() == other.keys()
+    for step in range(3, 61, 3):
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
+    states = [jax.tree.leaves(state(tmp_path / name)._replace(rng=None)) for name in ("one", "run")]
+    for a, b in zip(*jax.device_get(states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def children(pid: int) -> list[int]:
@@ -397,8 +487,6 @@ def test_a_nan_ends_all_processes_and_stores_the_whole_batch(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "stopped, the checkpoint of step" in done.stderr
     assert run([*JAXTRAIN, "train", *f"{args} --out one".split()], tmp_path).returncode == 1
-    import numpy as np
-
     (one,), (two,) = (list((tmp_path / name / "replay").glob("*.npz")) for name in ("one", "two"))
     assert one.name == two.name
     with np.load(one) as a, np.load(two) as b:

@@ -23,7 +23,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.fields import brief
 from jaxtrain.transforms.jax_internals import assumed_cudnn
 
-GPUS_PER_HOST = 8
 COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 """Options that make programs comparable. Without a device XLA would take Triton's first tiling of each product."""
 
@@ -44,6 +43,7 @@ class GpuTarget:
       link_bandwidth: Bytes/s that a GPU sends to the others of its host, as NCCL assumes it (`src/graph/topo.h`): 20.6
         GB/s over each of 18 links of Hopper, 20 GB/s over each of 12 of Ampere.
       network_bandwidth: Bytes/s that a GPU sends to those of other hosts, over one network adapter of 400 Gbit/s.
+      gpus_per_node: Number of GPUs of a host.
     """
 
     name: str
@@ -56,6 +56,7 @@ class GpuTarget:
     memory: int
     link_bandwidth: float
     network_bandwidth: float = 50e9
+    gpus_per_node: int = 8
 
     @property
     def ceilings(self) -> Ceilings:
@@ -65,7 +66,7 @@ class GpuTarget:
     @property
     def links(self) -> Links:
         """Its links in a node and between nodes."""
-        return Links(self.link_bandwidth, self.network_bandwidth, GPUS_PER_HOST)
+        return Links(self.link_bandwidth, self.network_bandwidth, self.gpus_per_node)
 
     def config(self) -> str:
         """Return the `stream_executor.GpuTargetConfigProto` as text."""
@@ -156,7 +157,7 @@ def target_of(device: jax.Device) -> GpuTarget | None:
 
 @functools.cache
 def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
-    """Return `count` devices to compile for, 8 on each host; nothing can run on them.
+    """Return `count` devices to compile for, as many on each host as it has; nothing can run on them.
 
     Args:
       target: The GPU.
@@ -165,7 +166,7 @@ def gpu_devices(target: GpuTarget, count: int) -> Sequence[jax.Device]:
     Raises:
       UserError: JAX's CUDA plugin is not installed, or does not fit this JAX.
     """
-    hosts = math.ceil(count / GPUS_PER_HOST)
+    hosts = math.ceil(count / target.gpus_per_node)
     shape = f"1x{hosts}x{count // hosts}"
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=target.config(), topology=shape)
