@@ -5,7 +5,9 @@ from jaxtrain.distributed.compilation import bypass_compilation_cache as bypass_
 from jaxtrain.distributed.mesh import AXES as AXES
 from jaxtrain.distributed.mesh import DATA as DATA
 from jaxtrain.distributed.mesh import DCN as DCN
+from jaxtrain.distributed.mesh import EXPERT as EXPERT
 from jaxtrain.distributed.mesh import FSDP as FSDP
+from jaxtrain.distributed.mesh import PIPELINE as PIPELINE
 from jaxtrain.distributed.mesh import ROWS as ROWS
 from jaxtrain.distributed.mesh import SEQUENCE as SEQUENCE
 from jaxtrain.distributed.mesh import TENSOR as TENSOR

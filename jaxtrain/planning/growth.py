@@ -28,11 +28,12 @@ _LARGEST_MODEL_AXIS = 16
 
 
 class Settings(NamedTuple):
-    """Rows of a micro-batch on a GPU that shares none, number of micro-batches, and rematerialization."""
+    """Rows of a micro-batch on a GPU that shares none, number of micro-batches, rematerialization, gradient sums."""
 
     rows: int
     accumulate: int
     remat: str
+    gradient_sums: str = "whole"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def grow_strongly(
         if size > largest and (undivided := costs.undivided({**mesh, axis: largest}, larger)) is not None:
             return Growth(axis, "strong", done, f"{axis}={size} does not divide {undivided}")
         micro_batch = min(rows, settings.rows)
-        own = Settings(micro_batch, rows // micro_batch, settings.remat)
+        own = settings._replace(rows=micro_batch, accumulate=rows // micro_batch)
         candidate = costs.compile({**mesh, axis: compiled}, *own)
         share = rows / of_gpu
         forms = None if found.forms is None else found.forms.scaled(share)
@@ -247,7 +248,7 @@ def growths(costs: MeshCosts, mesh: Mapping[str, int], settings: Settings) -> It
             continue
         yield grow_weakly(costs, mesh, axis, settings, found)
         yield grow_strongly(costs, mesh, axis, settings, found)
-    for axis in MODEL_AXES:
+    for axis in (axis for axis in MODEL_AXES if axis == SEQUENCE or axis in costs.sharding_axes):
         yield grow_model_axis(costs, mesh, axis, settings)
 
 
@@ -261,7 +262,7 @@ def row_axes(mesh: Mapping[str, int]) -> list[str]:
     return sorted(possible, key=lambda axis: mesh[axis] == 1)
 
 
-def settings_on(batch_size: int, accumulate: int, remat: str, mesh: Mapping[str, int]) -> Settings:
+def settings_on(batch_size: int, accumulate: int, remat: str, gradient_sums: str, mesh: Mapping[str, int]) -> Settings:
     """Return the settings of a recipe on a mesh.
 
     Raises:
@@ -273,4 +274,4 @@ def settings_on(batch_size: int, accumulate: int, remat: str, mesh: Mapping[str,
             f"batch_size {batch_size} is not divisible by accumulate {accumulate} × the {shares // accumulate} GPUs "
             f"that rows are sharded over: use a multiple of {shares}"
         )
-    return Settings(batch_size // shares, accumulate, remat)
+    return Settings(batch_size // shares, accumulate, remat, gradient_sums)

@@ -263,7 +263,9 @@ def _row_axes(eqn: JaxprEqn, args: list[Any]) -> _Rows | None:
 def _operation(eqn: JaxprEqn) -> JaxprEqn:
     """Return the biased product within its custom_jvp, and the lookup within its call; other equations as they are."""
     if jaxpr.is_call(eqn, DIVIDED_LOOKUP):
-        return next(inner for inner in eqn.params["jaxpr"].jaxpr.eqns if inner.primitive.name == "gather")
+        # A custom_jvp contains the lookup of a table in 16 bits.
+        within = [e.params.get("call_jaxpr", eqn.params["jaxpr"]).jaxpr.eqns for e in eqn.params["jaxpr"].jaxpr.eqns]
+        return next(inner for eqns in within for inner in eqns if inner.primitive.name == "gather")
     if eqn.primitive.name == "custom_jvp_call":
         (first, *more) = eqn.params["call_jaxpr"].jaxpr.eqns
         if first.primitive.name == BIASED_PRODUCT and not more:
