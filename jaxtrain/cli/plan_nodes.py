@@ -208,8 +208,7 @@ def _table(costs: Sequence[MeshCost], choice: MeshChoice, unit: str) -> Table:
 
 def _print_growth(console: Console, growth: Growth, choice: MeshChoice, unit: str) -> None:
     if growth.costs:
-        fixed = "rows of a GPU" if growth.scaling == "weak" else "batch"
-        console.print(f"{growth.axis} grows, {fixed} fixed ({growth.scaling} scaling)", markup=False)
+        console.print(f"{growth.axis} grows, {growth.fixed} fixed ({growth.scaling} scaling)", markup=False)
         console.print(_table(growth.costs, choice, unit))
     console.print(growth.verdict, markup=False, soft_wrap=True)
 

@@ -16,6 +16,8 @@ from jax.sharding import AbstractMesh
 
 from jaxtrain.cost import GpuTarget, Traffic, group_along
 from jaxtrain.distributed import FSDP, data_parallel_size, param_shardings, parse_mesh, state_shardings
+from jaxtrain.errors import UserError
+from jaxtrain.fields import brief
 from jaxtrain.paths import path_name
 from jaxtrain.planning.candidate import Candidate, abstract_state, compile_for_target
 from jaxtrain.planning.closed_forms import ClosedForms
@@ -115,7 +117,7 @@ class MeshCosts:
         """Compile the step for a mesh, with `rows` of a micro-batch on each GPU that shares none.
 
         Raises:
-          UserError: The settings are invalid on this mesh.
+          UserError: The settings are invalid on this mesh, or the compiler fails.
         """
         recipe = dataclasses.replace(
             self._recipe,
@@ -127,7 +129,11 @@ class MeshCosts:
         )
         if recipe not in self._done:
             self._on_compile(recipe)
-            self._done[recipe] = compile_for_target(recipe, self.task, self.target)
+            try:
+                self._done[recipe] = compile_for_target(recipe, self.task, self.target)
+            except jax.errors.JaxRuntimeError as error:
+                reason = brief(str(error).partition("\n")[0])
+                raise UserError(f"XLA cannot compile the step for {recipe.mesh} ({reason}): use another mesh") from None
         return self._done[recipe]
 
     @cached_property

@@ -6,6 +6,8 @@ from jaxtrain.transforms.casts import widen as widen
 from jaxtrain.transforms.gathered import DIVIDED_LOOKUP as DIVIDED_LOOKUP
 from jaxtrain.transforms.gathered import used_dtypes as used_dtypes
 from jaxtrain.transforms.gathered import with_copies as with_copies
+from jaxtrain.transforms.groups import Groups as Groups
+from jaxtrain.transforms.groups import Partial as Partial
 from jaxtrain.transforms.hooks import Hook as Hook
 from jaxtrain.transforms.hooks import add_hooks as add_hooks
 from jaxtrain.transforms.hooks import hook
@@ -14,8 +16,6 @@ from jaxtrain.transforms.logits import overwrite_logits as overwrite_logits
 from jaxtrain.transforms.loops import at_most as at_most
 from jaxtrain.transforms.loops import most_times as most_times
 from jaxtrain.transforms.merged_rows import UnmergeRows as UnmergeRows
-from jaxtrain.transforms.partial_gradients import Groups as Groups
-from jaxtrain.transforms.partial_gradients import Partial as Partial
 from jaxtrain.transforms.partial_gradients import partial_gradients as partial_gradients
 from jaxtrain.transforms.policies import Policy
 from jaxtrain.transforms.policies import policy as policy
