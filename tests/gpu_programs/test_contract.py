@@ -26,7 +26,7 @@ PROGRAMS = [
     Settings("gpt2", accumulate=4),
     *(Settings("gpt2", remat=policy) for policy in ("full", "dots")),
     *(Settings(family, unroll=True) for family in ("gpt2", "bert")),
-    *(Settings("gpt2", mesh=mesh) for mesh in ("data=8", "fsdp=8", "data=2,fsdp=4", "tensor=8")),
+    *(Settings("gpt2", mesh=mesh) for mesh in ("data=8", "fsdp=8", "tensor=8")),
     *(Settings("gpt2", mesh=mesh, accumulate=4) for mesh in ("data=8", "fsdp=8")),
     Settings("llama", mesh="fsdp=8"),
     Settings("gpt2", mesh="fsdp=8", accumulate=4, reshard_after="window"),
