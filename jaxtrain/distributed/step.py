@@ -93,6 +93,7 @@ class ShardedStep(TrainStep):
             platform=self._mesh.devices.flat[0].platform,
             devices=self._mesh.size,
             accumulate=accumulate,
+            unrolled=self.parts.loss.unroll,
         )
         return _Jitted(limited, shardings, self._mesh, options)
 
